@@ -1,0 +1,36 @@
+# `make demo` and `make test` are all a newcomer needs; both make .venv where it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint notebooks bench clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/hookcb demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict hookcb
+
+notebooks: $(VENV)/.installed-dev
+	$(BIN)/jupyter execute nbs/*.ipynb
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/loop.py
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"hookcb needs Python 3.11 or newer, this is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# a stamp per extra: installing again only when what is asked for has changed
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[$*]'
+	touch $@

@@ -1,0 +1,247 @@
+"""What the loop itself costs: microseconds a step, and ratio to a handwritten loop, with peers beside it.
+
+    python benchmarks/loop.py [--steps 2000] [--rounds 9]
+
+Linear 10-10-1 (ReLU between), batch 32, SGD, one thread, batches in a list. All contestants run in one
+process, in turn, round after round in changing order, so that what else the machine does falls on all alike.
+A ratio is the median over rounds of a contestant's time by the plain loop's of the same round. Peers that are
+not installed are left out; the extra `bench` names them.
+"""
+
+import argparse
+import logging
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+
+from hookcb import Callback, Event, Learner, Progress
+
+Run = Callable[[], object]  # trains for so many steps
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 1))
+
+
+def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    hundred = [(torch.randn(32, 10), torch.randn(32, 1)) for _ in range(100)]
+    return [hundred[i % 100] for i in range(steps)]
+
+
+class Batches:
+    """A loader, and nothing that can be taken for something else."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def plain(steps: int) -> Run:
+    """The bare loop, nothing but the five lines that train."""
+    model, data = net(), batches(steps)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def run() -> None:
+        model.train()
+        for x, y in data:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+    return run
+
+
+def quickstart(steps: int) -> Run:
+    """The loop of PyTorch's quickstart tutorial, which moves each batch to the device."""
+    model, data, device = net(), batches(steps), torch.device("cpu")
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def run() -> None:
+        model.train()
+        for x, y in data:
+            x, y = x.to(device), y.to(device)
+            pred = model(x)
+            loss = F.mse_loss(pred, y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+    return run
+
+
+def hookcb_bare(steps: int, n_noop: int = 0) -> Run:
+    """Our loop without callbacks, or with some that act at every event and do nothing."""
+    learn = Learner(batches(steps), net(), F.mse_loss, torch.optim.SGD, lr=0.01)
+    learn.remove_cbs(learn.cbs)
+    noops = {str(event): _nothing for event in Event}
+    learn.add_cbs([Callback(name=f"noop{i}", **noops) for i in range(n_noop)])
+    return lambda: learn.fit(1)
+
+
+def hookcb_default(steps: int) -> Run:
+    """Our loop as people use it, recording losses and rates, printing nothing."""
+    learn = Learner(batches(steps), net(), F.mse_loss, torch.optim.SGD, lr=0.01)
+    learn.remove_cb(Progress)
+    return lambda: learn.fit(1)
+
+
+def _nothing(cb: Callback) -> None:
+    """Acts, and does nothing."""
+
+
+def fastai(steps: int) -> Run:
+    from fastai.callback.progress import ProgressCallback
+    from fastai.data.core import DataLoaders
+    from fastai.learner import Learner as FastaiLearner
+    from fastai.optimizer import OptimWrapper
+
+    class FastaiBatches(Batches):
+        n_inp, bs, device = 1, 32, torch.device("cpu")
+
+    dls = DataLoaders(FastaiBatches(batches(steps)), FastaiBatches(batches(1)), device=torch.device("cpu"))
+    sgd = lambda params, **_: OptimWrapper(params, torch.optim.SGD)  # noqa: E731
+    learn = FastaiLearner(dls, net(), loss_func=F.mse_loss, opt_func=sgd, lr=0.01)
+    learn.remove_cb(ProgressCallback)
+
+    def run() -> None:
+        with learn.no_logging():
+            learn.fit(1)
+
+    return run
+
+
+def lightning(steps: int) -> Run:
+    import lightning as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any, i: int) -> torch.Tensor:
+            x, y = batch
+            return F.mse_loss(self.net(x), y)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    data = Batches(batches(steps))  # a list would be read as several loaders
+
+    def run() -> None:
+        trainer = pl.Trainer(max_epochs=1, accelerator="cpu", **dict.fromkeys(quiet, False))
+        trainer.fit(Module(), data)
+
+    return run
+
+
+def ignite(steps: int) -> Run:
+    from ignite.engine import create_supervised_trainer
+
+    model, data = net(), batches(steps)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_supervised_trainer(model, opt, F.mse_loss)
+    return lambda: trainer.run(data, max_epochs=1)
+
+
+def skorch(steps: int) -> Run:
+    from skorch import NeuralNet
+
+    data = batches(steps)
+    model = NeuralNet(
+        net(), nn.MSELoss, optimizer=torch.optim.SGD, lr=0.01, max_epochs=1, train_split=None, verbose=0,
+        iterator_train=lambda dataset, **_: Batches(data),
+    )  # fmt: skip
+    model.initialize()
+    return lambda: model.partial_fit(data[0][0].numpy(), data[0][1].numpy())
+
+
+def accelerate(steps: int) -> Run:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, data = net(), batches(steps)
+    model, opt = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def run() -> None:
+        model.train()
+        for x, y in data:
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            opt.step()
+            opt.zero_grad()
+
+    return run
+
+
+CONTESTANTS: dict[str, Callable[[int], Run]] = {
+    "plain loop": plain,
+    "plain loop again (noise)": plain,
+    "PyTorch quickstart loop": quickstart,
+    "hookcb, no callbacks": hookcb_bare,
+    "hookcb, 10 no-op callbacks": lambda steps: hookcb_bare(steps, 10),
+    "hookcb, default callbacks": hookcb_default,
+    "Ignite": ignite,
+    "skorch": skorch,
+    "Accelerate": accelerate,
+    "Lightning": lightning,
+    "fastai": fastai,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    console = Console()
+    runs: dict[str, Run] = {}
+    for name, make in CONTESTANTS.items():
+        try:
+            runs[name] = make(args.steps)
+        except ImportError as missing:
+            console.print(f"{name} is left out: {missing}")
+    for run in runs.values():
+        run()  # warm up
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    shuffled = random.Random(0)
+    for _ in range(args.rounds):
+        for name in shuffled.sample(list(runs), len(runs)):
+            began = time.perf_counter()
+            runs[name]()
+            seconds[name].append(time.perf_counter() - began)
+    table = Table(
+        title=f"{args.steps} steps, median of {args.rounds} rounds, torch {torch.__version__}, 1 thread"
+    )
+    for column in ("loop", "µs a step", "ratio to plain", "quartiles"):
+        table.add_column(column, justify="left" if column == "loop" else "right")
+    for name, times in seconds.items():
+        ratios = [own / base for own, base in zip(times, seconds["plain loop"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        step = statistics.median(times) / args.steps * 1e6
+        table.add_row(name, f"{step:.1f}", f"{middle:.3f}", f"{low:.3f}–{high:.3f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

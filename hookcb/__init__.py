@@ -1,0 +1,51 @@
+"""hookcb: callbacks that let you see inside any PyTorch training run."""
+
+from hookcb.callback import Callback
+from hookcb.callbacks import ActivationStats, HookCallback, Metrics, Progress, Recorder, accuracy
+from hookcb.events import (
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+    Event,
+)
+from hookcb.hooks import Hook, Hooks, find_modules, hook_output, hook_outputs
+from hookcb.learner import Learner
+from hookcb.loop import Loop
+from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActivationStats",
+    "Callback",
+    "CancelBackwardException",
+    "CancelBatchException",
+    "CancelEpochException",
+    "CancelException",
+    "CancelFitException",
+    "CancelStepException",
+    "CancelTrainException",
+    "CancelValidException",
+    "Event",
+    "Hook",
+    "HookCallback",
+    "Hooks",
+    "Learner",
+    "Loop",
+    "Metrics",
+    "Progress",
+    "Recorder",
+    "accuracy",
+    "assert_no_hooks",
+    "check_callback",
+    "count_hooks",
+    "find_modules",
+    "hook_output",
+    "hook_outputs",
+    "synth_learner",
+]

@@ -1,0 +1,87 @@
+"""The main job on real data: a small network learns handwritten digits, and shows what its layers do."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from hookcb.batch import Loaders
+from hookcb.callbacks import ActivationStats, accuracy
+from hookcb.learner import Learner
+
+
+def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
+    """Scikit-learn's 1,797 handwritten digits, of which every fifth, 360, are held out.
+
+    Args:
+        batch_size: of training batches.
+        seed: of the split and the order of training batches.
+
+    Returns:
+        Loaders of `(x, y)`: x float32 `(N, 1, 8, 8)` standardised by the training part, y int64 `(N,)`.
+
+    Raises:
+        ModuleNotFoundError: without scikit-learn; the message says how to get it.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "the digits come with scikit-learn, which is not installed; pip install 'hookcb[demo]'"
+        ) from missing
+    data: Any = load_digits()
+    x, y = torch.tensor(data.images, dtype=torch.float32)[:, None], torch.tensor(data.target)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(x), generator=generator)
+    held_out, train = order[::5], order[torch.arange(len(order)) % 5 != 0]
+    x = (x - x[train].mean()) / x[train].std()
+    return Loaders(
+        DataLoader(TensorDataset(x[train], y[train]), batch_size, shuffle=True, generator=generator),
+        DataLoader(TensorDataset(x[held_out], y[held_out]), 256),
+    )
+
+
+def build_model(kind: str = "cnn") -> nn.Module:
+    """A classifier of `(N, 1, 8, 8)` images, `"cnn"` or `"mlp"`; the output is scores `(N, 10)`.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if kind == "mlp":
+        layers = {
+            "flat": nn.Flatten(),
+            "hidden": nn.Linear(64, 64),
+            "act": nn.ReLU(),
+            "head": nn.Linear(64, 10),
+        }
+    elif kind == "cnn":
+        layers = {
+            **{f"{name}1": layer for name, layer in _conv(1, 16).items()},
+            **{f"{name}2": layer for name, layer in _conv(16, 32).items()},
+            "flat": nn.Flatten(),
+            "head": nn.Linear(32 * 2 * 2, 10),
+        }
+    else:
+        raise ValueError(f"model is {kind!r}; there are 'cnn' and 'mlp'")
+    return nn.Sequential(OrderedDict(layers))
+
+
+def train_digits(model: str = "cnn", epochs: int = 10, seed: int = 0) -> Learner:
+    """Trains with `ActivationStats` attached.
+
+    Returns:
+        The learner: `recorder.rows` has the epochs, `activation_stats` the layers.
+    """
+    torch.manual_seed(seed)
+    net = build_model(model)
+    learn = Learner(digits(seed=seed), net, F.cross_entropy, torch.optim.Adam, lr=3e-3, metrics=accuracy)
+    learn.fit(epochs, cbs=ActivationStats(include_paramless=True))
+    return learn
+
+
+def _conv(n_in: int, n_out: int) -> dict[str, nn.Module]:
+    conv = nn.Conv2d(n_in, n_out, 3, stride=2, padding=1, bias=False)
+    return {"conv": conv, "norm": nn.BatchNorm2d(n_out), "act": nn.ReLU()}

@@ -1,0 +1,134 @@
+"""Where a running fit is shown: plain rows, a terminal's bar, or a table in a notebook."""
+
+import html
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def advance(self, doing: str, done: int, total: int | None) -> None:
+        """Shows that `done` of `total` batches are done."""
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        """Shows what an epoch came to."""
+
+    def close(self) -> None:
+        """Leaves the screen as it shall stay."""
+
+
+def open_display(console: Console, bar: bool) -> Display:
+    """The display that suits `console`; in a file or pipe a bar would show up at the end only."""
+    if console.is_jupyter:
+        return _NotebookTable(bar)
+    if console.is_interactive and bar:
+        return _TerminalBar(console)
+    return _PlainRows(console)
+
+
+class _PlainRows:
+    """A line per epoch under a line of names."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.names: list[str] = []
+
+    def advance(self, doing: str, done: int, total: int | None) -> None:
+        """Says nothing between rows."""
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        if self.names != list(row):
+            self.names = list(row)
+            self._line(name.rjust(max(10, len(name))) for name in self.names)
+        self._line(_text(name, value).rjust(max(10, len(name))) for name, value in row.items())
+
+    def _line(self, cells: Iterable[str]) -> None:
+        self.console.print("  ".join(cells), soft_wrap=True, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Has nothing to give back."""
+
+
+class _TerminalBar(_PlainRows):
+    """A bar at the bottom of the terminal, the rows above it."""
+
+    def __init__(self, console: Console) -> None:
+        from rich import progress
+
+        super().__init__(console)
+        columns = (
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+        )
+        self.live = progress.Progress(
+            *columns, progress.TimeRemainingColumn(), console=console, transient=True, auto_refresh=False
+        )
+        self.task: TaskID | None = None
+        self.live.start()
+
+    def advance(self, doing: str, done: int, total: int | None) -> None:
+        if self.task is None:
+            self.task = self.live.add_task(doing, total=total)
+        self.live.update(self.task, description=doing, completed=done, total=total, refresh=True)
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        if self.task is not None:
+            self.live.remove_task(self.task)
+            self.live.refresh()  # else the old bar is drawn again below the row
+            self.task = None
+        super().add_row(row)
+
+    def close(self) -> None:
+        self.live.stop()
+
+
+class _NotebookTable:
+    """An HTML table that grows, kept in the saved notebook; rich's own live display leaves nothing there."""
+
+    def __init__(self, bar: bool) -> None:
+        import IPython.display
+
+        ipython: Any = IPython.display  # untyped
+
+        self.html = ipython.HTML
+        self.bar = bar
+        self.rows: list[Mapping[str, float]] = []
+        self.handle = ipython.display(self.html(""), display_id=True)
+
+    def advance(self, doing: str, done: int, total: int | None) -> None:
+        if self.bar:
+            ends = f'value="{done}" max="{total}"' if total else ""
+            self._show(f"<progress {ends}></progress> {html.escape(doing)} · {done}/{total or '?'}")
+
+    def add_row(self, row: Mapping[str, float]) -> None:
+        self.rows.append(row)
+        self._show("")
+
+    def close(self) -> None:
+        self._show("")
+
+    def _show(self, below: str) -> None:
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+        lines = (
+            "".join(f"<td>{_text(name, row[name]) if name in row else '–'}</td>" for name in names)
+            for row in self.rows
+        )
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
+        self.handle.update(self.html(f"{table}<div>{below}</div>"))
+
+
+def _text(name: str, value: float) -> str:
+    if name == "time":
+        return f"{int(value) // 60}:{value % 60:04.1f}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4f}" if not value or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"

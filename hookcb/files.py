@@ -1,0 +1,40 @@
+"""Files that are there whole or not at all."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_whole(state: Any, file: str | Path) -> Path:
+    """Writes `state` with `torch.save`; until it is written whole, a file that is there stays as it is.
+
+    Returns:
+        The path written; its folder is made where it is missing.
+    """
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+    return path
+
+
+def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[str, Any]:
+    """Reads a dict that `save_whole` has written, its tensors to `device`; no code in it is run.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: where it is truncated, or has other keys; the message names the file.
+    """
+    try:
+        state = torch.load(file, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read; it is truncated, or no file of weights") from error
+    if not isinstance(state, dict) or set(state) != keys:
+        raise ValueError(f"{file} was not written by save; read it with torch.load")
+    return state

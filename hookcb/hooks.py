@@ -1,0 +1,231 @@
+"""Hooks that attach to layers and come off again, and the selection of layers."""
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+HookFunc = Callable[[nn.Module, Any, Any], Any]
+Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
+
+
+class Hook:
+    """Calls `hook_func(module, input, output)` after each forward of `m`; what it returns is in `stored`.
+
+    It observes: the output goes on as it was. A copy or pickle of the module carries no live hook.
+
+    Args:
+        m: the module to watch.
+        hook_func: what to call; `input` is the tuple of positional inputs.
+        detach: give it inputs and outputs without their graph.
+
+    >>> import torch
+    >>> from hookcb import Hook
+    >>> layer = torch.nn.Linear(2, 3)
+    >>> with Hook(layer, lambda m, i, o: o.shape) as hook:
+    ...     _ = layer(torch.zeros(5, 2))
+    >>> hook.stored
+    torch.Size([5, 3])
+    """
+
+    def __init__(self, m: nn.Module, hook_func: HookFunc, *, detach: bool = True) -> None:
+        if not isinstance(m, nn.Module):
+            raise TypeError(f"m is {m!r:.80}, no nn.Module")
+        self.hook_func, self.detach = hook_func, detach
+        self.on = True  # False: stays attached and does nothing, `stored` keeps what it has
+        self.stored: Any = None
+        self._handle: RemovableHandle | None = m.register_forward_hook(_Tap(self))
+
+    def remove(self) -> None:
+        """Takes the hook off; a second time does nothing. `stored` stays."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+class Hooks:
+    """One `Hook` on each of several modules; attached all, or none where one fails.
+
+    Args:
+        ms: one module, several, an `nn.Sequential` (its children), or what `find_modules` gives.
+        hook_func, detach: as for `Hook`.
+
+    >>> import torch
+    >>> from hookcb import Hooks
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+    >>> with Hooks(model, lambda m, i, o: o.mean().item()) as hooks:
+    ...     _ = model(torch.zeros(1, 2))
+    >>> len(hooks.stored)
+    2
+    """
+
+    def __init__(
+        self,
+        ms: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module],
+        hook_func: HookFunc,
+        *,
+        detach: bool = True,
+    ) -> None:
+        self.hooks: list[Hook] = []
+        try:
+            for m in _modules(ms):
+                self.hooks.append(Hook(m, hook_func, detach=detach))
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def stored(self) -> list[Any]:
+        """What each hook's function returned last, None before its first call."""
+        return [hook.stored for hook in self.hooks]
+
+    def switch(self, on: bool) -> None:
+        """Lets the hooks act, or rest while they stay attached."""
+        for hook in self.hooks:
+            hook.on = on
+
+    def remove(self) -> None:
+        """Takes all hooks off; what they stored stays."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def __getitem__(self, i: int) -> Hook:
+        return self.hooks[i]
+
+    def __len__(self) -> int:
+        return len(self.hooks)
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self.hooks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def hook_output(module: nn.Module, detach: bool = True) -> Hook:
+    """A hook that stores the output of `module`, as it is, with `detach=False` with its graph."""
+    return Hook(module, _output, detach=detach)
+
+
+def hook_outputs(
+    modules: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module], detach: bool = True
+) -> Hooks:
+    """Hooks that store the outputs of `modules`."""
+    return Hooks(modules, _output, detach=detach)
+
+
+def find_modules(
+    model: nn.Module, where: Where | Iterable[Where] | None = None, include_paramless: bool = False
+) -> dict[str, nn.Module]:
+    """The modules of `model` that `where` selects, by qualified name, in the order of `named_modules()`.
+
+    A shared module is found once, under its first name.
+
+    Args:
+        model: where to look.
+        where: None (leaves with parameters), a glob on qualified names (`"blocks.*.attn"`, where `*` also
+            spans dots), a type, a predicate, a module of the model, or several of these.
+        include_paramless: with None, also the leaves without parameters, such as activation functions.
+
+    Raises:
+        LookupError: where one of them selects nothing; the message lists what there is.
+        TypeError: where `where` is of another kind.
+    """
+    named = dict(model.named_modules())
+    if where is None:
+        leaves = {name: m for name, m in named.items() if not any(True for _ in m.children())}
+        found = {
+            name: m
+            for name, m in leaves.items()
+            if include_paramless or any(True for _ in m.parameters(recurse=False))
+        }
+        if not found:
+            raise LookupError(
+                f"no module of {type(model).__name__} is a leaf with parameters; it has: {_listing(named)}"
+            )
+        return found
+    selected: set[str] = set()
+    for one in where if isinstance(where, list | tuple | set) else [where]:
+        names = {name for name, m in named.items() if _selects(one, name, m)}
+        if not names:
+            raise _nothing(model, one, named)
+        selected |= names
+    return {name: m for name, m in named.items() if name in selected}
+
+
+class _Tap:
+    """What is registered on the module: leads to the hook; a copy or pickle of it leads nowhere."""
+
+    def __init__(self, hook: Hook | None = None) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        hook = self.hook
+        if hook is not None and hook.on:
+            if hook.detach:
+                args, output = _without_graph(args), _without_graph(output)
+            hook.stored = hook.hook_func(module, args, output)
+
+    def __reduce__(self) -> tuple[type["_Tap"], tuple[()]]:
+        return _Tap, ()
+
+
+def _output(module: nn.Module, args: Any, output: Any) -> Any:
+    return output
+
+
+def _without_graph(item: Any) -> Any:
+    """`item` with tensors detached; what is no tensor, tuple, list or dict stays as it is."""
+    if isinstance(item, Tensor):
+        return item.detach()
+    if type(item) in (tuple, list):
+        return type(item)(_without_graph(x) for x in item)
+    if type(item) is dict:
+        return {key: _without_graph(x) for key, x in item.items()}
+    return item
+
+
+def _modules(ms: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]) -> list[nn.Module]:
+    if isinstance(ms, nn.Sequential):
+        return list(ms.children())
+    if isinstance(ms, nn.Module) and not isinstance(ms, nn.ModuleList):
+        return [ms]
+    return list(ms.values() if isinstance(ms, Mapping) else ms)
+
+
+def _selects(where: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(where, str):
+        return fnmatchcase(name, where) and name != ""
+    if isinstance(where, nn.Module):
+        return module is where
+    if isinstance(where, type):
+        return isinstance(module, where)
+    if callable(where):
+        return bool(where(module))
+    raise TypeError(
+        f"{where!r:.80} selects no modules; give a glob, a type, a predicate, a module or a list of these"
+    )
+
+
+def _nothing(model: nn.Module, where: Any, named: dict[str, nn.Module]) -> LookupError:
+    close = difflib.get_close_matches(where, named, n=1) if isinstance(where, str) else []
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    what = f"matches {where!r}" if isinstance(where, str) else f"is selected by {where!r:.80}"
+    return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {_listing(named)}")
+
+
+def _listing(named: dict[str, nn.Module], most: int = 20) -> str:
+    names = [name for name in named if name]
+    return ", ".join(names[:most]) + (f" … and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,304 @@
+"""Learner: the training loop, on one screen."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastcore.foundation import L
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookcb.batch import as_loaders, check_loader, describe, n_batches, split_batch
+from hookcb.callbacks.metrics import Metrics
+from hookcb.callbacks.preds import GatherPreds
+from hookcb.callbacks.progress import Progress
+from hookcb.callbacks.recorder import Recorder
+from hookcb.events import CancelException
+from hookcb.files import load_saved, save_whole
+from hookcb.loop import Callbacks, Loop, strays_named
+from hookcb.prepare import (
+    check_fit,
+    check_functions,
+    check_loss,
+    check_lr,
+    check_opt,
+    make_opt,
+    place,
+    same,
+    trainable,
+)
+
+
+class Learner(Loop):
+    """Trains a model, and tells its callbacks what happens.
+
+    Args:
+        dls: what has `.train` and `.valid`, a `(train, valid)` tuple (`valid` may be None), or one iterable
+            of batches. A batch is a tensor, a tuple `(*xb, *yb)`, or a mapping of keyword arguments.
+        model: called as `model(*xb)`, of a mapping as `model(**xb)`.
+        loss_func: called as `loss_func(pred, *yb)`, gives a scalar. Without it the model's output has a
+            `.loss`.
+        opt_func: called as `opt_func(model.parameters(), lr=lr)` when a fit begins, or a ready optimizer.
+        lr: learning rate; a ready optimizer keeps its own.
+        metrics: functions `(pred, *yb) -> scalar`, or objects with `update`, `compute` and `reset`; one,
+            several, or a mapping from name to metric.
+        cbs: one callback or several. `Recorder`, `Metrics` and `Progress` come by themselves; one of such a
+            class given here takes that one's place.
+        n_inp: how many items of a batch are inputs; by default all but the last, of a mapping all.
+        device: where to train; by default where the model is.
+
+    Raises:
+        TypeError: where one of these is of the wrong kind; the message says what is possible.
+        ValueError: where one has a value that cannot be.
+
+    >>> import torch
+    >>> from hookcb import Learner
+    >>> x = torch.linspace(-1, 1, 64)[:, None]
+    >>> batches = list(zip(x.split(16), (3 * x).split(16)))
+    >>> learn = Learner(batches, torch.nn.Linear(1, 1), torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
+    >>> with learn.no_logging():
+    ...     learn.fit(5)
+    >>> learn.recorder.losses[-1] < learn.recorder.losses[0]
+    True
+    """
+
+    def __init__(
+        self,
+        dls: Any,
+        model: nn.Module,
+        loss_func: Callable[..., Tensor] | None = None,
+        opt_func: Callable[..., Optimizer] | Optimizer = torch.optim.Adam,
+        lr: float = 1e-3,
+        metrics: Any = (),
+        cbs: Callbacks = (),
+        *,
+        n_inp: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__(model)
+        check_functions(loss_func, opt_func)
+        if n_inp is not None and n_inp < 1:
+            raise ValueError(f"n_inp is {n_inp}; a batch has at least one input")
+        self.dls = as_loaders(dls)
+        self.loss_func, self.opt_func, self.lr, self.n_inp = loss_func, opt_func, check_lr(lr), n_inp
+        self.opt = opt_func if isinstance(opt_func, Optimizer) else None
+        self._opt_params: list[nn.Parameter] | None = None  # for which opt_func made the optimizer
+        self.device = None if device is None else torch.device(device)
+        self.add_cbs(cbs)
+        defaults = (Recorder(), Metrics(metrics), Progress())
+        self.add_cbs([d for d in defaults if not any(isinstance(cb, type(d)) for cb in self.cbs)])
+
+    # ---- the loop
+
+    def fit(self, n_epoch: int, lr: float | None = None, cbs: Callbacks = ()) -> None:
+        """Trains for `n_epoch` epochs, validating after each where there is a `dls.valid`.
+
+        Args:
+            n_epoch: number of passes over `dls.train`.
+            lr: learning rate from here on; by default what the optimizer has, `self.lr` at its making.
+            cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: before training starts, for what cannot be trained.
+        """
+        if self.fitting:
+            raise RuntimeError("a fit is running; it must end before another begins")
+        check_fit(n_epoch, self.dls)
+        with self.restored(), self.added_cbs(cbs):
+            self._prepare(lr)
+            self.opt.zero_grad()  # an interrupted fit may have left gradients behind
+            self.n_epoch, self.epoch, self.train_iter = n_epoch, 0, 0
+            self.run_fit(self._epochs)
+
+    def _epochs(self) -> None:
+        for self.epoch in range(self.n_epoch):
+            self.row = {}
+            self.within("epoch", self._epoch)
+
+    def _epoch(self) -> None:
+        self._phase("train", self.dls.train)
+        if getattr(self.dls, "valid", None) is not None:
+            self._phase("validate", self.dls.valid)
+
+    def _phase(self, level: str, dl: Any) -> None:
+        self.set_phase(training=level == "train", dl=dl, n_iter=n_batches(dl))
+        self.model.train(self.training)
+        with torch.set_grad_enabled(self.training):
+            self.within(level, self._batches)
+
+    def _batches(self) -> None:
+        self.iter = -1
+        for self.iter, batch in enumerate(self.dl):
+            self.xb, self.yb = split_batch(batch, self._device, self.n_inp)
+            try:
+                self.within("batch", self._batch)
+            except BaseException as error:
+                self._note_batch(error)
+                raise
+            self.train_iter += self.training
+        if self.iter < 0:
+            raise ValueError(f"the {'training' if self.training else 'validation'} loader gave no batch")
+
+    def _batch(self) -> None:
+        self.pred = self.predict()
+        self.emit("after_pred")
+        self.loss = self.get_loss()
+        if self.iter == 0:  # what one batch gives all give: looked at once, as each look costs
+            check_loss(self.loss)
+        self.emit("after_loss")
+        if self.training:
+            self.within("backward", self._backward)
+            if self.within("step", self.opt.step):
+                self.opt.zero_grad()
+
+    def _backward(self) -> None:
+        self.loss.backward()  # looked up here, as before_backward may have scaled it
+
+    def predict(self) -> Any:
+        """The model's output for `xb`; override it for a model that is called differently."""
+        return self.model(*self.xb) if isinstance(self.xb, tuple) else self.model(**self.xb)
+
+    def get_loss(self) -> Tensor:
+        """The loss of `pred` against `yb`, a tensor of one element; override it for one made differently."""
+        if self.loss_func is not None:
+            return self.loss_func(self.pred, *self.yb)
+        loss = getattr(self.pred, "loss", None)
+        if loss is None:
+            raise ValueError(
+                f"there is no loss_func, and the model's output {describe(self.pred)} has no .loss; "
+                "pass loss_func=…"
+            )
+        return loss  # type: ignore[no-any-return]  # checked by use
+
+    # ---- the loop's other uses
+
+    def validate(self, dl: Any = None, cbs: Callbacks = ()) -> L:
+        """Runs the validation phase on `dl`, by default `dls.valid`, also from inside a fit.
+
+        What a fit has recorded stays as it is: no `before_fit` is emitted.
+
+        Returns:
+            Loss and metrics, averaged over samples, in the order of the columns of an epoch's row.
+
+        Raises:
+            TypeError, ValueError: where `dl` gives no batches.
+        """
+        dl = getattr(self.dls, "valid", None) if dl is None else dl
+        if dl is None:
+            raise ValueError(
+                "there is no validation loader; pass dl=, or make the learner with (train, valid)"
+            )
+        check_loader(dl, "dl")
+        with self.restored(), self.added_cbs(cbs), nullcontext() if self.fitting else strays_named():
+            self._place()
+            self.row = {}
+            self._phase("validate", dl)
+            return L(self.row.values())
+
+    def get_preds(self, dl: Any = None, with_input: bool = False, with_loss: bool = False) -> tuple[Any, ...]:
+        """Predictions for `dl`, by default `dls.valid`, in the order of its batches, on the CPU.
+
+        Args:
+            dl: batches, with or without targets.
+            with_input: also the inputs, as first item.
+            with_loss: also each sample's loss, as last item; `loss_func` then needs a `reduction`.
+
+        Returns:
+            `(preds, targets)`, targets being None where there are none; each nested as the model and the
+            batches have it, with samples along the first dimension.
+
+        Raises:
+            ValueError: where `loss_func` has no `reduction`, or batches differ in shape.
+        """
+        gather = GatherPreds(self.loss_func, with_input=with_input, with_loss=with_loss)
+        try:
+            self.validate(dl, cbs=gather)
+        finally:
+            self.__dict__.pop(gather.name, None)  # as an attribute it would keep all predictions alive
+        return gather.results()
+
+    def one_batch(self, b: Any = None) -> Tensor:
+        """Trains on one batch outside a fit, with all its events, for tests and a first look.
+
+        Args:
+            b: the batch, by default the first that `dls.train` gives.
+
+        Returns:
+            Its loss; `xb`, `yb`, `pred` and `loss` stay readable.
+        """
+        if self.fitting:
+            raise RuntimeError("a fit is running; one_batch is for outside a fit")
+        with self.restored(batch=False), torch.enable_grad(), strays_named():
+            self._prepare()
+            self.set_phase(training=True, dl=[next(iter(self.dls.train)) if b is None else b], n_iter=1)
+            self.model.train()
+            self._batches()
+        loss: Tensor = self.loss
+        return loss
+
+    @contextmanager
+    def no_logging(self) -> Iterator[None]:
+        """Prints nothing for the length of a `with` block; recording goes on."""
+        with self.removed_cbs([cb for cb in self.cbs if isinstance(cb, Progress)]):
+            yield
+
+    @contextmanager
+    def no_bar(self) -> Iterator[None]:
+        """Prints a row per epoch and no bar, for the length of a `with` block."""
+        with_bar = [cb for cb in self.cbs if isinstance(cb, Progress) and cb.bar]
+        for cb in with_bar:
+            cb.bar = False
+        try:
+            yield
+        finally:
+            for cb in with_bar:
+                cb.bar = True
+
+    # ---- weights on disk
+
+    def save(self, file: str | Path, with_opt: bool = True) -> Path:
+        """Writes the weights, and the optimizer's state, to `file`; a file that is there is replaced whole.
+
+        Returns:
+            The path written.
+        """
+        opt = self.opt.state_dict() if with_opt and self.opt is not None else None
+        return save_whole({"model": self.model.state_dict(), "opt": opt}, file)
+
+    def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:
+        """Reads what `save` has written, to the model's device.
+
+        Raises:
+            ValueError: where `file` is truncated, or was not written by `save`.
+            RuntimeError: where its weights do not fit the model, or with `strict` not all of it.
+        """
+        self._place()
+        state = load_saved(file, self._device, {"model", "opt"})
+        self.model.load_state_dict(state["model"], strict=strict)
+        if with_opt and state["opt"] is not None:
+            self._prepare()
+            self.opt.load_state_dict(state["opt"])
+
+    # ---- before training
+
+    def _place(self) -> None:
+        self._device = place(self.model, self.device)
+        if isinstance(self.loss_func, nn.Module):
+            self.loss_func.to(self._device)  # the weights of its classes
+
+    def _prepare(self, lr: float | None = None) -> None:
+        self._place()
+        params = trainable(self.model)
+        swapped = self._opt_params is not None and not same(self._opt_params, params)
+        if self.opt is None or swapped:
+            self.opt, self._opt_params = make_opt(self.opt_func, params, self.lr), params
+        check_opt(self.opt, self.model)
+        if lr is not None:
+            for group in self.opt.param_groups:
+                group["lr"] = check_lr(lr)
+
+    def _note_batch(self, error: BaseException) -> None:
+        if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
+            error.add_note(f"in {self.position()}, with xb {describe(self.xb)} and yb {describe(self.yb)}")

@@ -1,0 +1,398 @@
+"""Loop: the state of a training, its callbacks and the emission of events; it iterates over nothing."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from torch import nn
+
+from hookcb.callback import Callback
+from hookcb.events import LEVELS, CancelException, CancelFitException, Event, outermost
+from hookcb.report.terminal import loop_tree
+
+Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
+Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
+
+
+class Loop:
+    """What callbacks attach to: state, callbacks in order, and `emit`.
+
+    Args:
+        model: the model being trained.
+        cbs: one callback or several, as instances, or as classes that need no arguments.
+
+    Raises:
+        TypeError: where the model is no nn.Module, or one of `cbs` is no callback.
+        ValueError: where a callback cannot be attached, see `add_cbs`.
+    """
+
+    def __init__(self, model: nn.Module, cbs: Callbacks = ()) -> None:
+        if not isinstance(model, nn.Module):
+            hint = f"; give an instance, {model.__name__}(…)" if isinstance(model, type) else ""
+            raise TypeError(f"model is {model!r:.80}, no nn.Module{hint}")
+        self.model = model
+        self.opt: Any = None  # like pred, loss and dl: None until there is one
+        self.xb: Any = ()
+        self.yb: tuple[Any, ...] = ()
+        self.pred: Any = None
+        self.loss: Any = None
+        self.dl: Any = None
+        self.epoch = self.n_epoch = self.iter = self.train_iter = 0
+        self.n_iter: int | None = None
+        self._epoch_began = 0
+        self._n_train: int | None = None
+        self.training = False
+        self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
+        self.cbs: list[Callback] = []
+        self._entered: list[Callback] | None = None  # while a fit runs: whose before_fit was called
+        self.build_dispatch()
+        self.add_cbs(cbs)
+
+    # ---- state that follows from other state
+
+    @property
+    def x(self) -> Any:
+        """The input of the batch; where there are several, all of `xb`."""
+        return self.xb[0] if isinstance(self.xb, tuple) and len(self.xb) == 1 else self.xb
+
+    @property
+    def y(self) -> Any:
+        """The target of the batch; where there are several, all of `yb`."""
+        return self.yb[0] if len(self.yb) == 1 else self.yb
+
+    @property
+    def pct_train(self) -> float:
+        """Share of the fit's training that is done, 0..1; by whole epochs where the loader has no length."""
+        of_epoch = (self.train_iter - self._epoch_began) / self._n_train if self._n_train else 0.0
+        return min(1.0, (self.epoch + of_epoch) / max(1, self.n_epoch))
+
+    def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
+        """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
+        self.training, self.dl, self.iter, self.n_iter = training, dl, 0, n_iter
+        self._table = self._tables[training]
+        if training:
+            self._epoch_began, self._n_train = self.train_iter, n_iter
+
+    @contextmanager
+    def restored(self, batch: bool = True) -> Iterator[None]:
+        """Puts back afterwards the phase, the modes of all modules and, with `batch`, what is of a batch."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        names = ["training", "dl", "iter", "n_iter", "row"] + ["xb", "yb", "pred", "loss"] * batch
+        state = {name: getattr(self, name) for name in names}
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self.__dict__.update(state)
+            self._table = self._tables[self.training]
+
+    @property
+    def fitting(self) -> bool:
+        """Whether a fit is running."""
+        return self._entered is not None
+
+    # ---- callbacks
+
+    def add_cb(self, cb: Callback | type[Callback]) -> None:
+        """Attaches a callback; see `add_cbs`."""
+        self.add_cbs([cb])
+
+    def add_cbs(self, cbs: Callbacks) -> None:
+        """Attaches callbacks, all or, where one is refused, none; each becomes an attribute, `learn.<name>`.
+
+        While a fit runs, a new callback's `before_fit` is called at once; it then takes part in what begins
+        later.
+
+        Raises:
+            TypeError: where one is no callback, or is a class that needs arguments.
+            ValueError: where one is attached already, here or elsewhere, or its name is taken.
+        """
+        new = self._checked(cbs)
+        for cb in new:
+            cb.learn = self
+            setattr(self, cb.name, cb)
+        self.cbs = sorted([*self.cbs, *new], key=lambda cb: cb.order)
+        self.build_dispatch()
+        for cb in new:
+            self._enter(cb)
+
+    def remove_cb(self, cb: Callback | type[Callback]) -> None:
+        """Detaches a callback, or all of a class; see `remove_cbs`."""
+        self.remove_cbs([cb])
+
+    def remove_cbs(self, cbs: Callbacks) -> None:
+        """Detaches callbacks; `learn.<name>` stays, so that results can be read.
+
+        While a fit runs, their `after_fit` is called at once, so that no hook stays behind.
+
+        Raises:
+            ValueError: where one is not attached.
+        """
+        old = self._found(cbs)
+        try:
+            self._leave(old)
+        finally:
+            self.cbs = [cb for cb in self.cbs if not _among(cb, old)]
+            for cb in old:
+                del cb.learn
+            self.build_dispatch()
+
+    @contextmanager
+    def added_cbs(self, cbs: Callbacks) -> Iterator[None]:
+        """Attaches callbacks for the length of a `with` block."""
+        before = self.cbs
+        self.add_cbs(cbs)
+        added = [cb for cb in self.cbs if not _among(cb, before)]
+        try:
+            yield
+        finally:
+            self.remove_cbs([cb for cb in added if _among(cb, self.cbs)])
+
+    @contextmanager
+    def removed_cbs(self, cbs: Callbacks) -> Iterator[None]:
+        """Detaches callbacks for the length of a `with` block."""
+        removed = self._found(cbs)
+        self.remove_cbs(removed)
+        try:
+            yield
+        finally:
+            self.add_cbs(removed)
+
+    def _checked(self, cbs: Callbacks) -> list[Callback]:
+        new: list[Callback] = []
+        for cb in map(_instance, _listed(cbs)):
+            rename = f"{type(cb).__name__}(…, name='my_{cb.name}')"
+            if _among(cb, [*self.cbs, *new]):
+                raise ValueError(f"{cb!r} is attached already; attach an instance once")
+            if "learn" in cb.__dict__:
+                raise ValueError(
+                    f"{cb!r} belongs to another learner; make a second one, or remove it there first"
+                )
+            if cb.name in {other.name for other in [*self.cbs, *new]}:
+                raise ValueError(
+                    f"a callback named {cb.name!r} is attached already; remove it first, "
+                    f"learn.remove_cb(learn.{cb.name}), or give this one a name of its own: {rename}"
+                )
+            if hasattr(type(self), cb.name) or not isinstance(self.__dict__.get(cb.name, cb), Callback):
+                raise ValueError(
+                    f"{cb!r} would overwrite learn.{cb.name}; give it a name of its own: {rename}"
+                )
+            new.append(cb)
+        return new
+
+    def _found(self, cbs: Callbacks) -> list[Callback]:
+        found: list[Callback] = []
+        for wanted in _listed(cbs):
+            these = [
+                cb for cb in self.cbs if cb is wanted or (isinstance(wanted, type) and isinstance(cb, wanted))
+            ]
+            if not these:
+                attached = ", ".join(cb.name for cb in self.cbs) or "none"
+                raise ValueError(f"{wanted!r} is not attached; attached are: {attached}")
+            found += [cb for cb in these if not _among(cb, found)]
+        return found
+
+    if TYPE_CHECKING:  # at run time it would slow every access to the loop's state
+
+        def __getattr__(self, name: str) -> Any:
+            """Callbacks are attributes by their names."""
+
+    # ---- events
+
+    def build_dispatch(self) -> None:
+        """Lists once, for training and validation, who acts at each event; called whenever that changes."""
+        self._tables = {training: self._dispatch(training) for training in (True, False)}
+        self._table = self._tables[self.training]
+
+    def _dispatch(self, training: bool) -> dict[str, Handlers]:
+        return {
+            event.value: tuple(
+                (cb, handler)
+                for cb in self.cbs
+                if cb.acts(event, training) and (handler := cb.handler(event)) is not None
+            )
+            for event in Event
+        }
+
+    def emit(self, event: str) -> None:
+        """Calls the callbacks that act at `event`, in order.
+
+        All of them see the event before a cancel raised by one takes effect.
+        """
+        if handlers := self._table[event]:
+            self._call(event, handlers)
+
+    def within(self, level: str, body: Callable[[], object]) -> bool:
+        """Runs `body` between the level's `before_` and `after_` events.
+
+        Returns:
+            False if the level was cancelled.
+        """
+        before, after, after_cancel, cancel = LEVELS[level]
+        table = self._table
+        closing = False
+        try:
+            if handlers := table[before]:
+                self._call(before, handlers)
+            body()
+            closing = True
+            if self._table is not table or table[after]:
+                self._close(after, table)
+        except cancel:
+            if not closing:  # raised while closing, it counts as the end
+                with suppress(cancel):
+                    self._close(after_cancel, table)
+                with suppress(cancel):
+                    self._close(after, table)
+        return closing
+
+    def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
+        handlers = self._table[event]
+        if self._table is not opened_for:  # who joined meanwhile has not seen the level begin
+            handlers = tuple(pair for pair in handlers if pair in opened_for[event])
+        self._call(event, handlers)
+
+    def _call(self, event: str, handlers: Handlers) -> None:
+        cancels: list[CancelException] = []
+        table = self._table
+        for cb, handler in handlers:
+            if self._table is not table and not _among(cb, self.cbs):
+                continue  # an earlier one has removed it
+            try:
+                handler()
+            except CancelException as cancel:
+                cancel.raised_in = f"{type(cb).__name__}.{event}"
+                cancels.append(cancel)
+            except BaseException as error:
+                error.add_note(f"in {type(cb).__name__}.{event}, {self.position()}")
+                raise
+        if cancels:
+            raise outermost(cancels)
+
+    # ---- a fit
+
+    def run_fit(self, body: Callable[[], object]) -> None:
+        """Runs `body` between `before_fit` and `after_fit`, which is called however `body` ends.
+
+        Raises:
+            RuntimeError: where a cancel was raised outside its level.
+        """
+        self._entered = []
+        try:
+            with strays_named():
+                try:
+                    self._enter_all()
+                    body()
+                except CancelFitException:
+                    with suppress(CancelFitException):
+                        self.emit(Event.AFTER_CANCEL_FIT)
+        except BaseException as error:
+            self._leave(error=error)
+            raise
+        else:
+            self._leave()
+        finally:
+            self._entered = None
+
+    def _enter_all(self) -> None:
+        cancels: list[CancelException] = []
+        for cb in self.cbs:
+            try:
+                if "learn" in cb.__dict__:  # else an earlier one has removed it
+                    self._enter(cb)
+            except CancelException as cancel:
+                cancels.append(cancel)
+        if cancels:
+            raise outermost(cancels)
+
+    def _enter(self, cb: Callback) -> None:
+        if self._entered is None or not cb.run or _among(cb, self._entered):
+            return
+        self._entered.append(cb)
+        if handler := cb.handler(Event.BEFORE_FIT):
+            self._call(Event.BEFORE_FIT, ((cb, handler),))
+
+    def _leave(self, cbs: list[Callback] | None = None, error: BaseException | None = None) -> None:
+        """Calls `after_fit` of `cbs`, by default of all who entered the fit, last first, each guarded."""
+        failures: list[BaseException] = []
+        while cb := next(
+            (cb for cb in reversed(self._entered or ()) if cbs is None or _among(cb, cbs)), None
+        ):
+            self._entered = [other for other in self._entered or () if other is not cb]
+            try:
+                with strays_named(), suppress(CancelFitException):
+                    if handler := cb.handler(Event.AFTER_FIT):
+                        self._call(Event.AFTER_FIT, ((cb, handler),))
+            except BaseException as failure:
+                failures.append(failure)
+        if failures and error is None:
+            error = failures.pop(0)
+            _note_failures(error, failures)
+            raise error
+        if error is not None:
+            _note_failures(error, failures)
+
+    def position(self) -> str:
+        """Where the loop is, for a message; epoch and batch count from 0 as `epoch` and `iter` do."""
+        return f"epoch {self.epoch}, {'batch' if self.training else 'validation batch'} {self.iter}"
+
+    def show_training_loop(self) -> None:
+        """Prints the events as a tree, with the callbacks that act at each."""
+
+        def acting(training: bool, event: str) -> list[str]:
+            return [cb.name for cb, _ in self._tables[training][event]]
+
+        Console().print(loop_tree(type(self).__name__, acting))
+
+
+@contextmanager
+def strays_named() -> Iterator[None]:
+    """Turns a cancel that no level has caught into an error that says who raised it and where it may be.
+
+    Raises:
+        RuntimeError: in place of the cancel.
+    """
+    try:
+        yield
+    except CancelException as cancel:
+        raise RuntimeError(
+            f"{type(cancel).__name__} raised in {cancel.raised_in} is outside its level; "
+            f"it can be raised from before_{cancel.level} to after_{cancel.level}"
+        ) from cancel
+
+
+def _listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
+    """`cbs` as a list; a single callback counts as one even when it is iterable."""
+    if cbs is None:
+        return []
+    return [cbs] if isinstance(cbs, Callback | type) else list(cbs)
+
+
+def _instance(cb: Callback | type[Callback]) -> Callback:
+    if isinstance(cb, type) and issubclass(cb, Callback):
+        try:
+            inspect.signature(cb).bind()
+        except TypeError as missing:
+            raise TypeError(
+                f"{cb.__name__} needs arguments ({missing}); give an instance, {cb.__name__}(…)"
+            ) from None
+        return cb()
+    if not isinstance(cb, Callback):
+        raise TypeError(
+            f"{cb!r:.80} is no Callback; subclass hookcb.Callback, or give Callback(after_batch=function)"
+        )
+    return cb
+
+
+def _among(cb: Callback, cbs: Iterable[Callback]) -> bool:
+    """Whether this very instance is one of `cbs`; a dataclass callback may equal another."""
+    return any(cb is other for other in cbs)
+
+
+def _note_failures(error: BaseException, failures: list[BaseException]) -> None:
+    for failure in failures:
+        notes = "; ".join(getattr(failure, "__notes__", ()))
+        error.add_note(f"then after_fit failed too: {failure!r} {notes}")

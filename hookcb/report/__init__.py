@@ -1,0 +1,1 @@
+"""What was seen, for people: in a terminal, on a page, as pictures."""

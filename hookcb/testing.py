@@ -1,0 +1,222 @@
+"""For tests of callbacks: a small learner, counting of hooks, and the contract every callback must pass."""
+
+import copy
+import gc
+import io
+import pickle
+import random
+import weakref
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookcb.callback import Callback
+from hookcb.events import LEVELS, Event
+from hookcb.learner import Learner
+from hookcb.loop import Callbacks
+
+
+def synth_learner(
+    n_train: int = 10,
+    n_valid: int = 2,
+    bs: int = 16,
+    lr: float = 0.05,
+    seed: int = 0,
+    cbs: Callbacks = (),
+    **kwargs: Any,
+) -> Learner:
+    """A learner for a small regression, `y = 3x + 2` with noise, trained in milliseconds.
+
+    Args:
+        n_train: number of training batches.
+        n_valid: number of validation batches; 0 leaves out the validation.
+        bs: samples in a batch; inputs and targets are float32 `(bs, 1)`.
+        lr: learning rate of plain SGD.
+        seed: of data and weights; torch's own generator stays as it is.
+        cbs: callbacks.
+        **kwargs: for `Learner`, in place of the model and functions here.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        batches = [(x, 3 * x + 2 + 0.1 * torch.randn(bs, 1)) for x in torch.randn(n_train + n_valid, bs, 1)]
+        model = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
+    defaults: dict[str, Any] = {
+        "dls": (batches[:n_train], batches[n_train:] or None),
+        "model": model,
+        "loss_func": nn.functional.mse_loss,
+        "opt_func": torch.optim.SGD,
+        "lr": lr,
+    }
+    return Learner(**(defaults | kwargs), cbs=cbs)
+
+
+def count_hooks(model: nn.Module) -> int:
+    """Number of hooks on the modules of `model` and on its parameters, of every kind PyTorch has."""
+    holders: list[Any] = [*model.modules(), *model.parameters()]
+    return sum(len(getattr(holder, kind, None) or ()) for holder in holders for kind in HOOK_KINDS)
+
+
+HOOK_KINDS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def assert_no_hooks(model: nn.Module) -> None:
+    """Raises an AssertionError that names the modules and parameters of `model` that carry hooks."""
+    named: list[tuple[str, Any]] = [*model.named_modules(), *model.named_parameters()]
+    left = [
+        f"{name or type(holder).__name__}{kind}"
+        for name, holder in named
+        for kind in HOOK_KINDS
+        if getattr(holder, kind, None)
+    ]
+    if left:
+        raise AssertionError(f"{count_hooks(model)} hooks are still on: {', '.join(left)}")
+
+
+def check_callback(make: Callable[[], Callback], alters_training: bool = False) -> None:
+    """Checks that a callback keeps the contract; in a test suite: `check_callback(MyCallback)`.
+
+    It can be made, shown, fitted twice, pickled and copied. However a fit ends, it is detached afterwards,
+    leaves no hook behind and keeps neither learner nor model alive. Weights, random state and modes are to
+    the bit what they are without it.
+
+    Args:
+        make: gives a new callback at each call: its class, or a function.
+        alters_training: True for one that is meant to change the weights; then they are not compared.
+
+    Raises:
+        AssertionError: that says which of these it breaks.
+    """
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), redirect_stdout(io.StringIO()):
+        _check_made(make)
+        _check_refits(make)
+        _check_released(make)
+        _check_ends(make)
+        if not alters_training:
+            _check_unperturbed(make)
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+def _learner_for(cb: Callback | None) -> Learner:
+    """A learner with dropout and batch norm, without a default callback that has the name of `cb`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+    learn = synth_learner(n_train=3, n_valid=1, bs=4, model=model)
+    learn.remove_cbs([other for other in learn.cbs if cb is not None and other.name == cb.name])
+    learn.remove_cbs([other for other in learn.cbs if other.name == "progress"])
+    return learn
+
+
+def _check_made(make: Callable[[], Callback]) -> None:
+    cb = make()
+    _expect(isinstance(cb, Callback), f"make() gave {cb!r}, no Callback")
+    _expect(make() is not cb, "make() gave the same instance twice; it must make a new one")
+    _expect(isinstance(repr(cb), str) and bool(repr(cb)), "repr() is empty")
+
+
+def _check_refits(make: Callable[[], Callback]) -> None:
+    cb = make()
+    learn = _learner_for(cb)
+    for _ in range(2):
+        learn.fit(2, cbs=cb)
+    for copied in (pickle.loads(pickle.dumps(cb)), copy.deepcopy(cb)):
+        _expect(not hasattr(copied, "learn"), f"a copy of {cb!r} is attached to the learner")
+        _learner_for(copied).fit(1, cbs=copied)
+
+
+def _check_released(make: Callable[[], Callback]) -> None:
+    cb = make()
+    learn = _learner_for(cb)
+    learn.fit(1, cbs=cb)
+    held: dict[str, weakref.ref[Any]] = {"learner": weakref.ref(learn), "model": weakref.ref(learn.model)}
+    del learn
+    gc.collect()
+    for what, ref in held.items():
+        _expect(ref() is None, f"{cb!r} keeps the {what} alive after the fit")
+
+
+def _check_ends(make: Callable[[], Callback]) -> None:
+    cancels = [level.cancel for level in LEVELS.values()]
+    errors: list[type[BaseException]] = [_Planted, KeyboardInterrupt, *cancels]
+    for event, error, order in product(Event, errors, (-1000, 1000)):
+        cb = make()
+        learn = _learner_for(cb)
+        hooks = count_hooks(learn.model)
+        where = f"after {error.__name__} at {event}"
+        try:
+            learn.fit(2, cbs=[cb, *_saboteurs(event, error, order)])
+        except (_Planted, KeyboardInterrupt):
+            pass_on = error in (_Planted, KeyboardInterrupt)
+        except RuntimeError as stray:
+            pass_on = error in cancels and isinstance(stray.__cause__, error)
+        else:
+            pass_on = error in cancels
+        _expect(pass_on, f"with {cb!r} the fit ends in another way than without it {where}")
+        _expect(not hasattr(cb, "learn"), f"{cb!r} is still attached {where}")
+        left = count_hooks(learn.model) - hooks
+        _expect(left == 0, f"{cb!r} leaves {left} hooks on the model {where}")
+
+
+class _Planted(Exception):
+    """What goes wrong on purpose."""
+
+
+def _saboteurs(event: Event, error: type[BaseException], order: int) -> list[Callback]:
+    def fail(cb: Callback) -> None:
+        raise error
+
+    saboteur: Callback = Callback(name="saboteur", **{str(event): fail})
+    saboteur.order = order
+    if not event.startswith("after_cancel_"):
+        return [saboteur]
+    level = LEVELS[event.removeprefix("after_cancel_")]
+
+    def cancel(cb: Callback) -> None:
+        raise level.cancel
+
+    return [saboteur, Callback(name="canceller", **{level.before: cancel})]
+
+
+def _check_unperturbed(make: Callable[[], Callback]) -> None:
+    without, with_it = _trained(None), _trained(make())
+    for what, plain in without.items():
+        _expect(_same(plain, with_it[what]), f"{make()!r} changes the {what}")
+
+
+def _trained(cb: Callback | None) -> dict[str, Any]:
+    learn = _learner_for(cb)
+    random.seed(0)
+    torch.set_grad_enabled(True)
+    learn.fit(2, cbs=cb)
+    return {
+        "random state of torch": [torch.get_rng_state()],
+        "random state of Python": random.getstate(),
+        "weights": list(learn.model.state_dict().values()),
+        "optimizer's state": [v for state in learn.opt.state.values() for v in state.values()],
+        "gradients": [p.grad for p in learn.model.parameters()],
+        "grad mode": torch.is_grad_enabled(),
+        "modes of the model": [m.training for m in learn.model.modules()],
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)

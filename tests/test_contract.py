@@ -1,0 +1,127 @@
+"""Every public callback keeps the contract, and the check of it can fail."""
+
+import random
+
+import pytest
+import torch
+
+import hookcb
+from hookcb import Callback, HookCallback, check_callback
+
+PUBLIC = [
+    thing
+    for thing in (getattr(hookcb, name) for name in hookcb.__all__)
+    if isinstance(thing, type) and issubclass(thing, Callback)
+]
+
+
+def mean(m, i, o):
+    return o.mean()
+
+
+def make(cls):
+    return cls(hook=mean) if cls is HookCallback else cls()
+
+
+def test_there_are_callbacks_to_check():
+    assert len(PUBLIC) >= 6
+
+
+@pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: cls.__name__)
+def test_a_public_callback_keeps_the_contract(cls):
+    check_callback(lambda: make(cls))
+
+
+class LeavesHooks(Callback):
+    def before_fit(self):
+        self.model[0].register_forward_hook(mean_none)
+
+
+def mean_none(m, i, o):
+    return None
+
+
+class LeavesHooksOnError(Callback):
+    def before_fit(self):
+        self.handle = self.model[0].register_forward_hook(mean_none)
+
+    def after_epoch(self):
+        self.handle.remove()
+
+
+class UsesRandomNumbers(Callback):
+    def after_batch(self):
+        torch.rand(1)
+
+
+class UsesPythonsRandomNumbers(Callback):
+    def after_batch(self):
+        random.random()
+
+
+class ChangesWeights(Callback):
+    def after_step(self):
+        with torch.no_grad():
+            next(self.model.parameters()).mul_(0.999)
+
+
+class ChangesGradMode(Callback):
+    def after_fit(self):
+        torch.set_grad_enabled(False)
+
+
+class KeepsTheModel(Callback):
+    def before_fit(self):
+        self.net = self.model
+
+
+class SwallowsTheLearner(Callback):
+    def before_fit(self):
+        self.mine = self.learn
+
+
+class FitsOnce(Callback):
+    fitted = False
+
+    def before_fit(self):
+        assert not self.fitted
+        self.fitted = True
+
+
+class CannotPickle(Callback):
+    def before_fit(self):
+        self.function = lambda: None
+
+
+class EndsTheFit(Callback):
+    def after_batch(self):
+        raise hookcb.CancelFitException
+
+
+@pytest.mark.parametrize(
+    ("cls", "complaint"),
+    [
+        (LeavesHooks, "hooks on the model"),
+        (LeavesHooksOnError, "hooks on the model"),
+        (UsesRandomNumbers, "random state of torch"),
+        (UsesPythonsRandomNumbers, "random state of Python"),
+        (ChangesWeights, "weights"),
+        (ChangesGradMode, "grad mode"),
+        (KeepsTheModel, "alive"),
+        (SwallowsTheLearner, "alive"),
+        (FitsOnce, "fitted"),
+        (CannotPickle, "pickle"),
+        (EndsTheFit, "in another way"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_check_finds_what_a_bad_callback_does(cls, complaint):
+    try:
+        with pytest.raises(Exception, match=complaint):
+            check_callback(cls)
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_a_callback_that_is_meant_to_change_the_weights_can_be_checked_too():
+    check_callback(ChangesWeights, alters_training=True)

@@ -1,0 +1,45 @@
+"""What the documentation shows is true."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import hookcb
+
+ROOT = Path(__file__).parent.parent
+MODULES = [m.name for m in pkgutil.walk_packages(hookcb.__path__, "hookcb.") if m.name != "hookcb.__main__"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_docstrings_run(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+
+
+def test_every_public_class_has_an_example():
+    plain = (hookcb.Event, hookcb.Loop)  # an enumeration, and a base that does nothing by itself
+    for name in hookcb.__all__:
+        thing = getattr(hookcb, name)
+        if (
+            isinstance(thing, type) and not issubclass(thing, (BaseException, *plain))
+        ) or thing is hookcb.Learner:
+            assert ">>>" in thing.__doc__, f"{name} has no example"
+
+
+def test_the_python_in_the_readme_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+
+
+def test_the_version_is_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == hookcb.__version__
+    assert f"[{hookcb.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
