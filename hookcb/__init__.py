@@ -1,7 +1,7 @@
 """hookcb: callbacks that let you see inside any PyTorch training run."""
 
 from hookcb.callback import Callback
-from hookcb.callbacks import ActivationStats, HookCallback, Metrics, Progress, Recorder, accuracy
+from hookcb.callbacks import ActivationStats, HookCallback, Metrics, Progress, Recorder
 from hookcb.events import (
     CancelBackwardException,
     CancelBatchException,
@@ -16,6 +16,7 @@ from hookcb.events import (
 from hookcb.hooks import Hook, Hooks, find_modules, hook_output, hook_outputs
 from hookcb.learner import Learner
 from hookcb.loop import Loop
+from hookcb.metrics import accuracy
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
 
 __version__ = "0.1.0"

@@ -1,6 +1,8 @@
 """What a loop is fed: loaders, batches and the tensors in them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -70,21 +72,38 @@ def n_batches(loader: Iterable[Any]) -> int | None:
         return None
 
 
+def map_tensors(f: Callable[[Tensor], Tensor], item: Any) -> Any:
+    """`item` with `f` of every tensor in it; tuples, lists, dicts and dataclasses keep their kind."""
+    if isinstance(item, Tensor):
+        return f(item)
+    if is_dataclass(item) and not isinstance(item, type):  # before mappings: a ModelOutput is both
+        mapped = copy.copy(item)
+        for field in fields(item):
+            setter = object.__setattr__ if item.__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
+            setter(mapped, field.name, map_tensors(f, getattr(item, field.name)))
+        return mapped
+    if isinstance(item, Mapping):
+        return {key: map_tensors(f, x) for key, x in item.items()}
+    if isinstance(item, tuple | list):
+        return _like(item, [map_tensors(f, x) for x in item])
+    return item
+
+
 def to_device(item: Any, device: torch.device) -> Any:
-    """`item` with every tensor in it on `device`; nested tuples, lists and namedtuples keep their kind.
+    """`item` with every tensor in it on `device`, see `map_tensors`; what has a method `to` moves itself.
 
     What is there already is returned as it is. Copies to a GPU are `non_blocking`: from pinned memory they
     overlap with the computation.
     """
     if isinstance(item, Tensor):
         return item if item.device == device else item.to(device, non_blocking=True)
-    if hasattr(item, "to"):  # before tuples: a PackedSequence is one, and keeps a part of itself on the CPU
+    if hasattr(item, "to"):  # a PackedSequence, which keeps a part on the CPU, or a tokenizer's BatchEncoding
         return item.to(device)
-    if isinstance(item, tuple | list):
-        return _like(item, [to_device(x, device) for x in item])
     if isinstance(item, Mapping):
         return {key: to_device(x, device) for key, x in item.items()}
-    return item
+    if isinstance(item, tuple | list):
+        return _like(item, [to_device(x, device) for x in item])
+    return map_tensors(lambda x: x.to(device, non_blocking=True), item)
 
 
 def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> tuple[Any, tuple[Any, ...]]:
@@ -97,32 +116,42 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
         n_inp: how many items of a tuple or mapping are inputs; by default all but the last, of a mapping all.
 
     Returns:
-        `xb`, a tuple or, for a mapping, a mapping; and `yb`, a tuple. A mapping that is not split and an
-        object are their own target, so that a loss function or metric picks from them what it needs.
+        `xb`, a tuple or, for a mapping, a mapping; and `yb`, a tuple, empty where there is no target.
+
+    Raises:
+        ValueError: where the batch has fewer than `n_inp` items.
     """
     if type(batch) in (tuple, list) and len(batch) == 2 and n_inp is None:
         x, y = batch  # the usual case without a walk: that is 2 % of a tiny step
         if type(x) is Tensor is type(y) and x.device == device == y.device:
             return (x,), (y,)
     batch = to_device(batch, device)
-    if isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
-        n = n_inp or max(1, len(batch) - 1)
-        return tuple(batch[:n]), tuple(batch[n:])
-    if isinstance(batch, Tensor):
-        return (batch,), ()
+    xb: Any
     if isinstance(batch, Mapping):
-        if n_inp is None:
-            return batch, (batch,)
         items = list(batch.items())
-        return dict(items[:n_inp]), tuple(value for _, value in items[n_inp:])
-    return (batch,), (batch,)
+        n = len(items) if n_inp is None else n_inp
+        xb, yb = (batch if n_inp is None else dict(items[:n])), tuple(value for _, value in items[n:])
+    elif isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
+        items = list(batch)
+        n = n_inp or max(1, len(items) - 1)
+        xb, yb = tuple(items[:n]), tuple(items[n:])
+    else:
+        return (batch,), ()
+    if n > len(items):
+        raise ValueError(f"n_inp is {n_inp}, and a batch has only {len(items)} items")
+    return xb, yb
 
 
 def parts(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in nested tuples, lists and mappings but None, each with its path: `[0]`, `.encoder.logits`."""
-    if isinstance(item, Mapping):
+    """What is in nested tuples, lists, mappings and dataclasses, but None, each with its path: `[0].data`."""
+    if isinstance(item, PackedSequence):
+        yield f"{path}.data", item.data
+    elif isinstance(item, Mapping):
         for key, x in item.items():
             yield from parts(x, f"{path}.{key}")
+    elif is_dataclass(item) and not isinstance(item, type):
+        for field in fields(item):
+            yield from parts(getattr(item, field.name), f"{path}.{field.name}")
     elif isinstance(item, tuple | list):
         for i, x in enumerate(item):
             yield from parts(x, f"{path}[{i}]")
@@ -130,14 +159,19 @@ def parts(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, item
 
 
-def batch_size(xb: Any) -> int:
-    """Number of samples of a batch: the length of the first tensor in it, 1 where there is none."""
-    first = (
-        xb[0]
-        if isinstance(xb, tuple) and xb and isinstance(xb[0], Tensor)
-        else next((x for _, x in parts(xb) if isinstance(x, Tensor)), None)
-    )
-    return first.shape[0] if first is not None and first.ndim else 1
+def batch_size(item: Any) -> int:
+    """Number of samples: the length of the first tensor in `item`, 1 where there is none."""
+    size = _size(item)
+    return 1 if size is None else size
+
+
+def _size(item: Any) -> int | None:
+    if isinstance(item, Tensor):
+        return item.shape[0] if item.ndim else 1
+    if isinstance(item, PackedSequence):
+        return int(item.batch_sizes[0])
+    inner = item.values() if isinstance(item, Mapping) else item if isinstance(item, tuple | list) else ()
+    return next((size for size in map(_size, inner) if size is not None), None)
 
 
 def describe(item: Any) -> str:
@@ -149,17 +183,6 @@ def describe(item: Any) -> str:
     if isinstance(item, Mapping):
         return f"{{{', '.join(f'{key}: {describe(x)}' for key, x in item.items())}}}"
     return type(item).__name__
-
-
-def detached(item: Any, device: torch.device) -> Any:
-    """`item` with every tensor in it without its graph, and on `device`."""
-    if isinstance(item, Tensor):
-        return item.detach().to(device)
-    if isinstance(item, Mapping):
-        return {key: detached(x, device) for key, x in item.items()}
-    if isinstance(item, tuple | list):
-        return _like(item, [detached(x, device) for x in item])
-    return item
 
 
 def concat(items: list[Any]) -> Any:

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb.batch import Loaders
-from hookcb.callbacks import ActivationStats, accuracy
+from hookcb.callbacks import ActivationStats
 from hookcb.learner import Learner
+from hookcb.metrics import accuracy
 
 
 def digits(batch_size: int = 64, seed: int = 0) -> Loaders:

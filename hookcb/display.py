@@ -129,6 +129,6 @@ class _NotebookTable:
 def _text(name: str, value: float) -> str:
     if name == "time":
         return f"{int(value) // 60}:{value % 60:04.1f}"
-    if isinstance(value, int):
+    if not isinstance(value, float):
         return str(value)
     return f"{value:.4f}" if not value or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"

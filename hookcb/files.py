@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[s
         ValueError: where it is truncated, or has other keys; the message names the file.
     """
     try:
-        state = torch.load(file, map_location=device, weights_only=True)
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # what torch says of a foreign file, the error says below
+            state = torch.load(file, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise
     except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:

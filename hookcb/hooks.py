@@ -8,7 +8,10 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hookcb.batch import map_tensors
+
 HookFunc = Callable[[nn.Module, Any, Any], Any]
+Gate = Callable[[], bool] | None
 Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
 
@@ -21,6 +24,7 @@ class Hook:
         m: the module to watch.
         hook_func: what to call; `input` is the tuple of positional inputs.
         detach: give it inputs and outputs without their graph.
+        gate: asked at each call; while it says False nothing is called, and `stored` stays as it is.
 
     >>> import torch
     >>> from hookcb import Hook
@@ -31,11 +35,10 @@ class Hook:
     torch.Size([5, 3])
     """
 
-    def __init__(self, m: nn.Module, hook_func: HookFunc, *, detach: bool = True) -> None:
+    def __init__(self, m: nn.Module, hook_func: HookFunc, *, detach: bool = True, gate: Gate = None) -> None:
         if not isinstance(m, nn.Module):
             raise TypeError(f"m is {m!r:.80}, no nn.Module")
-        self.hook_func, self.detach = hook_func, detach
-        self.on = True  # False: stays attached and does nothing, `stored` keeps what it has
+        self.hook_func, self.detach, self.gate = hook_func, detach, gate
         self.stored: Any = None
         self._handle: RemovableHandle | None = m.register_forward_hook(_Tap(self))
 
@@ -57,7 +60,7 @@ class Hooks:
 
     Args:
         ms: one module, several, an `nn.Sequential` (its children), or what `find_modules` gives.
-        hook_func, detach: as for `Hook`.
+        hook_func, detach, gate: as for `Hook`.
 
     >>> import torch
     >>> from hookcb import Hooks
@@ -74,11 +77,12 @@ class Hooks:
         hook_func: HookFunc,
         *,
         detach: bool = True,
+        gate: Gate = None,
     ) -> None:
         self.hooks: list[Hook] = []
         try:
             for m in _modules(ms):
-                self.hooks.append(Hook(m, hook_func, detach=detach))
+                self.hooks.append(Hook(m, hook_func, detach=detach, gate=gate))
         except BaseException:
             self.remove()
             raise
@@ -87,11 +91,6 @@ class Hooks:
     def stored(self) -> list[Any]:
         """What each hook's function returned last, None before its first call."""
         return [hook.stored for hook in self.hooks]
-
-    def switch(self, on: bool) -> None:
-        """Lets the hooks act, or rest while they stay attached."""
-        for hook in self.hooks:
-            hook.on = on
 
     def remove(self) -> None:
         """Takes all hooks off; what they stored stays."""
@@ -156,13 +155,17 @@ def find_modules(
                 f"no module of {type(model).__name__} is a leaf with parameters; it has: {_listing(named)}"
             )
         return found
-    selected: set[str] = set()
-    for one in where if isinstance(where, list | tuple | set) else [where]:
-        names = {name for name, m in named.items() if _selects(one, name, m)}
-        if not names:
+    aliases = list(model.named_modules(remove_duplicate=False))
+    several = [where] if _is_single(where) else list(where)  # type: ignore[arg-type]  # then it is iterable
+    if not several:
+        raise LookupError(f"where is empty; give what to select of {type(model).__name__}: {_listing(named)}")
+    selected: set[int] = set()
+    for one in several:
+        ids = {id(m) for name, m in aliases if _selects(one, name, m)}
+        if not ids:
             raise _nothing(model, one, named)
-        selected |= names
-    return {name: m for name, m in named.items() if name in selected}
+        selected |= ids
+    return {name: m for name, m in named.items() if id(m) in selected}
 
 
 class _Tap:
@@ -173,7 +176,7 @@ class _Tap:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         hook = self.hook
-        if hook is not None and hook.on:
+        if hook is not None and (hook.gate is None or hook.gate()):
             if hook.detach:
                 args, output = _without_graph(args), _without_graph(output)
             hook.stored = hook.hook_func(module, args, output)
@@ -187,14 +190,7 @@ def _output(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _without_graph(item: Any) -> Any:
-    """`item` with tensors detached; what is no tensor, tuple, list or dict stays as it is."""
-    if isinstance(item, Tensor):
-        return item.detach()
-    if type(item) in (tuple, list):
-        return type(item)(_without_graph(x) for x in item)
-    if type(item) is dict:
-        return {key: _without_graph(x) for key, x in item.items()}
-    return item
+    return map_tensors(Tensor.detach, item)
 
 
 def _modules(ms: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]) -> list[nn.Module]:
@@ -203,6 +199,10 @@ def _modules(ms: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]) -> l
     if isinstance(ms, nn.Module) and not isinstance(ms, nn.ModuleList):
         return [ms]
     return list(ms.values() if isinstance(ms, Mapping) else ms)
+
+
+def _is_single(where: Any) -> bool:
+    return isinstance(where, str | type | nn.Module) or callable(where) or not isinstance(where, Iterable)
 
 
 def _selects(where: Any, name: str, module: nn.Module) -> bool:

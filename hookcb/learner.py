@@ -79,8 +79,8 @@ class Learner(Loop):
     ) -> None:
         super().__init__(model)
         check_functions(loss_func, opt_func)
-        if n_inp is not None and n_inp < 1:
-            raise ValueError(f"n_inp is {n_inp}; a batch has at least one input")
+        if n_inp is not None and not (isinstance(n_inp, int) and n_inp >= 1):
+            raise ValueError(f"n_inp is {n_inp!r}; give the number of inputs of a batch, 1 or more")
         self.dls = as_loaders(dls)
         self.loss_func, self.opt_func, self.lr, self.n_inp = loss_func, opt_func, check_lr(lr), n_inp
         self.opt = opt_func if isinstance(opt_func, Optimizer) else None

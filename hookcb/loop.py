@@ -44,6 +44,10 @@ class Loop:
         self._epoch_began = 0
         self._n_train: int | None = None
         self.training = False
+        self.phase_state: dict[
+            str, Any
+        ] = {}  # what callbacks keep for the training or validation in progress
+        self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
         self.cbs: list[Callback] = []
         self._entered: list[Callback] | None = None  # while a fit runs: whose before_fit was called
@@ -70,7 +74,7 @@ class Loop:
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
         """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
-        self.training, self.dl, self.iter, self.n_iter = training, dl, 0, n_iter
+        self.training, self.dl, self.iter, self.n_iter, self.phase_state = training, dl, 0, n_iter, {}
         self._table = self._tables[training]
         if training:
             self._epoch_began, self._n_train = self.train_iter, n_iter
@@ -79,15 +83,27 @@ class Loop:
     def restored(self, batch: bool = True) -> Iterator[None]:
         """Puts back afterwards the phase, the modes of all modules and, with `batch`, what is of a batch."""
         modes = [(module, module.training) for module in self.model.modules()]
-        names = ["training", "dl", "iter", "n_iter", "row"] + ["xb", "yb", "pred", "loss"] * batch
+        names = ["training", "dl", "iter", "n_iter", "row", "phase_state"] + [
+            "xb",
+            "yb",
+            "pred",
+            "loss",
+        ] * batch
         state = {name: getattr(self, name) for name in names}
+        self._depth += 1
         try:
             yield
         finally:
+            self._depth -= 1
             for module, mode in modes:
                 module.training = mode
             self.__dict__.update(state)
             self._table = self._tables[self.training]
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether this is a validation inside a fit's events, or inside those of another validation."""
+        return self._depth > 1
 
     @property
     def fitting(self) -> bool:

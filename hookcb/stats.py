@@ -28,13 +28,13 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
         deviation in the unit of `x`, NaN where there are too few elements; share of elements with |x| ≤ eps,
         0..1.
 
-    Source: `torch.var_mean`, two passes, exact at any offset; near zero by magnitude, where fastai's counts
-    each negative value as near zero.
+    Source: two passes, exact at any offset; near zero by magnitude, where fastai's counts each negative
+    value as near zero.
     """
     x = x.detach()
     x = x if x.dtype is torch.float64 else x.float()
     nan = x.new_full((), float("nan"))
     if x.numel() == 0:
         return torch.stack([nan, nan, nan]).float()
-    var, mean = torch.var_mean(x, correction=1) if x.numel() > 1 else (nan, x.reshape(()))
-    return torch.stack([mean, var.sqrt(), (x.abs() <= eps).to(x.dtype).mean()]).float()
+    std = x.std() if x.numel() > 1 else nan
+    return torch.stack([x.mean(), std, (x.abs() <= eps).to(x.dtype).mean()]).float()

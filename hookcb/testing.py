@@ -101,12 +101,14 @@ def check_callback(make: Callable[[], Callback], alters_training: bool = False) 
         AssertionError: that says which of these it breaks.
     """
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), redirect_stdout(io.StringIO()):
-        _check_made(make)
-        _check_refits(make)
-        _check_released(make)
-        _check_ends(make)
-        if not alters_training:
-            _check_unperturbed(make)
+        checks = [_check_made, _check_refits, _check_copies, _check_released, _check_ends]
+        for check in checks if alters_training else [*checks, _check_unperturbed]:
+            try:
+                check(make)
+            except AssertionError:
+                raise
+            except Exception as error:
+                raise AssertionError(f"{check.__name__.removeprefix('_')} fails: {error!r}") from error
 
 
 def _expect(holds: bool, otherwise: str) -> None:
@@ -136,6 +138,11 @@ def _check_refits(make: Callable[[], Callback]) -> None:
     learn = _learner_for(cb)
     for _ in range(2):
         learn.fit(2, cbs=cb)
+
+
+def _check_copies(make: Callable[[], Callback]) -> None:
+    cb = make()
+    _learner_for(cb).fit(1, cbs=cb)
     for copied in (pickle.loads(pickle.dumps(cb)), copy.deepcopy(cb)):
         _expect(not hasattr(copied, "learn"), f"a copy of {cb!r} is attached to the learner")
         _learner_for(copied).fit(1, cbs=copied)

@@ -11,14 +11,14 @@ import hookcb
 
 ROOT = Path(hookcb.__file__).parent
 FLOORS = [
-    {"events", "hooks", "stats", "batch", "display", "files", "prepare"},
+    {"events", "hooks", "stats", "batch", "display", "files", "metrics", "prepare"},
     {"callback"},
     {"callbacks"},
     {"report"},
     {"loop", "learner"},
     {"testing", "demo", "cli"},
 ]
-ALLOWED_WITHIN = {("learner", "loop"), ("cli", "demo"), ("prepare", "batch"), ("cli", "hookcb")}
+ALLOWED_WITHIN = {("learner", "loop"), ("cli", "demo"), ("prepare", "batch"), ("metrics", "batch"), ("cli", "hookcb")}
 
 
 def floor(part: str) -> int:

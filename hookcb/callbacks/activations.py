@@ -76,7 +76,10 @@ class ActivationStats(HookCallback):
 
     def hook(self, m: nn.Module, i: Any, o: Any) -> None:
         name = self.layer_name(m)
-        for path, x in parts(o, name):
+        found = list(parts(o, name))
+        if not found:
+            self.left_out[name] = type(o).__name__
+        for path, x in found:
             if has_stats(x):
                 self._batch.setdefault(path, []).append(layer_stats(x, self.eps))
                 self._kinds[path] = type(m).__name__, tuple(x.shape)

@@ -63,6 +63,7 @@ class HookCallback(Callback):
         self.hooks: Hooks | None = None
         self.layers: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
+        self._acting = False
 
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
         """What to do with a layer's input and output; define it in a subclass."""
@@ -72,23 +73,23 @@ class HookCallback(Callback):
         self.remove()
         self.layers = find_modules(self.model, self.modules, self.include_paramless)
         self._names = {id(m): name for name, m in self.layers.items()}
-        self.hooks = Hooks(self.layers, self._named)
-        self._act(False)
+        self.hooks = Hooks(self.layers, self._named, gate=self._acts)
+        self._acting = False
+
+    def before_train(self) -> None:
+        self._acting = False  # a batch cut short has left it on
 
     def before_batch(self) -> None:
-        self._act(self.every is None or self.train_iter % self.every == 0)
+        self._acting = self.every is None or self.train_iter % self.every == 0
 
     def before_backward(self) -> None:
-        self._act(False)  # what runs forward from here on is recomputation under activation checkpointing
-
-    def before_validate(self) -> None:
-        self._act(False)  # a training batch cut short has left it on
+        self._acting = False  # what runs forward from here on is recomputation under activation checkpointing
 
     def after_batch(self) -> None:
-        self._act(False)
+        self._acting = False
 
     def after_fit(self) -> None:
-        self._act(False)
+        self._acting = False
         if self.remove_end:
             self.remove()
 
@@ -102,9 +103,9 @@ class HookCallback(Callback):
         """The qualified name of a hooked layer, of the whole model its class."""
         return self._names[id(m)] or type(m).__name__
 
-    def _act(self, on: bool) -> None:
-        if self.hooks is not None:
-            self.hooks.switch(on)
+    def _acts(self) -> bool:
+        # asked at each call, as the loop may be validating in the middle of a training batch
+        return self._acting and self.learn.training
 
     def _named(self, m: nn.Module, i: Any, o: Any) -> Any:
         try:

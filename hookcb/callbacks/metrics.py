@@ -1,40 +1,17 @@
 """Metrics: how good the predictions of a validation are."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import torch
-from fastcore.basics import camel2snake
 from torch import Tensor
 
-from hookcb.batch import batch_size, describe
+from hookcb.batch import describe
 from hookcb.callback import Callback
+from hookcb.metrics import Mean, Metric, metric_name
 
-
-@runtime_checkable
-class Metric(Protocol):
-    """What accumulates over batches, as the metrics of torchmetrics do."""
-
-    def update(self, pred: Any, target: Any) -> Any:
-        """Takes in a batch."""
-
-    def compute(self) -> Any:
-        """The value over all batches since the last reset."""
-
-    def reset(self) -> Any:
-        """Forgets all batches."""
-
-
-def accuracy(pred: Tensor, target: Tensor) -> Tensor:
-    """Share of samples whose largest score is the target's, 0..1.
-
-    Args:
-        pred: scores, `(N, C)` or `(N, …, C)`.
-        target: class indices, `(N)` or `(N, …)`.
-    """
-    return (pred.argmax(dim=-1) == target).float().mean()
+COLUMNS = ("epoch", "train_loss", "valid_loss", "time")
 
 
 class Metrics(Callback):
@@ -50,7 +27,7 @@ class Metrics(Callback):
 
     Raises:
         TypeError: where one is neither.
-        ValueError: where two have the same name.
+        ValueError: where two have the same name, or one that of a column of the Recorder.
 
     >>> from hookcb import Metrics, accuracy
     >>> Metrics({"top1": accuracy}).names
@@ -66,39 +43,36 @@ class Metrics(Callback):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if isinstance(metrics, Mapping):
-            named = list(metrics.items())
-        else:
-            several = metrics if isinstance(metrics, Iterable) and not callable(metrics) else [metrics]
-            named = [(_name(metric), metric) for metric in several if metric is not None]
+        named = _named(metrics)
         self.names = [name for name, _ in named]
         for name, metric in named:
-            if self.names.count(name) > 1:
+            if self.names.count(name) > 1 or name in COLUMNS:
                 raise ValueError(
-                    f"two metrics are named {name!r}; name them in a mapping, metrics={{'name': metric}}"
+                    f"a metric cannot be named {name!r}, as another column is; name it in a mapping, "
+                    "metrics={'my_name': metric}"
                 )
             if inspect.isclass(metric) or not (callable(metric) or isinstance(metric, Metric)):
                 raise TypeError(
                     f"metric {metric!r:.80} is no function (pred, *yb) -> scalar, and no object with update, "
                     "compute and reset; of a class give an instance"
                 )
-        self._metrics = [metric if isinstance(metric, Metric) else _Mean(metric) for _, metric in named]
-        self._cancelled = False
+        self._metrics = [metric if isinstance(metric, Metric) else Mean(metric) for _, metric in named]
 
     def before_validate(self) -> None:
-        self._seen = False
-        for metric in self._metrics:
+        # a validation inside another must not reset what that one has
+        metrics = copy.deepcopy(self._metrics) if self.learn.is_nested else self._metrics
+        for metric in metrics:
             metric.reset()
+        self._state["metrics"] = metrics
 
     def after_cancel_batch(self) -> None:
-        self._cancelled = True
+        self._state["cancelled"] = True
 
     def after_batch(self) -> None:
-        cancelled, self._cancelled = self._cancelled, False
-        if self.training or cancelled:
-            return
-        self._seen = True
-        for name, metric in zip(self.names, self._metrics, strict=True):
+        if self._state.pop("cancelled", False) or self.training or "metrics" not in self._state:
+            return  # the last: attached in the middle of a validation
+        self._state["seen"] = True
+        for name, metric in zip(self.names, self._state["metrics"], strict=True):
             try:
                 _on_device(metric, self.pred).update(self.pred, *self.yb)
             except Exception as error:
@@ -106,40 +80,26 @@ class Metrics(Callback):
                 raise
 
     def after_validate(self) -> None:
-        for name, metric in zip(self.names, self._metrics, strict=True) if self._seen else ():
+        if not self._state.get("seen"):
+            return
+        for name, metric in zip(self.names, self._state["metrics"], strict=True):
             value = metric.compute()
-            several = (
-                value if isinstance(value, Mapping) else {name: value}
-            )  # a MetricCollection gives a dict
-            self.learn.row.update({key: float(v) for key, v in several.items()})
+            # a MetricCollection of torchmetrics gives a dict
+            values = value if isinstance(value, Mapping) else {name: value}
+            self.learn.row.update({key: float(v) for key, v in values.items()})
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.learn.phase_state.setdefault(self.name, {})
+        return state
 
 
-class _Mean:
-    """A function's average over samples; its values stay on their device until `compute`."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.reset()
-
-    def update(self, pred: Any, *yb: Any) -> None:
-        value = self.function(pred, *yb)
-        self.values.append(value.detach() if isinstance(value, Tensor) else torch.tensor(float(value)))
-        self.sizes.append(batch_size((pred, *yb)))
-
-    def compute(self) -> float:
-        values = torch.stack([value.reshape(()).double().cpu() for value in self.values])
-        sizes = torch.tensor(self.sizes, dtype=torch.float64)
-        return float(values @ sizes / sizes.sum())
-
-    def reset(self) -> None:
-        self.values: list[Tensor] = []
-        self.sizes: list[int] = []
-
-
-def _name(metric: Any) -> str:
-    while isinstance(metric, partial):
-        metric = metric.func
-    return str(getattr(metric, "__name__", camel2snake(type(metric).__name__)))
+def _named(metrics: Any) -> list[tuple[str, Any]]:
+    if isinstance(metrics, Mapping):
+        return list(metrics.items())
+    single = callable(metrics) or isinstance(metrics, str) or not isinstance(metrics, Iterable)
+    several = [metrics] if single else metrics
+    return [(metric_name(metric), metric) for metric in several if metric is not None]
 
 
 def _on_device(metric: Any, pred: Any) -> Any:

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
-from hookcb.batch import concat, detached
+from hookcb.batch import concat, map_tensors
 from hookcb.callback import Callback
 from hookcb.events import CancelBatchException
 
@@ -49,7 +47,8 @@ class GatherPreds(Callback):
         inputs = [self.x] if self.with_input else []
         losses = [self.loss_func(self.pred, *self.yb)] if self.loss_func else []
         kept = (*inputs, self.pred, self.y if self.yb else None, *losses)
-        self.batches.append(detached(kept, torch.device("cpu")))
+        # a copy, as a model may write its next output to the same memory
+        self.batches.append(map_tensors(lambda x: x.detach().to("cpu", copy=True), kept))
         raise CancelBatchException
 
     def results(self) -> tuple[Any, ...]:

@@ -38,8 +38,7 @@ class Recorder(Callback):
 
     def before_fit(self) -> None:
         self.rows = L()
-        self._train, self._valid, self._lrs = _Series(), _Series(), _Series()
-        self._pending: tuple[float | Tensor, float | Tensor, int] | None = None
+        self._train, self._lrs = _Series(), _Series()
 
     @property
     def losses(self) -> list[float]:
@@ -57,25 +56,22 @@ class Recorder(Callback):
     def before_train(self) -> None:
         self._first = len(self._train.sizes)
 
-    def before_validate(self) -> None:
-        self._valid = _Series()
-
     def after_loss(self) -> None:
         learn = self.learn
         lr = learn.opt.param_groups[-1]["lr"] if learn.training else 0.0
-        self._pending = _kept(learn.loss), _kept(lr), batch_size(learn.xb)
+        learn.phase_state["recorded"] = _kept(learn.loss), _kept(lr), batch_size((*learn.yb, learn.xb))
 
     def after_cancel_batch(self) -> None:
-        self._pending = None
+        self.learn.phase_state.pop("recorded", None)
 
     def after_batch(self) -> None:
-        if self._pending is None:
+        learn = self.learn
+        loss, lr, size = learn.phase_state.pop("recorded", (None, 0.0, 0))
+        if loss is None:
             return
-        loss, lr, size = self._pending
-        self._pending = None
-        if not self.learn.training:
-            self._valid.add(loss, size)
-        elif self.learn.fitting:
+        if not learn.training:
+            learn.phase_state.setdefault("losses", _Series()).add(loss, size)
+        elif learn.fitting:
             self._train.add(loss, size)
             self._lrs.add(lr, 1)
 
@@ -83,8 +79,8 @@ class Recorder(Callback):
         self.learn.row["train_loss"] = self._train.mean(self._first)
 
     def after_validate(self) -> None:
-        if self._valid.sizes:
-            self.learn.row["valid_loss"] = self._valid.mean()
+        if losses := self.learn.phase_state.get("losses"):
+            self.learn.row["valid_loss"] = losses.mean()
 
     def after_epoch(self) -> None:
         self.learn.row["time"] = time.perf_counter() - self._began
