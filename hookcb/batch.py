@@ -143,7 +143,7 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
 
 
 def parts(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in nested tuples, lists, mappings and dataclasses, but None, each with its path: `[0].data`."""
+    """What is in nested tuples, lists, mappings and dataclasses, each with its path: `[0].data`."""
     if isinstance(item, PackedSequence):
         yield f"{path}.data", item.data
     elif isinstance(item, Mapping):
@@ -155,7 +155,7 @@ def parts(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(item, tuple | list):
         for i, x in enumerate(item):
             yield from parts(x, f"{path}[{i}]")
-    elif item is not None:
+    else:
         yield path, item
 
 
@@ -205,6 +205,8 @@ def concat(items: list[Any]) -> Any:
         return torch.cat(items) if first.ndim else torch.stack(items)
     if isinstance(first, Mapping):
         return {key: concat([item[key] for item in items]) for key in first}
+    if isinstance(first, list) and not any(isinstance(x, Tensor | tuple | list | Mapping) for x in first):
+        return [x for item in items for x in item]  # strings, say, one a sample
     if isinstance(first, tuple | list):
         return _like(first, [concat(list(parts)) for parts in zip(*items, strict=True)])
     return items

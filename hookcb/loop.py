@@ -110,6 +110,15 @@ class Loop:
         """Whether a fit is running."""
         return self._entered is not None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_table", "_tables")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for cb in self.cbs:
+            cb.learn = self  # a copied callback is attached to nothing, those of a copied loop to the copy
+        self.build_dispatch()
+
     # ---- callbacks
 
     def add_cb(self, cb: Callback | type[Callback]) -> None:
@@ -280,10 +289,10 @@ class Loop:
             try:
                 handler()
             except CancelException as cancel:
-                cancel.raised_in = f"{type(cb).__name__}.{event}"
+                cancel.raised_in = f"{_label(cb)}.{event}"
                 cancels.append(cancel)
             except BaseException as error:
-                error.add_note(f"in {type(cb).__name__}.{event}, {self.position()}")
+                error.add_note(f"in {_label(cb)}.{event}, {self.position()}")
                 raise
         if cancels:
             raise outermost(cancels)
@@ -406,6 +415,12 @@ def _instance(cb: Callback | type[Callback]) -> Callback:
 def _among(cb: Callback, cbs: Iterable[Callback]) -> bool:
     """Whether this very instance is one of `cbs`; a dataclass callback may equal another."""
     return any(cb is other for other in cbs)
+
+
+def _label(cb: Callback) -> str:
+    """Its class, and its name where it was given one."""
+    kind = type(cb).__name__
+    return f"{kind}({cb.name!r})" if "_name" in cb.__dict__ else kind
 
 
 def _note_failures(error: BaseException, failures: list[BaseException]) -> None:

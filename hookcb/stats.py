@@ -28,7 +28,7 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
         deviation in the unit of `x`, NaN where there are too few elements; share of elements with |x| ≤ eps,
         0..1.
 
-    Source: two passes, exact at any offset; near zero by magnitude, where fastai's counts each negative
+    Source: `torch.var_mean` (Welford), exact at any offset; near zero by magnitude, where fastai's counts each negative
     value as near zero.
     """
     x = x.detach()
@@ -36,5 +36,6 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
     nan = x.new_full((), float("nan"))
     if x.numel() == 0:
         return torch.stack([nan, nan, nan]).float()
-    std = x.std() if x.numel() > 1 else nan
-    return torch.stack([x.mean(), std, (x.abs() <= eps).to(x.dtype).mean()]).float()
+    var, mean = torch.var_mean(x) if x.numel() > 1 else (nan, x.reshape(()))
+    mean = torch.where(mean.isnan(), x.mean(), mean)  # var_mean gives NaN where an infinite mean is true
+    return torch.stack([mean, var.sqrt(), (x.abs() <= eps).to(x.dtype).mean()]).float()

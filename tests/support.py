@@ -1,0 +1,190 @@
+"""Small things the tests share."""
+
+import collections
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+from hookcb import (
+    ActivationStats,
+    Callback,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+    Event,
+    HookCallback,
+    Learner,
+)
+
+EVENTS = [e.value for e in Event]
+CANCELS = {
+    "fit": CancelFitException,
+    "epoch": CancelEpochException,
+    "train": CancelTrainException,
+    "validate": CancelValidException,
+    "batch": CancelBatchException,
+    "backward": CancelBackwardException,
+    "step": CancelStepException,
+}
+DIAGNOSTICS = [
+    lambda: ActivationStats(include_paramless=True),
+    lambda: ActivationStats(every=2),
+    lambda: HookCallback(hook=lambda m, i, o: o.mean(), name="means"),
+]
+
+
+class SaysSo(Exception):
+    """An exception whose constructor cannot be called with one message."""
+
+    def __init__(self, a, b, *, c=3):
+        super().__init__(a, b)
+        self.c = c
+
+
+def make_batches(n=3, bs=4, d=2, seed=0, last=None):
+    g = torch.Generator().manual_seed(seed)
+    sizes = [bs] * (n - 1) + [last or bs]
+    return [(torch.randn(k, d, generator=g), torch.randn(k, 1, generator=g)) for k in sizes]
+
+
+def make_model(seed=0, d=2):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(d, 3), nn.ReLU(), nn.Linear(3, 1))
+
+
+def make_learner(n_train=3, n_valid=2, cbs=(), model=None, opt_func=torch.optim.SGD, lr=0.1, **kwargs):
+    train = make_batches(n_train)
+    valid = make_batches(n_valid, seed=1) if n_valid else None
+    kwargs.setdefault("loss_func", F.mse_loss)
+    return Learner((train, valid), model or make_model(), opt_func=opt_func, lr=lr, cbs=cbs, **kwargs)
+
+
+def fit(learn, n_epoch=1, **kwargs):
+    with learn.no_logging():
+        learn.fit(n_epoch, **kwargs)
+    return learn
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.state_dict().values()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def train_by_hand(model, batches, n_epoch=1, opt=None, lr=0.1, loss_func=F.mse_loss):
+    opt = opt or torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for _ in range(n_epoch):
+        model.train()
+        for x, y in batches:
+            loss = loss_func(model(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def spy(log, name, plan=None, **attrs):
+    """A callback that logs every event as (name, event), and raises what `plan[event, its index]` says."""
+    plan, counts = plan or {}, collections.Counter()
+
+    def acting_at(event):
+        def act(cb):
+            log.append((name, event))
+            k = counts[event]
+            counts[event] += 1
+            if (event, k) in plan:
+                raise plan[event, k]
+
+        return act
+
+    cb = Callback(name=name, **{event: acting_at(event) for event in EVENTS})
+    for key, value in attrs.items():
+        setattr(cb, key, value)
+    return cb
+
+
+def events(log, name="a"):
+    return [event for who, event in log if who == name]
+
+
+def modes(model):
+    return [m.training for m in model.modules()]
+
+
+class NoSuper(Callback):
+    """Does not call super().__init__()."""
+
+    def __init__(self, n=0):
+        self.n = n
+
+    def after_step(self):
+        self.n += 1
+
+
+class Net(nn.Module):
+    """Blocks, a shared layer, a lone parameter, a paramless leaf."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
+        self.again = self.stem
+        self.head = nn.Linear(2, 1)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.again(x)) * self.scale
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+class Takes(nn.Module):
+    """Keeps what it was called with; its output is linear in whatever the first tensor is."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 1)
+        self.got = []
+
+    def forward(self, *args, **kwargs):
+        self.got.append((args, kwargs))
+        x = args[0] if args else kwargs["x"]
+        while not torch.is_tensor(x):
+            x = next(iter(x.values())) if isinstance(x, dict) else x[0]
+        return self.fc(x)
+
+
+X, Y, Z = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+PRIMARY = {f"after_cancel_{level}": (f"before_{level}", cancel) for level, cancel in CANCELS.items()}
+
+
+BATCH = ["before_batch", "after_pred", "after_loss", "before_backward", "after_backward", "before_step"]
+
+
+VALID = ["before_validate", "before_batch", "after_pred", "after_loss", "after_batch", "after_validate"]
+
+
+def primary_plan(event):
+    """What brings the loop to an `after_cancel_…` event at all."""
+    opener, cancel = PRIMARY.get(event, (None, None))
+    return {(opener, k): cancel() for k in range(4)} if opener else {}
+
+
+PACKED = pack_sequence([torch.ones(3, 2), torch.zeros(2, 2)])
