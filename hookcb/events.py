@@ -50,8 +50,8 @@ And which closing events fire, by what ends the fit (● fires, – does not):
     CancelFitException        –            –            –            ●
     any other exception       –            –            –            ●
 
-Where backward was reached, a batch that is cancelled before `zero_grad` leaves its gradients: the next batch adds to
-them, as accumulation needs.
+Where backward was reached, a batch that is cancelled before `zero_grad` leaves its gradients: the next batch
+adds to them, as accumulation needs.
 
 All callbacks see an event before a cancel raised at that event takes effect; of several, the outermost level
 wins.

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import types
 
 import pytest
@@ -33,6 +34,7 @@ from hookcb import (
     Loop,
     accuracy,
 )
+from hookcb.batch import to_device
 
 
 def ends_like(got, expected):
@@ -347,3 +349,59 @@ def test_a_loss_that_is_no_scalar_is_told():
 def test_a_loss_function_that_returns_a_float_is_told():
     with pytest.raises((ValueError, TypeError, RuntimeError), match=r"loss|ensor"):
         fit(make_learner(loss_func=lambda p, y: 0.5))
+
+
+def test_strings_in_a_batch_are_gathered_one_a_sample():
+    names = [["a", "b"], ["c", "d"]]
+    batches = [((X[2 * i : 2 * i + 2], names[i]), Y[2 * i : 2 * i + 2, :1]) for i in range(2)]
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.fc(x[0])
+
+    (x, who), preds, _ = Learner((batches, batches), Named(), F.mse_loss).get_preds(with_input=True)
+    assert who == ["a", "b", "c", "d"]
+    assert torch.equal(x, X)
+    assert preds.shape == (4, 1)
+
+
+def test_a_batch_is_moved_whole_to_another_device():
+    @dataclasses.dataclass(frozen=True)
+    class Sample:
+        x: torch.Tensor
+        name: str
+
+    batch = {"a": [X, (Y, "text")], "pair": Pair(X, None), "sample": Sample(Z, "z"), "n": 3}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert moved["a"][1][1] == "text"
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"][0].is_meta
+    assert moved["sample"].x.is_meta
+    assert moved["sample"].name == "z"
+    assert moved["n"] == 3
+    assert not batch["sample"].x.is_meta
+
+
+def test_what_is_on_the_device_already_is_not_copied():
+    batch = (X, [Y])
+    moved = to_device(batch, torch.device("cpu"))
+    assert moved[0] is X
+    assert moved[1][0] is Y
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU at hand")
+def test_batches_are_moved_to_the_model_s_gpu():
+    learn = Learner(make_batches(), make_model().cuda(), F.mse_loss, lr=0.1)
+    fit(learn)
+    assert next(learn.model.parameters()).is_cuda
+    learn = Learner((make_batches(), make_batches()), make_model(), F.mse_loss, device="cuda")
+    fit(learn)
+    assert next(learn.model.parameters()).is_cuda
+    preds, _ = learn.get_preds()
+    assert not preds.is_cuda

@@ -483,3 +483,53 @@ def test_a_model_dropped_while_the_learner_lives_is_not_the_callback_s_business(
     del model
     gc.collect()
     assert ref() is None
+
+
+def test_a_copied_or_pickled_learner_trains_on_by_itself():
+    learn = fit(make_learner(metrics=F.l1_loss))
+    twins = [copy.deepcopy(learn), pickle.loads(pickle.dumps(learn))]
+    before = weights(learn.model)
+    for twin in twins:
+        fit(twin)
+        assert len(twin.recorder.losses) == 3
+        assert twin.recorder is not learn.recorder
+    assert same(weights(learn.model), before)
+    fit(learn)
+    for twin in twins:
+        assert same(weights(twin.model), weights(learn.model))
+
+
+def test_a_model_that_is_swapped_between_fits_gets_an_optimizer_of_its_own():
+    learn = fit(make_learner())
+    learn.model = make_model(seed=7)
+    before = weights(learn.model)
+    fit(learn)
+    assert not same(weights(learn.model), before)
+
+
+def test_a_head_that_is_replaced_between_fits_is_trained():
+    learn = fit(make_learner())
+    learn.model[2] = nn.Linear(3, 1)
+    before = weights(learn.model[2])
+    fit(learn)
+    assert not same(weights(learn.model[2]), before)
+
+
+def test_a_ready_optimizer_of_another_model_is_refused_before_training():
+    opt = torch.optim.SGD(make_model(seed=3).parameters(), lr=0.1)
+    learn = make_learner(opt_func=opt)
+    with pytest.raises(ValueError, match="holds none of the parameters"):
+        learn.fit(1)
+
+
+def test_gradients_left_by_an_interrupted_fit_are_not_added_to():
+    def interrupt(cb):
+        raise KeyboardInterrupt
+
+    learn = make_learner()
+    start = copy.deepcopy(learn.model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        fit(learn, cbs=Callback(after_backward=interrupt))
+    assert same(weights(learn.model), list(start.values()))
+    fit(learn)
+    assert same(weights(learn.model), weights(fit(make_learner()).model))

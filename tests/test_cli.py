@@ -1,0 +1,90 @@
+"""`hookcb demo` does its main job, and says what is wrong with a wrong option."""
+
+import subprocess
+import sys
+
+import pytest
+
+import hookcb.demo
+from hookcb.cli import main
+
+
+@pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), ("mlp", "1")])
+def test_the_demo_reads_digits_and_shows_every_layer(model, seed, capsys):
+    assert main(["demo", "--model", model, "--seed", seed]) == 0
+    shown = capsys.readouterr().out
+    share = float(shown.rpartition("validation accuracy ")[2].partition("%")[0])
+    assert share >= 95
+    for layer, _ in hookcb.demo.build_model(model).named_children():
+        assert f"│ {layer} " in shown
+
+
+def test_the_demo_trains_for_as_many_epochs_as_asked(capsys):
+    main(["demo", "--epochs", "2"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
+    assert rows[0] == ["epoch", "train_loss", "valid_loss", "accuracy", "time"]
+    assert [row[0] for row in rows[1:3]] == ["0", "1"]
+
+
+def test_the_same_seed_gives_the_same_numbers(capsys):
+    ends = []
+    for _ in range(2):
+        main(["demo", "--epochs", "1", "--seed", "3"])
+        ends.append(capsys.readouterr().out.partition("activations")[2])
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["demo", "--epochs", "0"], "'0' is no number of epochs"),
+        (["demo", "--epochs", "some"], "'some' is no number of epochs"),
+        (["demo", "--epochs", "-1"], "--epochs"),
+        (["demo", "--model", "rnn"], "'mlp', 'cnn'"),
+        (["demo", "--seed", "x"], "'x' is no seed"),
+        (["demo", "--sed", "1"], "--sed"),
+        (["demon"], "demon"),
+        ([], "command"),
+    ],
+)
+def test_a_wrong_option_is_told_and_exits_with_2(options, complaint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(options)
+    assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_help_explains_each_option(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for part in ("--epochs", "--model", "mlp", "--seed", "default: 10", "digits"):
+        assert part in shown
+
+
+def test_without_scikit_learn_the_demo_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["demo"]) == 1
+    assert "pip install 'hookcb[demo]'" in capsys.readouterr().err
+
+
+def test_the_installed_command_runs():
+    done = subprocess.run(
+        [sys.executable, "-m", "hookcb.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"hookcb {hookcb.__version__}\n"
+
+
+def test_the_held_out_digits_are_real_and_never_trained_on():
+    dls = hookcb.demo.digits(seed=5)
+    train, held_out = dls.train.dataset.tensors, dls.valid.dataset.tensors
+    assert (len(train[0]), len(held_out[0])) == (1437, 360)
+    assert set(held_out[1].tolist()) == set(range(10))
+    assert train[0].mean().item() == pytest.approx(0, abs=1e-5)
+    assert train[0].std().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_a_model_that_there_is_not_is_told():
+    with pytest.raises(ValueError, match="'cnn' and 'mlp'"):
+        hookcb.demo.build_model("rnn")
