@@ -28,8 +28,8 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
         deviation in the unit of `x`, NaN where there are too few elements; share of elements with |x| ≤ eps,
         0..1.
 
-    Source: `torch.var_mean` (Welford's way), exact at any offset. Near zero goes by magnitude; fastai's counts
-    each negative value as near zero.
+    Source: `torch.var_mean` (Welford's way), exact at any offset. Near zero goes by magnitude; fastai
+    counts each negative value as near zero.
     """
     x = x.detach()
     x = x if x.dtype is torch.float64 else x.float()
