@@ -170,8 +170,13 @@ def _size(item: Any) -> int | None:
         return item.shape[0] if item.ndim else 1
     if isinstance(item, PackedSequence):
         return int(item.batch_sizes[0])
-    inner = item.values() if isinstance(item, Mapping) else item if isinstance(item, tuple | list) else ()
-    return next((size for size in map(_size, inner) if size is not None), None)
+    if not isinstance(item, tuple | list):
+        item = item.values() if isinstance(item, Mapping) else ()
+    for x in item:
+        size = _size(x)
+        if size is not None:
+            return size
+    return None
 
 
 def describe(item: Any) -> str:

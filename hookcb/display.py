@@ -1,6 +1,7 @@
 """Where a running fit is shown: plain rows, a terminal's bar, or a table in a notebook."""
 
 import html
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,16 +97,22 @@ class _NotebookTable:
         import IPython.display
 
         ipython: Any = IPython.display  # untyped
-
-        self.html = ipython.HTML
-        self.bar = bar
+        self.html, self.bar = ipython.HTML, bar
+        self.began, self.first, self.last = time.perf_counter(), 0, 0
         self.rows: list[Mapping[str, float]] = []
         self.handle = ipython.display(self.html(""), display_id=True)
 
     def advance(self, doing: str, done: int, total: int | None) -> None:
-        if self.bar:
-            ends = f'value="{done}" max="{total}"' if total else ""
-            self._show(f"<progress {ends}></progress> {html.escape(doing)} · {done}/{total or '?'}")
+        if not self.bar:
+            return
+        now = time.perf_counter()
+        if done <= self.last:  # another phase has begun
+            self.began, self.first = now, done
+        elif total:
+            doing += f" · {(now - self.began) / (done - self.first) * (total - done):.0f} s left"
+        self.last = done
+        ends = f'value="{done}" max="{total}"' if total else ""
+        self._show(f"<progress {ends}></progress> {done}/{total or '?'} · {html.escape(doing)}")
 
     def add_row(self, row: Mapping[str, float]) -> None:
         self.rows.append(row)
@@ -118,7 +125,9 @@ class _NotebookTable:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
         lines = (
-            "".join(f"<td>{_text(name, row[name]) if name in row else '–'}</td>" for name in names)
+            "".join(
+                f"<td>{html.escape(_text(name, row[name])) if name in row else '–'}</td>" for name in names
+            )
             for row in self.rows
         )
         body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from torch import nn
@@ -14,6 +14,8 @@ from hookcb.report.terminal import loop_tree
 
 Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
+PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
+BATCH = ("xb", "yb", "pred", "loss")
 
 
 class Loop:
@@ -44,9 +46,8 @@ class Loop:
         self._epoch_began = 0
         self._n_train: int | None = None
         self.training = False
-        self.phase_state: dict[
-            str, Any
-        ] = {}  # what callbacks keep for the training or validation in progress
+        # what callbacks keep for the training or validation in progress; one inside it starts with none
+        self.phase_state: dict[str, Any] = {}
         self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
         self.cbs: list[Callback] = []
@@ -83,12 +84,7 @@ class Loop:
     def restored(self, batch: bool = True) -> Iterator[None]:
         """Puts back afterwards the phase, the modes of all modules and, with `batch`, what is of a batch."""
         modes = [(module, module.training) for module in self.model.modules()]
-        names = ["training", "dl", "iter", "n_iter", "row", "phase_state"] + [
-            "xb",
-            "yb",
-            "pred",
-            "loss",
-        ] * batch
+        names = PHASE + BATCH if batch else PHASE
         state = {name: getattr(self, name) for name in names}
         self._depth += 1
         try:
@@ -121,11 +117,11 @@ class Loop:
 
     # ---- callbacks
 
-    def add_cb(self, cb: Callback | type[Callback]) -> None:
+    def add_cb(self, cb: Callback | type[Callback]) -> Self:
         """Attaches a callback; see `add_cbs`."""
-        self.add_cbs([cb])
+        return self.add_cbs([cb])
 
-    def add_cbs(self, cbs: Callbacks) -> None:
+    def add_cbs(self, cbs: Callbacks) -> Self:
         """Attaches callbacks, all or, where one is refused, none; each becomes an attribute, `learn.<name>`.
 
         While a fit runs, a new callback's `before_fit` is called at once; it then takes part in what begins
@@ -143,12 +139,13 @@ class Loop:
         self.build_dispatch()
         for cb in new:
             self._enter(cb)
+        return self
 
-    def remove_cb(self, cb: Callback | type[Callback]) -> None:
+    def remove_cb(self, cb: Callback | type[Callback]) -> Self:
         """Detaches a callback, or all of a class; see `remove_cbs`."""
-        self.remove_cbs([cb])
+        return self.remove_cbs([cb])
 
-    def remove_cbs(self, cbs: Callbacks) -> None:
+    def remove_cbs(self, cbs: Callbacks) -> Self:
         """Detaches callbacks; `learn.<name>` stays, so that results can be read.
 
         While a fit runs, their `after_fit` is called at once, so that no hook stays behind.
@@ -164,6 +161,7 @@ class Loop:
             for cb in old:
                 del cb.learn
             self.build_dispatch()
+        return self
 
     @contextmanager
     def added_cbs(self, cbs: Callbacks) -> Iterator[None]:
@@ -368,7 +366,8 @@ class Loop:
         """Prints the events as a tree, with the callbacks that act at each."""
 
         def acting(training: bool, event: str) -> list[str]:
-            return [cb.name for cb, _ in self._tables[training][event]]
+            names = [cb.name for cb, _ in self._tables[training][event]]
+            return names[::-1] if event == Event.AFTER_FIT else names
 
         Console().print(loop_tree(type(self).__name__, acting))
 

@@ -35,6 +35,7 @@ class Metrics(Callback):
     """
 
     order = 50
+    run_train = False
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class Metrics(Callback):
         self._state["cancelled"] = True
 
     def after_batch(self) -> None:
-        if self._state.pop("cancelled", False) or self.training or "metrics" not in self._state:
-            return  # the last: attached in the middle of a validation
+        if self._state.pop("cancelled", False) or "metrics" not in self._state:
+            return  # the latter where it was attached in the middle of a validation
         self._state["seen"] = True
         for name, metric in zip(self.names, self._state["metrics"], strict=True):
             try:

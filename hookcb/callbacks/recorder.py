@@ -38,42 +38,45 @@ class Recorder(Callback):
 
     def before_fit(self) -> None:
         self.rows = L()
-        self._train, self._lrs = _Series(), _Series()
+        self._train = _Losses()
+        self._lrs: list[float | Tensor] = []
 
     @property
     def losses(self) -> list[float]:
         """The loss of each training batch."""
-        return self._train.values()
+        return _read(self._train.values)
 
     @property
     def lrs(self) -> list[float]:
         """The learning rate of each training batch."""
-        return self._lrs.values()
+        return _read(self._lrs)
 
     def before_epoch(self) -> None:
         self._began = time.perf_counter()
 
     def before_train(self) -> None:
-        self._first = len(self._train.sizes)
+        self._first = len(self._train.values)
 
     def after_loss(self) -> None:
         learn = self.learn
-        lr = learn.opt.param_groups[-1]["lr"] if learn.training else 0.0
-        learn.phase_state["recorded"] = _kept(learn.loss), _kept(lr), batch_size((*learn.yb, learn.xb))
+        # kept now, as the loss may be scaled for backward, and the rate stepped before the batch ends
+        lr = _kept(learn.opt.param_groups[-1]["lr"]) if learn.training else 0.0
+        learn.phase_state["recorded"] = _kept(learn.loss), lr
 
     def after_cancel_batch(self) -> None:
         self.learn.phase_state.pop("recorded", None)
 
     def after_batch(self) -> None:
         learn = self.learn
-        loss, lr, size = learn.phase_state.pop("recorded", (None, 0.0, 0))
-        if loss is None:
+        recorded = learn.phase_state.pop("recorded", None)
+        if recorded is None:
             return
+        loss, lr = recorded
         if not learn.training:
-            learn.phase_state.setdefault("losses", _Series()).add(loss, size)
+            learn.phase_state.setdefault("losses", _Losses()).add(loss, batch_size((*learn.yb, learn.xb)))
         elif learn.fitting:
-            self._train.add(loss, size)
-            self._lrs.add(lr, 1)
+            self._train.add(loss, batch_size((*learn.yb, learn.xb)))
+            self._lrs.append(lr)
 
     def after_train(self) -> None:
         self.learn.row["train_loss"] = self._train.mean(self._first)
@@ -87,32 +90,20 @@ class Recorder(Callback):
         self.rows.append({"epoch": self.epoch, **self.learn.row})
 
 
-class _Series:
-    """Numbers, one a batch, some of them still on a device; each with the number of samples it stands for."""
+class _Losses:
+    """The losses of batches, and how many samples each stands for."""
 
     def __init__(self) -> None:
-        self.read: list[float] = []
-        self.waiting: list[float | Tensor] = []
+        self.values: list[float | Tensor] = []
         self.sizes: list[int] = []
 
     def add(self, value: float | Tensor, size: int) -> None:
-        self.waiting.append(value)
+        self.values.append(value)
         self.sizes.append(size)
-
-    def values(self) -> list[float]:
-        if any(isinstance(value, Tensor) for value in self.waiting):
-            # one transfer for all of them, not one each
-            self.read += torch.stack(
-                [torch.as_tensor(value).flatten()[0].float() for value in self.waiting]
-            ).tolist()
-        else:
-            self.read += self.waiting  # type: ignore[arg-type]  # no tensor is among them
-        self.waiting = []
-        return self.read
 
     def mean(self, first: int = 0) -> float:
         """Average over samples from batch `first` on, NaN where there are none."""
-        values, sizes = self.values()[first:], self.sizes[first:]
+        values, sizes = _read(self.values)[first:], self.sizes[first:]
         total = sum(sizes)
         return sum(v * n for v, n in zip(values, sizes, strict=True)) / total if total else float("nan")
 
@@ -122,3 +113,13 @@ def _kept(value: float | Tensor) -> float | Tensor:
     if not isinstance(value, Tensor):
         return value
     return value.item() if value.is_cpu else value.detach().clone()
+
+
+def _read(values: list[float | Tensor]) -> list[float]:
+    """`values`, in place as plain numbers; what is on a device comes in one transfer."""
+    waiting = {i: value for i, value in enumerate(values) if isinstance(value, Tensor)}
+    if waiting:
+        numbers = torch.stack([value.flatten()[0].float() for value in waiting.values()]).tolist()
+        for i, number in zip(waiting, numbers, strict=True):
+            values[i] = number
+    return values  # type: ignore[return-value]  # no tensor is left among them
