@@ -20,7 +20,9 @@ lint: $(VENV)/.installed-dev
 notebooks: $(VENV)/.installed-dev
 	$(BIN)/jupyter execute nbs/*.ipynb
 
+# fastai brings a torchvision built for CUDA, with which Lightning cannot be imported beside a torch for CPUs
 bench: $(VENV)/.installed-bench
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision
 	$(BIN)/python benchmarks/loop.py
 
 clean:

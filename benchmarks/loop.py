@@ -219,7 +219,10 @@ def main() -> None:
     for name, make in CONTESTANTS.items():
         try:
             runs[name] = make(args.steps)
-        except ImportError as missing:
+        except (
+            ImportError,
+            RuntimeError,
+        ) as missing:  # the latter from a package whose binary part is broken
             console.print(f"{name} is left out: {missing}")
     for run in runs.values():
         run()  # warm up
