@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -28,9 +28,10 @@ def as_loaders(dls: Any) -> Any:
         if len(dls) != 2:
             raise TypeError(f"dls is a tuple of {len(dls)}; a tuple means (train, valid), a list is batches")
         dls = Loaders(*dls)
-    elif not hasattr(dls, "train"):
-        dls = Loaders(dls)
-    check_loader(dls.train, "dls.train" if hasattr(dls, "valid") else "dls")
+    elif not hasattr(dls, "train") or callable(dls.train):
+        check_loader(dls, "dls")
+        return Loaders(dls)
+    check_loader(dls.train, "dls.train")
     if getattr(dls, "valid", None) is not None:
         check_loader(dls.valid, "dls.valid")
     return dls
@@ -53,9 +54,10 @@ def check_loader(loader: Any, role: str) -> None:
             f"{role} is a tensor of shape {tuple(loader.shape)}, which iterates in rows; "
             "wrap it: DataLoader(TensorDataset(x, y), batch_size=64)"
         )
-    if isinstance(loader, tuple | str | bytes | Mapping) or not hasattr(loader, "__iter__"):
+    if isinstance(loader, tuple | str | bytes | Mapping | nn.Module) or not hasattr(loader, "__iter__"):
+        shown = " ".join(repr(loader).split())
         raise TypeError(
-            f"{role} is {loader!r:.80}, no iterable of batches; give a DataLoader, a list of batches, "
+            f"{role} is {shown:.60}, no iterable of batches; give a DataLoader, a list of batches, "
             "a (train, valid) tuple of these, or an object with .train and .valid"
         )
     if isinstance(loader, list) and any(isinstance(item, DataLoader) for item in loader):

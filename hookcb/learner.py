@@ -301,4 +301,5 @@ class Learner(Loop):
 
     def _note_batch(self, error: BaseException) -> None:
         if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
-            error.add_note(f"in {self.position()}, with xb {describe(self.xb)} and yb {describe(self.yb)}")
+            where = ", ".join(self.position("after_pred"))
+            error.add_note(f"in {where}, with xb {describe(self.xb)} and yb {describe(self.yb)}")

@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from hookcb.callback import Callback
-from hookcb.events import LEVELS, CancelException, CancelFitException, Event, outermost
+from hookcb.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.report.terminal import loop_tree
 
 Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
@@ -290,7 +290,7 @@ class Loop:
                 cancel.raised_in = f"{_label(cb)}.{event}"
                 cancels.append(cancel)
             except BaseException as error:
-                error.add_note(f"in {_label(cb)}.{event}, {self.position()}")
+                error.add_note(", ".join([f"in {_label(cb)}.{event}", *self.position(event)]))
                 raise
         if cancels:
             raise outermost(cancels)
@@ -358,9 +358,14 @@ class Loop:
         if error is not None:
             _note_failures(error, failures)
 
-    def position(self) -> str:
-        """Where the loop is, for a message; epoch and batch count from 0 as `epoch` and `iter` do."""
-        return f"epoch {self.epoch}, {'batch' if self.training else 'validation batch'} {self.iter}"
+    def position(self, event: str) -> list[str]:
+        """Where the loop is at `event`, for a message; epochs and batches count from 0, as `epoch`, `iter`."""
+        position = []
+        if self.fitting and not event.endswith("_fit"):
+            position.append(f"epoch {self.epoch}")
+        if event in BATCH_EVENTS:
+            position.append(f"{'batch' if self.training else 'validation batch'} {self.iter}")
+        return position
 
     def show_training_loop(self) -> None:
         """Prints the events as a tree, with the callbacks that act at each."""
@@ -392,7 +397,9 @@ def _listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
     """`cbs` as a list; a single callback counts as one even when it is iterable."""
     if cbs is None:
         return []
-    return [cbs] if isinstance(cbs, Callback | type) else list(cbs)
+    if isinstance(cbs, Callback | type) or not isinstance(cbs, Iterable):
+        return [cbs]
+    return list(cbs)
 
 
 def _instance(cb: Callback | type[Callback]) -> Callback:

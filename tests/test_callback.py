@@ -186,7 +186,8 @@ def test_a_model_method_named_like_an_event_is_not_called():
         def after_batch(self):
             raise AssertionError("not yours")
 
-    fit(make_learner(model=Model(2, 1)))
+    learn = fit(make_learner(model=Model(2, 1)))
+    assert len(learn.recorder.losses) == 3
 
 
 STATE = ["model", "opt", "xb", "yb", "x", "y", "pred", "loss", "dl", "epoch", "n_epoch", "iter", "n_iter"]

@@ -93,6 +93,11 @@ class CannotPickle(Callback):
         self.function = lambda: None
 
 
+class CannotBeShown(Callback):
+    def __repr__(self):
+        return str(1 / 0)
+
+
 class EndsTheFit(Callback):
     def after_batch(self):
         raise hookcb.CancelFitException
@@ -111,13 +116,14 @@ class EndsTheFit(Callback):
         (SwallowsTheLearner, "alive"),
         (FitsOnce, "fitted"),
         (CannotPickle, "pickle"),
+        (CannotBeShown, "check_made fails: ZeroDivisionError"),
         (EndsTheFit, "in another way"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_the_check_finds_what_a_bad_callback_does(cls, complaint):
     try:
-        with pytest.raises(Exception, match=complaint):
+        with pytest.raises(AssertionError, match=complaint):
             check_callback(cls)
     finally:
         torch.set_grad_enabled(True)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from support import (
     Takes,
     X,
@@ -19,6 +20,7 @@ from support import (
 )
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from hookcb import (
     ActivationStats,
@@ -223,3 +225,27 @@ def test_accuracy_is_the_share_of_right_classes_of_any_shape():
         flat = zip(pred.reshape(-1, 3).tolist(), target.flatten().tolist(), strict=True)
         right = [p.index(max(p)) == t for p, t in flat]
         assert accuracy(pred, target).item() == pytest.approx(sum(right) / len(right))
+
+
+def test_metrics_of_torchmetrics_are_computed_over_all_of_the_validation():
+    scores = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    target = torch.arange(30) % 3
+    batches = list(zip(scores.split(7), target.split(7), strict=True))
+    metrics = torchmetrics.MetricCollection(
+        {"f1": MulticlassF1Score(3, average="macro"), "top2": MulticlassAccuracy(3, top_k=2, average="micro")}
+    )
+    learn = Learner(
+        ([*batches], batches), nn.Linear(3, 3), F.cross_entropy, lr=0.1, metrics=[metrics, accuracy]
+    )
+    for _ in range(2):
+        fit(learn)
+        with torch.no_grad():
+            pred = learn.model(scores)
+        row = learn.recorder.rows[-1]
+        right = [(pred.argmax(1) == k) & (target == k) for k in range(3)]
+        f1 = [2 * r.sum() / ((pred.argmax(1) == k).sum() + 10) for k, r in enumerate(right)]
+        assert row["f1"] == pytest.approx(torch.stack(f1).mean().item())
+        assert row["accuracy"] == pytest.approx((pred.argmax(1) == target).float().mean().item())
+        assert row["top2"] == pytest.approx(
+            (pred.topk(2).indices == target[:, None]).any(1).float().mean().item()
+        )
