@@ -196,7 +196,7 @@ class Callback:
         """The gradients of this batch are added, still scaled under a GradScaler."""
 
     def before_step(self) -> None:
-        """Gradients are whole and unscaled; clipping happens here, at its order."""
+        """Gradients are whole and unscaled; clipping comes here too, at its order."""
 
     def after_cancel_step(self) -> None:
         """The optimizer's step was cancelled; gradients stay."""

@@ -29,8 +29,8 @@ A level is what lies between `before_x` and `after_x`. A callback ends a level e
 anywhere inside it. What then happens:
 
     raised                    skipped                       fires next
-    CancelBackwardException   backward                      after_cancel_backward, after_backward, then the
-    step CancelStepException       optimizer step and zero_grad  after_cancel_step, after_step, after_batch
+    CancelBackwardException   backward                      after_cancel_backward, after_backward, before_step
+    CancelStepException       optimizer step and zero_grad  after_cancel_step, after_step, after_batch
     CancelBatchException      the rest of the batch         after_cancel_batch, after_batch, next batch
     CancelTrainException      the rest of the training      after_cancel_train, after_train, before_validate
     CancelValidException      the rest of the validation    after_cancel_validate, after_validate, after_epoch

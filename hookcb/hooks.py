@@ -114,15 +114,15 @@ class Hooks:
 
 
 def hook_output(module: nn.Module, detach: bool = True) -> Hook:
-    """A hook that stores the output of `module`, as it is, with `detach=False` with its graph."""
-    return Hook(module, _output, detach=detach)
+    """A hook that stores the output of `module`: a copy without graph, with `detach=False` the output itself."""
+    return Hook(module, _copy if detach else _output, detach=detach)
 
 
 def hook_outputs(
     modules: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module], detach: bool = True
 ) -> Hooks:
-    """Hooks that store the outputs of `modules`."""
-    return Hooks(modules, _output, detach=detach)
+    """Hooks that store the outputs of `modules`, each as `hook_output` does."""
+    return Hooks(modules, _copy if detach else _output, detach=detach)
 
 
 def find_modules(
@@ -187,6 +187,11 @@ class _Tap:
 
 def _output(module: nn.Module, args: Any, output: Any) -> Any:
     return output
+
+
+def _copy(module: nn.Module, args: Any, output: Any) -> Any:
+    # a view would show what an in-place successor, such as ReLU(inplace=True), has made of it
+    return map_tensors(Tensor.clone, output)
 
 
 def _without_graph(item: Any) -> Any:

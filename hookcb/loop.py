@@ -359,7 +359,7 @@ class Loop:
             _note_failures(error, failures)
 
     def position(self, event: str) -> list[str]:
-        """Where the loop is at `event`, for a message; epochs and batches count from 0, as `epoch`, `iter`."""
+        """Where the loop is at `event`, for a message; epochs and batches count from 0, as `iter`."""
         position = []
         if self.fitting and not event.endswith("_fit"):
             position.append(f"epoch {self.epoch}")

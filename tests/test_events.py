@@ -64,6 +64,12 @@ def test_the_pseudocode_names_every_event_but_those_of_cancels():
             assert event.upper() in pseudocode
 
 
+def test_the_table_has_a_line_for_each_cancel():
+    first_words = [line.split()[0] for line in inspect.getdoc(hookcb.events).splitlines() if line.strip()]
+    for level in LEVELS.values():
+        assert first_words.count(level.cancel.__name__) >= 1
+
+
 def test_the_outermost_of_several_cancels_wins_and_the_first_of_equals():
     cancels = [level.cancel() for level in reversed(LEVELS.values())]
     assert outermost(cancels) is cancels[-1]

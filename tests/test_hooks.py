@@ -199,3 +199,13 @@ def test_copies_of_a_hooked_module_do_not_store_into_its_hook():
             twin(Y * 100)
             assert hook.stored == before
             assert torch.equal(twin(X), layer(X))
+
+
+def test_a_stored_output_is_what_the_layer_gave_also_with_an_in_place_successor():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
+    with hook_outputs(model) as hooks:
+        model(X)
+    raw = model[0](X)
+    assert (raw < 0).any()
+    assert torch.equal(hooks[0].stored, raw)
+    assert torch.equal(hooks[1].stored, raw.relu())
