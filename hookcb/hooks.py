@@ -114,7 +114,7 @@ class Hooks:
 
 
 def hook_output(module: nn.Module, detach: bool = True) -> Hook:
-    """A hook that stores the output of `module`: a copy without graph, with `detach=False` the output itself."""
+    """A hook that stores the output of `module`: a copy, with `detach=False` the output itself."""
     return Hook(module, _copy if detach else _output, detach=detach)
 
 
