@@ -76,19 +76,7 @@ def n_batches(loader: Iterable[Any]) -> int | None:
 
 def map_tensors(f: Callable[[Tensor], Tensor], item: Any) -> Any:
     """`item` with `f` of every tensor in it; tuples, lists, dicts and dataclasses keep their kind."""
-    if isinstance(item, Tensor):
-        return f(item)
-    if is_dataclass(item) and not isinstance(item, type):  # before mappings: a ModelOutput is both
-        mapped = copy.copy(item)
-        for field in fields(item):
-            setter = object.__setattr__ if item.__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
-            setter(mapped, field.name, map_tensors(f, getattr(item, field.name)))
-        return mapped
-    if isinstance(item, Mapping):
-        return {key: map_tensors(f, x) for key, x in item.items()}
-    if isinstance(item, tuple | list):
-        return _like(item, [map_tensors(f, x) for x in item])
-    return item
+    return _map_leaves(f, item, lambda x: isinstance(x, Tensor))
 
 
 def to_device(item: Any, device: torch.device) -> Any:
@@ -97,15 +85,30 @@ def to_device(item: Any, device: torch.device) -> Any:
     What is there already is returned as it is. Copies to a GPU are `non_blocking`: from pinned memory they
     overlap with the computation.
     """
-    if isinstance(item, Tensor):
-        return item if item.device == device else item.to(device, non_blocking=True)
-    if hasattr(item, "to"):  # a PackedSequence, which keeps a part on the CPU, or a tokenizer's BatchEncoding
-        return item.to(device)
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x.to(device)
+        return x if x.device == device else x.to(device, non_blocking=True)
+
+    # not tensors alone: a PackedSequence keeps a part on the CPU, a tokenizer's BatchEncoding keeps its kind
+    return _map_leaves(move, item, lambda x: hasattr(x, "to"))
+
+
+def _map_leaves(f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool]) -> Any:
+    if is_leaf(item):
+        return f(item)
+    if is_dataclass(item) and not isinstance(item, type):  # before mappings: a ModelOutput is both
+        mapped = copy.copy(item)
+        for field in fields(item):
+            setter = object.__setattr__ if item.__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
+            setter(mapped, field.name, _map_leaves(f, getattr(item, field.name), is_leaf))
+        return mapped
     if isinstance(item, Mapping):
-        return {key: to_device(x, device) for key, x in item.items()}
+        return {key: _map_leaves(f, x, is_leaf) for key, x in item.items()}
     if isinstance(item, tuple | list):
-        return _like(item, [to_device(x, device) for x in item])
-    return map_tensors(lambda x: x.to(device, non_blocking=True), item)
+        return _like(item, [_map_leaves(f, x, is_leaf) for x in item])
+    return item
 
 
 def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> tuple[Any, tuple[Any, ...]]:

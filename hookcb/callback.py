@@ -145,6 +145,11 @@ class Callback:
             raise AttributeError(f"{self.name} is attached; rename it before it is added to a learner")
         self.__dict__["_name"] = name
 
+    @property
+    def phase_state(self) -> dict[str, Any]:
+        """Room of its own for the training or validation in progress; one inside that begins with none."""
+        return self.learn.phase_state[id(self)]
+
     def handler(self, event: str) -> Callable[[], object] | None:
         """The method or function that acts at `event`, or None."""
         method: Callable[[], object] = getattr(self, event)

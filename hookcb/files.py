@@ -31,12 +31,8 @@ def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[s
         ValueError: where it is truncated, or has other keys; the message names the file.
     """
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # what torch says of a foreign file, the error says below
+        with warnings.catch_warnings(action="ignore"):  # of a foreign file the error below says enough
             state = torch.load(file, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise
     except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
         raise ValueError(f"{file} cannot be read; it is truncated, or no file of weights") from error
     if not isinstance(state, dict) or set(state) != keys:

@@ -1,6 +1,7 @@
 """Loop: the state of a training, its callbacks and the emission of events; it iterates over nothing."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
@@ -46,8 +47,8 @@ class Loop:
         self._epoch_began = 0
         self._n_train: int | None = None
         self.training = False
-        # what callbacks keep for the training or validation in progress; one inside it starts with none
-        self.phase_state: dict[str, Any] = {}
+        # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
+        self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
         self.cbs: list[Callback] = []
@@ -75,7 +76,8 @@ class Loop:
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
         """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
-        self.training, self.dl, self.iter, self.n_iter, self.phase_state = training, dl, 0, n_iter, {}
+        self.training, self.dl, self.iter, self.n_iter = training, dl, 0, n_iter
+        self.phase_state = defaultdict(dict)
         self._table = self._tables[training]
         if training:
             self._epoch_began, self._n_train = self.train_iter, n_iter

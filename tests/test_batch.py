@@ -405,3 +405,20 @@ def test_batches_are_moved_to_the_model_s_gpu():
     assert next(learn.model.parameters()).is_cuda
     preds, _ = learn.get_preds()
     assert not preds.is_cuda
+
+
+def test_what_moves_itself_does_so_at_any_depth():
+    class Own:
+        def to(self, device):
+            return ("moved to", device)
+
+    @dataclasses.dataclass
+    class Sample:
+        own: Own
+        packed: object
+
+    device = torch.device("meta")
+    moved = to_device([Sample(Own(), [PACKED])], device)[0]
+    assert moved.own == ("moved to", device)
+    assert moved.packed[0].data.is_meta
+    assert not moved.packed[0].batch_sizes.is_meta

@@ -74,7 +74,6 @@ class HookCallback(Callback):
         self.layers = find_modules(self.model, self.modules, self.include_paramless)
         self._names = {id(m): name for name, m in self.layers.items()}
         self.hooks = Hooks(self.layers, self._named, gate=self._acts)
-        self._acting = False
 
     def before_train(self) -> None:
         self._acting = False  # a batch cut short has left it on

@@ -64,16 +64,16 @@ class Metrics(Callback):
         metrics = copy.deepcopy(self._metrics) if self.learn.is_nested else self._metrics
         for metric in metrics:
             metric.reset()
-        self._state["metrics"] = metrics
+        self.phase_state["metrics"] = metrics
 
     def after_cancel_batch(self) -> None:
-        self._state["cancelled"] = True
+        self.phase_state["cancelled"] = True
 
     def after_batch(self) -> None:
-        if self._state.pop("cancelled", False) or "metrics" not in self._state:
+        if self.phase_state.pop("cancelled", False) or "metrics" not in self.phase_state:
             return  # the latter where it was attached in the middle of a validation
-        self._state["seen"] = True
-        for name, metric in zip(self.names, self._state["metrics"], strict=True):
+        self.phase_state["seen"] = True
+        for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
             try:
                 _on_device(metric, self.pred).update(self.pred, *self.yb)
             except Exception as error:
@@ -81,18 +81,13 @@ class Metrics(Callback):
                 raise
 
     def after_validate(self) -> None:
-        if not self._state.get("seen"):
+        if not self.phase_state.get("seen"):
             return
-        for name, metric in zip(self.names, self._state["metrics"], strict=True):
+        for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
             value = metric.compute()
             # a MetricCollection of torchmetrics gives a dict
             values = value if isinstance(value, Mapping) else {name: value}
             self.learn.row.update({key: float(v) for key, v in values.items()})
-
-    @property
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.learn.phase_state.setdefault(self.name, {})
-        return state
 
 
 def _named(metrics: Any) -> list[tuple[str, Any]]:

@@ -61,28 +61,28 @@ class Recorder(Callback):
         learn = self.learn
         # kept now, as the loss may be scaled for backward, and the rate stepped before the batch ends
         lr = _kept(learn.opt.param_groups[-1]["lr"]) if learn.training else 0.0
-        learn.phase_state["recorded"] = _kept(learn.loss), lr
+        self.phase_state["batch"] = _kept(learn.loss), lr
 
     def after_cancel_batch(self) -> None:
-        self.learn.phase_state.pop("recorded", None)
+        self.phase_state.pop("batch", None)
 
     def after_batch(self) -> None:
-        learn = self.learn
-        recorded = learn.phase_state.pop("recorded", None)
-        if recorded is None:
+        learn, state = self.learn, self.phase_state
+        if "batch" not in state:
             return
-        loss, lr = recorded
+        loss, lr = state.pop("batch")
+        size = batch_size((*learn.yb, learn.xb))
         if not learn.training:
-            learn.phase_state.setdefault("losses", _Losses()).add(loss, batch_size((*learn.yb, learn.xb)))
+            state.setdefault("losses", _Losses()).add(loss, size)
         elif learn.fitting:
-            self._train.add(loss, batch_size((*learn.yb, learn.xb)))
+            self._train.add(loss, size)
             self._lrs.append(lr)
 
     def after_train(self) -> None:
         self.learn.row["train_loss"] = self._train.mean(self._first)
 
     def after_validate(self) -> None:
-        if losses := self.learn.phase_state.get("losses"):
+        if losses := self.phase_state.get("losses"):
             self.learn.row["valid_loss"] = losses.mean()
 
     def after_epoch(self) -> None:
@@ -103,7 +103,7 @@ class _Losses:
 
     def mean(self, first: int = 0) -> float:
         """Average over samples from batch `first` on, NaN where there are none."""
-        values, sizes = _read(self.values)[first:], self.sizes[first:]
+        values, sizes = _read(self.values, first)[first:], self.sizes[first:]
         total = sum(sizes)
         return sum(v * n for v, n in zip(values, sizes, strict=True)) / total if total else float("nan")
 
@@ -115,11 +115,11 @@ def _kept(value: float | Tensor) -> float | Tensor:
     return value.item() if value.is_cpu else value.detach().clone()
 
 
-def _read(values: list[float | Tensor]) -> list[float]:
-    """`values`, in place as plain numbers; what is on a device comes in one transfer."""
-    waiting = {i: value for i, value in enumerate(values) if isinstance(value, Tensor)}
+def _read(values: list[float | Tensor], first: int = 0) -> list[float]:
+    """`values`, from `first` on in place as plain numbers; what is on a device comes in one transfer."""
+    waiting = {i: value for i, value in enumerate(values[first:], first) if isinstance(value, Tensor)}
     if waiting:
         numbers = torch.stack([value.flatten()[0].float() for value in waiting.values()]).tolist()
         for i, number in zip(waiting, numbers, strict=True):
             values[i] = number
-    return values  # type: ignore[return-value]  # no tensor is left among them
+    return values  # type: ignore[return-value]  # no tensor is left from there on

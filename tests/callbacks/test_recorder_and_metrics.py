@@ -30,6 +30,7 @@ from hookcb import (
     CancelValidException,
     Learner,
     Metrics,
+    Recorder,
     accuracy,
 )
 
@@ -249,3 +250,15 @@ def test_metrics_of_torchmetrics_are_computed_over_all_of_the_validation():
         assert row["top2"] == pytest.approx(
             (pred.topk(2).indices == target[:, None]).any(1).float().mean().item()
         )
+
+
+def test_two_recorders_and_two_metrics_record_the_same_and_nothing_of_each_other():
+    learn = make_learner(metrics=F.l1_loss, cbs=[Recorder(name="second"), Recorder(name="third")])
+    learn.add_cb(Metrics({"mse": F.mse_loss}, name="more"))
+    fit(learn, 2)
+    assert learn.second.losses == learn.third.losses
+    assert len(learn.second.losses) == 6
+    for one, other in zip(learn.second.rows, learn.third.rows, strict=True):
+        assert one["valid_loss"] == other["valid_loss"] == pytest.approx(other["mse"])
+        assert one["train_loss"] == other["train_loss"]
+        assert {"l1_loss", "mse"} <= set(one)
