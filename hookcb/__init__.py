@@ -13,10 +13,12 @@ from hookcb.events import (
     CancelValidException,
     Event,
 )
-from hookcb.hooks import Hook, Hooks, find_modules, hook_output, hook_outputs
+from hookcb.hooks import Hook, Hooks, hook_output, hook_outputs
 from hookcb.learner import Learner
 from hookcb.loop import Loop
 from hookcb.metrics import accuracy
+from hookcb.modules import find_modules
+from hookcb.sampling import SamplingCallback
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
 
 __version__ = "0.1.0"
@@ -41,6 +43,7 @@ __all__ = [
     "Metrics",
     "Progress",
     "Recorder",
+    "SamplingCallback",
     "accuracy",
     "assert_no_hooks",
     "check_callback",

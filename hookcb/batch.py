@@ -76,7 +76,7 @@ def n_batches(loader: Iterable[Any]) -> int | None:
 
 def map_tensors(f: Callable[[Tensor], Tensor], item: Any) -> Any:
     """`item` with `f` of every tensor in it; tuples, lists, dicts and dataclasses keep their kind."""
-    return _map_leaves(f, item, lambda x: isinstance(x, Tensor))
+    return map_leaves(f, item, lambda x: isinstance(x, Tensor))
 
 
 def to_device(item: Any, device: torch.device) -> Any:
@@ -92,23 +92,32 @@ def to_device(item: Any, device: torch.device) -> Any:
         return x if x.device == device else x.to(device, non_blocking=True)
 
     # not tensors alone: a PackedSequence keeps a part on the CPU, a tokenizer's BatchEncoding keeps its kind
-    return _map_leaves(move, item, lambda x: hasattr(x, "to"))
+    return map_leaves(move, item, lambda x: hasattr(x, "to"))
 
 
-def _map_leaves(f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool]) -> Any:
+def map_leaves(f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool]) -> Any:
+    """`item` with `f` of every leaf in it; tuples, lists, dicts and dataclasses keep their kind."""
     if is_leaf(item):
         return f(item)
-    if is_dataclass(item) and not isinstance(item, type):  # before mappings: a ModelOutput is both
+    if is_dataclass(item) and not isinstance(item, type):
+        if isinstance(item, Mapping):  # a ModelOutput, whose keys are the fields that are not None
+            return type(item)(**{str(key): map_leaves(f, x, is_leaf) for key, x in item.items()})
         mapped = copy.copy(item)
         for field in fields(item):
             setter = object.__setattr__ if item.__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
-            setter(mapped, field.name, _map_leaves(f, getattr(item, field.name), is_leaf))
+            setter(mapped, field.name, map_leaves(f, getattr(item, field.name), is_leaf))
         return mapped
     if isinstance(item, Mapping):
-        return {key: _map_leaves(f, x, is_leaf) for key, x in item.items()}
+        return {key: map_leaves(f, x, is_leaf) for key, x in item.items()}
     if isinstance(item, tuple | list):
-        return _like(item, [_map_leaves(f, x, is_leaf) for x in item])
+        return _like(item, [map_leaves(f, x, is_leaf) for x in item])
     return item
+
+
+def is_container(item: Any) -> bool:
+    """Whether `map_leaves` looks inside `item`."""
+    dataclass = is_dataclass(item) and not isinstance(item, type)
+    return dataclass or isinstance(item, Mapping | tuple | list)
 
 
 def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> tuple[Any, tuple[Any, ...]]:

@@ -1,30 +1,62 @@
-"""Hooks that attach to layers and come off again, and the selection of layers."""
+"""Hooks that attach to layers and tensors and come off again."""
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+import torch
+from fastcore.foundation import L
+from torch import Tensor, distributed, nn
+from torch.nn.parameter import UninitializedParameter
 
-from hookcb.batch import map_tensors
+from hookcb.backward import GradientWatch
+from hookcb.batch import concat, map_tensors, to_device
+from hookcb.taps import EnterTap, LeaveTap, ParameterTap, Tap, TensorTap
 
-HookFunc = Callable[[nn.Module, Any, Any], Any]
+HookFunc = Callable[..., Any]
 Gate = Callable[[], bool] | None
-Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
+Hookable = nn.Module | Tensor
+T = TypeVar("T")
 
 
 class Hook:
-    """Calls `hook_func(module, input, output)` after each forward of `m`; what it returns is in `stored`.
+    """Calls a function at each forward or backward of a module or tensor; `stored` is what it gave last.
 
-    It observes: the output goes on as it was. A copy or pickle of the module carries no live hook.
+    | what is hooked | called as | when |
+    |---|---|---|
+    | a module | `hook_func(module, input, output)` | after its forward |
+    | … with `pre` | `hook_func(module, input)` | before its forward |
+    | … not `is_forward` | `hook_func(module, grad_input, grad_output)` | gradients of its inputs are known |
+    | … not `is_forward`, `pre` | `hook_func(module, grad_output)` | gradients of its outputs are known |
+    | a parameter | `hook_func(parameter, grad)` | a gradient was accumulated in its `.grad` |
+    | … with `pre`, or any other tensor | `hook_func(tensor, grad)` | a gradient has come to it |
+
+    `input` is the tuple of positional inputs. `grad_input` has the structure of `input`, `grad_output` that
+    of an output which is a tuple or list, else it is a tuple of one. None stands where there is no gradient.
+    `grad_input` is of this call alone: what passes beside it, in a residual connection, does not count.
+
+    It observes: what it returns goes nowhere else. A copy or pickle of what it is on carries no live hook.
+    An error in `hook_func` goes on with a note that names the layer, and takes the hook off.
 
     Args:
-        m: the module to watch.
-        hook_func: what to call; `input` is the tuple of positional inputs.
-        detach: give it inputs and outputs without their graph.
-        gate: asked at each call; while it says False nothing is called, and `stored` stays as it is.
+        m: the module, parameter or tensor.
+        hook_func: what to call.
+        is_forward: the forward of a module, or its backward.
+        detach: give it tensors without their graph.
+        cpu: what is stored moves to the CPU when it is read; `hook_func` gets tensors where they are.
+        gather: reading `stored` joins what all ranks have stored, along the first dimension and on the CPU;
+            then each rank must read it.
+        pre: before the forward, or before the gradients pass the module.
+        modify: what `hook_func` returns, unless None, replaces the output, the inputs (`pre`) or the
+            gradient. It then gets tensors with their graph. A gradient hook is called for each tensor as its
+            gradient comes, the others being None.
+        prepend: before the other hooks on the forward.
+        with_kwargs: give it keyword inputs too, as a dict after `input` or `grad_input`.
+        always_call: also where the forward raises; `output` is then None.
+        gate: asked at each forward; while it says False, nothing is called.
+
+    Raises:
+        TypeError: where `m` or `hook_func` is of another kind.
+        ValueError: for options that do not go together, and tensors that have no gradient.
 
     >>> import torch
     >>> from hookcb import Hook
@@ -35,18 +67,123 @@ class Hook:
     torch.Size([5, 3])
     """
 
-    def __init__(self, m: nn.Module, hook_func: HookFunc, *, detach: bool = True, gate: Gate = None) -> None:
-        if not isinstance(m, nn.Module):
-            raise TypeError(f"m is {m!r:.80}, no nn.Module")
-        self.hook_func, self.detach, self.gate = hook_func, detach, gate
-        self.stored: Any = None
-        self._handle: RemovableHandle | None = m.register_forward_hook(_Tap(self))
+    def __init__(
+        self,
+        m: Hookable,
+        hook_func: HookFunc,
+        is_forward: bool = True,
+        detach: bool = True,
+        cpu: bool = False,
+        gather: bool = False,
+        *,
+        pre: bool = False,
+        modify: bool = False,
+        prepend: bool = False,
+        with_kwargs: bool = False,
+        always_call: bool = False,
+        gate: Gate = None,
+    ) -> None:
+        self.hook_func, self.cpu, self.gather, self.gate = hook_func, cpu, gather, gate
+        self.is_forward, self.pre, self.modify = is_forward, pre, modify
+        self.prepend, self.with_kwargs, self.always_call = prepend, with_kwargs, always_call
+        self.detach = detach and not modify
+        _check(self, m)
+        self.title = _title(hook_func)
+        self.kind = self.name = type(m).__name__
+        self.called = self.fired = False  # the forward has run; hook_func has been called
+        self.why_silent = ""
+        self.without_grad: str | None = None  # why a gradient could not be had
+        self.results: dict[int, Any] | None = None  # what each call stored since `restart`
+        self._n_calls = 0
+        self._stored: Any = None
+        self._is_brought = True
+        self._taps: list[Tap] = []
+        self._handles: list[Any] = []
+        self._attach(m)
+
+    def _attach(self, m: Hookable) -> None:
+        if isinstance(m, Tensor):
+            if m.is_leaf and not self.pre:
+                self._on(m.register_post_accumulate_grad_hook, ParameterTap(self))
+            else:
+                self._on(m.register_hook, TensorTap(self, m))
+        elif self.is_forward and self.pre:
+            kind = {"prepend": self.prepend, "with_kwargs": self.with_kwargs}
+            self._on(m.register_forward_pre_hook, Tap(self), **kind)
+        elif self.is_forward:
+            kind = {"prepend": self.prepend, "with_kwargs": self.with_kwargs}
+            self._on(m.register_forward_hook, Tap(self), **kind, always_call=self.always_call)
+        else:
+            watch = GradientWatch(self, outputs_only=self.pre)
+            if not self.pre:
+                self._on(m.register_forward_pre_hook, EnterTap(self, watch), with_kwargs=True)
+            # always called, as what has been noted before a forward must go when that forward raises
+            leave = LeaveTap(self, watch)
+            self._on(m.register_forward_hook, leave, with_kwargs=True, always_call=not self.pre)
+
+    def _on(self, register: Callable[..., Any], tap: Tap, **options: bool) -> None:
+        self._taps.append(tap)
+        self._handles.append(register(tap, **options))
+
+    def is_open(self) -> bool:
+        """Whether it acts now."""
+        return self.gate is None or self.gate()
+
+    def next_call(self) -> int:
+        """Index of this call since `restart`, 0 without one."""
+        k = self._n_calls
+        if self.results is not None:  # a counter that only grows would make compiled code compile each time
+            self._n_calls = k + 1
+        return k
+
+    def restart(self) -> None:
+        """From now on calls are counted from 0, and `results` keeps what each stored."""
+        self.results, self._n_calls, self._stored = {}, 0, None
+
+    def call(self, m: Any, seen: tuple[Any, ...], k: int) -> Any:
+        """Calls the function on what a tap has seen in the k-th call, and stores what it gives."""
+        if self.detach:
+            seen = map_tensors(_bare, seen)
+        try:
+            result = self.hook_func(m, *seen)
+        except Exception as error:
+            self.remove()
+            error.add_note(f"in {self.title}, the hook on {self.name} ({self.kind}), which is removed")
+            raise
+        self.fired = True
+        self._stored = map_tensors(_bare, result) if self.modify else result
+        self._is_brought = False
+        if self.results is not None:
+            self.results[k] = self._stored
+        return result
+
+    @property
+    def stored(self) -> Any:
+        """What the function returned last, None before its first call."""
+        if not self._is_brought:
+            self._stored, self._is_brought = self.bring(self._stored), True
+        return self._stored
+
+    def bring(self, item: Any) -> Any:
+        """What was stored, as it is read: on the CPU or from all ranks, where that was asked for."""
+        if self.gather and distributed.is_available() and distributed.is_initialized():
+            of_ranks: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(of_ranks, to_device(item, torch.device("cpu")))
+            return concat(of_ranks)
+        return to_device(item, torch.device("cpu")) if self.cpu else item
+
+    @property
+    def removed(self) -> bool:
+        """Whether it is off."""
+        return not self._taps
 
     def remove(self) -> None:
         """Takes the hook off; a second time does nothing. `stored` stays."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for tap in self._taps:
+            tap.close()
+        for handle in self._handles:
+            handle.remove()
+        self._taps, self._handles = [], []
 
     def __enter__(self) -> Self:
         return self
@@ -54,13 +191,17 @@ class Hook:
     def __exit__(self, *exc: object) -> None:
         self.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_taps": [], "_handles": []}  # a copy is on nothing
+
 
 class Hooks:
-    """One `Hook` on each of several modules; attached all, or none where one fails.
+    """One `Hook` on each of several modules or tensors; attached all, or none where one fails.
 
     Args:
-        ms: one module, several, an `nn.Sequential` (its children), or what `find_modules` gives.
-        hook_func, detach, gate: as for `Hook`.
+        ms: one module, several, an `nn.Sequential` (its children), what `find_modules` gives, or parameters.
+        hook_func, is_forward, detach, cpu, gather: as for `Hook`.
+        **options: the keyword arguments of `Hook`.
 
     >>> import torch
     >>> from hookcb import Hooks
@@ -73,24 +214,42 @@ class Hooks:
 
     def __init__(
         self,
-        ms: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module],
+        ms: Hookable | Iterable[Hookable] | Mapping[str, Hookable],
         hook_func: HookFunc,
-        *,
+        is_forward: bool = True,
         detach: bool = True,
-        gate: Gate = None,
+        cpu: bool = False,
+        gather: bool = False,
+        **options: Any,
     ) -> None:
         self.hooks: list[Hook] = []
         try:
-            for m in _modules(ms):
-                self.hooks.append(Hook(m, hook_func, detach=detach, gate=gate))
+            for name, m in _named(ms):
+                hook = Hook(m, hook_func, is_forward, detach, cpu, gather, **options)
+                hook.name = name or hook.kind
+                self.hooks.append(hook)
         except BaseException:
             self.remove()
             raise
 
     @property
-    def stored(self) -> list[Any]:
+    def stored(self) -> L:
         """What each hook's function returned last, None before its first call."""
-        return [hook.stored for hook in self.hooks]
+        return L(hook.stored for hook in self.hooks)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What each call since `restart` has stored, by name: `fc`, or `fc#0`, `fc#1` of several calls."""
+        found = {}
+        for hook in self.hooks:
+            calls = [hook.bring(value) for _, value in sorted((hook.results or {}).items())]
+            found.update(by_call(hook.name, calls))
+        return found
+
+    def restart(self) -> None:
+        """Has each hook count its calls from 0 and keep what each gives, see `Hook.restart`."""
+        for hook in self.hooks:
+            hook.restart()
 
     def remove(self) -> None:
         """Takes all hooks off; what they stored stays."""
@@ -113,124 +272,95 @@ class Hooks:
         self.remove()
 
 
-def hook_output(module: nn.Module, detach: bool = True) -> Hook:
-    """A hook that stores the output of `module`: a copy, with `detach=False` the output itself."""
-    return Hook(module, _copy if detach else _output, detach=detach)
+def hook_output(module: nn.Module, detach: bool = True, cpu: bool = False, grad: bool = False) -> Hook:
+    """A hook that stores the output of `module`, a copy; with `detach=False` the output itself.
+
+    With `grad` it stores the gradients with respect to the output instead: `stored[0]`, or for an output that
+    is a tuple or list, each at its place.
+    """
+    return Hook(module, _last_copied if detach else _last, not grad, detach, cpu, pre=grad)
 
 
 def hook_outputs(
-    modules: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module], detach: bool = True
+    modules: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module],
+    detach: bool = True,
+    cpu: bool = False,
+    grad: bool = False,
 ) -> Hooks:
-    """Hooks that store the outputs of `modules`, each as `hook_output` does."""
-    return Hooks(modules, _copy if detach else _output, detach=detach)
+    """Hooks that store the outputs of `modules`, or their gradients, each as `hook_output` does.
 
-
-def find_modules(
-    model: nn.Module, where: Where | Iterable[Where] | None = None, include_paramless: bool = False
-) -> dict[str, nn.Module]:
-    """The modules of `model` that `where` selects, by qualified name, in the order of `named_modules()`.
-
-    A shared module is found once, under its first name.
-
-    Args:
-        model: where to look.
-        where: None (leaves with parameters), a glob on qualified names (`"blocks.*.attn"`, where `*` also
-            spans dots), a type, a predicate, a module of the model, or several of these.
-        include_paramless: with None, also the leaves without parameters, such as activation functions.
-
-    Raises:
-        LookupError: where one of them selects nothing; the message lists what there is.
-        TypeError: where `where` is of another kind.
+    >>> import torch
+    >>> from hookcb import find_modules, hook_outputs
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    >>> with hook_outputs(find_modules(model, torch.nn.Linear), grad=True) as hooks:
+    ...     model(torch.ones(4, 2)).sum().backward()
+    >>> hooks.stored[-1][0].flatten()
+    tensor([1., 1., 1., 1.])
     """
-    named = dict(model.named_modules())
-    if where is None:
-        leaves = {name: m for name, m in named.items() if not any(True for _ in m.children())}
-        found = {
-            name: m
-            for name, m in leaves.items()
-            if include_paramless or any(True for _ in m.parameters(recurse=False))
-        }
-        if not found:
-            raise LookupError(
-                f"no module of {type(model).__name__} is a leaf with parameters; it has: {_listing(named)}"
-            )
-        return found
-    aliases = list(model.named_modules(remove_duplicate=False))
-    several = [where] if _is_single(where) else list(where)  # type: ignore[arg-type]  # then it is iterable
-    if not several:
-        raise LookupError(f"where is empty; give what to select of {type(model).__name__}: {_listing(named)}")
-    selected: set[int] = set()
-    for one in several:
-        ids = {id(m) for name, m in aliases if _selects(one, name, m)}
-        if not ids:
-            raise _nothing(model, one, named)
-        selected |= ids
-    return {name: m for name, m in named.items() if id(m) in selected}
+    return Hooks(modules, _last_copied if detach else _last, not grad, detach, cpu, pre=grad)
 
 
-class _Tap:
-    """What is registered on the module: leads to the hook; a copy or pickle of it leads nowhere."""
-
-    def __init__(self, hook: Hook | None = None) -> None:
-        self.hook = hook
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        hook = self.hook
-        if hook is not None and (hook.gate is None or hook.gate()):
-            if hook.detach:
-                args, output = _without_graph(args), _without_graph(output)
-            hook.stored = hook.hook_func(module, args, output)
-
-    def __reduce__(self) -> tuple[type["_Tap"], tuple[()]]:
-        return _Tap, ()
+def by_call(name: str, values: list[T]) -> dict[str, T]:
+    """The values of a layer's calls by name: `fc` of a single call, `fc#0`, `fc#1` of several."""
+    return {name: values[0]} if len(values) == 1 else {f"{name}#{k}": value for k, value in enumerate(values)}
 
 
-def _output(module: nn.Module, args: Any, output: Any) -> Any:
-    return output
+def _last(module: nn.Module, *seen: Any) -> Any:
+    return seen[-1]
 
 
-def _copy(module: nn.Module, args: Any, output: Any) -> Any:
+def _last_copied(module: nn.Module, *seen: Any) -> Any:
     # a view would show what an in-place successor, such as ReLU(inplace=True), has made of it
-    return map_tensors(Tensor.clone, output)
+    return map_tensors(Tensor.clone, seen[-1])
 
 
-def _without_graph(item: Any) -> Any:
-    return map_tensors(Tensor.detach, item)
+def _bare(x: Tensor) -> Tensor:
+    """`x` without its graph, and without the transforms of torch.func, which nothing may outlive."""
+    x = x.detach()
+    if not torch.compiler.is_compiling():
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
-def _modules(ms: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]) -> list[nn.Module]:
+def _check(hook: Hook, m: Any) -> None:
+    if not callable(hook.hook_func):
+        raise TypeError(f"hook_func is {hook.hook_func!r:.80}; give a function")
+    if isinstance(m, UninitializedParameter):
+        raise ValueError("the parameter is not initialized yet; give its lazy module a first batch before")
+    if isinstance(m, Tensor):
+        kind, refused = "tensor", ["prepend", "with_kwargs", "always_call"]
+        if not m.requires_grad:
+            raise ValueError(
+                f"the tensor of shape {tuple(m.shape)} needs no gradient; call requires_grad_() on it"
+            )
+    elif isinstance(m, nn.Module):
+        kind = ("forward" if hook.is_forward else "gradient") + (" pre" if hook.pre else "")
+        refused = {
+            "forward": [],
+            "forward pre": ["always_call"],
+            "gradient": ["prepend", "always_call"],
+            "gradient pre": ["prepend", "always_call", "with_kwargs"],
+        }[kind]
+    else:
+        hint = f"; give an instance, {m.__name__}(…)" if isinstance(m, type) else ""
+        raise TypeError(f"m is {m!r:.80}, no nn.Module and no tensor{hint}")
+    for option in refused:
+        if getattr(hook, option):
+            raise ValueError(f"{option}=True does not go with a {kind} hook; leave it out")
+
+
+def _named(ms: Any) -> list[tuple[str, Any]]:
+    if isinstance(ms, Mapping):
+        return list(ms.items())
     if isinstance(ms, nn.Sequential):
-        return list(ms.children())
-    if isinstance(ms, nn.Module) and not isinstance(ms, nn.ModuleList):
-        return [ms]
-    return list(ms.values() if isinstance(ms, Mapping) else ms)
+        return list(ms.named_children())
+    if isinstance(ms, nn.ModuleList | nn.ParameterList):
+        return [(str(i), m) for i, m in enumerate(ms)]
+    return [("", m) for m in ([ms] if isinstance(ms, nn.Module | Tensor) else ms)]
 
 
-def _is_single(where: Any) -> bool:
-    return isinstance(where, str | type | nn.Module) or callable(where) or not isinstance(where, Iterable)
-
-
-def _selects(where: Any, name: str, module: nn.Module) -> bool:
-    if isinstance(where, str):
-        return fnmatchcase(name, where) and name != ""
-    if isinstance(where, nn.Module):
-        return module is where
-    if isinstance(where, type):
-        return isinstance(module, where)
-    if callable(where):
-        return bool(where(module))
-    raise TypeError(
-        f"{where!r:.80} selects no modules; give a glob, a type, a predicate, a module or a list of these"
-    )
-
-
-def _nothing(model: nn.Module, where: Any, named: dict[str, nn.Module]) -> LookupError:
-    close = difflib.get_close_matches(where, named, n=1) if isinstance(where, str) else []
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    what = f"matches {where!r}" if isinstance(where, str) else f"is selected by {where!r:.80}"
-    return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {_listing(named)}")
-
-
-def _listing(named: dict[str, nn.Module], most: int = 20) -> str:
-    names = [name for name in named if name]
-    return ", ".join(names[:most]) + (f" … and {len(names) - most} more" if len(names) > most else "")
+def _title(function: HookFunc) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    owner = getattr(function, "__self__", None)  # of a method, the object it belongs to
+    return name if owner is None else f"{type(owner).__name__}.{name}"

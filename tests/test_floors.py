@@ -11,8 +11,21 @@ import hookcb
 
 ROOT = Path(hookcb.__file__).parent
 FLOORS = [
-    {"events", "hooks", "stats", "batch", "display", "files", "metrics", "prepare"},
-    {"callback"},
+    {
+        "events",
+        "hooks",
+        "taps",
+        "backward",
+        "modules",
+        "coverage",
+        "stats",
+        "batch",
+        "display",
+        "files",
+        "metrics",
+        "prepare",
+    },
+    {"callback", "sampling"},
     {"callbacks"},
     {"report"},
     {"loop", "learner"},

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hookcb.batch import parts
 from hookcb.callbacks.hook import HookCallback
-from hookcb.hooks import Where
+from hookcb.hooks import by_call
+from hookcb.modules import Where
 from hookcb.stats import LAYER_STATS, has_stats, layer_stats
 
 MISSING = dict.fromkeys(LAYER_STATS, float("nan"))
@@ -60,7 +61,6 @@ class ActivationStats(HookCallback):
 
     def _forget(self) -> None:
         self.names: list[str] = []
-        self.left_out: dict[str, str] = {}
         self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}  # by name, the layer's type and output shape
         self._batch: dict[str, list[Tensor]] = {}
         self._waiting: list[tuple[list[str], Tensor]] = []
@@ -87,18 +87,15 @@ class ActivationStats(HookCallback):
                 self.left_out[path] = type(x).__name__
 
     def after_cancel_batch(self) -> None:
+        super().after_cancel_batch()
         self._batch = {}
 
     def after_batch(self) -> None:
         super().after_batch()
         if self._batch:
-            names = [
-                n if len(calls) == 1 else f"{n}#{k}"
-                for n, calls in self._batch.items()
-                for k in range(len(calls))
-            ]
-            rows = [row for calls in self._batch.values() for row in calls]
-            self._waiting.append((names, torch.stack([row.to(rows[0].device) for row in rows])))
+            rows = {n: row for path, calls in self._batch.items() for n, row in by_call(path, calls).items()}
+            names, device = list(rows), next(iter(rows.values())).device
+            self._waiting.append((names, torch.stack([row.to(device) for row in rows.values()])))
             self.names += [name for name in names if name not in self.names]
         self._batch = {}
 

@@ -1,94 +1,124 @@
 """HookCallback: hooks on layers from before_fit to after_fit."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from hookcb.callback import Callback
-from hookcb.hooks import HookFunc, Hooks, Where, find_modules
+from hookcb.coverage import Coverage, introduce, note_used
+from hookcb.hooks import HookFunc, Hooks
+from hookcb.modules import Where, find_modules, make_ready_for_hooks
+from hookcb.sampling import SamplingCallback
 
 
-class HookCallback(Callback):
+class HookCallback(SamplingCallback):
     """Puts a hook on layers when a fit begins and takes it off when the fit ends, however it ends.
 
-    Subclass it and define `hook(self, m, i, o)`, or pass a function as `hook=`. It is called after the
-    forward of each layer in training, with inputs and output detached; `self.hooks.stored` keeps what it
-    returned last.
+    Subclass it and define `hook(self, m, i, o)`, or pass a function as `hook=`. It is called in training
+    only, unless a subclass sets `run_valid = True`, and not where checkpointing runs a forward again.
 
     Args:
         modules: the layers, see `find_modules`; by default all leaves with parameters. Looked up at each fit.
         every: act on training batches 0, every, 2·every …; by default on all.
         remove_end: take the hooks off at the end of the fit; else `remove()` does, or the next fit.
+        is_forward, detach, cpu, pre, modify, prepend, with_kwargs, always_call: see `Hook`.
         include_paramless: by default also the leaves without parameters, such as ReLU.
         hook: called as `hook(module, input, output)`, in place of a subclass's method.
-        name: what the learner calls it.
+        name, **functions: see `Callback`.
+
+    Attributes:
+        hooks: `hooks.stored` has what each layer's hook gave last, in the last batch looked at.
+        results: the same by layer name, every call: `fc#0`, `fc#1` of a layer called more than once.
+        layers: the layers by name, while hooks are on.
+        left_out: what could not be looked at, by path, with its type.
+        coverage: what was looked at; a callback that saw nothing in its first batch warns.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be.
-        LookupError: at the beginning of a fit, where `modules` selects nothing.
+        TypeError, ValueError: for arguments that cannot be; when a fit begins, for a DataParallel.
+        LookupError: when a fit begins, where `modules` selects nothing.
 
     >>> from hookcb import HookCallback, synth_learner
     >>> learn = synth_learner()
     >>> with learn.no_logging():
     ...     learn.fit(1, cbs=HookCallback(hook=lambda m, i, o: o.mean().item(), name="means"))
-    >>> len(learn.means.hooks.stored)
-    2
+    >>> list(learn.means.results)
+    ['0', '2']
     """
-
-    run_valid = False
 
     def __init__(
         self,
         modules: Where | Iterable[Where] | None = None,
         every: int | None = None,
         remove_end: bool = True,
-        *,
+        is_forward: bool = True,
+        detach: bool = True,
+        cpu: bool = True,
         include_paramless: bool = False,
         hook: HookFunc | None = None,
+        *,
+        pre: bool = False,
+        modify: bool = False,
+        prepend: bool = False,
+        with_kwargs: bool = False,
+        always_call: bool = False,
         name: str | None = None,
         **functions: Callable[[Any], object],
     ) -> None:
-        super().__init__(name=name, **functions)
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ValueError(f"every is {every!r}; give a whole number of batches, 1 or more, or None")
-        if hook is None and type(self).hook is HookCallback.hook:
-            raise TypeError(
-                f"{type(self).__name__} has nothing to call; define hook(self, m, i, o), or pass hook="
-            )
-        if hook is not None and not callable(hook):
-            raise TypeError(f"hook is {hook!r:.80}; give a function (module, input, output)")
-        self.modules, self.every, self.remove_end = modules, every, remove_end
+        super().__init__(every, name=name, **functions)
+        if not callable(hook) and (hook is not None or type(self).hook is HookCallback.hook):
+            kind = type(self).__name__
+            raise TypeError(f"{kind} has no function to call; define hook(self, m, i, o), or pass hook=")
+        self.modules, self.remove_end, self.is_forward = modules, remove_end, is_forward
         self.include_paramless, self._function = include_paramless, hook
-        self.hooks: Hooks | None = None
+        self._options = {"detach": detach, "cpu": cpu, "pre": pre, "modify": modify, "prepend": prepend}
+        self._options |= {"with_kwargs": with_kwargs, "always_call": always_call}
+        self._acts_in: bool | None = None  # the value of `training` it acts in, None while it does not
         self.layers: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
-        self._acting = False
+        self.left_out: dict[str, str] = {}
+        self.hooks: Hooks | None = None
 
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
         """What to do with a layer's input and output; define it in a subclass."""
-        return self._function(m, i, o) if self._function else None
 
     def before_fit(self) -> None:
+        super().before_fit()
         self.remove()
-        self.layers = find_modules(self.model, self.modules, self.include_paramless)
-        self._names = {id(m): name for name, m in self.layers.items()}
-        self.hooks = Hooks(self.layers, self._named, gate=self._acts)
+        self.layers, self.left_out = find_modules(self.model, self.modules, self.include_paramless), {}
+        self._names = {id(m): name or type(m).__name__ for name, m in self.layers.items()}
+        make_ready_for_hooks(self.model)
+        function = self._function or self.hook
+        self.hooks = Hooks(self.layers, function, self.is_forward, gate=self._acts, **self._options)
+        introduce(self.hooks, self.model, f"{type(self).__name__}.hook")
 
     def before_train(self) -> None:
-        self._acting = False  # a batch cut short has left it on
+        self._acts_in = None  # a batch cut short has left it on
 
     def before_batch(self) -> None:
-        self._acting = self.every is None or self.train_iter % self.every == 0
+        super().before_batch()
+        if self.hooks and self.is_looking and not self.is_aside:
+            self._acts_in = self.training
+            self.hooks.restart()
 
     def before_backward(self) -> None:
-        self._acting = False  # what runs forward from here on is recomputation under activation checkpointing
+        if self.is_forward:  # for a forward from here on is recomputation under activation checkpointing
+            self._acts_in = None
+
+    def after_backward(self) -> None:
+        self._acts_in = None
+        if self.is_looking and not self.n_batches and self.hooks:
+            note_used(self.layers, self.hooks)
 
     def after_batch(self) -> None:
-        self._acting = False
+        super().after_batch()
+        if not self.is_aside:
+            self._acts_in = None
+            if self.hooks and self.is_looking and self.n_batches == 1 and not self.coverage.fired:
+                warnings.warn(self.coverage.warning(), stacklevel=2)
 
     def after_fit(self) -> None:
-        self._acting = False
+        self._acts_in = None
         if self.remove_end:
             self.remove()
 
@@ -100,18 +130,20 @@ class HookCallback(Callback):
 
     def layer_name(self, m: nn.Module) -> str:
         """The qualified name of a hooked layer, of the whole model its class."""
-        return self._names[id(m)] or type(m).__name__
+        return self._names[id(m)]
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What each call of a layer gave in the last batch looked at."""
+        return self.hooks.results if self.hooks else {}
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was looked at so far, or in the last fit."""
+        return Coverage.of(self.hooks or (), self.left_out, self.n_batches, self.n_skipped)
 
     def _acts(self) -> bool:
-        # asked at each call, as the loop may be validating in the middle of a training batch
-        return self._acting and self.learn.training
-
-    def _named(self, m: nn.Module, i: Any, o: Any) -> Any:
-        try:
-            return self.hook(m, i, o)
-        except Exception as error:
-            error.add_note(f"in {type(self).__name__}.hook at layer {self.layer_name(m)!r}")
-            raise
+        return self._acts_in is self.learn.training  # which differs in a validation in the middle of a batch
 
     def __getstate__(self) -> dict[str, Any]:
         # the model is not the callback's to take along

@@ -1,0 +1,141 @@
+"""What a model consists of: the selection of its modules, and what kind they are."""
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
+
+
+def find_modules(
+    model: nn.Module, where: Where | Iterable[Where] | None = None, include_paramless: bool = False
+) -> dict[str, nn.Module]:
+    """The modules of `model` that `where` selects, by qualified name, in the order of `named_modules()`.
+
+    A shared module is found once, under its first name.
+
+    Args:
+        model: where to look.
+        where: None (leaves with parameters), a glob on qualified names (`"blocks.*.attn"`, where `*` also
+            spans dots), a type, a predicate, a module of the model, or several of these.
+        include_paramless: with None, also the leaves without parameters, such as activation functions.
+
+    Raises:
+        LookupError: where one of them selects nothing; the message lists what there is.
+        TypeError: where `where` is of another kind.
+    """
+    named = named_modules(model)
+    if where is None:
+        leaves = {name: m for name, m in named.items() if is_leaf(m)}
+        found = {name: m for name, m in leaves.items() if include_paramless or has_params(m)}
+        if not found:
+            raise LookupError(
+                f"no module of {type(model).__name__} is a leaf with parameters; it has: {_listing(named)}"
+            )
+        return found
+    aliases = [(_plain_name(name), m) for name, m in unwrapped(model).named_modules(remove_duplicate=False)]
+    several = [where] if _is_single(where) else list(where)  # type: ignore[arg-type]  # then it is iterable
+    if not several:
+        raise LookupError(f"where is empty; give what to select of {type(model).__name__}: {_listing(named)}")
+    selected: set[int] = set()
+    for one in several:
+        ids = {id(m) for name, m in aliases if _selects(one, name, m)}
+        if not ids:
+            raise _nothing(model, one, named)
+        selected |= ids
+    return {name: m for name, m in named.items() if id(m) in selected}
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules of `model` by qualified name, a shared one under its first name.
+
+    Names are those of the plain model: without the wrappers of torch.compile and DistributedDataParallel.
+    """
+    return {
+        _plain_name(name): m for name, m in unwrapped(model).named_modules() if not _is_compile_wrapper(m)
+    }
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside the wrappers of `torch.compile` and DistributedDataParallel."""
+    while _is_compile_wrapper(model) or isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model._orig_mod if _is_compile_wrapper(model) else model.module  # type: ignore[assignment]
+    return model
+
+
+def has_params(m: nn.Module) -> bool:
+    """Whether `m` or a module in it has a parameter."""
+    return any(True for _ in m.parameters())
+
+
+def is_leaf(m: nn.Module) -> bool:
+    """Whether there is no module in `m`."""
+    return not any(True for _ in m.children())
+
+
+def make_ready_for_hooks(model: nn.Module) -> None:
+    """Drops what torch.compile has made, where a module of `model` is compiled.
+
+    A hook that was added after the first compiled call never runs (pytorch#117758). Before that call there
+    is nothing to drop; other compiled functions of the process are compiled again at their next call.
+
+    Raises:
+        TypeError: where `model` is, or has in it, a DataParallel.
+    """
+    for name, m in model.named_modules():
+        if isinstance(m, nn.DataParallel):
+            what = f"its module {name!r}" if name else "the model"
+            raise TypeError(
+                f"{what} is a DataParallel, which runs copies of its layers that hooks cannot follow; "
+                "use torch.nn.parallel.DistributedDataParallel, or give the model inside, .module"
+            )
+    if "torch._dynamo" in sys.modules and any(map(_is_compiled, model.modules())):
+        torch.compiler.reset()
+
+
+def _is_compiled(m: nn.Module) -> bool:
+    return m._compiled_call_impl is not None or _is_compile_wrapper(m)
+
+
+def _is_compile_wrapper(m: nn.Module) -> bool:
+    # torch._dynamo.OptimizedModule, whose import takes a second
+    return type(m).__name__ == "OptimizedModule" and "_orig_mod" in m._modules
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _is_single(where: Any) -> bool:
+    return isinstance(where, str | type | nn.Module) or callable(where) or not isinstance(where, Iterable)
+
+
+def _selects(where: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(where, str):
+        return fnmatchcase(name, where) and name != ""
+    if isinstance(where, nn.Module):
+        return module is unwrapped(where)
+    if isinstance(where, type):
+        return isinstance(module, where)
+    if callable(where):
+        return bool(where(module))
+    raise TypeError(
+        f"{where!r:.80} selects no modules; give a glob, a type, a predicate, a module or a list of these"
+    )
+
+
+def _nothing(model: nn.Module, where: Any, named: dict[str, nn.Module]) -> LookupError:
+    close = difflib.get_close_matches(where, named, n=1) if isinstance(where, str) else []
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    what = f"matches {where!r}" if isinstance(where, str) else f"is selected by {where!r:.80}"
+    return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {_listing(named)}")
+
+
+def _listing(named: dict[str, nn.Module], most: int = 20) -> str:
+    names = [name for name in named if name]
+    return ", ".join(names[:most]) + (f" … and {len(names) - most} more" if len(names) > most else "")

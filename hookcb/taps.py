@@ -1,0 +1,81 @@
+"""What is registered on modules and tensors: it leads to a `Hook`; a copy or pickle of it leads nowhere."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from hookcb.backward import GradientWatch
+    from hookcb.hooks import Hook
+
+
+class Tap:
+    """On a module's forward: calls the hook after it, or before it."""
+
+    __torch_unserializable__ = True  # else torch.save warns of it on every parameter
+
+    def __init__(self, hook: "Hook | None" = None) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, *seen: Any) -> Any:
+        """Calls the hook, if it is open, with what torch gives; what it returns replaces something or not."""
+        hook = self.hook
+        if hook is None or (hook.gate is not None and not hook.gate()):
+            return None
+        result = hook.call(module, seen, hook.next_call())
+        return result if hook.modify else None
+
+    def close(self) -> None:
+        """Leads nowhere from now on, also where compiled code or a graph still holds it."""
+        self.hook = None
+
+    def __reduce__(self) -> tuple[type["Tap"], tuple[()]]:
+        return type(self), ()
+
+
+class ParameterTap(Tap):
+    """On a leaf tensor: calls the hook when a gradient has been accumulated in its `.grad`."""
+
+    def __call__(self, param: Tensor) -> None:  # type: ignore[override]  # torch calls it with the tensor alone
+        """Called with the tensor that now has a gradient."""
+        grad = super().__call__(param, param.grad)  # type: ignore[arg-type]
+        if grad is not None:
+            param.grad = grad
+
+
+class TensorTap(Tap):
+    """On a tensor: calls the hook with the gradient that has come to it."""
+
+    def __init__(self, hook: "Hook | None" = None, tensor: Tensor | None = None) -> None:
+        super().__init__(hook)
+        self.tensor = None if tensor is None else weakref.ref(tensor)
+
+    def __call__(self, grad: Tensor) -> Any:  # type: ignore[override]  # torch calls it with the gradient alone
+        """Called with the gradient."""
+        return super().__call__(self.tensor and self.tensor(), grad)  # type: ignore[arg-type]
+
+
+class EnterTap(Tap):
+    """On a module's forward, before it: notes where the gradients of its inputs will go."""
+
+    def __init__(self, hook: "Hook | None" = None, watch: "GradientWatch | None" = None) -> None:
+        super().__init__(hook)
+        self.watch = watch
+
+    def __call__(self, module: nn.Module, *seen: Any) -> Any:
+        """Called with positional and keyword inputs."""
+        return self.watch.enter(module, *seen) if self.hook is not None and self.watch else None
+
+    def close(self) -> None:
+        """Leads nowhere from now on."""
+        self.hook = self.watch = None
+
+
+class LeaveTap(EnterTap):
+    """On a module's forward, after it: follows the gradients of its outputs."""
+
+    def __call__(self, module: nn.Module, *seen: Any) -> None:
+        """Called with positional and keyword inputs and the output."""
+        if self.hook is not None and self.watch:
+            self.watch.leave(module, *seen)
