@@ -35,23 +35,9 @@ class GradientWatch:
     def __init__(self, hook: "Hook", outputs_only: bool) -> None:
         self.hook, self.outputs_only = hook, outputs_only
         self.running: list[_Call | None] = []  # whose forward is running, the innermost last
-        # what follows cannot be traced: a graph of torch.compile breaks here
-        self._untraced = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the forward; gives inputs in place of these where their gradients may be replaced."""
-        if torch.compiler.is_compiling():
-            return self._untraced(self._enter, module, args, kwargs)
-        return self._enter(module, args, kwargs)
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After the forward; also where it has raised, then `output` is None."""
-        if torch.compiler.is_compiling():
-            self._untraced(self._leave, module, args, kwargs, output)
-        else:
-            self._leave(module, args, kwargs, output)
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = _Call(self.hook, module) if self.hook.is_open() else None
         self.running.append(call)
         if call is not None and self.hook.modify:
@@ -60,7 +46,8 @@ class GradientWatch:
             call.take_inputs(args, kwargs)
         return None
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """After the forward; also where it has raised, then `output` is None."""
         if self.outputs_only:
             call = _Call(self.hook, module) if self.hook.is_open() else None
         else:  # attached in the middle of the forward, it has not seen it begin
@@ -259,7 +246,3 @@ def _leaves(item: Any) -> list[Any]:
 
 def _is_wrapped(x: Any) -> bool:
     return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-def _run(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)

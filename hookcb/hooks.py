@@ -10,7 +10,14 @@ from torch.nn.parameter import UninitializedParameter
 
 from hookcb.backward import GradientWatch
 from hookcb.batch import concat, map_tensors, to_device
-from hookcb.taps import EnterTap, LeaveTap, ParameterTap, Tap, TensorTap
+from hookcb.taps import (
+    EnterTap,
+    LeaveTap,
+    ParameterTap,
+    Tap,
+    TensorTap,
+    keep_gradient_taps_out_of_graphs,
+)
 
 HookFunc = Callable[..., Any]
 Gate = Callable[[], bool] | None
@@ -114,6 +121,7 @@ class Hook:
             kind = {"prepend": self.prepend, "with_kwargs": self.with_kwargs}
             self._on(m.register_forward_hook, Tap(self), **kind, always_call=self.always_call)
         else:
+            keep_gradient_taps_out_of_graphs()
             watch = GradientWatch(self, outputs_only=self.pre)
             if not self.pre:
                 self._on(m.register_forward_pre_hook, EnterTap(self, watch), with_kwargs=True)

@@ -1,8 +1,10 @@
 """What is registered on modules and tensors: it leads to a `Hook`; a copy or pickle of it leads nowhere."""
 
 import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -79,3 +81,10 @@ class LeaveTap(EnterTap):
         """Called with positional and keyword inputs and the output."""
         if self.hook is not None and self.watch:
             self.watch.leave(module, *seen)
+
+
+@cache  # not at import: torch._dynamo takes a second
+def keep_gradient_taps_out_of_graphs() -> None:
+    """Has torch.compile break its graph at these taps, as hooks on tensors cannot be traced."""
+    for tap in (EnterTap, LeaveTap):
+        tap.__call__ = torch.compiler.disable(tap.__call__)  # type: ignore[method-assign, no-untyped-call]
