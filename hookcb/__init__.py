@@ -2,6 +2,8 @@
 
 from hookcb.callback import Callback
 from hookcb.callbacks import ActivationStats, HookCallback, Metrics, Progress, Recorder
+from hookcb.coverage import Coverage
+from hookcb.dryrun import dummy_eval, model_sizes, num_features_model
 from hookcb.events import (
     CancelBackwardException,
     CancelBatchException,
@@ -17,8 +19,9 @@ from hookcb.hooks import Hook, Hooks, hook_output, hook_outputs
 from hookcb.learner import Learner
 from hookcb.loop import Loop
 from hookcb.metrics import accuracy
-from hookcb.modules import find_modules
+from hookcb.modules import find_modules, has_params, total_params
 from hookcb.sampling import SamplingCallback
+from hookcb.summary import Summary, layer_info, module_summary
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
 
 __version__ = "0.1.0"
@@ -34,6 +37,7 @@ __all__ = [
     "CancelStepException",
     "CancelTrainException",
     "CancelValidException",
+    "Coverage",
     "Event",
     "Hook",
     "HookCallback",
@@ -44,12 +48,20 @@ __all__ = [
     "Progress",
     "Recorder",
     "SamplingCallback",
+    "Summary",
     "accuracy",
     "assert_no_hooks",
     "check_callback",
     "count_hooks",
+    "dummy_eval",
     "find_modules",
+    "has_params",
     "hook_output",
     "hook_outputs",
+    "layer_info",
+    "model_sizes",
+    "module_summary",
+    "num_features_model",
     "synth_learner",
+    "total_params",
 ]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.utils.rnn import PackedSequence
 
 from hookcb.batch import is_container, map_leaves, parts
 
@@ -125,14 +124,12 @@ class _Call:
 
     def _slotted(self, item: Any) -> Any:
         def slot(x: Any) -> Any:
-            if isinstance(x, PackedSequence):  # refuses to be made of anything but tensors
-                return tuple(map(slot, x))
             if not isinstance(x, Tensor) or not x.requires_grad or _is_wrapped(x):
                 return None
             self.tensors.append(x)
             return _Slot(len(self.tensors) - 1)
 
-        return map_leaves(slot, item, lambda x: isinstance(x, PackedSequence) or not is_container(x))
+        return map_leaves(slot, item, lambda x: not is_container(x))
 
     def _await_output(self, x: Tensor, slots: list[int]) -> None:
         self._await()

@@ -232,5 +232,7 @@ def concat(items: list[Any]) -> Any:
 
 
 def _like(kind: Any, items: list[Any]) -> Any:
-    """`items` as a tuple, list or namedtuple, as `kind` is one."""
+    """`items` as a tuple, list or namedtuple, as `kind` is one; of what is no tensor, no PackedSequence."""
+    if isinstance(kind, PackedSequence) and not isinstance(items[0], Tensor):
+        return tuple(items)
     return type(kind)(*items) if hasattr(kind, "_fields") else type(kind)(items)

@@ -123,16 +123,17 @@ class _NotebookTable:
 
     def _show(self, below: str) -> None:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-        lines = (
-            "".join(
-                f"<td>{html.escape(_text(name, row[name])) if name in row else '–'}</td>" for name in names
-            )
-            for row in self.rows
-        )
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if self.rows else ""
+        cells = ([_text(name, row[name]) if name in row else "–" for name in names] for row in self.rows)
+        table = html_table(names, cells) if self.rows else ""
         self.handle.update(self.html(f"{table}<div>{below}</div>"))
+
+
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in HTML; the texts are escaped."""
+    header = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _text(name: str, value: float) -> str:

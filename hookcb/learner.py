@@ -29,6 +29,7 @@ from hookcb.prepare import (
     same,
     trainable,
 )
+from hookcb.summary import Summary, module_summary
 
 
 class Learner(Loop):
@@ -237,6 +238,15 @@ class Learner(Loop):
             self._batches()
         loss: Tensor = self.loss
         return loss
+
+    def summary(self, *xb: Any, depth: int | None = None) -> Summary:
+        """What the model consists of, with optimizer, loss and callbacks; see `module_summary`.
+
+        Args:
+            *xb: inputs of the model, by default those of the first training batch.
+            depth: how many levels of modules to show, by default all.
+        """
+        return module_summary(self, *xb, depth=depth)
 
     @contextmanager
     def no_logging(self) -> Iterator[None]:

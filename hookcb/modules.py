@@ -4,10 +4,11 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
 
 Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
@@ -73,6 +74,40 @@ def has_params(m: nn.Module) -> bool:
     return any(True for _ in m.parameters())
 
 
+class ParamCount(NamedTuple):
+    """How many parameters, and whether they are trained: True, False, or "partly"."""
+
+    n: int
+    trainable: bool | str
+
+
+def total_params(m: nn.Module) -> ParamCount:
+    """Number of parameters of `m`, each counted once, and whether they are trained.
+
+    Those of a lazy module that has not run yet count 0.
+
+    >>> import torch
+    >>> from hookcb import total_params
+    >>> model = torch.nn.Sequential(torch.nn.Linear(10, 30), torch.nn.Linear(30, 2))
+    >>> _ = model[0].requires_grad_(False)
+    >>> total_params(model)
+    ParamCount(n=392, trainable='partly')
+    """
+    params = list(m.parameters())
+    trained = {p.requires_grad for p in params}
+    return ParamCount(sum(map(n_elements, params)), "partly" if len(trained) > 1 else True in trained)
+
+
+def n_elements(x: Tensor) -> int:
+    """Number of elements, 0 where a lazy module has not run yet."""
+    return 0 if isinstance(x, UninitializedTensorMixin) else x.numel()
+
+
+def has_uninitialized(m: nn.Module) -> bool:
+    """Whether `m` is lazy, or has a lazy module in it, that has not run yet."""
+    return any(isinstance(x, UninitializedTensorMixin) for x in [*m.parameters(), *m.buffers()])
+
+
 def is_leaf(m: nn.Module) -> bool:
     """Whether there is no module in `m`."""
     return not any(True for _ in m.children())
@@ -94,11 +129,12 @@ def make_ready_for_hooks(model: nn.Module) -> None:
                 f"{what} is a DataParallel, which runs copies of its layers that hooks cannot follow; "
                 "use torch.nn.parallel.DistributedDataParallel, or give the model inside, .module"
             )
-    if "torch._dynamo" in sys.modules and any(map(_is_compiled, model.modules())):
+    if "torch._dynamo" in sys.modules and any(map(is_compiled, model.modules())):
         torch.compiler.reset()
 
 
-def _is_compiled(m: nn.Module) -> bool:
+def is_compiled(m: nn.Module) -> bool:
+    """Whether torch.compile has been applied to this very module."""
     return m._compiled_call_impl is not None or _is_compile_wrapper(m)
 
 

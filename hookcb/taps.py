@@ -1,6 +1,8 @@
 """What is registered on modules and tensors: it leads to a `Hook`; a copy or pickle of it leads nowhere."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +83,25 @@ class LeaveTap(EnterTap):
         """Called with positional and keyword inputs and the output."""
         if self.hook is not None and self.watch:
             self.watch.leave(module, *seen)
+
+
+@contextmanager
+def silenced(model: nn.Module) -> Iterator[None]:
+    """No tap on a module of `model` calls its hook, for the length of a `with` block."""
+    found = [
+        tap
+        for m in model.modules()
+        for tap in [*m._forward_hooks.values(), *m._forward_pre_hooks.values()]
+        if isinstance(tap, Tap)
+    ]
+    hooks = [tap.hook for tap in found]
+    for tap in found:
+        tap.hook = None
+    try:
+        yield
+    finally:
+        for tap, hook in zip(found, hooks, strict=True):
+            tap.hook = hook
 
 
 @cache  # not at import: torch._dynamo takes a second

@@ -27,7 +27,7 @@ FLOORS = [
     },
     {"callback", "sampling"},
     {"callbacks"},
-    {"report"},
+    {"report", "summary"},
     {"loop", "learner"},
     {"testing", "demo", "cli"},
 ]

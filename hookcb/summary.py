@@ -1,0 +1,460 @@
+"""What a model consists of, layer by layer: parameters, output shapes, multiply-adds, bytes."""
+
+import copy
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from html import escape
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.console import Console, Group
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from hookcb.batch import parts, split_batch, to_device
+from hookcb.coverage import CONTAINERS, NOT_CALLED, why_not_called
+from hookcb.display import html_table
+from hookcb.dryrun import shapes, untouched
+from hookcb.hooks import Hooks
+from hookcb.modules import has_uninitialized, named_modules, unwrapped
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from hookcb.learner import Learner
+
+
+HEAD = ("layer", "type", "output", "params", "trained", "mult-adds")
+
+
+class LayerInfo(NamedTuple):
+    """A layer, with its parameters and the shape of its output."""
+
+    type: str
+    params: int
+    trainable: bool | str
+    shape: Any
+    same: bool
+
+
+@dataclass(slots=True)
+class LayerRow:
+    """A module, as it stands in a `Summary`.
+
+    Attributes:
+        name: qualified, empty for the whole model.
+        type: its class.
+        depth: how many modules it is inside of.
+        params: number of parameters of its own that no earlier row has counted; in the deepest rows shown
+            also those of the modules inside.
+        trainable_params: those of them that are trained.
+        buffers: number of elements of its buffers, counted like parameters.
+        n_calls: how often it was called.
+        shape: of its output, nested as that is; None where it was not called.
+        same: whether its output is shaped like one of its inputs, samples aside.
+        calls_others: whether it calls other modules.
+        multiply_adds: of its calls, without those of the modules inside that have a row of their own.
+        why_not_called: the likely reason, where it was not called and is more than a container.
+    """
+
+    name: str
+    type: str
+    depth: int
+    params: int = 0
+    trainable_params: int = 0
+    buffers: int = 0
+    n_calls: int = 0
+    shape: Any = None
+    same: bool = False
+    calls_others: bool = False
+    multiply_adds: int = 0
+    why_not_called: str = ""
+
+    @property
+    def called(self) -> bool:
+        """Whether its forward ran."""
+        return self.n_calls > 0
+
+    @property
+    def trainable(self) -> bool | str:
+        """Whether its `params` are trained: True, False, or "partly"."""
+        if 0 < self.trainable_params < self.params:
+            return "partly"
+        return self.trainable_params > 0
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Summary:
+    """A model's modules as rows, and what they come to; prints as a table.
+
+    Attributes:
+        rows: of all modules down to the depth that was asked for, in the order of `named_modules()`.
+        n_params, n_trainable, n_buffers: number of elements, each parameter and buffer counted once.
+        param_bytes, buffer_bytes: their size.
+        activation_bytes: size of the outputs of all calls in which no other module is called, for this input.
+        multiply_adds: for this input, two floating-point operations each. Source: `torch.utils.flop_counter`,
+            which counts matrix products, convolutions and attention, nothing else.
+        facts: what else there is to tell, by title.
+
+    >>> import torch
+    >>> from hookcb import module_summary
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
+    >>> summary = module_summary(model, torch.ones(8, 4))
+    >>> summary.n_params, summary.multiply_adds
+    (10, 64)
+    >>> [(row.name, row.type, row.shape) for row in summary][1:]
+    [('0', 'Linear', torch.Size([8, 2])), ('1', 'ReLU', torch.Size([8, 2]))]
+    """
+
+    rows: list[LayerRow]
+    n_params: int
+    n_trainable: int
+    n_buffers: int
+    param_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    multiply_adds: int
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def n_frozen(self) -> int:
+        """Number of parameters that are not trained."""
+        return self.n_params - self.n_trainable
+
+    def __iter__(self) -> Iterator[LayerRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __rich__(self) -> Group:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for column in HEAD[:3]:
+            table.add_column(column, overflow="fold")
+        for column in HEAD[3:]:
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(Text(cell) for cell in _cells(row)))
+        return Group(table, "", *(Text(line) for line in self._totals()))
+
+    def __str__(self) -> str:
+        lines = io.StringIO()
+        Console(file=lines, width=1000, color_system=None).print(self)  # as wide as it needs to be
+        return "\n".join(line.rstrip() for line in lines.getvalue().splitlines())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<div>{escape(line)}</div>" for line in self._totals())
+        cells = ([cell.replace("  ", "\u2003") for cell in _cells(row)] for row in self.rows)
+        return html_table(HEAD, cells) + lines
+
+    def _totals(self) -> list[str]:
+        silent: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.why_not_called not in ("", NOT_CALLED) and row.params:
+                silent.setdefault(row.why_not_called, []).append(row.name)
+        return [
+            f"{self.n_params:,} parameters, {decimal(self.param_bytes)}: "
+            f"{self.n_trainable:,} trained, {self.n_frozen:,} frozen",
+            f"{self.n_buffers:,} elements in buffers, {decimal(self.buffer_bytes)}",
+            f"for this input: {_short(self.multiply_adds)} multiply-adds, "
+            f"{decimal(self.activation_bytes)} of activations",
+            *(f"not called, as {why}: {_listed(names)}" for why, names in silent.items()),
+            *(f"{title}: {fact}" for title, fact in self.facts.items()),
+        ]
+
+
+def module_summary(model: "nn.Module | Learner", *xb: Any, depth: int | None = None) -> Summary:
+    """Runs a model once on `xb` and tells what it consists of; leaves it, and what watches it, as they were.
+
+    It runs in eval mode and without gradients. A model with lazy modules that have not run yet is run as a
+    copy, and stays lazy.
+
+    Args:
+        model: the model, or a learner, whose `predict` is called and whose optimizer, loss and callbacks are
+            told too.
+        *xb: its inputs; a single mapping gives keyword arguments. For a learner by default those of the first
+            batch. They are moved to the model's device.
+        depth: how deep to go; what is inside modules of that depth counts as theirs. By default all the way.
+
+    Raises:
+        ValueError: where there are no inputs, or `depth` is no number of levels.
+        Exception: what the model raises, with a note that says where, and what had run before.
+    """
+    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
+        raise ValueError(f"depth is {depth!r}; give a number of levels, 0 or more, or None for all")
+    learn = None if isinstance(model, nn.Module) else model
+    trace = _traced(model, xb)
+    params, buffers = trace.count()
+    rows = list(trace.rows.values()) if depth is None else _folded(trace.rows.values(), depth)
+    return Summary(
+        rows=rows,
+        n_params=sum(p.numel() for p in params),
+        n_trainable=sum(p.numel() for p in params if p.requires_grad),
+        n_buffers=sum(b.numel() for b in buffers),
+        param_bytes=sum(map(_n_bytes, params)),
+        buffer_bytes=sum(map(_n_bytes, buffers)),
+        activation_bytes=trace.activation_bytes,
+        multiply_adds=sum(row.multiply_adds for row in rows),
+        facts=_facts(learn) if learn else {},
+    )
+
+
+def layer_info(learn: "nn.Module | Learner", *xb: Any) -> list[LayerInfo]:
+    """Type, parameters, trainable, output shape, and whether that is an input's, of each layer of a model.
+
+    Layers are the modules that call no others, and those with parameters of their own. The shape, without
+    which a layer was not called, is nested as the output is. See `module_summary` for the arguments.
+    """
+    trace = _traced(learn, xb)
+    trace.count()
+    return [
+        LayerInfo(row.type, row.params, row.trainable, row.shape, row.same)
+        for row in trace.rows.values()
+        if row.params or (row.called and not row.calls_others)
+    ]
+
+
+def _rnn_flops(x: Any, weights: Iterable[Any]) -> int:
+    return int(2 * prod(x[:-1]) * sum(prod(weight) for weight in weights if len(weight) == 2))
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+def _flop_counter() -> "FlopCounterMode":
+    from torch.utils.flop_counter import (
+        FlopCounterMode,  # here, as it takes as long to import as all of hookcb
+    )
+
+    aten = torch.ops.aten
+    formulas = {  # of what it has none for; called with the shapes of the arguments
+        aten._cudnn_rnn: lambda x, weights, *args, **kwargs: _rnn_flops(x, weights),
+        aten.mkldnn_rnn_layer: lambda x, w_ih, w_hh, *args, **kwargs: _rnn_flops(x, [w_ih, w_hh]),
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+class _Trace:
+    """What one forward goes through, by module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = named_modules(model)
+        self.rows = {
+            name: LayerRow(name, type(m).__name__, depth=name.count(".") + 1 if name else 0)
+            for name, m in self.modules.items()
+        }
+        self.names = {id(m): name for name, m in self.modules.items()}
+        self.flops = _flop_counter()
+        self.running: list[_Running] = []  # whose forward is running, the innermost last
+        self.activation_bytes = 0
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Notes what runs in a `with` block; to an error it adds where it came from."""
+        with (
+            Hooks(self.modules, self.enter, detach=False, pre=True),
+            Hooks(self.modules, self.leave, detach=False),
+            self.flops,
+        ):
+            try:
+                yield
+            except Exception as error:
+                self.explain(error)
+                raise
+
+    def enter(self, m: nn.Module, args: Any) -> None:
+        if self.running:
+            self.running[-1].calls_others = True
+        self.running.append(_Running(self.rows[self.names[id(m)]], self.flops.get_total_flops()))
+
+    def leave(self, m: nn.Module, args: Any, output: Any) -> None:
+        running = self.running.pop()
+        row, flops = running.row, self.flops.get_total_flops() - running.flops_before
+        if self.running:
+            self.running[-1].flops_inside += flops
+        row.multiply_adds += (flops - running.flops_inside) // 2
+        row.n_calls += 1
+        row.shape = shapes(output)
+        row.same = isinstance(output, Tensor) and any(
+            isinstance(x, Tensor) and x.shape[1:] == output.shape[1:] for x in args
+        )
+        row.calls_others |= running.calls_others
+        if not running.calls_others:
+            self.activation_bytes += sum(_n_bytes(x) for _, x in parts(output) if isinstance(x, Tensor))
+
+    def explain(self, error: Exception) -> None:
+        done = [row.name or row.type for row in self.rows.values() if row.called]
+        before = f"after {_listed(done[-3:])}" if done else "before any layer had run"
+        if self.running:
+            row = self.running[-1].row
+            error.add_note(f"in {row.name or 'the model itself'} ({row.type}), {before}")
+
+    def count(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Counts each parameter and buffer in the first row it belongs to; gives them all."""
+        seen: dict[int, Tensor] = {}
+        params: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for name, m in self.modules.items():
+            row = self.rows[name]
+            own = [p for p in m.parameters(recurse=False) if id(p) not in seen]
+            kept = [b for b in m.buffers(recurse=False) if id(b) not in seen]
+            seen |= {id(x): x for x in [*own, *kept]}
+            row.params = sum(p.numel() for p in own)
+            row.trainable_params = sum(p.numel() for p in own if p.requires_grad)
+            row.buffers = sum(b.numel() for b in kept)
+            if not row.called and not isinstance(m, CONTAINERS):
+                row.why_not_called = why_not_called(self.modules[""], name)
+            params += own
+            buffers += kept
+        return params, buffers
+
+
+@dataclass
+class _Running:
+    """A call whose forward is running."""
+
+    row: LayerRow
+    flops_before: int
+    flops_inside: int = 0  # of the modules it has called
+    calls_others: bool = False
+
+
+def _traced(model: "nn.Module | Learner", xb: tuple[Any, ...]) -> _Trace:
+    learn = None if isinstance(model, nn.Module) else model
+    if learn is not None and not hasattr(learn, "predict"):
+        raise TypeError(f"{model!r:.80} is no nn.Module and no Learner")
+    plain = unwrapped(model if isinstance(model, nn.Module) else model.model)
+    if has_uninitialized(plain):
+        plain = copy.deepcopy(plain)
+    trace = _Trace(plain)
+    with untouched(plain), learn.restored() if learn else nullcontext():
+        if learn is not None and not xb:
+            xb = _first_inputs(learn)
+        if not xb:
+            raise ValueError(
+                "there is no input; give what the model is called with, module_summary(model, x)"
+            )
+        xb = to_device(xb, _device(plain))
+        named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
+        with trace.following():
+            if learn is None:
+                plain(*xb) if named is None else plain(**named)
+            else:
+                _predict(learn, plain, xb if named is None else named)
+    return trace
+
+
+def _predict(learn: "Learner", model: nn.Module, xb: Any) -> None:
+    own, learn.model = learn.model, model
+    try:
+        learn.xb = xb
+        learn.predict()
+    finally:
+        learn.model = own
+
+
+def _first_inputs(learn: "Learner") -> tuple[Any, ...]:
+    if learn.fitting and learn.xb:  # a second iterator would end the first one of persistent workers
+        xb = learn.xb
+    else:
+        loader = learn.dls.train
+        if isinstance(loader, Iterator):
+            raise ValueError(
+                "the training loader can be iterated once, and its first batch would be lost to training; "
+                "give an input, learn.summary(x)"
+            )
+        with _kept_generators(loader):
+            xb, _ = split_batch(next(iter(loader)), _device(learn.model), learn.n_inp)
+    return (xb,) if isinstance(xb, Mapping) else tuple(xb)
+
+
+@contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Puts back the random generators that a DataLoader and its sampler were given."""
+    own = [getattr(holder, "generator", None) for holder in (loader, getattr(loader, "sampler", None))]
+    states = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _device(model: nn.Module) -> torch.device:
+    tensor = next(iter([*model.parameters(), *model.buffers()]), torch.empty(0))
+    return tensor.device
+
+
+def _folded(rows: Iterable[LayerRow], depth: int) -> list[LayerRow]:
+    """The rows down to `depth`, the deepest with what is inside."""
+    kept: dict[str, LayerRow] = {}
+    for row in rows:
+        if row.depth <= depth:
+            kept[row.name] = row
+            continue
+        above = kept[".".join(row.name.split(".")[:depth])]
+        above.params += row.params
+        above.trainable_params += row.trainable_params
+        above.buffers += row.buffers
+        above.multiply_adds += row.multiply_adds
+    return list(kept.values())
+
+
+def _facts(learn: "Learner") -> dict[str, str]:
+    opt = type(learn.opt).__name__ if learn.opt is not None else _name(learn.opt_func)
+    loss = "the .loss of the model's output" if learn.loss_func is None else _name(learn.loss_func)
+    return {"optimizer": opt, "loss": loss, "callbacks": ", ".join(cb.name for cb in learn.cbs) or "none"}
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _cells(row: LayerRow) -> list[str]:
+    times = f" ×{row.n_calls}" if row.n_calls > 1 else ""
+    trained = row.trainable if isinstance(row.trainable, str) else "yes" if row.trainable else "no"
+    return [
+        "  " * (row.depth - 1) + (row.name.rpartition(".")[2] or "(model)"),
+        row.type + times,
+        _shape_text(row.shape) if row.called else "not called" if row.why_not_called else "",
+        f"{row.params:,}" if row.params else "",
+        trained if row.params else "",
+        _short(row.multiply_adds) if row.multiply_adds else "",
+    ]
+
+
+def _shape_text(shape: Any) -> str:
+    if isinstance(shape, torch.Size):
+        return "×".join(map(str, shape)) or "scalar"
+    if is_dataclass(shape) and not isinstance(shape, Mapping):
+        shape = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    if isinstance(shape, Mapping):
+        return "{" + ", ".join(f"{key}: {_shape_text(x)}" for key, x in shape.items()) + "}"
+    if isinstance(shape, tuple | list):
+        return "(" + ", ".join(map(_shape_text, shape)) + ")"
+    return type(shape).__name__ if shape is not None else "None"
+
+
+def _n_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _short(n: int) -> str:
+    """A count to three digits: 12.3 M."""
+    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return str(n)
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
