@@ -10,22 +10,17 @@ not installed are left out; the extra `bench` names them.
 
 import argparse
 import logging
-import random
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from timing import Run, compare
 from torch import nn
 from torch.nn import functional as F
 
 from hookcb import Callback, Event, Learner, Progress
-
-Run = Callable[[], object]  # trains for so many steps
 
 
 def net() -> nn.Module:
@@ -224,26 +219,7 @@ def main() -> None:
             RuntimeError,
         ) as missing:  # the latter from a package whose binary part is broken
             console.print(f"{name} is left out: {missing}")
-    for run in runs.values():
-        run()  # warm up
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    shuffled = random.Random(0)
-    for _ in range(args.rounds):
-        for name in shuffled.sample(list(runs), len(runs)):
-            began = time.perf_counter()
-            runs[name]()
-            seconds[name].append(time.perf_counter() - began)
-    table = Table(
-        title=f"{args.steps} steps, median of {args.rounds} rounds, torch {torch.__version__}, 1 thread"
-    )
-    for column in ("loop", "µs a step", "ratio to plain", "quartiles"):
-        table.add_column(column, justify="left" if column == "loop" else "right")
-    for name, times in seconds.items():
-        ratios = [own / base for own, base in zip(times, seconds["plain loop"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        step = statistics.median(times) / args.steps * 1e6
-        table.add_row(name, f"{step:.1f}", f"{middle:.3f}", f"{low:.3f}–{high:.3f}")
-    console.print(table)
+    compare("Linear 10-10-1, batch 32", runs, args.steps, args.rounds)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
 from hookcb.batch import map_leaves
 from hookcb.hooks import hook_outputs
@@ -22,9 +23,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
     ours have stored. Compiled modules run uncompiled.
     """
     devices = {x.device for x in [*model.parameters(), *model.buffers()] if x.device.type == "cuda"}
-    modes = [(m, m.training) for m in model.modules()]
-    buffers = [(m, dict(m._buffers)) for m in model.modules()]
-    values = [(x, x._version, x.detach().clone()) for x in model.buffers() if not x.is_inference()]
     numbers = random.getstate()
     try:
         with ExitStack() as stack:
@@ -34,17 +32,42 @@ def untouched(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.no_grad())
             stack.enter_context(silenced(model))
-            model.eval()
+            stack.enter_context(_in_eval_mode(model))
+            stack.enter_context(_on_copies_of_buffers(model))
             yield
     finally:
         random.setstate(numbers)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Not by `model.eval()`, which some override to merge weights or keep a mode."""
+    modes = [(m, m.training) for m in model.modules()]
+    for m, _ in modes:
+        m.training = False
+    try:
+        yield
+    finally:
         for m, training in modes:
             m.training = training
-        for m, before in buffers:
-            m._buffers.update(before)
-        for x, version, value in values:
-            if x._version != version:  # else left alone, as a graph may have saved it for its backward
-                x.detach().copy_(value)
+
+
+@contextmanager
+def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
+    """Not putting values back afterwards: a graph may have saved the buffer itself for its backward."""
+    copies: dict[int, Tensor] = {}
+    before = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+    for m, buffers, _ in before:
+        for name, x in buffers.items():
+            if x is not None and not isinstance(x, UninitializedBuffer):
+                m._buffers[name] = copies.setdefault(id(x), x.detach().clone())
+    try:
+        yield
+    finally:
+        for m, buffers, non_persistent in before:
+            m._buffers.clear()
+            m._buffers.update(buffers)
+            m._non_persistent_buffers_set = non_persistent
 
 
 @contextmanager
@@ -69,7 +92,7 @@ def dummy_eval(m: nn.Module, size: tuple[int, ...] = (64, 64)) -> Any:
         ValueError: where no layer tells what the input may be.
     """
     with untouched(m):
-        return m.eval()(_random_input(m, size))
+        return m(_random_input(m, size))
 
 
 def model_sizes(m: nn.Module, size: tuple[int, ...] = (64, 64)) -> list[Any]:
@@ -81,7 +104,7 @@ def model_sizes(m: nn.Module, size: tuple[int, ...] = (64, 64)) -> list[Any]:
     [torch.Size([1, 8, 14, 14]), torch.Size([1, 8, 7, 7])]
     """
     with untouched(m), hook_outputs(list(m.children()) or m) as hooks:
-        m.eval()(_random_input(m, size))
+        m(_random_input(m, size))
     return [shapes(output) for output in hooks.stored]
 
 
@@ -105,8 +128,12 @@ def num_features_model(m: nn.Module) -> int:
 
 
 def shapes(output: Any) -> Any:
-    """`output` with each tensor in it replaced by its shape."""
-    return map_leaves(lambda x: x.shape, output, lambda x: isinstance(x, Tensor))
+    """`output` with each tensor in it replaced by its shape, a nested one by those of its parts."""
+
+    def shape(x: Tensor) -> Any:
+        return [part.shape for part in x.unbind()] if x.is_nested else x.shape
+
+    return map_leaves(shape, output, lambda x: isinstance(x, Tensor))
 
 
 def _random_input(m: nn.Module, size: tuple[int, ...]) -> Tensor:

@@ -5,16 +5,18 @@ import io
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from html import escape
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
 from hookcb.batch import parts, split_batch, to_device
 from hookcb.coverage import CONTAINERS, NOT_CALLED, why_not_called
@@ -132,15 +134,17 @@ class Summary:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __rich__(self) -> Group:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        n_columns = len(HEAD) if options.max_width >= 70 else 4  # in a narrow terminal names need the room
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for column in HEAD[:3]:
             table.add_column(column, overflow="fold")
-        for column in HEAD[3:]:
+        for column in HEAD[3:n_columns]:
             table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(Text(cell) for cell in _cells(row)))
-        return Group(table, "", *(Text(line) for line in self._totals()))
+            table.add_row(*(Text(cell) for cell in _cells(row)[:n_columns]))
+        yield table
+        yield Text("\n".join(["", *self._totals()]))
 
     def __str__(self) -> str:
         lines = io.StringIO()
@@ -240,7 +244,19 @@ def _flop_counter() -> "FlopCounterMode":
         aten.mkldnn_rnn_layer: lambda x, w_ih, w_hh, *args, **kwargs: _rnn_flops(x, [w_ih, w_hh]),
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     }
-    return FlopCounterMode(display=False, custom_mapping=formulas)
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
+    counter.mod_tracker = _NoTracker()  # type: ignore[assignment]  # its hooks forbid gradients in a forward
+    return counter
+
+
+class _NoTracker:
+    """In place of the flop counter's own tracker of modules: all is counted in one place."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class _Trace:
@@ -284,8 +300,8 @@ class _Trace:
         row.multiply_adds += (flops - running.flops_inside) // 2
         row.n_calls += 1
         row.shape = shapes(output)
-        row.same = isinstance(output, Tensor) and any(
-            isinstance(x, Tensor) and x.shape[1:] == output.shape[1:] for x in args
+        row.same = isinstance(row.shape, torch.Size) and any(
+            isinstance(shape, torch.Size) and shape[1:] == row.shape[1:] for shape in map(shapes, args)
         )
         row.calls_others |= running.calls_others
         if not running.calls_others:
@@ -330,18 +346,18 @@ class _Running:
 
 def _traced(model: "nn.Module | Learner", xb: tuple[Any, ...]) -> _Trace:
     learn = None if isinstance(model, nn.Module) else model
-    if learn is not None and not hasattr(learn, "predict"):
-        raise TypeError(f"{model!r:.80} is no nn.Module and no Learner")
+    if not isinstance(model, nn.Module) and not hasattr(model, "predict"):
+        raise TypeError(f"{model!r:.80} is no nn.Module and no Learner; give one of these")
     plain = unwrapped(model if isinstance(model, nn.Module) else model.model)
     if has_uninitialized(plain):
-        plain = copy.deepcopy(plain)
+        plain = _lazy_copy(plain)
     trace = _Trace(plain)
     with untouched(plain), learn.restored() if learn else nullcontext():
         if learn is not None and not xb:
             xb = _first_inputs(learn)
         if not xb:
             raise ValueError(
-                "there is no input; give what the model is called with, module_summary(model, x)"
+                "there is no batch xb; give what the model is called with, module_summary(model, x)"
             )
         xb = to_device(xb, _device(plain))
         named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
@@ -351,6 +367,12 @@ def _traced(model: "nn.Module | Learner", xb: tuple[Any, ...]) -> _Trace:
             else:
                 _predict(learn, plain, xb if named is None else named)
     return trace
+
+
+def _lazy_copy(model: nn.Module) -> nn.Module:
+    # deepcopy knows uninitialized parameters, but not buffers
+    lazy = [x for x in model.buffers() if isinstance(x, UninitializedBuffer)]
+    return copy.deepcopy(model, {id(x): UninitializedBuffer(device=x.device, dtype=x.dtype) for x in lazy})  # type: ignore[call-arg]
 
 
 def _predict(learn: "Learner", model: nn.Module, xb: Any) -> None:
@@ -373,7 +395,10 @@ def _first_inputs(learn: "Learner") -> tuple[Any, ...]:
                 "give an input, learn.summary(x)"
             )
         with _kept_generators(loader):
-            xb, _ = split_batch(next(iter(loader)), _device(learn.model), learn.n_inp)
+            batch = next(iter(loader), None)
+        if batch is None:
+            raise ValueError("the training loader gave no batch; give an input, learn.summary(x)")
+        xb, _ = split_batch(batch, _device(learn.model), learn.n_inp)
     return (xb,) if isinstance(xb, Mapping) else tuple(xb)
 
 
@@ -416,6 +441,8 @@ def _facts(learn: "Learner") -> dict[str, str]:
 
 
 def _name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 

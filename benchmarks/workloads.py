@@ -1,0 +1,88 @@
+"""The three workloads that costs are told on: an MLP, a CNN like ResNet-18, a transformer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass
+class Workload:
+    """A model and a batch for it."""
+
+    title: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    steps: int  # a turn
+
+    def train(self) -> tuple[nn.Module, Callable[[], None]]:
+        """A new model, and what trains it for a turn."""
+        torch.manual_seed(0)
+        model, (x, y) = self.model(), self.batch()
+        opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def turn() -> None:
+            for _ in range(self.steps):
+                F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+                opt.step()
+                opt.zero_grad()
+
+        return model, turn
+
+
+class Block(nn.Module):
+    """Two convolutions around a shortcut."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False)
+        self.bn1, self.act1 = nn.BatchNorm2d(n_out), nn.ReLU()
+        self.conv2 = nn.Conv2d(n_out, n_out, 3, padding=1, bias=False)
+        self.bn2, self.act2 = nn.BatchNorm2d(n_out), nn.ReLU()
+        self.shortcut = nn.Sequential()
+        if stride > 1:
+            conv = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(n_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act1(self.bn1(self.conv1(x)))
+        return self.act2(self.bn2(self.conv2(out)) + self.shortcut(x))
+
+
+def mlp() -> nn.Module:
+    layers = nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+    return nn.Sequential(*layers)
+
+
+def resnet() -> nn.Module:
+    stem = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()
+    widths = [(64, 64), (64, 128), (128, 256), (256, 512)]
+    blocks = [b for i, (n, m) in enumerate(widths) for b in (Block(n, m, 1 + (i > 0)), Block(m, m, 1))]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(1000, 256), encoder, nn.Linear(256, 1000))
+
+
+WORKLOADS = {
+    "mlp": Workload(
+        "MLP 784-512-512-10, batch 64", mlp, lambda: (torch.randn(64, 784), torch.randint(10, (64,))), 50
+    ),
+    "resnet": Workload(
+        "ResNet-18-like, 3×32×32, batch 64",
+        resnet,
+        lambda: (torch.randn(64, 3, 32, 32), torch.randint(10, (64,))),
+        1,
+    ),
+    "transformer": Workload(
+        "transformer, 6 layers, d 256, T 128, batch 8",
+        transformer,
+        lambda: (torch.randint(1000, (8, 128)), torch.randint(1000, (8, 128))),
+        1,
+    ),
+}
