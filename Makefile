@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint notebooks bench clean
+.PHONY: demo test interop lint notebooks bench clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# with the packages of others that we follow
+interop: $(VENV)/.installed-dev $(VENV)/.installed-interop
+	$(BIN)/python -m pytest tests/interop
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -24,6 +28,7 @@ notebooks: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision
 	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks/hooks.py
 
 clean:
 	rm -rf $(VENV)

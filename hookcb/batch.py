@@ -76,7 +76,11 @@ def n_batches(loader: Iterable[Any]) -> int | None:
 
 def map_tensors(f: Callable[[Tensor], Tensor], item: Any) -> Any:
     """`item` with `f` of every tensor in it; tuples, lists, dicts and dataclasses keep their kind."""
-    return map_leaves(f, item, lambda x: isinstance(x, Tensor))
+    return map_leaves(f, item, _is_tensor)
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 def to_device(item: Any, device: torch.device) -> Any:
@@ -99,6 +103,8 @@ def map_leaves(f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool
     """`item` with `f` of every leaf in it; tuples, lists, dicts and dataclasses keep their kind."""
     if is_leaf(item):
         return f(item)
+    if type(item) is tuple:  # the usual case, without the slower checks
+        return tuple([map_leaves(f, x, is_leaf) for x in item])
     if is_dataclass(item) and not isinstance(item, type):
         if isinstance(item, Mapping):  # a ModelOutput, whose keys are the fields that are not None
             return type(item)(**{str(key): map_leaves(f, x, is_leaf) for key, x in item.items()})
@@ -116,8 +122,9 @@ def map_leaves(f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool
 
 def is_container(item: Any) -> bool:
     """Whether `map_leaves` looks inside `item`."""
-    dataclass = is_dataclass(item) and not isinstance(item, type)
-    return dataclass or isinstance(item, Mapping | tuple | list)
+    if isinstance(item, Tensor):  # the usual case, without the slower checks
+        return False
+    return isinstance(item, tuple | list | Mapping) or (is_dataclass(item) and not isinstance(item, type))
 
 
 def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> tuple[Any, tuple[Any, ...]]:

@@ -151,7 +151,7 @@ class Hook:
     def call(self, m: Any, seen: tuple[Any, ...], k: int) -> Any:
         """Calls the function on what a tap has seen in the k-th call, and stores what it gives."""
         if self.detach:
-            seen = map_tensors(_bare, seen)
+            seen = _detached(seen)
         try:
             result = self.hook_func(m, *seen)
         except Exception as error:
@@ -159,7 +159,7 @@ class Hook:
             error.add_note(f"in {self.title}, the hook on {self.name} ({self.kind}), which is removed")
             raise
         self.fired = True
-        self._stored = map_tensors(_bare, result) if self.modify else result
+        self._stored = _detached(result) if self.modify else result
         self._is_brought = False
         if self.results is not None:
             self.results[k] = self._stored
@@ -207,7 +207,8 @@ class Hooks:
     """One `Hook` on each of several modules or tensors; attached all, or none where one fails.
 
     Args:
-        ms: one module, several, an `nn.Sequential` (its children), what `find_modules` gives, or parameters.
+        ms: one module, several, an `nn.Sequential` (its children), what `find_modules` gives, or parameters;
+            pairs of a name and one of these, as `model.named_parameters()` gives them.
         hook_func, is_forward, detach, cpu, gather: as for `Hook`.
         **options: the keyword arguments of `Hook`.
 
@@ -322,12 +323,22 @@ def _last_copied(module: nn.Module, *seen: Any) -> Any:
     return map_tensors(Tensor.clone, seen[-1])
 
 
+def _detached(item: Any) -> Any:
+    """`item` with its tensors detached; plain ones and tuples of them quickly, as this comes with each call."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return map_tensors(_bare, item)  # a transform of torch.func is at work
+    if type(item) is Tensor:
+        return item.detach()
+    if type(item) is tuple:
+        return tuple([_detached(x) for x in item])
+    return map_tensors(Tensor.detach, item)
+
+
 def _bare(x: Tensor) -> Tensor:
-    """`x` without its graph, and without the transforms of torch.func, which nothing may outlive."""
+    """`x` without its graph, and without the transforms of torch.func, which nothing of them may outlive."""
     x = x.detach()
-    if not torch.compiler.is_compiling():
-        while torch._C._functorch.is_functorch_wrapped_tensor(x):
-            x = torch._C._functorch.get_unwrapped(x)
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
     return x
 
 
@@ -365,7 +376,8 @@ def _named(ms: Any) -> list[tuple[str, Any]]:
         return list(ms.named_children())
     if isinstance(ms, nn.ModuleList | nn.ParameterList):
         return [(str(i), m) for i, m in enumerate(ms)]
-    return [("", m) for m in ([ms] if isinstance(ms, nn.Module | Tensor) else ms)]
+    several = [ms] if isinstance(ms, nn.Module | Tensor) else ms
+    return [m if isinstance(m, tuple) and len(m) == 2 else ("", m) for m in several]
 
 
 def _title(function: HookFunc) -> str:
