@@ -3,6 +3,7 @@
 import html
 import time
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
@@ -128,12 +129,17 @@ class _NotebookTable:
         self.handle.update(self.html(f"{table}<div>{below}</div>"))
 
 
-def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in HTML; the texts are escaped."""
-    header = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], n_left: int = 0) -> str:
+    """A table in HTML, its first `n_left` columns aligned to the left; the texts are escaped."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        sides = (' style="text-align: left"' if i < n_left else "" for i in count())
+        return "".join(
+            f"<{tag}{side}>{html.escape(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=False)
+        )
+
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    return f"<table><thead><tr>{line(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _text(name: str, value: float) -> str:

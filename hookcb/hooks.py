@@ -156,7 +156,8 @@ class Hook:
             result = self.hook_func(m, *seen)
         except Exception as error:
             self.remove()
-            error.add_note(f"in {self.title}, the hook on {self.name} ({self.kind}), which is removed")
+            kind = "" if self.name == self.kind else f" ({self.kind})"
+            error.add_note(f"in {self.title}, the hook on {self.name}{kind}, which is removed")
             raise
         self.fired = True
         self._stored = _detached(result) if self.modify else result
@@ -335,7 +336,7 @@ def _detached(item: Any) -> Any:
 
 
 def _bare(x: Tensor) -> Tensor:
-    """`x` without its graph, and without the transforms of torch.func, which nothing of them may outlive."""
+    """`x` without its graph, and without the transforms of torch.func, which it must not outlive."""
     x = x.detach()
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)

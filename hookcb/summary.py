@@ -148,7 +148,8 @@ class Summary:
 
     def __str__(self) -> str:
         lines = io.StringIO()
-        Console(file=lines, width=1000, color_system=None).print(self)  # as wide as it needs to be
+        console = Console(file=lines, width=1000, color_system=None, force_jupyter=False)
+        console.print(self)  # as wide as it needs to be
         return "\n".join(line.rstrip() for line in lines.getvalue().splitlines())
 
     __repr__ = __str__
@@ -156,7 +157,7 @@ class Summary:
     def _repr_html_(self) -> str:
         lines = "".join(f"<div>{escape(line)}</div>" for line in self._totals())
         cells = ([cell.replace("  ", "\u2003") for cell in _cells(row)] for row in self.rows)
-        return html_table(HEAD, cells) + lines
+        return html_table(HEAD, cells, n_left=3) + lines
 
     def _totals(self) -> list[str]:
         silent: dict[str, list[str]] = {}
