@@ -1,6 +1,7 @@
 """Gradients of a module's inputs and outputs, followed from each of its calls into the backward pass."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +10,14 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hookcb.batch import is_container, map_leaves, parts
+from hookcb.taps import check_gradient
 
 if TYPE_CHECKING:
     from hookcb.hooks import Hook
 
 Edge = tuple[Node, int]  # a node of the graph, and which of its outputs
 Targets = dict[Edge, list[int]]
+Edges = list[tuple[int, list[int]]]  # of a node: index and slots
 
 CHANGED_INPUT = "the layer changes in place an input that is a view, which hides the gradient of that input"
 CHANGED_OUTPUT = "its output is a view, and where a later layer changes it in place its gradient is hidden"
@@ -35,24 +38,21 @@ class GradientWatch:
         self.hook, self.outputs_only = hook, outputs_only
         self.running: list[_Call | None] = []  # whose forward is running, the innermost last
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward; gives inputs in place of these where their gradients may be replaced."""
-        call = _Call(self.hook, module) if self.hook.is_open() else None
-        self.running.append(call)
-        if call is not None and self.hook.modify:
-            return call.take_aliases(args, kwargs)
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the forward, which may change its inputs in place."""
+        call = _Call(self.hook, module, self.outputs_only) if self.hook.is_open() else None
         if call is not None:
             call.take_inputs(args, kwargs)
-        return None
+        self.running.append(call)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After the forward; also where it has raised, then `output` is None."""
         if self.outputs_only:
-            call = _Call(self.hook, module) if self.hook.is_open() else None
+            call = _Call(self.hook, module, self.outputs_only) if self.hook.is_open() else None
         else:  # attached in the middle of the forward, it has not seen it begin
             call = self.running.pop() if self.running else None
         if call is not None:
-            call.take_outputs(output, self.outputs_only)
+            call.take_outputs(output)
 
 
 class _Slot:
@@ -65,61 +65,52 @@ class _Slot:
 class _Call:
     """One call of a module, and the gradients that have come of it."""
 
-    def __init__(self, hook: "Hook", module: nn.Module) -> None:
-        self.hook, self.module, self.k = hook, module, 0
+    def __init__(self, hook: "Hook", module: nn.Module, outputs_only: bool) -> None:
+        self.hook, self.module, self.outputs_only = hook, module, outputs_only
         self.tensors: list[Tensor] = []  # that need a gradient, by slot; let go of when the forward is over
         self.seen: list[Any] = []  # inputs, keyword inputs, outputs: each with slots for such tensors
         self.targets: Targets = {}  # where inputs get their gradients, with slots
         self.versions: list[int] = []
         self.grads: dict[int, Tensor] = {}
         self.n_awaited = self.n_left = 0
+        self.call: tuple[int, int] | None = None  # what tells it from others, and
+        self.time = 0  # in what order
 
     # ---- the forward
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
-        """Before the forward, which may change them in place."""
+        """Notes where the gradients of the inputs will go."""
         self.seen = [self._slotted(args), self._slotted(kwargs)]
         self.versions = [x._version for x in self.tensors]
         for slot, x in enumerate(self.tensors):
             self.targets.setdefault(_edge(x), []).append(slot)
 
-    def take_aliases(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before the forward, gives views of the inputs: what passes a view is of this call alone."""
-        self.seen = [self._slotted(args), self._slotted(kwargs)]
-        aliases: dict[int, Tensor] = {}  # one tensor given twice stays one, as in self-attention
-        for slot, x in enumerate(self.tensors):
-            if id(x) not in aliases and x.layout is torch.strided and torch.is_grad_enabled():
-                aliases[id(x)] = x.view_as(x)
-                aliases[id(x)].register_hook(self._replacing(slot))  # type: ignore[no-untyped-call]
-        self.versions = [x._version for x in self.tensors]
-        swapped = map_leaves(lambda x: aliases.get(id(x), x), (args, kwargs), lambda x: isinstance(x, Tensor))
-        return swapped[0], swapped[1]
-
-    def take_outputs(self, output: Any, outputs_only: bool) -> None:
-        """After the forward: finds where the gradients will pass, and waits there."""
-        hook, inputs = self.hook, self.tensors
+    def take_outputs(self, output: Any) -> None:
+        """Finds where the gradients will pass, and waits there."""
+        hook, n_inputs = self.hook, len(self.tensors)
         hook.called = True
-        self.tensors = inputs[:]
         self.seen.append(self._slotted(output if isinstance(output, tuple | list) else (output,)))
-        outputs = dict(enumerate(self.tensors))
-        for slot in range(len(inputs)):
-            del outputs[slot]
+        inputs, outputs = self.tensors[:n_inputs], self.tensors[n_inputs:]
         self.tensors = []
+        recomputing_for = torch._C._current_autograd_node()  # under activation checkpointing
         if not outputs:
+            hook.n_without_graph += recomputing_for is None
             hook.why_silent = FUNCTORCH if any(map(_is_wrapped, _leaves(output))) else NO_GRADIENT
             return
-        is_view = any(x._is_view() for x in outputs.values())
+        is_view = any(x._is_view() for x in outputs)
         hook.why_silent = CHANGED_OUTPUT if is_view else NO_GRADIENT_CAME
-        self.k = hook.next_call()
-        reached: set[int] = set() if hook.modify else self._await_inputs(list(outputs.values()))
-        for slot, x in outputs.items():
-            if hook.modify and outputs_only:
-                x.register_hook(self._replacing(slot))  # type: ignore[no-untyped-call]
-            else:
-                same = self.targets.get(_edge(x), [])  # an input that was handed through
-                reached.update(same)
-                self._await_output(x, [slot, *same])
-        self._explain(inputs, reached)
+        made_by = recomputing_for or outputs[0].grad_fn
+        self.time = made_by._sequence_nr() if made_by else 0
+        if recomputing_for is None or hook.n_without_graph:
+            self.call = hook.next_call(self.time)
+            hook.n_without_graph -= recomputing_for is not None
+        # else the first forward had a graph, and gradients come there: this one counts only if they come here
+        reached = self._await_inputs(outputs)
+        for slot, x in enumerate(outputs, start=n_inputs):
+            reached.update(self._await_output(x, slot))
+        for slot, x in enumerate(inputs):
+            if slot not in reached and x._version != self.versions[slot]:
+                hook.without_grad = CHANGED_INPUT
         self.targets = {}
 
     def _slotted(self, item: Any) -> Any:
@@ -131,37 +122,48 @@ class _Call:
 
         return map_leaves(slot, item, lambda x: not is_container(x))
 
-    def _await_output(self, x: Tensor, slots: list[int]) -> None:
-        self._await()
-        if x.grad_fn is None:  # a tensor hook on a leaf would outlive this graph
-            _edge(x)[0].register_prehook(lambda grads: self._arrive((s, grads[0]) for s in slots))
+    def _await_output(self, x: Tensor, slot: int) -> list[int]:
+        """Waits for the gradient of an output; gives the inputs that it is, handed through as they came."""
+        same = self.targets.get(_edge(x), [])
+        arrive: Callable[[Tensor], Tensor | None]
+        if self.hook.modify and (self.outputs_only or same):
+            arrive = partial(self._replaced, [*same, slot])
         else:
-            x.register_hook(lambda grad: self._arrive((s, grad) for s in slots))  # type: ignore[no-untyped-call]
+            self._await()
+            arrive = partial(self._arrive_at, [slot, *same])
+        if x.grad_fn is None:
+            self.hook.on_leaf(x, arrive)
+        else:
+            x.register_hook(arrive)  # type: ignore[no-untyped-call]
+        return same
 
     def _await_inputs(self, outputs: list[Tensor]) -> set[int]:
-        reached: set[int] = set()
-        for node, slots in _consumers(outputs, self.targets):
-            self._await()
-            reached.update(slot for _, slot in slots)
-            node.register_hook(self._at_node(slots))
-        return reached
-
-    def _at_node(self, slots: list[tuple[int, int]]) -> Callable[[Any, Any], None]:
-        def arrive(grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:
-            self._arrive((slot, grad_inputs[i]) for i, slot in slots)
-
-        return arrive
+        """Waits at the nodes that hand gradients to inputs; gives the inputs that have such."""
+        places = list(_consumers(outputs, self.targets))
+        nodes: dict[int, list[Node]] = {}  # by slot
+        for node, edges in places:
+            for _, slots in edges:
+                nodes.setdefault(slots[0], []).append(node)
+        held = _Held({slot: of_slot for slot, of_slot in nodes.items() if len(of_slot) > 1})
+        for node, edges in places:
+            if self.hook.modify:
+                node.register_hook(partial(self._replace_at, edges, held))
+            else:
+                self._await()
+                node.register_hook(partial(self._pass, edges))
+        return {slot for _, edges in places for _, slots in edges for slot in slots}
 
     def _await(self) -> None:
         self.n_awaited += 1
         self.n_left = self.n_awaited
 
-    def _explain(self, inputs: list[Tensor], reached: set[int]) -> None:
-        for slot, x in enumerate(inputs):
-            if slot not in reached and x._version != self.versions[slot]:
-                self.hook.without_grad = CHANGED_INPUT
-
     # ---- the backward
+
+    def _arrive_at(self, slots: list[int], grad: Tensor) -> None:
+        self._arrive((slot, grad) for slot in slots)
+
+    def _pass(self, edges: Edges, grad_inputs: tuple[Tensor | None, ...], _: Any) -> None:
+        self._arrive((slot, grad_inputs[i]) for i, slots in edges for slot in slots)
 
     def _arrive(self, grads: Iterable[tuple[int, Tensor | None]]) -> None:
         if self.n_left == self.n_awaited and (self.n_awaited > 1 or self.hook.modify):
@@ -177,27 +179,42 @@ class _Call:
     def _finish(self) -> None:
         grads, self.grads, self.n_left = self.grads, {}, self.n_awaited
         if grads and not self.hook.modify and not self.hook.removed:
-            self.hook.call(self.module, self._given(grads), self.k)
+            self._tell(grads)
 
-    def _replacing(self, slot: int) -> Callable[[Tensor], Tensor | None]:
-        def replace(grad: Tensor) -> Tensor | None:
-            if self.hook.removed:
-                return None
-            new = self.hook.call(self.module, self._given({**self.grads, slot: grad}), self.k)
-            return new if new is None or isinstance(new, Tensor) else self._picked(new, slot)
+    def _replace_at(
+        self, edges: Edges, held: "_Held", grad_inputs: tuple[Tensor | None, ...], _: Any
+    ) -> tuple[Tensor | None, ...]:
+        new = list(grad_inputs)
+        for i, slots in edges:
+            whole = held.add(slots[0], new[i])
+            part = new[i]
+            if part is not None:
+                new[i] = torch.zeros_like(part) if whole is None else self._replaced(slots, whole)
+        return tuple(new)
 
-        return replace
+    def _replaced(self, slots: list[int], grad: Tensor) -> Tensor:
+        """What the hook function gives for a gradient; that itself, where it gives None."""
+        if self.hook.removed:
+            return grad
+        new = self._tell({**self.grads, **dict.fromkeys(slots, grad)})
+        if new is not None and not isinstance(new, Tensor):
+            new = self._picked(new, slots[0])
+        if new is None:
+            return grad
+        check_gradient(self.hook, new, grad)
+        return new  # type: ignore[no-any-return]  # a tensor, as was checked
 
-    def _given(self, grads: dict[int, Tensor]) -> tuple[Any, ...]:
-        """What the hook function is given: its structures, with gradients in their slots."""
+    def _tell(self, grads: dict[int, Tensor]) -> Any:
+        """Calls the hook with the structures that were seen, gradients in their slots."""
         given = map_leaves(
             lambda x: grads.get(x.i) if isinstance(x, _Slot) else x, self.seen, lambda x: isinstance(x, _Slot)
         )
         if len(given) == 3 and not self.hook.with_kwargs:
             del given[1]
-        return tuple(given)
+        self.call = self.call or self.hook.next_call(self.time)
+        return self.hook.call(self.module, tuple(given), self.call)
 
-    def _picked(self, new: Any, slot: int) -> Tensor | None:
+    def _picked(self, new: Any, slot: int) -> Any:
         """The gradient in that slot of what the hook function has returned."""
         places = self.seen[:2] if len(self.seen) == 3 and self.hook.with_kwargs else self.seen[0]
         slots, grads = _leaves(places), _leaves(new)
@@ -206,14 +223,34 @@ class _Call:
                 f"{self.hook.title} returned {len(grads)} gradients where {len(slots)} are possible; "
                 "return a tensor, or as many gradients as there were, None for those to be left"
             )
-        picked: Tensor | None = next(
-            g for place, g in zip(slots, grads, strict=True) if isinstance(place, _Slot) and place.i == slot
-        )
-        return picked
+        places_and_grads = zip(slots, grads, strict=True)
+        return next(g for place, g in places_and_grads if isinstance(place, _Slot) and place.i == slot)
 
 
-def _consumers(outputs: list[Tensor], targets: Targets) -> Iterator[tuple[Node, list[tuple[int, int]]]]:
-    """The nodes between `outputs` and `targets` that hand on to a target, each with (index, slot)."""
+class _Held:
+    """The parts of gradients that come from several nodes, until the last of them in a backward is there."""
+
+    def __init__(self, nodes: dict[int, list[Node]]) -> None:
+        self.nodes = nodes
+        self.sums: dict[int, Tensor | None] = {}
+        self.n_left: dict[int, int] = {}
+
+    def add(self, slot: int, part: Tensor | None) -> Tensor | None:
+        """The whole gradient, with the last of its parts; None before."""
+        if slot not in self.nodes:
+            return part
+        if not self.n_left.get(slot):
+            coming = map(torch._C._will_engine_execute_node, self.nodes[slot])
+            self.n_left[slot], self.sums[slot] = sum(coming), None
+        total = self.sums[slot]
+        if part is not None:
+            self.sums[slot] = part if total is None else total + part
+        self.n_left[slot] -= 1
+        return self.sums.pop(slot) if self.n_left[slot] == 0 else None
+
+
+def _consumers(outputs: list[Tensor], targets: Targets) -> Iterator[tuple[Node, Edges]]:
+    """The nodes between `outputs` and `targets` that hand on to a target, with the edges."""
     if not targets:
         return
     seen = {node for node, _ in targets}  # what lies behind them is not of this call
@@ -223,13 +260,14 @@ def _consumers(outputs: list[Tensor], targets: Targets) -> Iterator[tuple[Node, 
         if node is None or node in seen:
             continue
         seen.add(node)
-        slots = []
+        edges = []
         for i, (after, nr) in enumerate(node.next_functions):
             if after is not None:
-                slots += [(i, slot) for slot in targets.get((after, nr), ())]
+                if slots := targets.get((after, nr)):
+                    edges.append((i, slots))
                 todo.append(after)
-        if slots:
-            yield node, slots
+        if edges:
+            yield node, edges
 
 
 def _edge(x: Tensor) -> Edge:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+MAX_DEPTH = 50  # levels of nesting that are looked into
+
 
 class Loaders(NamedTuple):
     """The batches to train on and those to validate on, or None."""
@@ -99,24 +101,31 @@ def to_device(item: Any, device: torch.device) -> Any:
     return map_leaves(move, item, lambda x: hasattr(x, "to"))
 
 
-def map_leaves(f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    """`item` with `f` of every leaf in it; tuples, lists, dicts and dataclasses keep their kind."""
+def map_leaves(
+    f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool], depth: int = MAX_DEPTH
+) -> Any:
+    """`item` with `f` of every leaf in it; tuples, lists, dicts and dataclasses keep their kind.
+
+    What lies deeper than `depth`, as in a list that contains itself, is left as it is.
+    """
     if is_leaf(item):
         return f(item)
+    if depth == 0:
+        return item
     if type(item) is tuple:  # the usual case, without the slower checks
-        return tuple([map_leaves(f, x, is_leaf) for x in item])
+        return tuple([map_leaves(f, x, is_leaf, depth - 1) for x in item])
     if is_dataclass(item) and not isinstance(item, type):
         if isinstance(item, Mapping):  # a ModelOutput, whose keys are the fields that are not None
-            return type(item)(**{str(key): map_leaves(f, x, is_leaf) for key, x in item.items()})
+            return type(item)(**{str(key): map_leaves(f, x, is_leaf, depth - 1) for key, x in item.items()})
         mapped = copy.copy(item)
         for field in fields(item):
             setter = object.__setattr__ if item.__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
-            setter(mapped, field.name, map_leaves(f, getattr(item, field.name), is_leaf))
+            setter(mapped, field.name, map_leaves(f, getattr(item, field.name), is_leaf, depth - 1))
         return mapped
     if isinstance(item, Mapping):
-        return {key: map_leaves(f, x, is_leaf) for key, x in item.items()}
+        return _like(item, {key: map_leaves(f, x, is_leaf, depth - 1) for key, x in item.items()})
     if isinstance(item, tuple | list):
-        return _like(item, [map_leaves(f, x, is_leaf) for x in item])
+        return _like(item, [map_leaves(f, x, is_leaf, depth - 1) for x in item])
     return item
 
 
@@ -163,19 +172,24 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
     return xb, yb
 
 
-def parts(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in nested tuples, lists, mappings and dataclasses, each with its path: `[0].data`."""
-    if isinstance(item, PackedSequence):
+def parts(item: Any, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[str, Any]]:
+    """What is in nested tuples, lists, mappings and dataclasses, each with its path: `[0].data`.
+
+    What lies deeper than `depth` counts as one part.
+    """
+    if depth == 0:
+        yield path, item
+    elif isinstance(item, PackedSequence):
         yield f"{path}.data", item.data
     elif isinstance(item, Mapping):
         for key, x in item.items():
-            yield from parts(x, f"{path}.{key}")
+            yield from parts(x, f"{path}.{key}", depth - 1)
     elif is_dataclass(item) and not isinstance(item, type):
         for field in fields(item):
-            yield from parts(getattr(item, field.name), f"{path}.{field.name}")
+            yield from parts(getattr(item, field.name), f"{path}.{field.name}", depth - 1)
     elif isinstance(item, tuple | list):
         for i, x in enumerate(item):
-            yield from parts(x, f"{path}[{i}]")
+            yield from parts(x, f"{path}[{i}]", depth - 1)
     else:
         yield path, item
 
@@ -238,8 +252,12 @@ def concat(items: list[Any]) -> Any:
     return items
 
 
-def _like(kind: Any, items: list[Any]) -> Any:
-    """`items` as a tuple, list or namedtuple, as `kind` is one; of what is no tensor, no PackedSequence."""
-    if isinstance(kind, PackedSequence) and not isinstance(items[0], Tensor):
-        return tuple(items)
-    return type(kind)(*items) if hasattr(kind, "_fields") else type(kind)(items)
+def _like(kind: Any, items: Any) -> Any:
+    """`items` as the kind of tuple, list or mapping that `kind` is, a plain one where that cannot be made."""
+    plain = dict if isinstance(kind, Mapping) else tuple if isinstance(kind, tuple) else list
+    if type(kind) is plain or (isinstance(kind, PackedSequence) and not isinstance(items[0], Tensor)):
+        return plain(items)
+    try:
+        return type(kind)(*items) if hasattr(kind, "_fields") else type(kind)(items)
+    except Exception:  # whatever a class of the user's own raises, it must not reach the user's forward
+        return plain(items)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Self
 
+import torch
 from torch import nn
 
 from hookcb.modules import named_modules
@@ -28,7 +29,7 @@ class Coverage:
         hooked: the layers with a hook.
         fired: those whose hook was called.
         silent: the others, each with the likely reason.
-        left_out: what was seen and has no statistics, by path, with its type.
+        left_out: what was seen and is no tensor, or has no statistics, by path, with its type.
         without_grad: layers of which a gradient could not be had, with the reason.
         n_batches: number of batches looked at.
         n_skipped: number of training batches not looked at, as `every` says or as they were cancelled.
@@ -50,14 +51,14 @@ class Coverage:
     n_skipped: int
 
     @classmethod
-    def of(cls, hooks: Iterable["Hook"], left_out: Mapping[str, str], n_batches: int, n_skipped: int) -> Self:
+    def of(cls, hooks: Iterable["Hook"], left_out: dict[str, str], n_batches: int, n_skipped: int) -> Self:
         """What `hooks` have seen in so many batches."""
         hooks = list(hooks)
         return cls(
             hooked=tuple(hook.name for hook in hooks),
             fired=tuple(hook.name for hook in hooks if hook.fired),
             silent={hook.name: hook.why_silent for hook in hooks if not hook.fired},
-            left_out=dict(left_out),
+            left_out={path: kind for hook in hooks for path, kind in hook.left_out.items()} | left_out,
             without_grad={hook.name: hook.without_grad for hook in hooks if hook.without_grad},
             n_batches=n_batches,
             n_skipped=n_skipped,
@@ -103,6 +104,8 @@ def why_not_called(model: nn.Module, name: str) -> str:
     modules = named_modules(model)
     if isinstance(modules.get(name), CONTAINERS):
         return f"a {type(modules[name]).__name__} is never called itself"
+    if isinstance(modules.get(name), torch.jit.ScriptModule):
+        return "TorchScript runs it without hooks"
     if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
         return "MultiheadAttention uses its weights without calling it"
     return NOT_CALLED

@@ -1,15 +1,16 @@
 """Hooks that attach to layers and tensors and come off again."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from fastcore.foundation import L
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookcb.backward import GradientWatch
-from hookcb.batch import concat, map_tensors, to_device
+from hookcb.batch import concat, map_tensors, parts
 from hookcb.taps import (
     EnterTap,
     LeaveTap,
@@ -22,7 +23,7 @@ from hookcb.taps import (
 HookFunc = Callable[..., Any]
 Gate = Callable[[], bool] | None
 Hookable = nn.Module | Tensor
-T = TypeVar("T")
+Call = tuple[int, int]  # when it was, and its index
 
 
 class Hook:
@@ -100,8 +101,11 @@ class Hook:
         self.called = self.fired = False  # the forward has run; hook_func has been called
         self.why_silent = ""
         self.without_grad: str | None = None  # why a gradient could not be had
-        self.results: dict[int, Any] | None = None  # what each call stored since `restart`
-        self._n_calls = 0
+        self.left_out: dict[str, str] = {}  # what in the first output is no tensor, by path
+        self.results: dict[Call, Any] | None = None  # what each call stored since `restart`
+        self.calls: list[Call] = []
+        self.n_without_graph = 0  # calls that gradients could not be followed from
+        self._leaves: Any = WeakTensorKeyDictionary()  # those handed on by the module, each with who waits
         self._stored: Any = None
         self._is_brought = True
         self._taps: list[Tap] = []
@@ -137,34 +141,55 @@ class Hook:
         """Whether it acts now."""
         return self.gate is None or self.gate()
 
-    def next_call(self) -> int:
-        """Index of this call since `restart`, 0 without one."""
-        k = self._n_calls
-        if self.results is not None:  # a counter that only grows would make compiled code compile each time
-            self._n_calls = k + 1
-        return k
+    def next_call(self, time: int = 0) -> Call:
+        """What tells this call from others since `restart`, in their order: by `time`, then as they come."""
+        call = time, len(self.calls)
+        if self.results is not None:  # a list that only grows would make compiled code compile each time
+            self.calls.append(call)
+        return call
 
     def restart(self) -> None:
-        """From now on calls are counted from 0, and `results` keeps what each stored."""
-        self.results, self._n_calls, self._stored = {}, 0, None
+        """From now on calls are counted anew, and `results` keeps what each stored."""
+        self.results, self.calls, self._stored, self.n_without_graph = {}, [], None, 0
 
-    def call(self, m: Any, seen: tuple[Any, ...], k: int) -> Any:
-        """Calls the function on what a tap has seen in the k-th call, and stores what it gives."""
+    def call(self, m: Any, seen: tuple[Any, ...], call: Call) -> Any:
+        """Calls the function on what a tap has seen in that call, and stores what it gives."""
+        if not torch.compiler.is_compiling() and not self.fired and self.is_forward:
+            found = parts(seen[-1], self.name)
+            self.left_out = {path: type(x).__name__ for path, x in found if not isinstance(x, Tensor)}
         if self.detach:
             seen = _detached(seen)
         try:
             result = self.hook_func(m, *seen)
         except Exception as error:
             self.remove()
-            kind = "" if self.name == self.kind else f" ({self.kind})"
-            error.add_note(f"in {self.title}, the hook on {self.name}{kind}, which is removed")
+            error.add_note(f"in {self.title}, the hook on {self.where}, which is removed")
             raise
         self.fired = True
-        self._stored = _detached(result) if self.modify else result
+        if self.modify:
+            self._stored = _detached(result)
+        else:  # a view of the output would show what an in-place successor, ReLU(inplace=True), makes of it
+            self._stored = _copied(result) if self.detach and result is seen[-1] else result
         self._is_brought = False
         if self.results is not None:
-            self.results[k] = self._stored
+            self.results[call] = self._stored
         return result
+
+    def on_leaf(self, x: Tensor, arrive: Callable[[Tensor], Any]) -> None:
+        """Calls `arrive` with the gradient of a leaf, in place of what an earlier call has asked for.
+
+        A hook on a leaf outlives the graph, so there is one that stays, and goes with this hook.
+        """
+        if x not in self._leaves:
+            waiting: list[Callable[[Tensor], Any]] = []
+            handle = x.register_hook(lambda grad: waiting[0](grad))  # type: ignore[no-untyped-call]
+            self._leaves[x] = waiting, handle
+        self._leaves[x][0][:] = [arrive]
+
+    @property
+    def where(self) -> str:
+        """What it is on, for a message."""
+        return self.name if self.name == self.kind else f"{self.name} ({self.kind})"
 
     @property
     def stored(self) -> Any:
@@ -177,9 +202,9 @@ class Hook:
         """What was stored, as it is read: on the CPU or from all ranks, where that was asked for."""
         if self.gather and distributed.is_available() and distributed.is_initialized():
             of_ranks: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(of_ranks, to_device(item, torch.device("cpu")))
+            distributed.all_gather_object(of_ranks, map_tensors(_on_cpu, item))
             return concat(of_ranks)
-        return to_device(item, torch.device("cpu")) if self.cpu else item
+        return map_tensors(_on_cpu, item) if self.cpu else item
 
     @property
     def removed(self) -> bool:
@@ -190,9 +215,10 @@ class Hook:
         """Takes the hook off; a second time does nothing. `stored` stays."""
         for tap in self._taps:
             tap.close()
-        for handle in self._handles:
+        for handle in [*self._handles, *(handle for _, handle in self._leaves.values())]:
             handle.remove()
         self._taps, self._handles = [], []
+        self._leaves.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +227,9 @@ class Hook:
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_taps": [], "_handles": []}  # a copy is on nothing
+        # a copy is on nothing, and has what was stored
+        off: dict[str, Any] = {"_taps": [], "_handles": [], "_leaves": {}, "hook_func": None, "gate": None}
+        return self.__dict__ | off | {"_stored": _detached(self._stored), "results": _detached(self.results)}
 
 
 class Hooks:
@@ -252,8 +280,10 @@ class Hooks:
         """What each call since `restart` has stored, by name: `fc`, or `fc#0`, `fc#1` of several calls."""
         found = {}
         for hook in self.hooks:
-            calls = [hook.bring(value) for _, value in sorted((hook.results or {}).items())]
-            found.update(by_call(hook.name, calls))
+            calls = sorted(hook.calls)
+            for call, value in sorted((hook.results or {}).items()):
+                name = hook.name if len(calls) == 1 else f"{hook.name}#{calls.index(call)}"
+                found[name] = hook.bring(value)
         return found
 
     def restart(self) -> None:
@@ -288,7 +318,7 @@ def hook_output(module: nn.Module, detach: bool = True, cpu: bool = False, grad:
     With `grad` it stores the gradients with respect to the output instead: `stored[0]`, or for an output that
     is a tuple or list, each at its place.
     """
-    return Hook(module, _last_copied if detach else _last, not grad, detach, cpu, pre=grad)
+    return Hook(module, _last, not grad, detach, cpu, pre=grad)
 
 
 def hook_outputs(
@@ -307,25 +337,23 @@ def hook_outputs(
     >>> hooks.stored[-1][0].flatten()
     tensor([1., 1., 1., 1.])
     """
-    return Hooks(modules, _last_copied if detach else _last, not grad, detach, cpu, pre=grad)
-
-
-def by_call(name: str, values: list[T]) -> dict[str, T]:
-    """The values of a layer's calls by name: `fc` of a single call, `fc#0`, `fc#1` of several."""
-    return {name: values[0]} if len(values) == 1 else {f"{name}#{k}": value for k, value in enumerate(values)}
+    return Hooks(modules, _last, not grad, detach, cpu, pre=grad)
 
 
 def _last(module: nn.Module, *seen: Any) -> Any:
     return seen[-1]
 
 
-def _last_copied(module: nn.Module, *seen: Any) -> Any:
-    # a view would show what an in-place successor, such as ReLU(inplace=True), has made of it
-    return map_tensors(Tensor.clone, seen[-1])
+def _copied(item: Any) -> Any:
+    return map_tensors(Tensor.clone, item)
+
+
+def _on_cpu(x: Tensor) -> Tensor:
+    return x if x.is_meta else x.cpu()  # a copy that does not block would be read before it has arrived
 
 
 def _detached(item: Any) -> Any:
-    """`item` with its tensors detached; plain ones and tuples of them quickly, as this comes with each call."""
+    """`item` with its tensors detached; plain ones and tuples of them quickly, as each call does it."""
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return map_tensors(_bare, item)  # a transform of torch.func is at work
     if type(item) is Tensor:
@@ -346,6 +374,10 @@ def _bare(x: Tensor) -> Tensor:
 def _check(hook: Hook, m: Any) -> None:
     if not callable(hook.hook_func):
         raise TypeError(f"hook_func is {hook.hook_func!r:.80}; give a function")
+    if isinstance(m, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{type(m).__name__} is TorchScript, which calls no hooks; hook the module it was made of"
+        )
     if isinstance(m, UninitializedParameter):
         raise ValueError("the parameter is not initialized yet; give its lazy module a first batch before")
     if isinstance(m, Tensor):

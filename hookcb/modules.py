@@ -32,7 +32,9 @@ def find_modules(
     """
     named = named_modules(model)
     if where is None:
-        leaves = {name: m for name, m in named.items() if is_leaf(m)}
+        leaves = {
+            name: m for name, m in named.items() if is_leaf(m) and not isinstance(m, torch.jit.ScriptModule)
+        }
         found = {name: m for name, m in leaves.items() if include_paramless or has_params(m)}
         if not found:
             raise LookupError(

@@ -1,9 +1,11 @@
 """What is registered on modules and tensors: it leads to a `Hook`; a copy or pickle of it leads nowhere."""
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +29,14 @@ class Tap:
         hook = self.hook
         if hook is None or (hook.gate is not None and not hook.gate()):
             return None
-        result = hook.call(module, seen, hook.next_call())
+        try:
+            result = hook.call(module, seen, hook.next_call())
+        except Exception as failure:
+            own = _raised_by_forward(sys._getframe(1)) if hook.always_call else None
+            if own is None:
+                raise
+            own.add_note(f"then the hook on {hook.where} failed too: {failure!r}")
+            return None
         return result if hook.modify else None
 
     def close(self) -> None:
@@ -38,6 +47,16 @@ class Tap:
         return type(self), ()
 
 
+def _raised_by_forward(caller: FrameType) -> BaseException | None:
+    """The exception of the forward after which `caller`, Module._call_impl, still calls hooks."""
+    error = sys.exc_info()[1]  # the hook's own, which came while the forward's was being handled
+    while error is not None:
+        if error.__traceback__ is not None and error.__traceback__.tb_frame is caller:
+            return error
+        error = error.__context__
+    return None
+
+
 class ParameterTap(Tap):
     """On a leaf tensor: calls the hook when a gradient has been accumulated in its `.grad`."""
 
@@ -45,6 +64,7 @@ class ParameterTap(Tap):
         """Called with the tensor that now has a gradient."""
         grad = super().__call__(param, param.grad)  # type: ignore[arg-type]
         if grad is not None:
+            check_gradient(self.hook, grad, param)
             param.grad = grad
 
 
@@ -57,7 +77,28 @@ class TensorTap(Tap):
 
     def __call__(self, grad: Tensor) -> Any:  # type: ignore[override]  # torch calls it with the gradient alone
         """Called with the gradient."""
-        return super().__call__(self.tensor and self.tensor(), grad)  # type: ignore[arg-type]
+        new = super().__call__(self.tensor and self.tensor(), grad)  # type: ignore[arg-type]
+        if new is not None:
+            check_gradient(self.hook, new, grad)
+        return new
+
+
+def check_gradient(hook: "Hook | None", new: Any, grad: Tensor) -> None:
+    """Refuses what cannot take the place of `grad`.
+
+    Raises:
+        TypeError, ValueError: that name the hook, which torch's own error does not.
+    """
+    if hook is None:
+        return
+    who = f"{hook.title}, the hook on {hook.where},"
+    if not isinstance(new, Tensor):
+        raise TypeError(f"{who} returned {new!r:.80} for a gradient; return a tensor")
+    if new.shape != grad.shape:
+        raise ValueError(
+            f"{who} returned a gradient of shape {tuple(new.shape)} for one of "
+            f"shape {tuple(grad.shape)}; return one of the same shape, or None to leave it"
+        )
 
 
 class EnterTap(Tap):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from hookcb.batch import parts
 from hookcb.callbacks.hook import HookCallback
-from hookcb.hooks import by_call
 from hookcb.modules import Where
 from hookcb.stats import LAYER_STATS, has_stats, layer_stats
 
@@ -93,7 +92,11 @@ class ActivationStats(HookCallback):
     def after_batch(self) -> None:
         super().after_batch()
         if self._batch:
-            rows = {n: row for path, calls in self._batch.items() for n, row in by_call(path, calls).items()}
+            rows = {
+                path if len(calls) == 1 else f"{path}#{k}": row
+                for path, calls in self._batch.items()
+                for k, row in enumerate(calls)
+            }
             names, device = list(rows), next(iter(rows.values())).device
             self._waiting.append((names, torch.stack([row.to(device) for row in rows.values()])))
             self.names += [name for name in names if name not in self.names]

@@ -35,8 +35,7 @@ class HookCallback(SamplingCallback):
         coverage: what was looked at; a callback that saw nothing in its first batch warns.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be; when a fit begins, for a DataParallel.
-        LookupError: when a fit begins, where `modules` selects nothing.
+        TypeError, ValueError, LookupError: for what cannot be hooked, `modules` that are not there among it.
 
     >>> from hookcb import HookCallback, synth_learner
     >>> learn = synth_learner()
@@ -71,8 +70,8 @@ class HookCallback(SamplingCallback):
             raise TypeError(f"{kind} has no function to call; define hook(self, m, i, o), or pass hook=")
         self.modules, self.remove_end, self.is_forward = modules, remove_end, is_forward
         self.include_paramless, self._function = include_paramless, hook
-        self._options = {"detach": detach, "cpu": cpu, "pre": pre, "modify": modify, "prepend": prepend}
-        self._options |= {"with_kwargs": with_kwargs, "always_call": always_call}
+        self._options = {"is_forward": is_forward, "detach": detach, "cpu": cpu, "pre": pre, "modify": modify}
+        self._options |= {"prepend": prepend, "with_kwargs": with_kwargs, "always_call": always_call}
         self._acts_in: bool | None = None  # the value of `training` it acts in, None while it does not
         self.layers: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
@@ -88,8 +87,7 @@ class HookCallback(SamplingCallback):
         self.layers, self.left_out = find_modules(self.model, self.modules, self.include_paramless), {}
         self._names = {id(m): name or type(m).__name__ for name, m in self.layers.items()}
         make_ready_for_hooks(self.model)
-        function = self._function or self.hook
-        self.hooks = Hooks(self.layers, function, self.is_forward, gate=self._acts, **self._options)
+        self.hooks = Hooks(self.layers, self._function or self.hook, gate=self._acts, **self._options)
         introduce(self.hooks, self.model, f"{type(self).__name__}.hook")
 
     def before_train(self) -> None:
@@ -104,6 +102,9 @@ class HookCallback(SamplingCallback):
     def before_backward(self) -> None:
         if self.is_forward:  # for a forward from here on is recomputation under activation checkpointing
             self._acts_in = None
+
+    def after_cancel_backward(self) -> None:
+        self.is_looking = self.is_looking and self.is_forward
 
     def after_backward(self) -> None:
         self._acts_in = None
@@ -146,5 +147,4 @@ class HookCallback(SamplingCallback):
         return self._acts_in is self.learn.training  # which differs in a validation in the middle of a batch
 
     def __getstate__(self) -> dict[str, Any]:
-        # the model is not the callback's to take along
-        return super().__getstate__() | {"hooks": None, "layers": {}, "_names": {}}
+        return super().__getstate__() | {"layers": {}, "_names": {}}  # the model is not its to take along
