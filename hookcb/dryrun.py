@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hookcb.batch import map_leaves
 from hookcb.hooks import hook_outputs
@@ -34,6 +34,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
             stack.enter_context(silenced(model))
             stack.enter_context(_in_eval_mode(model))
             stack.enter_context(_on_copies_of_buffers(model))
+            stack.enter_context(_on_other_gradients(model))
+            stack.enter_context(_without_max_norm(model))
             yield
     finally:
         random.setstate(numbers)
@@ -54,13 +56,23 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
-    """Not putting values back afterwards: a graph may have saved the buffer itself for its backward."""
+    """Not putting values back afterwards: a graph may have saved the buffer itself for its backward.
+
+    Only a buffer that was written to all the same, through another reference, gets its value back.
+    """
     copies: dict[int, Tensor] = {}
-    before = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
+    values: list[tuple[Tensor, int, Tensor]] = []
+    plain = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    before = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in plain]
     for m, buffers, _ in before:
         for name, x in buffers.items():
-            if x is not None and not isinstance(x, UninitializedBuffer):
-                m._buffers[name] = copies.setdefault(id(x), x.detach().clone())
+            if x is None or isinstance(x, UninitializedBuffer):
+                continue
+            if id(x) not in copies:
+                copies[id(x)] = x.detach().clone()
+                if not x.is_inference():
+                    values.append((x, x._version, x.detach().clone()))
+            m._buffers[name] = copies[id(x)]
     try:
         yield
     finally:
@@ -68,6 +80,36 @@ def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
             m._buffers.clear()
             m._buffers.update(buffers)
             m._non_persistent_buffers_set = non_persistent
+        for x, version, value in values:
+            if x._version != version:
+                x.detach().copy_(value)
+
+
+@contextmanager
+def _on_other_gradients(model: nn.Module) -> Iterator[None]:
+    """Some models take gradients in their forward; those that wait for a step stay apart."""
+    params = [p for p in model.parameters() if not isinstance(p, UninitializedParameter)]
+    grads = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+
+
+@contextmanager
+def _without_max_norm(model: nn.Module) -> Iterator[None]:
+    """Embeddings with a largest norm write to their weights in each forward, in eval mode too."""
+    limited = [(m, m.max_norm) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    for m, _ in limited:
+        m.max_norm = None
+    try:
+        yield
+    finally:
+        for m, max_norm in limited:
+            m.max_norm = max_norm
 
 
 @contextmanager

@@ -277,9 +277,10 @@ class _Trace:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Notes what runs in a `with` block; to an error it adds where it came from."""
+        plain = {name: m for name, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)}
         with (
-            Hooks(self.modules, self.enter, detach=False, pre=True),
-            Hooks(self.modules, self.leave, detach=False),
+            Hooks(plain, self.enter, detach=False, pre=True),
+            Hooks(plain, self.leave, detach=False),
             self.flops,
         ):
             try:
@@ -406,7 +407,9 @@ def _first_inputs(learn: "Learner") -> tuple[Any, ...]:
 @contextmanager
 def _kept_generators(loader: Any) -> Iterator[None]:
     """Puts back the random generators that a DataLoader and its sampler were given."""
-    own = [getattr(holder, "generator", None) for holder in (loader, getattr(loader, "sampler", None))]
+    batches = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    own = [getattr(holder, "generator", None) for holder in holders]
     states = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
     try:
         yield
