@@ -1,0 +1,580 @@
+"""Layers and models that real code has and hooks trip over; each takes float32 (4, 4) and gives a tensor."""
+
+import collections
+import copy
+import warnings
+from collections import UserDict, namedtuple
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+D = 4
+Pair = namedtuple("Pair", "y z")
+
+
+@dataclass
+class Out:
+    logits: torch.Tensor
+    state: object = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: torch.Tensor
+    state: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    logits: torch.Tensor
+    state: object = None
+
+
+@dataclass
+class NoInit:
+    """Its constructor does not take what it holds, and one of its properties fails."""
+
+    n: int
+    logits: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        assert self.n == 3
+        self.logits = None
+
+    @property
+    def angry(self):
+        raise RuntimeError("nobody asked for this property")
+
+
+class OddTuple(tuple):
+    """A tuple whose constructor takes two arguments."""
+
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+
+class Angry:
+    """Does not like to be looked at."""
+
+    def __init__(self, t):
+        object.__setattr__(self, "t", t)
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"no {name} here")
+
+    def _fail(self, *args):
+        raise RuntimeError("leave me alone")
+
+    __len__ = __iter__ = __eq__ = __bool__ = __getitem__ = __repr__ = _fail
+    __hash__ = object.__hash__
+
+
+class Sub(torch.Tensor):
+    """A tensor subclass that adds nothing."""
+
+
+class Layer(nn.Module):
+    """Calls `f(self, …)`; has a Linear to give it parameters and a child."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.fc = nn.Linear(D, D)
+        self.f = f
+
+    def forward(self, *args, **kwargs):
+        return self.f(self, *args, **kwargs)
+
+
+class Around(nn.Module):
+    """Linear, a layer under test, and a Linear of what `pick` makes of its output."""
+
+    def __init__(self, f, pick):
+        super().__init__()
+        self.before, self.odd, self.after = nn.Linear(D, D), Layer(f), nn.Linear(D, D)
+        self.pick = pick
+
+    def forward(self, x):
+        h = self.before(x)
+        return self.after(self.pick(self.odd(h), h))
+
+
+def quietly(f, *args, **kwargs):
+    """For prototype features of torch, which warn where they are made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return f(*args, **kwargs)
+
+
+def no_init(s, x):
+    out = NoInit(3)
+    out.logits = s.fc(x)
+    return out
+
+
+def cyclic(s, x):
+    out = [s.fc(x)]
+    out.append(out)
+    return out
+
+
+def deep(s, x):
+    out = s.fc(x)
+    for _ in range(3000):
+        out = [out]
+    return out
+
+
+def undeep(o, h):
+    while isinstance(o, list):
+        o = o[0]
+    return o
+
+
+def jagged(s, x):
+    return torch.nested.nested_tensor_from_jagged(s.fc(x), offsets=torch.tensor([0, 1, 4]))
+
+
+def quantized(s, x):
+    return quietly(torch.quantize_per_tensor, s.fc(x).detach(), 0.1, 0, torch.quint8)
+
+
+def first(o, h):
+    return o[0]
+
+
+def logits(o, h):
+    return o.logits
+
+
+def itself(o, h):
+    return o
+
+
+# what a layer returns, and what the model makes of it (o: the output, h: the layer's input)
+OUTPUTS = {
+    "tensor": (lambda s, x: s.fc(x), itself),
+    "tuple": (lambda s, x: (s.fc(x), x * 2), lambda o, h: o[0] * 3 + o[1]),
+    "tuple_of_one": (lambda s, x: (s.fc(x),), first),
+    "empty_tuple": (lambda s, x: (), lambda o, h: h),
+    "list": (lambda s, x: [s.fc(x), x.tanh(), None], lambda o, h: o[0] * 3 + o[1]),
+    "nested": (
+        lambda s, x: [s.fc(x), {"a": (x.tanh(), None, 3), "b": []}],
+        lambda o, h: o[0] * 3 + o[1]["a"][0],
+    ),
+    "partly_used": (lambda s, x: (s.fc(x), x.tanh(), (x.exp(), x.sin())), lambda o, h: o[0] + o[2][1]),
+    "namedtuple": (lambda s, x: Pair(s.fc(x), x.tanh()), lambda o, h: o.y * 3 + o.z),
+    "dict": (lambda s, x: {"logits": s.fc(x), "n": 3}, lambda o, h: o["logits"]),
+    "ordered_dict": (
+        lambda s, x: collections.OrderedDict(z=s.fc(x), a=x.tanh()),
+        lambda o, h: o["z"] * 3 + o["a"],
+    ),
+    "dict_with_odd_keys": (
+        lambda s, x: {1: s.fc(x), (2, 3): x.tanh(), None: x.exp()},
+        lambda o, h: o[1] + o[2, 3] + o[None],
+    ),
+    "dict_of_dict": (lambda s, x: {"a": {"b": s.fc(x)}}, lambda o, h: o["a"]["b"]),
+    "dataclass": (lambda s, x: Out(s.fc(x), (x.tanh(), 3)), lambda o, h: o.logits * 3 + o.state[0]),
+    "frozen_dataclass": (lambda s, x: Frozen(s.fc(x), [x.tanh()]), lambda o, h: o.logits * 3 + o.state[0]),
+    "slotted_dataclass": (
+        lambda s, x: Slotted(s.fc(x), {"h": x.tanh()}),
+        lambda o, h: o.logits + o.state["h"],
+    ),
+    "dataclass_with_another_init": (no_init, logits),
+    "return_type_of_max": (lambda s, x: torch.max(s.fc(x), 1), lambda o, h: h * o.values[:, None]),
+    "tuple_with_another_init": (lambda s, x: OddTuple(s.fc(x), x.tanh()), lambda o, h: o[0] * 3 + o[1]),
+    "user_dict": (lambda s, x: UserDict(a=s.fc(x)), lambda o, h: o["a"]),
+    "same_tensor_twice": (lambda s, x: (lambda y: (y, y))(s.fc(x)), lambda o, h: o[0] * 3 + o[1].tanh()),
+    "none": (lambda s, x: None, lambda o, h: h),
+    "bool": (lambda s, x: s.fc(x) > 0, lambda o, h: torch.where(o, h, -h)),
+    "int": (lambda s, x: s.fc(x).argmax(1), lambda o, h: h[o]),
+    "float8": (lambda s, x: s.fc(x).detach().to(torch.float8_e4m3fn), lambda o, h: h + o.float()),
+    "bfloat16": (lambda s, x: s.fc(x).bfloat16(), lambda o, h: o.float()),
+    "float64": (lambda s, x: s.fc(x).double(), lambda o, h: o.float()),
+    "complex": (lambda s, x: torch.complex(s.fc(x), x), lambda o, h: o.real * 3 + o.imag),
+    "sparse": (lambda s, x: s.fc(x).relu().to_sparse(), lambda o, h: o.to_dense()),
+    "sparse_csr": (lambda s, x: quietly(s.fc(x).detach().to_sparse_csr), lambda o, h: h + o.to_dense()),
+    "nested_tensor": (jagged, lambda o, h: o.values()),
+    "quantized": (quantized, lambda o, h: h + o.dequantize()),
+    "meta": (lambda s, x: s.fc(x).to("meta"), lambda o, h: h),
+    "empty": (lambda s, x: s.fc(x)[:0], lambda o, h: h + o.sum()),
+    "zero_d": (lambda s, x: s.fc(x).sum(), lambda o, h: h * o),
+    "one_element": (lambda s, x: s.fc(x)[:1, :1], lambda o, h: h * o),
+    "number": (lambda s, x: 3.0, lambda o, h: h * o),
+    "string": (lambda s, x: "three", lambda o, h: h * len(o)),
+    "object": (lambda s, x: object(), lambda o, h: h),
+    "angry_object": (lambda s, x: Angry(s.fc(x)), lambda o, h: object.__getattribute__(o, "t")),
+    "generator": (lambda s, x: (t for t in (s.fc(x), x.tanh())), lambda o, h: sum(o)),
+    "set": (lambda s, x: {s.fc(x)}, lambda o, h: next(iter(o))),
+    "cyclic_list": (cyclic, first),
+    "deep_list": (deep, undeep),
+    "module": (lambda s, x: s.fc, lambda o, h: o(h)),
+    "own_parameter": (lambda s, x: s.fc.weight, lambda o, h: o + h),
+    "fresh_leaf": (lambda s, x: torch.ones(D, D, requires_grad=True), lambda o, h: o * h),
+    "its_input": (lambda s, x: x, itself),
+    "its_input_and_more": (lambda s, x: (x, s.fc(x)), lambda o, h: o[0] + o[1]),
+    "detached": (lambda s, x: s.fc(x).detach(), lambda o, h: o + h),
+    "view": (lambda s, x: s.fc(x).view(2, -1), lambda o, h: o.view(D, D)),
+    "expanded": (lambda s, x: s.fc(x)[:1].expand(D, D), itself),
+    "views_of_chunk": (lambda s, x: s.fc(x).chunk(2, 1), lambda o, h: torch.cat(o, 1)),
+    "unbound": (lambda s, x: s.fc(x).unbind(), lambda o, h: torch.stack(o)),
+    "tensor_subclass": (lambda s, x: s.fc(x).as_subclass(Sub), lambda o, h: o.as_subclass(torch.Tensor)),
+}
+
+
+def step(f):
+    """What comes after the layer's output, in place."""
+    return (lambda s, x: s.fc(x), lambda o, h: f(o))
+
+
+def add_to_item(o):
+    o[0].mul_(2)
+    return o[0] + o[1]
+
+
+def in_no_grad(o):
+    with torch.no_grad():
+        o.clamp_(-1, 1)
+    return o
+
+
+def of_view(o):
+    o[:, 0].mul_(3)
+    return o
+
+
+def of_transposed(o):
+    o.t().sigmoid_()
+    return o
+
+
+def of_data(o):
+    o.data.mul_(2)
+    return o
+
+
+def masked(o):
+    o[o > 0] = 0
+    return o
+
+
+def through_detach(o):
+    o.detach().add_(1)
+    return o
+
+
+IN_PLACE = {
+    "relu": step(lambda o: F.relu(o, inplace=True)),
+    "augmented_assignment": step(lambda o: o.__iadd__(1)),
+    "twice": step(lambda o: o.mul_(2).sigmoid_()),
+    "after_a_use": step(lambda o: o.sum() + o.mul_(2)),
+    "view": step(of_view),
+    "transposed_view": step(of_transposed),
+    "mask": step(masked),
+    "no_grad": step(in_no_grad),
+    "data": step(of_data),
+    "detached": step(through_detach),
+    "item_of_a_tuple": (lambda s, x: (s.fc(x), x.tanh()), lambda o, h: add_to_item(o)),
+    "item_of_a_dict": (lambda s, x: {"a": s.fc(x)}, lambda o, h: o["a"].mul_(2)),
+    "view_output": (lambda s, x: s.fc(x).flatten(), lambda o, h: o.relu_().view(D, D)),
+    "view_of_input": (lambda s, x: x.flatten(), lambda o, h: F.relu(o, inplace=True).view(D, D)),
+    "slice_output": (
+        lambda s, x: s.fc(x)[:, 1:],
+        lambda o, h: h[:, 1:].mul(o.sigmoid_()).repeat(1, 2)[:, :D],
+    ),
+    "output_is_input": (lambda s, x: x, lambda o, h: o.mul_(2)),
+    "input_inside": (lambda s, x: s.fc(x.mul_(2)), itself),
+    "input_as_output": (lambda s, x: x.mul_(2), itself),
+    "input_after_the_call": (lambda s, x: x.tanh(), lambda o, h: o + h.mul_(2)),
+    "output_through_base": (
+        lambda s, x: s.fc(x).t(),
+        lambda o, h: o._base.mul_(2) if o._base is not None else o,
+    ),
+}
+
+
+class Plain(nn.Module):
+    """A module made of a function `f(self, x)` and named children."""
+
+    def __init__(self, f, **children):
+        super().__init__()
+        self.f = f
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args, **kwargs):
+        return self.f(self, *args, **kwargs)
+
+
+def lin():
+    return nn.Linear(D, D)
+
+
+def attend(s, x):
+    """Uses its input three times."""
+    q, k, v = s.q(x), s.k(x), s.v(x)
+    return (q @ k.t()).softmax(1) @ v
+
+
+class Recursive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = lin()
+
+    def forward(self, x, n=2):
+        return self(self.fc(x).tanh(), n - 1) if n else x
+
+
+class SquareFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
+def force(s, x):
+    """Differentiates its own output with respect to its input, as models of atoms do."""
+    x = x if x.requires_grad else x.clone().requires_grad_()
+    energy = s.inner(x).tanh().sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def differing_by_identity(s, a, b):
+    return s.fc(a) * 2 if a is b else s.fc(a) + s.fc(b) * 3
+
+
+def tagged(s, x):
+    h = s.before(x)
+    h.tag = 3
+    return s.reads(h)
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+def lstm(s, x):
+    out, (_h, _c) = s.rnn(x[None])
+    return out[0]
+
+
+def packed(s, x):
+    p = pack_padded_sequence(x[None].expand(2, D, D), [D, 2], batch_first=True)
+    out, _ = s.rnn(p)
+    return pad_packed_sequence(out, batch_first=True)[0].sum(0)
+
+
+def autocast(s, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return s.b(s.a(x).relu()).float()
+
+
+def with_no_grad(s, x):
+    with torch.no_grad():
+        x = s.a(x)
+    return s.b(x)
+
+
+MODELS = {
+    "residual": lambda: Plain(lambda s, x: (lambda h: h + s.b(h))(s.a(x)), a=lin(), b=lin()),
+    "residual_around_attention": lambda: Plain(
+        lambda s, x: (lambda h: h + s.attn(h) + s.attn(h * 2))(s.stem(x)),
+        stem=lin(),
+        attn=Plain(attend, q=lin(), k=lin(), v=lin()),
+    ),
+    "post_activation_resnet": lambda: Plain(
+        lambda s, x: (lambda h: F.relu(s.bn(s.b(h)).__iadd__(h), inplace=True))(s.act(s.a(x))),
+        a=lin(),
+        act=nn.ReLU(inplace=True),
+        b=lin(),
+        bn=nn.BatchNorm1d(D),
+    ),
+    "in_place_modules": lambda: nn.Sequential(
+        lin(), nn.ReLU(inplace=True), lin(), nn.SiLU(inplace=True), nn.Dropout(0.3, inplace=True), lin()
+    ),
+    "in_place_twice": lambda: nn.Sequential(lin(), nn.LeakyReLU(inplace=True), nn.SiLU(inplace=True), lin()),
+    "flatten_then_in_place": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, D, 2), nn.Flatten(), nn.ReLU(inplace=True), lin()
+    ),
+    "in_place_at_the_start": lambda: nn.Sequential(nn.Identity(), nn.ReLU(inplace=True), lin()),
+    "shared": lambda: Plain(lambda s, x: s.fc(s.fc(x).tanh()), fc=lin()),
+    "recursive": Recursive,
+    "same_input_twice": lambda: Plain(
+        lambda s, x: (lambda h: s.two(h, h))(s.a(x)), a=lin(), two=nn.Bilinear(D, D, D)
+    ),
+    "differs_by_identity": lambda: Plain(
+        lambda s, x: (lambda h: s.two(h, h) + s.two(h, h * 2))(s.a(x)),
+        a=lin(),
+        two=Layer(differing_by_identity),
+    ),
+    "reads_attribute_of_input": lambda: Plain(
+        tagged, before=lin(), reads=Plain(lambda s, x: s.fc(x) * x.tag, fc=lin())
+    ),
+    "parameter_as_input": lambda: Plain(
+        lambda s, x: s.takes(s.fc.weight, x=x),
+        fc=lin(),
+        takes=Plain(lambda s, w, x: (w @ x) * isinstance(w, nn.Parameter) * 2),
+    ),
+    "keyword_inputs": lambda: Plain(
+        lambda s, x: s.takes(a=s.fc(x), b={"c": [x, s.fc(x).tanh()]}),
+        fc=lin(),
+        takes=Plain(lambda s, a, b: s.fc(a) + b["c"][0] * b["c"][1], fc=lin()),
+    ),
+    "takes_a_generator": lambda: Plain(
+        lambda s, x: s.takes(t for t in (s.fc(x), x)), fc=lin(), takes=Plain(lambda s, it: sum(it))
+    ),
+    "returns_what_it_changed": lambda: Plain(
+        lambda s, x: (lambda d: (s.writes(d), d["y"])[1])({"x": s.fc(x)}),
+        fc=lin(),
+        writes=Plain(lambda s, d: d.update(y=s.fc(d["x"])), fc=lin()),
+    ),
+    "inner_gradient": lambda: Plain(
+        lambda s, x: s.force(s.a(x)),
+        a=lin(),
+        force=Plain(force, inner=nn.Sequential(lin(), nn.Tanh(), lin())),
+    ),
+    "custom_function": lambda: Plain(
+        lambda s, x: s.sq(s.fc(x)), fc=lin(), sq=Plain(lambda s, x: SquareFunction.apply(x))
+    ),
+    "reentrant_checkpoint": lambda: Plain(
+        lambda s, x: s.c(checkpoint(s.block, s.a(x), use_reentrant=True)),
+        a=lin(),
+        block=nn.Sequential(lin(), nn.Dropout(0.3), nn.ReLU(inplace=True), lin()),
+        c=lin(),
+    ),
+    "checkpoint": lambda: Plain(
+        lambda s, x: s.c(checkpoint(s.block, s.a(x), use_reentrant=False)),
+        a=lin(),
+        block=nn.Sequential(lin(), nn.Dropout(0.3), nn.ReLU(inplace=True), lin()),
+        c=lin(),
+    ),
+    "nested_checkpoint": lambda: Plain(
+        lambda s, x: checkpoint(
+            lambda y: s.b(checkpoint(s.a, y, use_reentrant=False)).tanh(), x, use_reentrant=False
+        ),
+        a=lin(),
+        b=lin(),
+    ),
+    "attention": lambda: Plain(
+        lambda s, x: (lambda h: s.mha(h, h, h)[0])(s.a(x)), a=lin(), mha=nn.MultiheadAttention(D, 2)
+    ),
+    "transformer_layer": lambda: Plain(
+        lambda s, x: s.enc(x[None])[0], enc=nn.TransformerEncoderLayer(D, 2, 8, dropout=0.1, batch_first=True)
+    ),
+    "lstm": lambda: Plain(lstm, rnn=nn.LSTM(D, D, num_layers=2, dropout=0.1)),
+    "packed_lstm": lambda: Plain(packed, rnn=nn.LSTM(D, D, batch_first=True)),
+    "sparse_embedding": lambda: Plain(
+        lambda s, x: s.fc(s.emb((x > 0).long().sum(1))), emb=nn.Embedding(9, D, sparse=True), fc=lin()
+    ),
+    "spectral_norm": lambda: nn.Sequential(
+        torch.nn.utils.parametrizations.spectral_norm(lin()), nn.ReLU(), lin()
+    ),
+    "norm_and_dropout": lambda: nn.Sequential(lin(), nn.BatchNorm1d(D), nn.ReLU(), nn.Dropout(0.3), lin()),
+    "autocast": lambda: Plain(autocast, a=lin(), b=lin()),
+    "no_grad_part": lambda: Plain(with_no_grad, a=lin(), b=lin()),
+    "frozen_first": lambda: nn.Sequential(frozen(lin()), nn.ReLU(), lin()),
+    "frozen_in_the_middle": lambda: nn.Sequential(lin(), frozen(lin()), nn.ReLU(inplace=True), lin()),
+    "frozen_all_but_the_input": lambda: Plain(
+        lambda s, x: s.fc(x.clone().requires_grad_()), fc=frozen(lin())
+    ),
+    "unused_layer": lambda: Plain(lambda s, x: s.a(x), a=lin(), unused=lin()),
+    "called_through_forward": lambda: Plain(lambda s, x: s.b(s.a.forward(x)), a=lin(), b=lin()),
+    "unused_output": lambda: Plain(lambda s, x: (s.a(x), s.b(x))[1], a=lin(), b=lin()),
+}
+MODELS |= {f"returns_{name}": lambda parts=parts: Around(*parts) for name, parts in OUTPUTS.items()}
+MODELS |= {f"in_place_{name}": lambda parts=parts: Around(*parts) for name, parts in IN_PLACE.items()}
+
+
+def make(name, seed=0):
+    """A model of the zoo, always with the same weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return MODELS[name]()
+
+
+def make_input(seed=1):
+    return torch.randn(D, D, generator=torch.Generator().manual_seed(seed))
+
+
+def run(model, n=2, seed=2):
+    """Outputs of `n` forward and backward passes, and what they leave: gradients, buffers, random state."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    outs = []
+    for k in range(n):
+        out = model(make_input(k))
+        outs.append(out.detach().clone())
+        if out.requires_grad:
+            (out * (out + 1)).sum().backward()
+    grads = {
+        name: None if p.grad is None else p.grad.to_dense().clone() for name, p in model.named_parameters()
+    }
+    return {
+        "outs": outs,
+        "grads": grads,
+        "buffers": copy.deepcopy(dict(model.named_buffers())),
+        "rng": torch.get_rng_state(),
+    }
+
+
+def alike(a, b):
+    """Whether two nested things have the same types and, to the bit, the same values."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return alike_tensors(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, (dict, UserDict)):
+        return list(a) == list(b) and all(alike(a[k], b[k]) for k in a)
+    if hasattr(a, "__dataclass_fields__"):
+        return all(alike(getattr(a, k), getattr(b, k)) for k in a.__dataclass_fields__)
+    return a is b or bool(a == b)
+
+
+def alike_tensors(a, b):
+    if (a.dtype, a.shape, a.layout, a.device) != (b.dtype, b.shape, b.layout, b.device):
+        return a.is_nested and b.is_nested and all(map(torch.equal, a.unbind(), b.unbind()))
+    if a.device.type == "meta":
+        return True
+    if a.is_nested:
+        return len(a.unbind()) == len(b.unbind()) and all(map(torch.equal, a.unbind(), b.unbind()))
+    if a.is_quantized:
+        return torch.equal(a.int_repr(), b.int_repr())
+    if a.layout is not torch.strided:
+        return torch.equal(a.to_dense(), b.to_dense())
+    if a.dtype is torch.float8_e4m3fn:
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return torch.equal(a, b)
+
+
+def flat(out, path=()):
+    """The tensors of a nested output as {path: tensor}; independent of the library's own walk."""
+    if isinstance(out, torch.Tensor):
+        return {path: out}
+    if isinstance(out, (dict, UserDict)):
+        items = list(out.items())
+    elif isinstance(out, (tuple, list)):
+        items = list(enumerate(out))
+    elif hasattr(out, "__dataclass_fields__"):
+        items = [(k, getattr(out, k)) for k in out.__dataclass_fields__]
+    else:
+        return {}
+    return {p: t for k, v in items for p, t in flat(v, (*path, k)).items()}
+
+
+def at(structure, path):
+    """The item of a structure at a path, by attribute where there is one, else by key."""
+    for key in path:
+        structure = (
+            getattr(structure, key) if isinstance(key, str) and hasattr(structure, key) else structure[key]
+        )
+    return structure
