@@ -1,12 +1,13 @@
 """What hooks cost: ratios to a plain training step on the three workloads, with fastai and PyTorch beside.
 
-    python benchmarks/hooks.py [mlp] [resnet] [transformer] [--rounds 9]
+    python benchmarks/hooks.py [--only mlp resnet transformer] [--rounds 9]
 
 Hooks are on all leaves. fastai is left out where it is not installed.
 """
 
 import argparse
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -88,16 +89,18 @@ def contestant(workload: Workload, hooks: Callable[[nn.Module], Any]) -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=list(WORKLOADS))
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="workloads")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    # that the inputs of the first layer need no gradient is known
+    warnings.filterwarnings("ignore", "Full backward hook is firing")
     chosen = {
         name: hooks
         for name, hooks in CONTESTANTS.items()
         if not name.startswith("fastai") or importlib.util.find_spec("fastai")
     }
-    for name in args.workloads:
+    for name in args.only:
         workload = WORKLOADS[name]
         runs = {who: contestant(workload, hooks) for who, hooks in chosen.items()}
         compare(workload.title, runs, workload.steps, args.rounds)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookcb.batch import is_container, map_leaves, parts
 from hookcb.taps import check_gradient
@@ -37,10 +38,11 @@ class GradientWatch:
     def __init__(self, hook: "Hook", outputs_only: bool) -> None:
         self.hook, self.outputs_only = hook, outputs_only
         self.running: list[_Call | None] = []  # whose forward is running, the innermost last
+        self.leaves: Any = WeakTensorKeyDictionary()  # that the module has put out, each with who waits
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before the forward, which may change its inputs in place."""
-        call = _Call(self.hook, module, self.outputs_only) if self.hook.is_open() else None
+        call = _Call(self, module) if self.hook.is_open() else None
         if call is not None:
             call.take_inputs(args, kwargs)
         self.running.append(call)
@@ -48,11 +50,28 @@ class GradientWatch:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After the forward; also where it has raised, then `output` is None."""
         if self.outputs_only:
-            call = _Call(self.hook, module, self.outputs_only) if self.hook.is_open() else None
+            call = _Call(self, module) if self.hook.is_open() else None
         else:  # attached in the middle of the forward, it has not seen it begin
             call = self.running.pop() if self.running else None
         if call is not None:
             call.take_outputs(output)
+
+    def on_leaf(self, x: Tensor, arrive: Callable[[Tensor], Any]) -> None:
+        """Calls `arrive` with the gradient of a leaf, in place of what an earlier call has asked for.
+
+        A hook on a leaf outlives the graph, so there is one that stays, until this is closed.
+        """
+        if x not in self.leaves:
+            waiting: list[Callable[[Tensor], Any]] = []
+            handle = x.register_hook(lambda grad: waiting[0](grad))  # type: ignore[no-untyped-call]
+            self.leaves[x] = waiting, handle
+        self.leaves[x][0][:] = [arrive]
+
+    def close(self) -> None:
+        """Waits for nothing more."""
+        for _, handle in self.leaves.values():
+            handle.remove()
+        self.leaves.clear()
 
 
 class _Slot:
@@ -65,8 +84,8 @@ class _Slot:
 class _Call:
     """One call of a module, and the gradients that have come of it."""
 
-    def __init__(self, hook: "Hook", module: nn.Module, outputs_only: bool) -> None:
-        self.hook, self.module, self.outputs_only = hook, module, outputs_only
+    def __init__(self, watch: GradientWatch, module: nn.Module) -> None:
+        self.watch, self.hook, self.module = watch, watch.hook, module
         self.tensors: list[Tensor] = []  # that need a gradient, by slot; let go of when the forward is over
         self.seen: list[Any] = []  # inputs, keyword inputs, outputs: each with slots for such tensors
         self.targets: Targets = {}  # where inputs get their gradients, with slots
@@ -126,13 +145,13 @@ class _Call:
         """Waits for the gradient of an output; gives the inputs that it is, handed through as they came."""
         same = self.targets.get(_edge(x), [])
         arrive: Callable[[Tensor], Tensor | None]
-        if self.hook.modify and (self.outputs_only or same):
+        if self.hook.modify and (self.watch.outputs_only or same):
             arrive = partial(self._replaced, [*same, slot])
         else:
             self._await()
             arrive = partial(self._arrive_at, [slot, *same])
         if x.grad_fn is None:
-            self.hook.on_leaf(x, arrive)
+            self.watch.on_leaf(x, arrive)
         else:
             x.register_hook(arrive)  # type: ignore[no-untyped-call]
         return same

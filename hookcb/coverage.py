@@ -88,8 +88,9 @@ class Coverage:
 
 def introduce(hooks: Iterable["Hook"], model: nn.Module, title: str) -> None:
     """Tells hooks on layers of `model` what their function is called, and why a layer may stay silent."""
+    modules = named_modules(model)
     for hook in hooks:
-        hook.title, hook.why_silent = title, why_not_called(model, hook.name)
+        hook.title, hook.why_silent = title, why_not_called(modules, hook.name)
 
 
 def note_used(layers: Mapping[str, nn.Module], hooks: Iterable["Hook"]) -> None:
@@ -99,9 +100,8 @@ def note_used(layers: Mapping[str, nn.Module], hooks: Iterable["Hook"]) -> None:
             hook.why_silent = USED
 
 
-def why_not_called(model: nn.Module, name: str) -> str:
-    """Why a module of `model` may never be called, as far as its kind and place tell."""
-    modules = named_modules(model)
+def why_not_called(modules: Mapping[str, nn.Module], name: str) -> str:
+    """Why one of a model's `modules`, by name, may never be called, as far as its kind and place tell."""
     if isinstance(modules.get(name), CONTAINERS):
         return f"a {type(modules[name]).__name__} is never called itself"
     if isinstance(modules.get(name), torch.jit.ScriptModule):

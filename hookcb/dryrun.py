@@ -1,7 +1,7 @@
 """Running a model to look at it, and leaving it as it was."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from hookcb.batch import map_leaves
 from hookcb.hooks import hook_outputs
 from hookcb.modules import is_compiled
-from hookcb.taps import silenced
+from hookcb.taps import taps_on
 
 
 @contextmanager
@@ -31,27 +31,31 @@ def untouched(model: nn.Module) -> Iterator[None]:
             stack.enter_context(_no_fast_path())
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(silenced(model))
-            stack.enter_context(_in_eval_mode(model))
+            stack.enter_context(_set(taps_on(model), "hook", None))
+            # not by model.eval(), which some override to merge weights or keep a mode
+            stack.enter_context(_set(model.modules(), "training", False))
             stack.enter_context(_on_copies_of_buffers(model))
-            stack.enter_context(_on_other_gradients(model))
-            stack.enter_context(_without_max_norm(model))
+            # some models take gradients in their forward; those that wait for a step stay apart
+            params = [p for p in model.parameters() if not isinstance(p, UninitializedParameter)]
+            stack.enter_context(_set(params, "grad", None))
+            # with a largest norm they write to their weights in each forward, in eval mode too
+            embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+            stack.enter_context(_set(embeddings, "max_norm", None))
             yield
     finally:
         random.setstate(numbers)
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Not by `model.eval()`, which some override to merge weights or keep a mode."""
-    modes = [(m, m.training) for m in model.modules()]
-    for m, _ in modes:
-        m.training = False
+def _set(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
+    before = [(x, getattr(x, name)) for x in objects]
+    for x, _ in before:
+        setattr(x, name, value)
     try:
         yield
     finally:
-        for m, training in modes:
-            m.training = training
+        for x, own in before:
+            setattr(x, name, own)
 
 
 @contextmanager
@@ -83,33 +87,6 @@ def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
         for x, version, value in values:
             if x._version != version:
                 x.detach().copy_(value)
-
-
-@contextmanager
-def _on_other_gradients(model: nn.Module) -> Iterator[None]:
-    """Some models take gradients in their forward; those that wait for a step stay apart."""
-    params = [p for p in model.parameters() if not isinstance(p, UninitializedParameter)]
-    grads = [p.grad for p in params]
-    for p in params:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
-
-
-@contextmanager
-def _without_max_norm(model: nn.Module) -> Iterator[None]:
-    """Embeddings with a largest norm write to their weights in each forward, in eval mode too."""
-    limited = [(m, m.max_norm) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    for m, _ in limited:
-        m.max_norm = None
-    try:
-        yield
-    finally:
-        for m, max_norm in limited:
-            m.max_norm = max_norm
 
 
 @contextmanager

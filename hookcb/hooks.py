@@ -7,7 +7,6 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookcb.backward import GradientWatch
 from hookcb.batch import concat, map_tensors, parts
@@ -105,7 +104,6 @@ class Hook:
         self.results: dict[Call, Any] | None = None  # what each call stored since `restart`
         self.calls: list[Call] = []
         self.n_without_graph = 0  # calls that gradients could not be followed from
-        self._leaves: Any = WeakTensorKeyDictionary()  # those handed on by the module, each with who waits
         self._stored: Any = None
         self._is_brought = True
         self._taps: list[Tap] = []
@@ -118,12 +116,12 @@ class Hook:
                 self._on(m.register_post_accumulate_grad_hook, ParameterTap(self))
             else:
                 self._on(m.register_hook, TensorTap(self, m))
-        elif self.is_forward and self.pre:
-            kind = {"prepend": self.prepend, "with_kwargs": self.with_kwargs}
-            self._on(m.register_forward_pre_hook, Tap(self), **kind)
         elif self.is_forward:
-            kind = {"prepend": self.prepend, "with_kwargs": self.with_kwargs}
-            self._on(m.register_forward_hook, Tap(self), **kind, always_call=self.always_call)
+            options = {"prepend": self.prepend, "with_kwargs": self.with_kwargs}
+            if self.pre:
+                self._on(m.register_forward_pre_hook, Tap(self), **options)
+            else:
+                self._on(m.register_forward_hook, Tap(self), **options, always_call=self.always_call)
         else:
             keep_gradient_taps_out_of_graphs()
             watch = GradientWatch(self, outputs_only=self.pre)
@@ -175,17 +173,6 @@ class Hook:
             self.results[call] = self._stored
         return result
 
-    def on_leaf(self, x: Tensor, arrive: Callable[[Tensor], Any]) -> None:
-        """Calls `arrive` with the gradient of a leaf, in place of what an earlier call has asked for.
-
-        A hook on a leaf outlives the graph, so there is one that stays, and goes with this hook.
-        """
-        if x not in self._leaves:
-            waiting: list[Callable[[Tensor], Any]] = []
-            handle = x.register_hook(lambda grad: waiting[0](grad))  # type: ignore[no-untyped-call]
-            self._leaves[x] = waiting, handle
-        self._leaves[x][0][:] = [arrive]
-
     @property
     def where(self) -> str:
         """What it is on, for a message."""
@@ -215,10 +202,9 @@ class Hook:
         """Takes the hook off; a second time does nothing. `stored` stays."""
         for tap in self._taps:
             tap.close()
-        for handle in [*self._handles, *(handle for _, handle in self._leaves.values())]:
+        for handle in self._handles:
             handle.remove()
         self._taps, self._handles = [], []
-        self._leaves.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +214,7 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is on nothing, and has what was stored
-        off: dict[str, Any] = {"_taps": [], "_handles": [], "_leaves": {}, "hook_func": None, "gate": None}
+        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": None}
         return self.__dict__ | off | {"_stored": _detached(self._stored), "results": _detached(self.results)}
 
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
 
 Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
@@ -38,13 +38,13 @@ def find_modules(
         found = {name: m for name, m in leaves.items() if include_paramless or has_params(m)}
         if not found:
             raise LookupError(
-                f"no module of {type(model).__name__} is a leaf with parameters; it has: {_listing(named)}"
+                f"no module of {type(model).__name__} is a leaf with parameters; it has: {listed(named)}"
             )
         return found
     aliases = [(_plain_name(name), m) for name, m in unwrapped(model).named_modules(remove_duplicate=False)]
     several = [where] if _is_single(where) else list(where)  # type: ignore[arg-type]  # then it is iterable
     if not several:
-        raise LookupError(f"where is empty; give what to select of {type(model).__name__}: {_listing(named)}")
+        raise LookupError(f"where is empty; give what to select of {type(model).__name__}: {listed(named)}")
     selected: set[int] = set()
     for one in several:
         ids = {id(m) for name, m in aliases if _selects(one, name, m)}
@@ -97,12 +97,8 @@ def total_params(m: nn.Module) -> ParamCount:
     """
     params = list(m.parameters())
     trained = {p.requires_grad for p in params}
-    return ParamCount(sum(map(n_elements, params)), "partly" if len(trained) > 1 else True in trained)
-
-
-def n_elements(x: Tensor) -> int:
-    """Number of elements, 0 where a lazy module has not run yet."""
-    return 0 if isinstance(x, UninitializedTensorMixin) else x.numel()
+    n = sum(p.numel() for p in params if not isinstance(p, UninitializedTensorMixin))
+    return ParamCount(n, "partly" if len(trained) > 1 else True in trained)
 
 
 def has_uninitialized(m: nn.Module) -> bool:
@@ -171,9 +167,10 @@ def _nothing(model: nn.Module, where: Any, named: dict[str, nn.Module]) -> Looku
     close = difflib.get_close_matches(where, named, n=1) if isinstance(where, str) else []
     hint = f"did you mean {close[0]!r}? " if close else ""
     what = f"matches {where!r}" if isinstance(where, str) else f"is selected by {where!r:.80}"
-    return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {_listing(named)}")
+    return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {listed(named)}")
 
 
-def _listing(named: dict[str, nn.Module], most: int = 20) -> str:
-    names = [name for name in named if name]
-    return ", ".join(names[:most]) + (f" … and {len(names) - most} more" if len(names) > most else "")
+def listed(names: Iterable[str], most: int = 20) -> str:
+    """Names for a message, of many the first; the whole model's, which is empty, left out."""
+    found = [name for name in names if name]
+    return ", ".join(found[:most]) + (f" … and {len(found) - most} more" if len(found) > most else "")

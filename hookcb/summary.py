@@ -23,7 +23,7 @@ from hookcb.coverage import CONTAINERS, NOT_CALLED, why_not_called
 from hookcb.display import html_table
 from hookcb.dryrun import shapes, untouched
 from hookcb.hooks import Hooks
-from hookcb.modules import has_uninitialized, named_modules, unwrapped
+from hookcb.modules import has_uninitialized, listed, named_modules, unwrapped
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -170,7 +170,7 @@ class Summary:
             f"{self.n_buffers:,} elements in buffers, {decimal(self.buffer_bytes)}",
             f"for this input: {_short(self.multiply_adds)} multiply-adds, "
             f"{decimal(self.activation_bytes)} of activations",
-            *(f"not called, as {why}: {_listed(names)}" for why, names in silent.items()),
+            *(f"not called, as {why}: {listed(names, 5)}" for why, names in silent.items()),
             *(f"{title}: {fact}" for title, fact in self.facts.items()),
         ]
 
@@ -311,7 +311,7 @@ class _Trace:
 
     def explain(self, error: Exception) -> None:
         done = [row.name or row.type for row in self.rows.values() if row.called]
-        before = f"after {_listed(done[-3:])}" if done else "before any layer had run"
+        before = f"after {listed(done[-3:])}" if done else "before any layer had run"
         if self.running:
             row = self.running[-1].row
             error.add_note(f"in {row.name or 'the model itself'} ({row.type}), {before}")
@@ -330,7 +330,7 @@ class _Trace:
             row.trainable_params = sum(p.numel() for p in own if p.requires_grad)
             row.buffers = sum(b.numel() for b in kept)
             if not row.called and not isinstance(m, CONTAINERS):
-                row.why_not_called = why_not_called(self.modules[""], name)
+                row.why_not_called = why_not_called(self.modules, name)
             params += own
             buffers += kept
         return params, buffers
@@ -485,7 +485,3 @@ def _short(n: int) -> str:
         if n >= size:
             return f"{n / size:.3g} {unit}"
     return str(n)
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

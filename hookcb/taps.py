@@ -2,8 +2,6 @@
 
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +25,7 @@ class Tap:
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Calls the hook, if it is open, with what torch gives; what it returns replaces something or not."""
         hook = self.hook
-        if hook is None or (hook.gate is not None and not hook.gate()):
+        if hook is None or not hook.is_open():
             return None
         try:
             result = hook.call(module, seen, hook.next_call())
@@ -114,6 +112,8 @@ class EnterTap(Tap):
 
     def close(self) -> None:
         """Leads nowhere from now on."""
+        if self.watch is not None:
+            self.watch.close()
         self.hook = self.watch = None
 
 
@@ -126,23 +126,10 @@ class LeaveTap(EnterTap):
             self.watch.leave(module, *seen)
 
 
-@contextmanager
-def silenced(model: nn.Module) -> Iterator[None]:
-    """No tap on a module of `model` calls its hook, for the length of a `with` block."""
-    found = [
-        tap
-        for m in model.modules()
-        for tap in [*m._forward_hooks.values(), *m._forward_pre_hooks.values()]
-        if isinstance(tap, Tap)
-    ]
-    hooks = [tap.hook for tap in found]
-    for tap in found:
-        tap.hook = None
-    try:
-        yield
-    finally:
-        for tap, hook in zip(found, hooks, strict=True):
-            tap.hook = hook
+def taps_on(model: nn.Module) -> list[Tap]:
+    """The taps on the forwards of all modules of `model`."""
+    forwards = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+    return [tap for hooks in forwards for tap in hooks.values() if isinstance(tap, Tap)]
 
 
 @cache  # not at import: torch._dynamo takes a second
