@@ -156,7 +156,7 @@ class Hook:
             found = parts(seen[-1], self.name)
             self.left_out = {path: type(x).__name__ for path, x in found if not isinstance(x, Tensor)}
         if self.detach:
-            seen = _detached(seen)
+            seen = detached(seen)
         try:
             result = self.hook_func(m, *seen)
         except Exception as error:
@@ -165,7 +165,7 @@ class Hook:
             raise
         self.fired = True
         if self.modify:
-            self._stored = _detached(result)
+            self._stored = detached(result)
         else:  # a view of the output would show what an in-place successor, ReLU(inplace=True), makes of it
             self._stored = _copied(result) if self.detach and result is seen[-1] else result
         self._is_brought = False
@@ -215,7 +215,7 @@ class Hook:
     def __getstate__(self) -> dict[str, Any]:
         # a copy is on nothing, and has what was stored
         off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": None}
-        return self.__dict__ | off | {"_stored": _detached(self._stored), "results": _detached(self.results)}
+        return self.__dict__ | off | {"_stored": detached(self._stored), "results": detached(self.results)}
 
 
 class Hooks:
@@ -338,14 +338,14 @@ def _on_cpu(x: Tensor) -> Tensor:
     return x if x.is_meta else x.cpu()  # a copy that does not block would be read before it has arrived
 
 
-def _detached(item: Any) -> Any:
+def detached(item: Any) -> Any:
     """`item` with its tensors detached; plain ones and tuples of them quickly, as each call does it."""
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return map_tensors(_bare, item)  # a transform of torch.func is at work
     if type(item) is Tensor:
         return item.detach()
     if type(item) is tuple:
-        return tuple([_detached(x) for x in item])
+        return tuple([detached(x) for x in item])
     return map_tensors(Tensor.detach, item)
 
 

@@ -12,6 +12,7 @@ import hookcb
 ROOT = Path(hookcb.__file__).parent
 FLOORS = [
     {
+        "activation_readings",
         "backward",
         "batch",
         "coverage",
@@ -22,8 +23,12 @@ FLOORS = [
         "hooks",
         "metrics",
         "modules",
+        "plots",
         "prepare",
+        "readings",
+        "reducer",
         "stats",
+        "store",
         "taps",
     },
     {"callback", "sampling"},

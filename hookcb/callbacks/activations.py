@@ -1,37 +1,47 @@
-"""ActivationStats: mean, spread and share near zero of every layer's output, batch by batch."""
+"""ActivationStats: statistics of every layer's output, batch by batch, and what can be read of them."""
 
-from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
-from fastcore.foundation import L
-from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
+from hookcb.activation_readings import OPTIONS, SAVED, ActivationReadings
 from hookcb.batch import parts
 from hookcb.callbacks.hook import HookCallback
-from hookcb.modules import Where
-from hookcb.stats import LAYER_STATS, has_stats, layer_stats
+from hookcb.files import load_saved
+from hookcb.hooks import detached
+from hookcb.stats import Sample, has_stats, take
 
-MISSING = dict.fromkeys(LAYER_STATS, float("nan"))
 
+class ActivationStats(HookCallback, ActivationReadings):
+    """Records statistics of each layer's output: shows the dead, saturated, collapsing and exploding ones.
 
-class ActivationStats(HookCallback):
-    """Records statistics of each layer's output in training: shows the dead, saturated and exploding ones.
-
-    They are computed on the layer's device inside the hook; no activation is kept and no batch waits for a
-    GPU. A cancelled batch leaves nothing.
+    Inside the hook a small output is copied and a large one reduced, on its device; the rest is done after
+    the batch, for several batches together. No activation is kept and no batch waits for a GPU. A cancelled
+    batch leaves nothing.
 
     Args:
-        modules, every, include_paramless, name: see `HookCallback`.
+        with_hist: record histograms too.
         eps: magnitude up to which an element counts as near zero, in the output's unit.
+        bins: of the histograms.
+        hist_range: of the histograms of all layers; by default each layer's own, of the first recorded batch
+            and half as much again on both sides.
+        sample: `"auto"` looks at every element for mean, std, min, max, abs_max and nonfinite, and for shares
+            and histogram at every one up to 65,536, above that at 4,096 (standard error of a share ≤ 0.8 %).
+            An int looks at so many elements at most, for all; None at every one for all, for which large
+            outputs are copied until the batch ends.
+        keep: number of records that stay; of more every second, fourth … is kept, and the newest.
+        append: a new fit continues the records of the last.
+        on_valid: record validation batches too, in `valid_stats`.
+        **options: the arguments of `HookCallback`, `modules`, `every` and `include_paramless` among them.
 
     Attributes:
-        stats: `stats[record][layer]` is a dict of `mean`, `std` (in the output's unit; unbiased) and
-            `near_zero` (share with |x| ≤ eps, 0..1); NaN where a layer put out nothing.
+        stats: `stats[record][layer]` is a dict of `mean`, `std` (unbiased), `min`, `max`, `abs_max` (of
+            finite elements), `near_zero`, `zeros` (shares, 0..1) and `nonfinite` (number); NaN where a layer
+            was not called.
         names: of the layers, in the order of their first record. Tensors inside an output are named by their
             path, `lstm[0]`; calls of a layer called several times in a batch by number, `fc#0`, `fc#1`.
-        left_out: by layer, the kind of what has no statistics.
 
     >>> from hookcb import ActivationStats, synth_learner
     >>> learn = synth_learner()
@@ -39,106 +49,96 @@ class ActivationStats(HookCallback):
     ...     learn.fit(1, cbs=ActivationStats(include_paramless=True))
     >>> learn.activation_stats.names
     ['0', '1', '2']
-    >>> len(learn.activation_stats.stats), sorted(learn.activation_stats.stats[0][0])
-    (10, ['mean', 'near_zero', 'std'])
+    >>> len(learn.activation_stats.stats), learn.activation_stats.stats[0]["1"]["min"]
+    (10, 0.0)
     """
 
     def __init__(
         self,
+        with_hist: bool = False,
         *,
-        modules: Where | Iterable[Where] | None = None,
-        every: int | None = None,
-        include_paramless: bool = False,
         eps: float = 0.05,
+        bins: int = 40,
+        hist_range: tuple[float, float] | None = None,
+        sample: Sample = "auto",
+        keep: int = 5_000,
+        append: bool = False,
+        on_valid: bool = False,
         name: str | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(modules, every, include_paramless=include_paramless, name=name)
-        if not eps >= 0:
-            raise ValueError(f"eps is {eps!r}; give a magnitude of 0 or more")
-        self.eps = eps
-        self._forget()
-
-    def _forget(self) -> None:
-        self.names: list[str] = []
-        self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}  # by name, the layer's type and output shape
-        self._batch: dict[str, list[Tensor]] = {}
-        self._waiting: list[tuple[list[str], Tensor]] = []
-        self._records: list[dict[str, dict[str, float]]] = []
+        if "hook" in options:
+            raise TypeError("ActivationStats has a hook of its own; pass hook= to HookCallback")
+        super().__init__(**{"detach": False} | options, name=name)
+        self._set_up(with_hist, eps, bins, hist_range, keep)
+        self.sample, self.append, self.run_valid = _checked(sample), append, on_valid
+        self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to now
+        self._batch: dict[
+            str, list[Any]
+        ] = {}  # by path, what `take` gave of each call, or the type of no tensor
 
     def before_fit(self) -> None:
-        self._forget()
+        if not self.append:
+            self.clear()
+            self._now = 0, 0
+        self._before, self._batch = self._now, {}
         super().before_fit()
 
     def before_batch(self) -> None:
-        self._batch = {}
         super().before_batch()
+        if not self.is_aside:
+            self._batch = {}
 
-    def hook(self, m: nn.Module, i: Any, o: Any) -> None:
-        name = self.layer_name(m)
-        found = list(parts(o, name))
-        if not found:
-            self.left_out[name] = type(o).__name__
+    def hook(self, m: nn.Module, *seen: Any) -> None:
+        name, kind, output = self.layer_name(m), type(m).__name__, seen[-1]
+        if not (self.is_forward and not self._options["pre"]) and len(output) == 1:
+            output = output[0]
+        found = list(parts(output, name)) or [(name, output)]
         for path, x in found:
-            if has_stats(x):
-                self._batch.setdefault(path, []).append(layer_stats(x, self.eps))
-                self._kinds[path] = type(m).__name__, tuple(x.shape)
-            else:
-                self.left_out[path] = type(x).__name__
+            taken = (*take(detached(x), self.sample), kind, x.shape) if has_stats(x) else type(x).__name__
+            self._batch.setdefault(path, []).append(taken)
 
     def after_cancel_batch(self) -> None:
         super().after_cancel_batch()
-        self._batch = {}
+        if not self.is_aside:
+            self._batch = {}
 
     def after_batch(self) -> None:
         super().after_batch()
-        if self._batch:
-            rows = {
-                path if len(calls) == 1 else f"{path}#{k}": row
-                for path, calls in self._batch.items()
-                for k, row in enumerate(calls)
-            }
-            names, device = list(rows), next(iter(rows.values())).device
-            self._waiting.append((names, torch.stack([row.to(device) for row in rows.values()])))
-            self.names += [name for name in names if name not in self.names]
-        self._batch = {}
+        if self.is_aside:
+            return
+        (epochs, steps), phase = self._before, "train" if self.training else "valid"
+        epoch, step = epochs + self.epoch, steps + self.train_iter
+        self._now = epoch + 1, step + 1
+        batch, self._batch = self._batch, {}
+        self.add_record(phase, epoch, step, batch)
 
     def after_epoch(self) -> None:
-        self._read()
+        self.flush()
 
     def after_fit(self) -> None:
         super().after_fit()
         self._batch = {}
-        self._read()
+        self.after_epoch()
 
-    @property
-    def stats(self) -> L:
-        """`stats[record][layer]`, layers in the order of `names`."""
-        self._read()
-        return L(L(record.get(name, MISSING) for name in self.names) for record in self._records)
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What `save` has written, to be read.
 
-    def _read(self) -> None:
-        """Brings what waits on the device to the host, in one transfer."""
-        if self._waiting:
-            values = iter(torch.cat([rows for _, rows in self._waiting]).tolist())
-            for names, _ in self._waiting:
-                self._records.append(
-                    {name: dict(zip(LAYER_STATS, next(values), strict=True)) for name in names}
-                )
-            self._waiting = []
+        Raises:
+            FileNotFoundError: where there is none.
+            ValueError: where it was not written by `save`, or not whole.
+        """
+        state = load_saved(path, torch.device("cpu"), set(SAVED))
+        stats = cls(**{option: state[option] for option in OPTIONS})
+        stats._restore(state)
+        return stats
 
-    def report(self) -> Table:
-        """A table of the layers with the statistics of the last record, to print with rich."""
-        self._read()
-        table = Table(title=f"activations in the last of {len(self._records)} recorded batches")
-        table.add_column("layer", overflow="fold")
-        table.add_column("type")
-        for column in ("output", "mean", "std", "near zero"):
-            table.add_column(column, justify="right")
-        for name in self.names:
-            stat = self._records[-1].get(name, MISSING)
-            kind, shape = self._kinds[name.partition("#")[0]]
-            numbers = f"{stat['mean']:.3f}", f"{stat['std']:.3f}", f"{stat['near_zero']:.0%}"
-            table.add_row(name, kind, "×".join(map(str, shape)), *numbers)
-        for name, kind in self.left_out.items():
-            table.add_row(name, f"no statistics: {kind}")
-        return table
+
+def _checked(sample: Sample) -> Sample:
+    whole = isinstance(sample, int) and not isinstance(sample, bool) and sample >= 2
+    if sample is not None and sample != "auto" and not whole:
+        raise ValueError(
+            f"sample is {sample!r}; give 'auto', a number of elements, 2 or more, or None for every one"
+        )
+    return sample

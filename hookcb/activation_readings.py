@@ -1,0 +1,238 @@
+"""ActivationReadings: recorded activations as histograms, pictures and a report."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fastcore.foundation import L
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from hookcb import plots
+from hookcb.files import save_whole
+from hookcb.readings import Layer, LayerReadings
+from hookcb.reducer import Reducer
+from hookcb.stats import LAYER_STATS
+from hookcb.store import StatStore
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PHASES = ("train", "valid")
+OPTIONS = ("with_hist", "eps", "bins", "hist_range", "keep")
+SAVED = (*OPTIONS, "outputs", "left_out", "stores", "edges")
+SERIES = ("mean", "std", "near_zero")
+
+
+class ActivationReadings(LayerReadings):
+    """Reads what `ActivationStats` has recorded.
+
+    Attributes:
+        columns: names of the statistics.
+        outputs: by layer, its type and the shape of its last output.
+        left_out: what has no statistics by path, with its type.
+    """
+
+    columns = LAYER_STATS
+
+    def _set_up(
+        self, with_hist: bool, eps: float, bins: int, hist_range: tuple[float, float] | None, keep: int
+    ) -> None:
+        _check(eps, bins, hist_range, keep)
+        self.with_hist, self.eps, self.bins, self.hist_range = with_hist, eps, bins, hist_range
+        self.keep = keep
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        columns = [*LAYER_STATS, *(f"bin {i}" for i in range(self.bins + 2) if self.with_hist)]
+        self._stores = {phase: StatStore(columns, self.keep) for phase in PHASES}
+        self._reducers: dict[tuple[str, str], Reducer] = {}  # by phase and name
+        self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.left_out: dict[str, str] = {}
+
+    def add_record(self, phase: str, epoch: int, step: int, batch: Mapping[str, list[Any]]) -> None:
+        """Adds what was taken of a batch: by path of each call elements, moments, type of layer and shape.
+
+        What is no tensor comes as the name of its type.
+        """
+        record = None
+        for path, calls in batch.items():
+            for k, taken in enumerate(calls):
+                name = path if len(calls) == 1 else f"{path}#{k}"
+                if isinstance(taken, str):
+                    self.left_out[name] = taken
+                    continue
+                record = self._stores[phase].begin(epoch, step) if record is None else record
+                elements, exact, kind, shape = taken
+                self.outputs[name] = kind, tuple(shape)
+                self._reducer(phase, name, self.hist_range).add(record, elements, exact)
+
+    def _reducer(self, phase: str, name: str, edges: tuple[float, float] | None) -> Reducer:
+        if (phase, name) not in self._reducers:
+            bins = self.bins if self.with_hist else 0
+            self._reducers[phase, name] = Reducer(name, self._stores[phase], self.eps, bins, edges)
+        return self._reducers[phase, name]
+
+    def flush(self) -> None:
+        """Sends what waits on a device on its way to the host; nothing waits for it."""
+        for phase in PHASES:
+            self.store_of(phase).flush()
+
+    def store_of(self, phase: str) -> StatStore:
+        """The records of training, "train", or of validation, "valid"."""
+        for (of, _), reducer in self._reducers.items():
+            if of == phase:
+                reducer.reduce()
+        return self._stores[phase]
+
+    def save(self, path: str | Path) -> Path:
+        """Writes what was recorded to one file, which `load` reads, and `torch.load(weights_only=True)`."""
+        state = {name: getattr(self, name) for name in (*OPTIONS, "outputs", "left_out")}
+        state["stores"] = {phase: self.store_of(phase).state() for phase in PHASES}
+        state["edges"] = [(*key, reducer.edges) for key, reducer in self._reducers.items()]
+        return save_whole(state, path)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.outputs, self.left_out = state["outputs"], state["left_out"]
+        self._stores = {phase: StatStore.of(of) for phase, of in state["stores"].items()}
+        for phase, name, edges in state["edges"]:
+            self._reducer(phase, name, edges)
+
+    def layer_stats(self, layer: Layer) -> Any:
+        """Mean, standard deviation and share near zero of a layer: an `L` of three series."""
+        return self.of_layers(layer, lambda name: self._three(name))
+
+    def hist(self, layer: Layer, phase: str = "train") -> Any:
+        """Histograms of a layer, `(bins + 2, n_records)`: log(1 + count), 0 where the layer was not called.
+
+        The first row is what lies below the range, the last what lies above it, see `hist_edges`.
+
+        Raises:
+            RuntimeError: where no histograms were recorded.
+        """
+        self._check_hist()
+        store = self.store_of(phase)
+
+        def of(name: str) -> Tensor:
+            return store.series(name)[:, len(self.columns) :].T.nan_to_num(0).log1p()
+
+        return self.of_layers(layer, of)
+
+    def hist_edges(self, layer: Layer, phase: str = "train") -> Any:
+        """The edges of a layer's bins, `(bins + 1,)`, in the unit of its output."""
+        self._check_hist()
+        self.store_of(phase)  # which sets the ranges
+
+        def of(name: str) -> Tensor:
+            low, high = self._reducers[phase, name].edges or (math.nan, math.nan)
+            return torch.linspace(low, high, self.bins + 1)
+
+        return self.of_layers(layer, of)
+
+    def color_dim(
+        self,
+        layer: Layer | None = None,
+        figsize: tuple[float, float] | None = None,
+        ax: "Axes | None" = None,
+    ) -> "Figure":
+        """The colourful dimension: a layer's histograms side by side, one column a record; by default of all.
+
+        Source: Stefano Giomo, "The colorful dimension", forums.fast.ai, 2019.
+
+        Raises:
+            RuntimeError: where no histograms were recorded.
+            ModuleNotFoundError: without matplotlib.
+        """
+        names = self._names_of(layer)
+        edges = {name: self.hist_edges(name).tolist() for name in names}
+        return plots.color_dim(
+            {name: (self.hist(name), edges[name][0], edges[name][-1]) for name in names}, figsize, ax
+        )
+
+    def plot_layer_stats(
+        self, layer: Layer, figsize: tuple[float, float] | None = None, axs: Any = None
+    ) -> Any:
+        """A figure of mean, standard deviation and share near zero of a layer over the steps."""
+        return self.of_layers(
+            layer,
+            lambda name: plots.layer_lines(
+                name, dict(zip(SERIES, self._three(name), strict=True)), self.steps(), figsize, axs
+            ),
+        )
+
+    def dead_chart(self, figsize: tuple[float, float] | None = None, ax: "Axes | None" = None) -> "Figure":
+        """Share of near-zero elements of every layer over the steps, a row each."""
+        title = f"share of activations within ±{self.eps:g} of zero"
+        shares = {name: self.series(name, "near_zero") for name in self.names}
+        return plots.share_chart(shares, self.steps(), title, figsize, ax)
+
+    def report(self) -> Table:
+        """A table of the layers with the statistics of the last record, to print with rich."""
+        n = len(self.stats)
+        table = Table(title=f"activations in the last of {n} recorded batches")
+        table.add_column("layer", overflow="fold")
+        table.add_column("type")
+        for column in ("output", "mean", "std", "near zero"):
+            table.add_column(column, justify="right")
+        table.add_column("std over time", no_wrap=True)
+        table.add_column("look at", style="yellow")
+        for name in self.names:
+            kind, shape = self.outputs[name]
+            spread = self.series(name, "std")
+            last = self.stats[-1][name] if n else dict.fromkeys(self.columns, float("nan"))
+            numbers = f"{last['mean']:.3g}", f"{last['std']:.3g}", f"{last['near_zero']:.0%}"
+            cells = [name, kind, "×".join(map(str, shape)), *numbers]
+            cells += [plots.sparkline(spread, 10), _mark(last, spread)]
+            table.add_row(*map(Text, cells))
+        for name, kind in self.left_out.items():
+            table.add_row(Text(name), Text(f"no statistics: {kind}"))
+        return table
+
+    def _three(self, name: str) -> Any:
+        return L(self.series(name, stat) for stat in SERIES)
+
+    def _names_of(self, layer: Layer | None) -> list[str]:
+        found = self.of_layers(slice(None) if layer is None else layer, str)
+        return [found] if isinstance(found, str) else list(found)
+
+    def _check_hist(self) -> None:
+        if not self.with_hist:
+            raise RuntimeError("no histograms were recorded; pass with_hist=True to ActivationStats")
+
+
+def _mark(last: dict[str, float], spread: list[float]) -> str:
+    """What looks wrong at a glance; rough limits of our own, the verdict looks closer."""
+    known = [x for x in spread if x == x and x > 0]
+    if last["nonfinite"]:
+        return "NaN or inf"
+    if last["near_zero"] > 0.9:
+        return "nearly all near zero"
+    if last["std"] < 1e-3 * max(1.0, abs(last["mean"])):
+        return "hardly any spread"
+    if known and last["std"] > 10 * known[0]:
+        return f"spread grew {last['std'] / known[0]:.0f}-fold"
+    if known and last["std"] < known[0] / 10:
+        return f"spread fell {known[0] / last['std']:.0f}-fold"
+    return ""
+
+
+def _check(eps: float, bins: int, hist_range: Any, keep: int) -> None:
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps!r}; give a magnitude of 0 or more")
+    if not isinstance(bins, int) or isinstance(bins, bool) or bins < 1:
+        raise ValueError(f"bins is {bins!r}; give a whole number of bins, 1 or more")
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 2:
+        raise ValueError(f"keep is {keep!r}; give a whole number of records, 2 or more")
+    if hist_range is None:
+        return
+    try:
+        low, high = map(float, hist_range)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"hist_range is {hist_range!r}; give two finite numbers, (low, high), or None")

@@ -1,0 +1,144 @@
+"""LayerReadings: what was recorded of layers, read by layer, by record, or as a table."""
+
+import difflib
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from fastcore.foundation import L
+
+from hookcb.modules import listed
+from hookcb.store import RecordInfo, StatStore
+
+Layer = int | str | slice
+
+
+class TableRow(NamedTuple):
+    """One number, of one layer in one batch."""
+
+    record: int
+    epoch: int
+    step: int
+    phase: str
+    layer: str
+    stat: str
+    value: float
+
+
+class Record:
+    """The statistics of all layers in one batch: `record[layer]`, by index or name, is a dict of numbers.
+
+    Attributes:
+        epoch, step: when it was; steps count the training batches.
+        phase: "train" or "valid".
+    """
+
+    def __init__(self, readings: "LayerReadings", phase: str, info: RecordInfo) -> None:
+        self._readings, self._info = readings, info
+        self.phase, self.epoch, self.step = phase, info.epoch, info.step
+
+    def __len__(self) -> int:
+        return len(self._readings.names)
+
+    def __getitem__(self, layer: Layer) -> Any:
+        readings = self._readings
+        store = readings.store_of(self.phase)
+
+        def numbers(name: str) -> dict[str, float]:
+            return dict(zip(readings.columns, store.row(self._info.record, name).tolist(), strict=False))
+
+        return readings.of_layers(layer, numbers)
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        return iter(self[:])
+
+    def __repr__(self) -> str:
+        return f"Record(epoch={self.epoch}, step={self.step}, {len(self)} layers)"
+
+
+class LayerReadings:
+    """Reads what a callback has recorded; it has stores by phase.
+
+    A layer is given by index, by name, by a slice of indices or a glob on names; the last two give an `L` of
+    results, in the order of `names`.
+    """
+
+    columns: tuple[str, ...]
+
+    def store_of(self, phase: str) -> StatStore:
+        """The records of training, "train", or of validation, "valid"."""
+        raise NotImplementedError
+
+    @property
+    def names(self) -> list[str]:
+        """Of the recorded layers, in the order of their first record."""
+        names = dict.fromkeys(self.store_of("train").names)
+        return list(names | dict.fromkeys(self.store_of("valid").names))
+
+    @property
+    def stats(self) -> L:
+        """The recorded training batches: `stats[record][layer]` is a dict of numbers."""
+        return self._records("train")
+
+    @property
+    def valid_stats(self) -> L:
+        """The recorded validation batches, as in `stats`."""
+        return self._records("valid")
+
+    def series(self, layer: Layer, stat: str, phase: str = "train") -> Any:
+        """One statistic of a layer, a float for each record; NaN where it was not called.
+
+        Raises:
+            LookupError: for a layer or statistic that is not there.
+        """
+        if stat not in self.columns:
+            raise LookupError(f"there is no statistic {stat!r}; there are {', '.join(self.columns)}")
+        store, column = self.store_of(phase), self.columns.index(stat)
+
+        def of(name: str) -> list[float]:
+            if name not in store.names:
+                return [float("nan")] * len(store.infos)
+            values: list[float] = store.series(name)[:, column].tolist()
+            return values
+
+        return self.of_layers(layer, of)
+
+    def table(self) -> list[TableRow]:
+        """Every number as a row of its own: `pandas.DataFrame(rows)` and `polars.DataFrame(rows)` take them.
+
+        `record` counts the recorded batches of its phase.
+        """
+        rows = []
+        for phase in ("train", "valid"):
+            store = self.store_of(phase)
+            series = {name: store.series(name)[:, : len(self.columns)].tolist() for name in store.names}
+            for i, info in enumerate(store.infos):
+                for name, values in series.items():
+                    if any(x == x for x in values[i]):
+                        stats = zip(self.columns, values[i], strict=True)
+                        rows += [TableRow(*info, phase, name, *stat) for stat in stats]
+        return rows
+
+    def steps(self, phase: str = "train") -> list[int]:
+        """The step of each record."""
+        return [info.step for info in self.store_of(phase).infos]
+
+    def of_layers(self, layer: Layer, read: Callable[[str], Any]) -> Any:
+        """What `read` gives for the name of the layer, or an `L` of that for each of several."""
+        names = self.names
+        if isinstance(layer, slice):
+            return L(map(read, names[layer]))
+        if isinstance(layer, int):
+            if not -len(names) <= layer < len(names):
+                raise IndexError(f"there is no layer {layer}; there are {len(names)}: {listed(names)}")
+            return read(names[layer])
+        if layer in names:
+            return read(layer)
+        if found := [name for name in names if isinstance(layer, str) and fnmatchcase(name, layer)]:
+            return L(map(read, found))
+        close = difflib.get_close_matches(str(layer), names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise LookupError(f"no layer {layer!r} was recorded; {hint}there are: {listed(names) or 'none'}")
+
+    def _records(self, phase: str) -> L:
+        return L(Record(self, phase, info) for info in self.store_of(phase).infos)
