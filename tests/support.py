@@ -1,9 +1,15 @@
 """Small things the tests share."""
 
 import collections
+import gc
+import io
+import random
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+import zoo
+from rich.console import Console
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
@@ -20,6 +26,7 @@ from hookcb import (
     Event,
     HookCallback,
     Learner,
+    count_hooks,
 )
 
 EVENTS = [e.value for e in Event]
@@ -188,3 +195,111 @@ def primary_plan(event):
 
 
 PACKED = pack_sequence([torch.ones(3, 2), torch.zeros(2, 2)])
+
+
+def everything(model):
+    """What must be the same after a look at a model as before, by what it is."""
+    params, buffers = list(model.named_parameters(remove_duplicate=False)), list(model.named_buffers())
+    buffers = [(name, b) for name, b in buffers if not isinstance(b, nn.UninitializedBuffer)]
+    material = [p for _, p in params if not isinstance(p, nn.UninitializedParameter)]
+    here = torch.nn.modules.module
+    return {
+        "random state of torch": torch.get_rng_state(),
+        "random state of Python": random.getstate(),
+        "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "flags": [
+            torch.backends.mkldnn.enabled,
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.backends.mha.get_fastpath_enabled(),
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled("cpu"),
+        ],
+        "modes of dispatch": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+        "hooks": count_hooks(model),
+        "hooks of all modules": [
+            len(getattr(here, f"_global_{kind}"))
+            for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+        ],
+        "names": [name for name, _ in model.named_modules(remove_duplicate=False)],
+        "types": [type(m) for m in model.modules()],
+        "attributes": [sorted(vars(m)) for m in model.modules()],
+        "modes": [m.training for m in model.modules()],
+        "parameters": [(name, id(p), p.requires_grad) for name, p in params],
+        "weights": [p.detach().clone() for p in material],
+        "versions of weights": [p._version for p in material],
+        "gradients": [(id(p.grad), None if p.grad is None else p.grad.clone()) for _, p in params],
+        "buffers": [(name, id(b), b.clone()) for name, b in buffers],
+        "state_dict": list(model.state_dict()),
+    }
+
+
+def attributes(learn):
+    return {
+        f"{key} of the learner": (id(value), len(value) if isinstance(value, list | dict) else 0)
+        for key, value in vars(learn).items()
+        if not key.startswith("_")
+    }
+
+
+@contextmanager
+def changes_in(what):
+    """Gives a list that names, after the block, what of a model or a learner is not as it was before it."""
+
+    def state():
+        return attributes(what) | everything(what.model) if isinstance(what, Learner) else everything(what)
+
+    changed, before = [], state()
+    try:
+        yield changed
+    finally:
+        after = state()
+        changed += [k for k in {**before, **after} if not zoo.alike(before.get(k), after.get(k))]
+
+
+@contextmanager
+def no_collection():
+    """In the block only what nobody refers to any more is freed; reference cycles stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def unsettle(model):
+    """Mixed modes, and gradients that wait for a step."""
+    for k, m in enumerate(model.modules()):
+        m.training = k % 3 != 1
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+
+def row(summary, name):
+    return next(r for r in summary if r.name == name)
+
+
+def row_of_type(summary, kind):
+    return next(r for r in summary if r.type == kind)
+
+
+def shown(text):
+    """A text as one finds numbers in it: without separators of thousands."""
+    for separator in (",", "_", "'", "\u2009", "\u202f"):
+        text = text.replace(separator, "")
+    return text
+
+
+def in_terminal(summary, width=200):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(summary)
+    return console.file.getvalue()
+
+
+def attention(b, q, k, d, dv=None):
+    """Multiply-adds of `b` times `q` queries of width `d` on `k` keys, with values of width `dv`."""
+    return b * q * k * (d + (d if dv is None else dv))

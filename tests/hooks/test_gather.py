@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,20 +12,15 @@ import torch
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    worker = Path(__file__).with_name("gather_worker.py")
-    logs = [open(folder / f"{rank}.log", "w") for rank in range(2)]  # noqa: SIM115
-    processes = [
-        subprocess.Popen([sys.executable, str(worker), str(rank), str(folder)], stdout=log, stderr=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
+    worker, processes = Path(__file__).with_name("gather_worker.py"), []
+    with ExitStack() as stack:
+        for rank in range(2):
+            log = stack.enter_context(open(folder / f"{rank}.log", "w"))
+            command = [sys.executable, str(worker), str(rank), str(folder)]
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+            stack.callback(processes[-1].kill)
         for p in processes:
             p.wait(timeout=60)
-    finally:
-        for p in processes:
-            p.kill()
-        for log in logs:
-            log.close()
     files = [folder / f"{rank}.pt" for rank in range(2)]
     assert all(f.exists() for f in files), [(folder / f"{rank}.log").read_text()[-2000:] for rank in range(2)]
     return [torch.load(f, weights_only=False) for f in files]

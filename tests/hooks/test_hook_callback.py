@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from support import BATCH
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,6 +72,10 @@ class Gradients(HookCallback):
         return gi, go
 
 
+def numbers(results):
+    return {name: value.item() for name, value in results.items()}
+
+
 def outputs_by_hand(model, n_train=3, n_epoch=1):
     """Outputs of a, b and c in each training batch, by plain PyTorch."""
     model = copy.deepcopy(model)
@@ -99,9 +104,7 @@ def test_results_are_those_of_the_last_training_batch_and_validation_is_left_alo
     cb = Means()
     fit(model, cb, n_epoch=2)
     assert list(cb.results) == ["a", "b", "c"]
-    assert {k: v.item() for k, v in cb.results.items()} == {
-        k: o.mean().item() for k, (o, _) in rows[-1].items()
-    }
+    assert numbers(cb.results) == {k: o.mean().item() for k, (o, _) in rows[-1].items()}
     assert [s.item() for s in cb.hooks.stored] == [v.item() for v in cb.results.values()]
     assert [(e, i, name) for e, i, _, name in cb.log] == [
         (e, i, n) for e in range(2) for i in range(3) for n in "abc"
@@ -244,14 +247,7 @@ def test_a_validation_inside_the_training_disturbs_nothing():
         learn = fit(model, forward, backward, *inner, note)
         return log, [p.detach() for p in learn.model.parameters()], forward.log
 
-    for event in (
-        "before_batch",
-        "after_pred",
-        "after_loss",
-        "before_backward",
-        "after_backward",
-        "before_step",
-    ):
+    for event in BATCH:
         nested, plain = results(1, event=event), results(event=event)
         assert zoo.alike(nested[0], plain[0]), event
         assert zoo.alike(nested[1], plain[1]), event
@@ -312,16 +308,20 @@ def test_a_layer_called_once_in_some_batches_and_twice_in_others_keeps_nothing_o
     assert list(cb.results) == ["fc"]
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("every", [None, 2])
-def test_recomputation_under_checkpointing_is_not_seen(use_reentrant, every):
+def checkpoint_all_but_the_last(model, use_reentrant):
     def f(s, x):
         return s.c(
             checkpoint(lambda h: s.act(s.b(s.act(s.a(h)))), x.requires_grad_(), use_reentrant=use_reentrant)
         )
 
-    model, plain = make(), make()
     model.f = f
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("every", [None, 2])
+def test_recomputation_under_checkpointing_is_not_seen(use_reentrant, every):
+    model, plain = make(), make()
+    checkpoint_all_but_the_last(model, use_reentrant)
     n = []
     cb = HookCallback(hook=lambda m, i, o: (n.append(1), o.clone())[1], every=every)
     pre = HookCallback(pre=True, hook=lambda m, i: n.append(1), every=every, name="pre")
@@ -334,14 +334,9 @@ def test_recomputation_under_checkpointing_is_not_seen(use_reentrant, every):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradients_under_checkpointing_are_seen_once_and_right(use_reentrant):
-    def f(s, x):
-        return s.c(
-            checkpoint(lambda h: s.act(s.b(s.act(s.a(h)))), x.requires_grad_(), use_reentrant=use_reentrant)
-        )
-
     model = make()
     rows = outputs_by_hand(model)
-    model.f = f
+    checkpoint_all_but_the_last(model, use_reentrant)
     n = []
     cb = HookCallback(is_forward=False, hook=lambda m, gi, go: (n.append(1), go[0])[1])
     pre = HookCallback(is_forward=False, pre=True, hook=lambda m, go: go[0], name="pre")
@@ -358,9 +353,8 @@ def test_calls_of_a_shared_layer_keep_their_numbers_in_backward(use_reentrant):
         def block(h):
             return s.fc(h).tanh()
 
-        for _ in range(
-            3
-        ):  # a checkpointed block is computed again in the order of backward, the last one first
+        # a checkpointed block is computed again in the order of backward, the last one first
+        for _ in range(3):
             x = block(x) if use_reentrant is None else checkpoint(block, x, use_reentrant=use_reentrant)
         return x
 
@@ -602,9 +596,8 @@ def test_every_model_of_the_zoo_trains_to_the_same_bits(name, is_forward):
         if not any(p.requires_grad for p in model.parameters()):
             pytest.skip("nothing to train")
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=".*(saw|seen|never|nothing).*"
-            )  # some layers have nothing to show
+            # some layers have nothing to show
+            warnings.filterwarnings("ignore", message=".*(saw|seen|never|nothing).*")
             fit(model, *cbs, n_train=2, n_valid=0, n_epoch=2)
         return {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
 
@@ -731,7 +724,7 @@ def test_a_callback_that_saw_nothing_warns_once_in_a_fit():
     model = zoo.Plain(lambda s, x: s.a.forward(x), a=zoo.lin())
     learn = learner(model, cbs=HookCallback(hook=lambda *a: None))
     for _ in range(2):
-        with pytest.warns(UserWarning) as caught:  # noqa: PT030
+        with pytest.warns(UserWarning, match="seen in the first batch") as caught:
             learn.fit(3)
         assert len(caught) == 1
         assert len(str(caught[0].message)) > 40
@@ -740,7 +733,7 @@ def test_a_callback_that_saw_nothing_warns_once_in_a_fit():
 
 def test_a_gradient_callback_that_saw_nothing_warns_too():
     model = zoo.make("frozen_first")
-    with pytest.warns(UserWarning) as caught:  # noqa: PT030
+    with pytest.warns(UserWarning, match="seen in the first batch") as caught:
         fit(model, HookCallback("0", is_forward=False, hook=lambda *a: None), n_epoch=2)
     assert len(caught) == 1
 
@@ -865,7 +858,7 @@ def test_a_fitted_callback_can_be_pickled_and_fitted_again():
     fit(make(), cb)
     copied = pickle.loads(pickle.dumps(cb))
     fit(model := make(), copied)
-    assert {k: v.item() for k, v in copied.results.items()} == {k: v.item() for k, v in cb.results.items()}
+    assert numbers(copied.results) == numbers(cb.results)
     assert_no_hooks(model)
 
 
@@ -873,7 +866,7 @@ def test_a_pickled_callback_keeps_its_results():
     cb = Means(name="means")
     fit(make(), cb)
     copied = pickle.loads(pickle.dumps(cb))
-    assert {k: v.item() for k, v in copied.results.items()} == {k: v.item() for k, v in cb.results.items()}
+    assert numbers(copied.results) == numbers(cb.results)
     assert list(copied.coverage.fired) == list(cb.coverage.fired)
 
 

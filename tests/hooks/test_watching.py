@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import zoo
+from support import no_collection
 from torch import nn
 
 from hookcb import find_modules
@@ -147,8 +148,11 @@ def test_what_was_stored_in_inference_mode_can_be_used_afterwards():
     model = zoo.make("norm_and_dropout").eval()
     with hook_outputs(list(model.children())) as hooks, torch.inference_mode():
         model(zoo.make_input())
+    assert len(hooks.stored) == 5
     for t in hooks.stored:
-        (t.clone().add_(1) * torch.ones(4, requires_grad=True)).sum().backward()
+        factor = torch.ones(4, requires_grad=True)
+        (t.clone().add_(1) * factor).sum().backward()
+        assert torch.equal(factor.grad, (t + 1).sum(0))
 
 
 @pytest.mark.parametrize(
@@ -166,15 +170,11 @@ def test_a_forward_without_backward_leaves_no_activation_alive(name, kind):
             return (y * y).sum()  # for its backward the product keeps y
 
     whole = nn.Sequential(model, Probe())
-    with Hooks(list(whole.modules()), nothing, **KINDS[kind]):
-        gc.disable()
-        try:
-            out = whole(zoo.make_input())
-            assert alive[0]() is not None
-            del out
-            assert alive[0]() is None
-        finally:
-            gc.enable()
+    with Hooks(list(whole.modules()), nothing, **KINDS[kind]), no_collection():
+        out = whole(zoo.make_input())
+        assert alive[0]() is not None
+        del out
+        assert alive[0]() is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,13 +182,9 @@ def test_a_backward_leaves_no_activation_alive(kind):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     alive = []
     probe = model[1].register_forward_hook(lambda m, i, o: alive.append(weakref.ref(o)))
-    with Hooks(list(model), nothing, **KINDS[kind]):
-        gc.disable()
-        try:
-            model(zoo.make_input()).sum().backward()
-            assert alive[0]() is None
-        finally:
-            gc.enable()
+    with Hooks(list(model), nothing, **KINDS[kind]), no_collection():
+        model(zoo.make_input()).sum().backward()
+        assert alive[0]() is None
     probe.remove()
 
 
@@ -203,12 +199,9 @@ def test_a_removed_hook_keeps_neither_model_nor_function_alive(kind):
     zoo.run(model)
     hooks.remove()
     refs = [weakref.ref(model), weakref.ref(model[0]), weakref.ref(model[0].weight)]
-    gc.disable()
-    try:
+    with no_collection():
         del model
         assert [r() for r in refs] == [None] * 3
-    finally:
-        gc.enable()
     ref = weakref.ref(func)
     del func, hooks
     gc.collect()
@@ -318,12 +311,15 @@ def test_a_whole_model_can_be_hooked_by_a_selection():
 
 def test_no_warning_is_ever_shown_while_a_hooked_model_is_saved(tmp_path):
     model = zoo.make("norm_and_dropout")
-    with Hooks(list(model.modules()), everything, is_forward=False), Hooks(model.parameters(), everything):  # noqa: SIM117
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            zoo.run(model)
-            torch.save(model, tmp_path / "whole.pt")
-            torch.save(model.state_dict(), tmp_path / "weights.pt")
-            torch.load(tmp_path / "weights.pt", weights_only=True)
-            torch.load(tmp_path / "whole.pt", weights_only=False)
+    with (
+        Hooks(list(model.modules()), everything, is_forward=False),
+        Hooks(model.parameters(), everything),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        zoo.run(model)
+        torch.save(model, tmp_path / "whole.pt")
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        torch.load(tmp_path / "weights.pt", weights_only=True)
+        torch.load(tmp_path / "whole.pt", weights_only=False)
     assert [str(w.message) for w in caught] == []

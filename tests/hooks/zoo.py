@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 D = 4
+X = torch.randn(D, D, generator=torch.Generator().manual_seed(7))
+G = torch.randn(D, D, generator=torch.Generator().manual_seed(8))
 Pair = namedtuple("Pair", "y z")
 
 
@@ -498,6 +500,23 @@ def make(name, seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return MODELS[name]()
+
+
+def sequential(*layers, seed=0):
+    """What `layers` make, else Linear, Tanh and Linear, one after the other; always with the same weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(*[layer() for layer in layers or (lin, nn.Tanh, lin)])
+
+
+def args(m, *what):
+    """A hook function that stores all it is given."""
+    return what
+
+
+def explode(*what):
+    """A hook function that fails."""
+    raise ValueError("boom")
 
 
 def make_input(seed=1):

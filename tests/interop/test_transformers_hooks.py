@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from test_hook_kinds import G, X
+from zoo import G, X
 
 from hookcb.hooks import hook_output
 

@@ -2,24 +2,13 @@
 
 import pytest
 import torch
-from test_summary import (
-    S,
-    attention,
-    fit,
-    in_terminal,
-    learner_untouched,
-    row,
-    same,
-    shown,
-    unsettle,
-    untouched,
-    weights,
-)
+from support import attention, changes_in, fit, in_terminal, row, same, shown, unsettle, weights
 
 from hookcb import Callback, Learner, layer_info, module_summary, total_params
 
 transformers = pytest.importorskip("transformers")
 
+S = torch.Size
 VOCAB, D, FF, HEADS, LAYERS, B, N = 50, 16, 32, 2, 2, 3, 5
 IDS = torch.arange(B * N).reshape(B, N)
 BATCH = {"input_ids": IDS, "attention_mask": torch.ones(B, N, dtype=torch.long)}
@@ -100,10 +89,12 @@ def test_a_summary_leaves_everything_as_it_was(make, batch, n):
         model(**batch)  # transformers sets hooks of its own at the first forward
     unsettle(model)
     given = {key: value.clone() for key, value in batch.items()}
-    with untouched(model):
+    with changes_in(model) as changed:
         summary = module_summary(model, batch)
-    with untouched(model):
+    assert changed == []
+    with changes_in(model) as changed:
         layer_info(model, batch)
+    assert changed == []
     assert batch.keys() == given.keys()
     assert all(torch.equal(batch[key], given[key]) for key in given)
     for text in (str(summary), in_terminal(summary), summary._repr_html_()):
@@ -156,8 +147,9 @@ def test_a_learner_sums_up_a_model_that_brings_its_loss_also_within_a_fit(make):
         return weights(model)
 
     def look(cb):
-        with learner_untouched(cb.learn):
+        with changes_in(cb.learn) as changed:
             summary = cb.learn.summary()
+        assert changed == []
         assert summary.n_params == sum(p.numel() for p in cb.model.parameters())
         assert "SGD" in str(summary)
 
