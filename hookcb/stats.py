@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hookcb.fused import can_fuse, fused_layer_stats
+
 LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
 WHOLE = 65_536  # up to so many elements all are looked at for shares and histograms
 SAMPLED = 4_096  # above that so many: the standard error of a share is at most 0.8 %
@@ -84,6 +86,9 @@ def moments(rows: Tensor) -> Tensor:
         nothing = rows.new_full((len(rows), 6), float("nan"), dtype=torch.float64)
         nothing[:, 5] = 0
         return nothing
+    if len(rows) == 1 and can_fuse(rows):
+        mean, std, low, high, largest, _, _, nonfinite = fused_layer_stats(rows, eps=0.0).unbind()
+        return torch.stack([mean, std, low, high, largest, nonfinite])[None].double()
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         parts = _in_rows(rows) if n <= WHOLE else _in_parts(rows)
     else:
@@ -167,9 +172,9 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
     Returns:
         `(R, bins + 2)`: first what is below `low`, last what is above `high`. NaN is in none of them.
     """
-    position = rows.sub(low).mul_(bins / (high - low))
-    position.sub_(rows.clone().eq_(high))
-    slot = position.add_(1).clamp_(0, bins + 1).nan_to_num_(nan=bins + 2).long()
+    position = rows.sub(low).mul_(bins / (high - low)).clamp_(0, bins - 1).floor_()
+    position.add_(rows.clone().gt_(high)).sub_(rows.clone().lt_(low))  # by the edges, as products are rounded
+    slot = position.add_(1).nan_to_num_(nan=bins + 2).long()
     slot += torch.arange(len(rows), device=rows.device)[:, None] * (bins + 3)
     exact = torch.float32 if rows.shape[1] < 2**24 else torch.float64
     counts = rows.new_zeros(len(rows) * (bins + 3), dtype=exact)

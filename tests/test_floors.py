@@ -20,6 +20,7 @@ FLOORS = [
         "dryrun",
         "events",
         "files",
+        "fused",
         "hooks",
         "metrics",
         "modules",

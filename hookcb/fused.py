@@ -1,0 +1,155 @@
+"""All statistics of a tensor on a card in one pass over its memory, by Triton where it is installed."""
+
+from __future__ import annotations  # a kernel's `tl.constexpr` is read as text: tl is not imported yet
+
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
+
+BLOCK = 1024  # elements a program reads at a time
+PROGRAMS = 1024  # at most so many run; the same on every card, so that results are too
+THRESHOLD = 2**14  # elements; a guess that awaits figures from a card, see benchmarks/fused.py
+FUSABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool} | {
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+}
+
+
+def can_fuse(x: Tensor) -> bool:
+    """Whether `fused_layer_stats` takes `x` and is likely faster; not while compiling, which fuses by itself."""
+    wanted = x.is_cuda and x.dtype in FUSABLE and x.numel() >= THRESHOLD
+    return wanted and not torch.compiler.is_compiling() and _runs_on(x.device)
+
+
+def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
+    """Mean, std, min, max, abs_max, near_zero, zeros and nonfinite over every element of `x`.
+
+    Never waits for the card. The first call for a dtype and an `eps` compiles, which takes about a second.
+
+    Args:
+        x: dense and real, of any shape, layout and dtype; widened to float32 first, float64 stays.
+            Memory without gaps is read in its own order, other is copied.
+        eps: magnitude up to which an element counts as near zero, in the unit of `x`.
+
+    Returns:
+        A float32 tensor `(8,)` on the device of `x`. Mean and unbiased std as float64 arithmetic gives them,
+        NaN and inf included; extremes of the finite elements; near_zero and zeros as shares of all, 0..1;
+        nonfinite as a count. NaN where there are too few elements.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+
+    Source: float64 sums of d and d², d = x - pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing
+    the sample variance", 1983. The pivot is an element, so within √(n-1) standard deviations of the mean
+    (P. Samuelson, "How deviant can you be?", 1968): the variance is off by at most about n · 1e-16 of it.
+    """
+    reduce, combine = _kernels()
+    x = _in_memory_order(x.detach())
+    n = x.numel()
+    programs = max(1, min(PROGRAMS, -(-n // BLOCK)))
+    real = tl.float64 if x.dtype is torch.float64 else tl.float32
+    parts = torch.empty(8, programs, dtype=torch.float64, device=x.device)
+    stats = torch.empty(8, dtype=torch.float32, device=x.device)
+    with torch.cuda.device(x.get_device()):  # Triton launches on the current device, wherever `x` is
+        reduce[(programs,)](x, parts, n, float(eps), real, BLOCK)
+        combine[(1,)](parts, stats, n, programs, PROGRAMS)
+    return stats
+
+
+def _in_memory_order(x: Tensor) -> Tensor:
+    """The elements of `x`, contiguous: a view where `x` is dense (channels-last, transposed), else a copy."""
+    x = x if x.dtype in FUSABLE else x.float()  # float8, which few cards have, and oddities
+    x = x.view(torch.uint8) if x.dtype is torch.bool else x
+    by_stride = sorted(range(x.ndim), key=x.stride, reverse=True)
+    return x.resolve_neg().permute(by_stride).contiguous()
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    """Whether Triton is installed and works on the device; warns where it is and does not."""
+    try:
+        fused_layer_stats(torch.zeros(1, device=device), 0.0)
+    except ModuleNotFoundError:
+        return False
+    except Exception as error:  # no C compiler, too old a card: must not come out of the user's forward
+        warnings.warn(f"no fused statistics on {device}, plain ones are slower: {error!r}", stacklevel=2)
+        return False
+    return True
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    """The two kernels; Triton compiles them when they are launched."""
+    global tl  # Triton's interpreter finds names in the kernel's module only, not in an enclosing function
+    import triton
+    import triton.language as tl
+
+    return triton.jit(_reduce), triton.jit(_combine, do_not_specialize=["n", "programs"])
+
+
+def _reduce(x: Any, parts: Any, n: Any, eps: tl.constexpr, real: tl.constexpr, block: tl.constexpr) -> None:
+    """Sums, extremes and counts of every so many-th block of `x`, into one column of `parts`."""
+    inf: tl.constexpr = float("inf")
+    programs = tl.num_programs(0)
+    lane = tl.arange(0, block)
+    pivot = tl.load(x, mask=n > 0, other=0).to(real).to(tl.float64)
+    pivot = tl.where(tl.abs(pivot) < inf, pivot, 0.0)  # else inf - inf would hide an infinite mean
+    sums = tl.zeros((block,), tl.float64)
+    squares = tl.zeros((block,), tl.float64)
+    low = tl.full((block,), inf, real)
+    high = tl.full((block,), -inf, real)
+    near = tl.zeros((block,), tl.int32)
+    zeros = tl.zeros((block,), tl.int32)
+    finites = tl.zeros((block,), tl.int32)
+    start = tl.program_id(0).to(tl.int64) * block  # a card can hold more than 2**31 elements
+    for first in range(start, n, programs.to(tl.int64) * block):
+        inside = first + lane < n
+        value = tl.load(x + first + lane, mask=inside, other=0).to(real)
+        value = tl.where(inside, value, float("nan"))  # compares as false: counts nowhere
+        shifted = tl.where(inside, value.to(tl.float64) - pivot, 0.0)
+        sums += shifted
+        squares += shifted * shifted
+        finite = tl.abs(value) < inf
+        low = tl.minimum(low, tl.where(finite, value, inf))
+        high = tl.maximum(high, tl.where(finite, value, -inf))
+        near += (tl.abs(value) <= tl.full((), eps, real)).to(tl.int32)
+        zeros += (value == 0).to(tl.int32)
+        finites += finite.to(tl.int32)
+    column = parts + tl.program_id(0)
+    tl.store(column, tl.sum(sums))
+    tl.store(column + programs, tl.sum(squares))
+    tl.store(column + programs * 2, tl.min(low))
+    tl.store(column + programs * 3, tl.max(high))
+    tl.store(column + programs * 4, tl.sum(near))
+    tl.store(column + programs * 5, tl.sum(zeros))
+    tl.store(column + programs * 6, tl.sum(finites))
+    tl.store(column + programs * 7, pivot)
+
+
+def _combine(parts: Any, stats: Any, n: Any, programs: Any, block: tl.constexpr) -> None:
+    """The statistics of all `n` elements, from the columns of `parts`."""
+    lane = tl.arange(0, block)
+    inside = lane < programs
+    count = tl.cast(n, tl.float64)
+    sums = tl.sum(tl.load(parts + lane, mask=inside, other=0.0))
+    squares = tl.sum(tl.load(parts + programs + lane, mask=inside, other=0.0))
+    low = tl.min(tl.load(parts + programs * 2 + lane, mask=inside, other=float("inf")))
+    high = tl.max(tl.load(parts + programs * 3 + lane, mask=inside, other=-float("inf")))
+    near = tl.sum(tl.load(parts + programs * 4 + lane, mask=inside, other=0.0))
+    zeros = tl.sum(tl.load(parts + programs * 5 + lane, mask=inside, other=0.0))
+    finites = tl.sum(tl.load(parts + programs * 6 + lane, mask=inside, other=0.0))
+    var = (squares - sums * sums / count) / (count - 1)
+    nan = tl.where(low > high, float("nan"), 0.0)  # no finite element
+    tl.store(stats, tl.load(parts + programs * 7) + sums / count)
+    tl.store(stats + 1, tl.sqrt(tl.where(var < 0, 0.0, var)))  # rounding may go below 0; NaN stays
+    tl.store(stats + 2, low + nan)
+    tl.store(stats + 3, high + nan)
+    tl.store(stats + 4, tl.maximum(-low, high) + nan)
+    tl.store(stats + 5, near / count)
+    tl.store(stats + 6, zeros / count)
+    tl.store(stats + 7, count - finites)

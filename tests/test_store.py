@@ -1,0 +1,107 @@
+"""StatStore keeps what it is given in bounded memory, evenly over the run, and gives it back."""
+
+import pickle
+
+import pytest
+import torch
+
+from hookcb.store import StatStore
+
+
+def filled(keep, n, late=1):
+    """A store of n records; `late` records of `fc` at a time are put in, as a reducer does."""
+    store, waiting = StatStore(("a", "b"), keep), []
+    for step in range(n):
+        waiting.append(store.begin(step // 10, step))
+        if len(waiting) == late:
+            store.put("fc", waiting, torch.tensor([[float(i), -float(i)] for i in waiting]))
+            waiting = []
+    if waiting:
+        store.put("fc", waiting, torch.tensor([[float(i), -float(i)] for i in waiting]))
+    return store
+
+
+@pytest.mark.parametrize("late", [1, 3, 64])
+@pytest.mark.parametrize("keep", [2, 3, 7, 50, 1000])
+@pytest.mark.parametrize("n", [1, 2, 49, 50, 51, 537])
+def test_records_that_stay_are_evenly_spread_and_the_newest_is_there(keep, n, late):
+    store = filled(keep, n, late)
+    records = [info.record for info in store.infos]
+    assert len(records) <= keep
+    assert records[-1] == n - 1
+    assert records == sorted({*range(0, n, store.stride), n - 1})
+    assert n <= keep or len(records) > keep // 2
+    assert store.series("fc").tolist() == [[i, -i] for i in records]
+
+
+def test_a_record_tells_its_epoch_and_step():
+    assert [tuple(info) for info in filled(5, 25).infos][-1] == (24, 2, 24)
+
+
+def test_a_layer_that_is_not_there_has_nan():
+    store = StatStore(("a",), 10)
+    for step in range(6):
+        record = store.begin(0, step)
+        store.put("always", [record], torch.ones(1, 1))
+        if step in (2, 3):
+            store.put("seldom", [record], torch.ones(1, 1))
+    nan = [x != x for x in store.series("seldom").flatten().tolist()]
+    assert nan == [True, True, False, False, True, True]
+    assert store.row(0, "seldom").isnan().all()
+    assert store.row(5, "seldom").isnan().all()
+    assert store.row(5, "always").tolist() == [1]
+
+
+def test_the_newest_record_leaves_nothing_to_the_next_in_its_place():
+    store = StatStore(("a",), 2)
+    for step in range(4):
+        record = store.begin(0, step)
+        if step == 2:
+            store.put("seldom", [record], torch.ones(1, 1))
+    assert [info.record for info in store.infos] == [0, 3]
+    assert store.series("seldom").isnan().all()
+
+
+def test_a_record_that_is_no_longer_kept_says_so():
+    store = filled(4, 10)
+    with pytest.raises(LookupError, match="record 3 is no longer kept"):
+        store.row(3, "fc")
+
+
+def test_names_come_in_the_order_in_which_they_were_added():
+    store = StatStore(("a",), 2)
+    store.add("first")
+    store.put("second", [store.begin(0, 0)], torch.ones(1, 1))
+    store.add("first")
+    assert store.names == ["first", "second"]
+    assert store.series("first").isnan().all()
+
+
+def test_the_memory_of_a_store_is_bounded():
+    store = filled(100, 5_000)
+    assert store._values["fc"].shape == (100, 2)
+    assert len(store.infos) <= 100
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda s: StatStore.of(s.state()), lambda s: pickle.loads(pickle.dumps(s))]
+)
+def test_a_copy_goes_on_where_the_store_was(copied):
+    store = filled(20, 50)
+    copy = copied(store)
+    for one in (store, copy):
+        one.put("fc", [one.begin(9, 99)], torch.full((1, 2), 7.0))
+    assert copy.infos == store.infos
+    assert torch.equal(copy.series("fc"), store.series("fc"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_on_a_gpu_arrives_without_waiting_in_between():
+    store = StatStore(("a",), 5_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(3_000):
+            store.put("fc", [store.begin(0, step)], torch.full((1, 1), float(step), device="cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert store.series("fc").flatten().tolist() == list(range(3_000))
