@@ -246,3 +246,12 @@ def test_graphs_are_not_recompiled_batch_after_batch():
     model = compiled(make(), "torch.compile", counter)
     fit(model, gradients(every=2), n_train=12, n_epoch=3)
     assert counter.frame_count == few
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, at inductor's import
+def test_what_inductor_compiles_is_seen_as_without_compile():
+    model, plain = make(), make()
+    fit(plain, expected := means())
+    fit(compiled(model, "torch.compile", "inductor"), cb := means())
+    torch.testing.assert_close(without_prefix(cb.results), expected.results)
+    torch.testing.assert_close(weights(model), weights(plain))
