@@ -1,4 +1,4 @@
-"""The three workloads that costs are told on: an MLP, a CNN like ResNet-18, a transformer."""
+"""The workloads that costs are told on: an MLP, a CNN like ResNet-18, a transformer, and a tiny MLP."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+def loss_func(pred: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy over the last dimension, whatever dimensions there are before."""
+    return F.cross_entropy(pred.flatten(0, -2), y.flatten())
 
 
 @dataclass
@@ -25,7 +30,7 @@ class Workload:
 
         def turn() -> None:
             for _ in range(self.steps):
-                F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+                loss_func(model(x), y).backward()
                 opt.step()
                 opt.zero_grad()
 
@@ -69,6 +74,10 @@ def transformer() -> nn.Module:
     return nn.Sequential(nn.Embedding(1000, 256), encoder, nn.Linear(256, 1000))
 
 
+def tiny() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.ReLU())))
+
+
 WORKLOADS = {
     "mlp": Workload(
         "MLP 784-512-512-10, batch 64", mlp, lambda: (torch.randn(64, 784), torch.randint(10, (64,))), 50
@@ -86,3 +95,9 @@ WORKLOADS = {
         1,
     ),
 }
+TINY = Workload(  # where all that counts is what happens a layer, whatever its size
+    "20 × Linear(16, 16) and ReLU, batch 16",
+    tiny,
+    lambda: (torch.randn(16, 16), torch.randint(16, (16,))),
+    50,
+)

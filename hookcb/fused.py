@@ -4,6 +4,7 @@ from __future__ import annotations  # a kernel's `tl.constexpr` is read as text:
 
 import warnings
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ FUSABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bo
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Whether `fused_layer_stats` takes `x` and is likely faster; not while compiling, which fuses by itself."""
+    """Whether `fused_layer_stats` takes `x` and is likely faster (a compiler fuses by itself)."""
     wanted = x.is_cuda and x.dtype in FUSABLE and x.numel() >= THRESHOLD
     return wanted and not torch.compiler.is_compiling() and _runs_on(x.device)
 
@@ -29,26 +30,23 @@ def can_fuse(x: Tensor) -> bool:
 def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     """Mean, std, min, max, abs_max, near_zero, zeros and nonfinite over every element of `x`.
 
-    Never waits for the card. The first call for a dtype and an `eps` compiles, which takes about a second.
+    Never waits for the card. Needs Triton; it compiles at the first call for a dtype and an `eps`, in about a
+    second. Memory without gaps is read in its own order (channels-last, transposed), other is copied.
 
     Args:
         x: dense and real, of any shape, layout and dtype; widened to float32 first, float64 stays.
-            Memory without gaps is read in its own order, other is copied.
         eps: magnitude up to which an element counts as near zero, in the unit of `x`.
 
     Returns:
-        A float32 tensor `(8,)` on the device of `x`. Mean and unbiased std as float64 arithmetic gives them,
-        NaN and inf included; extremes of the finite elements; near_zero and zeros as shares of all, 0..1;
-        nonfinite as a count. NaN where there are too few elements.
-
-    Raises:
-        ModuleNotFoundError: Triton is not installed.
+        A float32 tensor `(8,)` on the device of `x`: mean and unbiased std as float64 arithmetic gives them,
+        NaN and inf included; extremes of the finite elements; shares of all, 0..1; the number of NaN and inf.
+        NaN where there are too few elements.
 
     Source: float64 sums of d and d², d = x - pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing
     the sample variance", 1983. The pivot is an element, so within √(n-1) standard deviations of the mean
     (P. Samuelson, "How deviant can you be?", 1968): the variance is off by at most about n · 1e-16 of it.
     """
-    reduce, combine = _kernels()
+    reduce, merge = _kernels()
     x = _in_memory_order(x.detach())
     n = x.numel()
     programs = max(1, min(PROGRAMS, -(-n // BLOCK)))
@@ -56,17 +54,17 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     parts = torch.empty(8, programs, dtype=torch.float64, device=x.device)
     stats = torch.empty(8, dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, wherever `x` is
-        reduce[(programs,)](x, parts, n, float(eps), real, BLOCK)
-        combine[(1,)](parts, stats, n, programs, PROGRAMS)
+        # as by default, but said: Triton 3.9 warns where it is left open
+        reduce[(programs,)](x, parts, n, float(eps), real, BLOCK, enable_fp_fusion=True)
+        merge[(1,)](parts, stats, n, programs, PROGRAMS, enable_fp_fusion=True)
     return stats
 
 
 def _in_memory_order(x: Tensor) -> Tensor:
-    """The elements of `x`, contiguous: a view where `x` is dense (channels-last, transposed), else a copy."""
+    """The elements of `x`, contiguous: a view where `x` is dense, else a copy."""
     x = x if x.dtype in FUSABLE else x.float()  # float8, which few cards have, and oddities
-    x = x.view(torch.uint8) if x.dtype is torch.bool else x
-    by_stride = sorted(range(x.ndim), key=x.stride, reverse=True)
-    return x.resolve_neg().permute(by_stride).contiguous()
+    x = x.view(torch.uint8) if x.dtype is torch.bool else x.resolve_neg()
+    return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).contiguous()
 
 
 @cache
@@ -74,10 +72,9 @@ def _runs_on(device: torch.device) -> bool:
     """Whether Triton is installed and works on the device; warns where it is and does not."""
     try:
         fused_layer_stats(torch.zeros(1, device=device), 0.0)
-    except ModuleNotFoundError:
-        return False
     except Exception as error:  # no C compiler, too old a card: must not come out of the user's forward
-        warnings.warn(f"no fused statistics on {device}, plain ones are slower: {error!r}", stacklevel=2)
+        if find_spec("triton"):
+            warnings.warn(f"no fused statistics on {device}, plain ones are slower: {error!r}", stacklevel=2)
         return False
     return True
 
@@ -89,20 +86,21 @@ def _kernels() -> tuple[Any, Any]:
     import triton
     import triton.language as tl
 
-    return triton.jit(_reduce), triton.jit(_combine, do_not_specialize=["n", "programs"])
+    return triton.jit(_reduce), triton.jit(_merge, do_not_specialize=["n", "programs"])
 
 
-def _reduce(x: Any, parts: Any, n: Any, eps: tl.constexpr, real: tl.constexpr, block: tl.constexpr) -> None:
+def _reduce(
+    x: tl.tensor, parts: tl.tensor, n: tl.tensor, eps: tl.constexpr, real: tl.constexpr, block: tl.constexpr
+) -> None:
     """Sums, extremes and counts of every so many-th block of `x`, into one column of `parts`."""
-    inf: tl.constexpr = float("inf")
     programs = tl.num_programs(0)
     lane = tl.arange(0, block)
     pivot = tl.load(x, mask=n > 0, other=0).to(real).to(tl.float64)
-    pivot = tl.where(tl.abs(pivot) < inf, pivot, 0.0)  # else inf - inf would hide an infinite mean
+    pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)  # else inf - inf would hide an infinite mean
     sums = tl.zeros((block,), tl.float64)
     squares = tl.zeros((block,), tl.float64)
-    low = tl.full((block,), inf, real)
-    high = tl.full((block,), -inf, real)
+    low = tl.full((block,), float("inf"), real)
+    high = tl.full((block,), -float("inf"), real)
     near = tl.zeros((block,), tl.int32)
     zeros = tl.zeros((block,), tl.int32)
     finites = tl.zeros((block,), tl.int32)
@@ -114,9 +112,9 @@ def _reduce(x: Any, parts: Any, n: Any, eps: tl.constexpr, real: tl.constexpr, b
         shifted = tl.where(inside, value.to(tl.float64) - pivot, 0.0)
         sums += shifted
         squares += shifted * shifted
-        finite = tl.abs(value) < inf
-        low = tl.minimum(low, tl.where(finite, value, inf))
-        high = tl.maximum(high, tl.where(finite, value, -inf))
+        finite = tl.abs(value) < float("inf")
+        low = tl.minimum(low, tl.where(finite, value, float("inf")))
+        high = tl.maximum(high, tl.where(finite, value, -float("inf")))
         near += (tl.abs(value) <= tl.full((), eps, real)).to(tl.int32)
         zeros += (value == 0).to(tl.int32)
         finites += finite.to(tl.int32)
@@ -131,7 +129,7 @@ def _reduce(x: Any, parts: Any, n: Any, eps: tl.constexpr, real: tl.constexpr, b
     tl.store(column + programs * 7, pivot)
 
 
-def _combine(parts: Any, stats: Any, n: Any, programs: Any, block: tl.constexpr) -> None:
+def _merge(parts: tl.tensor, out: tl.tensor, n: tl.tensor, programs: tl.tensor, block: tl.constexpr) -> None:
     """The statistics of all `n` elements, from the columns of `parts`."""
     lane = tl.arange(0, block)
     inside = lane < programs
@@ -145,11 +143,11 @@ def _combine(parts: Any, stats: Any, n: Any, programs: Any, block: tl.constexpr)
     finites = tl.sum(tl.load(parts + programs * 6 + lane, mask=inside, other=0.0))
     var = (squares - sums * sums / count) / (count - 1)
     nan = tl.where(low > high, float("nan"), 0.0)  # no finite element
-    tl.store(stats, tl.load(parts + programs * 7) + sums / count)
-    tl.store(stats + 1, tl.sqrt(tl.where(var < 0, 0.0, var)))  # rounding may go below 0; NaN stays
-    tl.store(stats + 2, low + nan)
-    tl.store(stats + 3, high + nan)
-    tl.store(stats + 4, tl.maximum(-low, high) + nan)
-    tl.store(stats + 5, near / count)
-    tl.store(stats + 6, zeros / count)
-    tl.store(stats + 7, count - finites)
+    tl.store(out, tl.load(parts + programs * 7) + sums / count)
+    tl.store(out + 1, tl.sqrt(tl.where(var < 0, 0.0, var)))  # rounding may go below 0; NaN stays
+    tl.store(out + 2, low + nan)
+    tl.store(out + 3, high + nan)
+    tl.store(out + 4, tl.maximum(-low, high) + nan)
+    tl.store(out + 5, near / count)
+    tl.store(out + 6, zeros / count)
+    tl.store(out + 7, count - finites)
