@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hookcb import plots
 from hookcb.files import save_whole
-from hookcb.readings import Layer, LayerReadings
+from hookcb.readings import PHASES, Layer, LayerReadings
 from hookcb.reducer import Reducer
 from hookcb.stats import LAYER_STATS
 from hookcb.store import StatStore
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PHASES = ("train", "valid")
 OPTIONS = ("with_hist", "eps", "bins", "hist_range", "keep")
 SAVED = (*OPTIONS, "outputs", "left_out", "stores", "edges")
 SERIES = ("mean", "std", "near_zero")
@@ -130,7 +129,7 @@ class ActivationReadings(LayerReadings):
 
         def of(name: str) -> Tensor:
             low, high = self._reducers[phase, name].edges or (math.nan, math.nan)
-            return torch.linspace(low, high, self.bins + 1)
+            return torch.linspace(low, high, self.bins + 1, dtype=torch.float64).float()
 
         return self.of_layers(layer, of)
 
@@ -222,7 +221,7 @@ def _mark(last: dict[str, float], spread: list[float]) -> str:
 
 
 def _check(eps: float, bins: int, hist_range: Any, keep: int) -> None:
-    if not eps >= 0:
+    if not isinstance(eps, int | float) or not eps >= 0:
         raise ValueError(f"eps is {eps!r}; give a magnitude of 0 or more")
     if not isinstance(bins, int) or isinstance(bins, bool) or bins < 1:
         raise ValueError(f"bins is {bins!r}; give a whole number of bins, 1 or more")

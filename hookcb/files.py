@@ -1,7 +1,6 @@
 """Files that are there whole or not at all."""
 
 import os
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,12 @@ def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[s
         FileNotFoundError: where there is none.
         ValueError: where it is truncated, or has other keys; the message names the file.
     """
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of a foreign file the error below says enough
-            state = torch.load(file, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read; it is truncated, or no file of weights") from error
+    # the warnings are of a foreign file, of which the error below says enough
+    with Path(file).open("rb") as opened, warnings.catch_warnings(action="ignore"):
+        try:
+            state = torch.load(opened, map_location=device, weights_only=True)
+        except Exception as error:  # torch's unpickler raises anything
+            raise ValueError(f"{file} cannot be read; it is truncated, or no file of weights") from error
     if not isinstance(state, dict) or set(state) != keys:
         raise ValueError(f"{file} was not written by save; read it with torch.load")
     return state

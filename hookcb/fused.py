@@ -38,9 +38,8 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
         eps: magnitude up to which an element counts as near zero, in the unit of `x`.
 
     Returns:
-        A float32 tensor `(8,)` on the device of `x`: mean and unbiased std as float64 arithmetic gives them,
-        NaN and inf included; extremes of the finite elements; shares of all, 0..1; the number of NaN and inf.
-        NaN where there are too few elements.
+        A float32 tensor `(8,)` on the device of `x`: mean and unbiased std as float64 arithmetic gives them
+        (not finite where `x` is not), extremes of finite elements, shares 0..1, a count. NaN for too few.
 
     Source: float64 sums of d and d², d = x - pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing
     the sample variance", 1983. The pivot is an element, so within √(n-1) standard deviations of the mean
@@ -48,15 +47,14 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     """
     reduce, merge = _kernels()
     x = _in_memory_order(x.detach())
-    n = x.numel()
-    programs = max(1, min(PROGRAMS, -(-n // BLOCK)))
+    programs = max(1, min(PROGRAMS, -(-x.numel() // BLOCK)))
     real = tl.float64 if x.dtype is torch.float64 else tl.float32
     parts = torch.empty(8, programs, dtype=torch.float64, device=x.device)
     stats = torch.empty(8, dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, wherever `x` is
-        # as by default, but said: Triton 3.9 warns where it is left open
-        reduce[(programs,)](x, parts, n, float(eps), real, BLOCK, enable_fp_fusion=True)
-        merge[(1,)](parts, stats, n, programs, PROGRAMS, enable_fp_fusion=True)
+        fusion = {"enable_fp_fusion": True}  # as by default, but said: Triton 3.9 warns where it is left open
+        reduce[(programs,)](x, parts, x.numel(), float(eps), real, BLOCK, **fusion)
+        merge[(1,)](parts, stats, x.numel(), programs, PROGRAMS, **fusion)
     return stats
 
 
@@ -94,7 +92,7 @@ def _reduce(
 ) -> None:
     """Sums, extremes and counts of every so many-th block of `x`, into one column of `parts`."""
     programs = tl.num_programs(0)
-    lane = tl.arange(0, block)
+    lane = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)  # a card can hold over 2**31 elements
     pivot = tl.load(x, mask=n > 0, other=0).to(real).to(tl.float64)
     pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)  # else inf - inf would hide an infinite mean
     sums = tl.zeros((block,), tl.float64)
@@ -104,8 +102,7 @@ def _reduce(
     near = tl.zeros((block,), tl.int32)
     zeros = tl.zeros((block,), tl.int32)
     finites = tl.zeros((block,), tl.int32)
-    start = tl.program_id(0).to(tl.int64) * block  # a card can hold more than 2**31 elements
-    for first in range(start, n, programs.to(tl.int64) * block):
+    for first in range(0, n, programs.to(tl.int64) * block):
         inside = first + lane < n
         value = tl.load(x + first + lane, mask=inside, other=0).to(real)
         value = tl.where(inside, value, float("nan"))  # compares as false: counts nowhere

@@ -11,6 +11,7 @@ from hookcb.modules import listed
 from hookcb.store import RecordInfo, StatStore
 
 Layer = int | str | slice
+PHASES = ("train", "valid")
 
 
 class TableRow(NamedTuple):
@@ -95,28 +96,27 @@ class LayerReadings:
             raise LookupError(f"there is no statistic {stat!r}; there are {', '.join(self.columns)}")
         store, column = self.store_of(phase), self.columns.index(stat)
 
-        def of(name: str) -> list[float]:
-            if name not in store.names:
-                return [float("nan")] * len(store.infos)
-            values: list[float] = store.series(name)[:, column].tolist()
-            return values
-
-        return self.of_layers(layer, of)
+        return self.of_layers(layer, lambda name: store.series(name)[:, column].tolist())
 
     def table(self) -> list[TableRow]:
         """Every number as a row of its own: `pandas.DataFrame(rows)` and `polars.DataFrame(rows)` take them.
 
-        `record` counts the recorded batches of its phase.
+        `record` counts the records of both phases in their order.
         """
+        stores = [(phase, self.store_of(phase)) for phase in PHASES]
+        values = [{name: store.series(name).tolist() for name in store.names} for _, store in stores]
+        batches = sorted(
+            (x.epoch, of, i) for of, (_, store) in enumerate(stores) for i, x in enumerate(store.infos)
+        )
         rows = []
-        for phase in ("train", "valid"):
-            store = self.store_of(phase)
-            series = {name: store.series(name)[:, : len(self.columns)].tolist() for name in store.names}
-            for i, info in enumerate(store.infos):
-                for name, values in series.items():
-                    if any(x == x for x in values[i]):
-                        stats = zip(self.columns, values[i], strict=True)
-                        rows += [TableRow(*info, phase, name, *stat) for stat in stats]
+        for record, (epoch, of, i) in enumerate(batches):
+            phase, store = stores[of]
+            for name, numbers in values[of].items():
+                if any(x == x for x in numbers[i]):  # else it was not called
+                    stats = zip(self.columns, numbers[i], strict=False)
+                    rows += [
+                        TableRow(record, epoch, store.infos[i].step, phase, name, *stat) for stat in stats
+                    ]
         return rows
 
     def steps(self, phase: str = "train") -> list[int]:

@@ -62,7 +62,7 @@ class Reducer:
         if self.bins:
             if self._edges is None:
                 self._edges = _around(values[0, LOW], values[0, HIGH])
-            low, high = self._edges.to(rows.device, rows.dtype).unbind()
+            low, high = self._edges.to(rows.device).unbind()
             values = torch.cat([values, histogram(rows, low, high, self.bins).float()], 1)
         self.store.put(self.name, self._records, values)
         self._records, self._elements, self._exact = [], [], []
@@ -76,4 +76,5 @@ def _around(low: Tensor, high: Tensor) -> Tensor:
     """A range around finite `low` and `high`, with room for what training will add."""
     low, high = low.nan_to_num(-1).double(), high.nan_to_num(1).double()
     room = torch.where(high > low, (high - low) / 2, high.abs() / 2 + 0.5)
-    return torch.stack([low - room, high + room])
+    most = torch.finfo(torch.float32).max
+    return torch.stack([low - room, high + room]).clamp(-most, most)

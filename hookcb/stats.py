@@ -172,7 +172,9 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
     Returns:
         `(R, bins + 2)`: first what is below `low`, last what is above `high`. NaN is in none of them.
     """
-    position = rows.sub(low).mul_(bins / (high - low)).clamp_(0, bins - 1).floor_()
+    low, high = torch.as_tensor(low, dtype=torch.float64), torch.as_tensor(high, dtype=torch.float64)
+    position = rows.mul(0.5).sub_(low / 2)  # half, as the difference of the largest floats overflows
+    position.mul_(2 * bins / (high - low)).clamp_(0, bins - 1).floor_()
     position.add_(rows.clone().gt_(high)).sub_(rows.clone().lt_(low))  # by the edges, as products are rounded
     slot = position.add_(1).nan_to_num_(nan=bins + 2).long()
     slot += torch.arange(len(rows), device=rows.device)[:, None] * (bins + 3)

@@ -95,7 +95,7 @@ class StatStore:
     def series(self, name: str) -> Tensor:
         """The columns of a layer, `(n_records, n_columns)` float32; NaN where it was not there."""
         self._read()
-        values = self._values[name]
+        values = self._values.get(name, self._empty(0))
         missing = max(0, len(self.infos) - len(values))
         return torch.cat([values[: len(self.infos)], self._empty(missing)])
 
@@ -171,7 +171,7 @@ class StatStore:
             values[: len(stay)], values[len(stay) :] = stay, float("nan")
 
     def _empty(self, n: int) -> Tensor:
-        return torch.full((n, len(self.columns)), float("nan"))
+        return torch.full((n, len(self.columns)), float("nan"), dtype=torch.float32)
 
 
 class _Transfer:

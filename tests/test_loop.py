@@ -787,7 +787,7 @@ def test_validating_inside_a_fit_leaves_the_loop_and_its_records_as_they_were(ev
             "losses": list(learn.recorder.losses),
             "lrs": list(learn.recorder.lrs),
             "rows": [{k: v for k, v in row.items() if k != "time"} for row in learn.recorder.rows],
-            "stats": list(learn.activation_stats.stats),
+            "stats": learn.activation_stats.table(),
             "weights": [w.tolist() for w in weights(learn.model)],
         }
         for learn in (nested, plain)
@@ -800,13 +800,13 @@ def test_validate_and_get_preds_outside_a_fit_touch_no_results():
     stats = ActivationStats()
     learn = fit(make_learner(cbs=[stats, spy(log, "a")], metrics=F.l1_loss), 2)
     rows, losses = copy.deepcopy(list(learn.recorder.rows)), list(learn.recorder.losses)
-    records = list(stats.stats)
+    records = stats.table()
     log.clear()
     learn.validate()
     learn.get_preds()
     learn.get_preds(make_batches(1), with_loss=True)
     assert list(learn.recorder.rows) == rows
     assert list(learn.recorder.losses) == losses
-    assert list(stats.stats) == records
+    assert stats.table() == records
     assert not {"before_fit", "after_fit", "before_epoch", "before_train"} & set(events(log))
     assert count_hooks(learn.model) == 0

@@ -122,7 +122,7 @@ def test_a_summary_of_a_learner_emits_no_event_and_prints_nothing(capsys):
 def test_results_of_an_earlier_fit_stay():
     learn = fit(make_learner(), cbs=[make() for make in DIAGNOSTICS[::2]])
     stats, losses, rows = (
-        repr(r) for r in (learn.activation_stats.stats, learn.recorder.losses, learn.recorder.rows)
+        repr(r) for r in (learn.activation_stats.table(), learn.recorder.losses, learn.recorder.rows)
     )
     means = repr(learn.means.hooks.stored)
     with changes_in(learn) as changed:
@@ -130,7 +130,7 @@ def test_results_of_an_earlier_fit_stay():
         module_summary(learn, randn(4, 2))
         layer_info(learn, randn(4, 2))
     assert changed == []
-    assert repr(learn.activation_stats.stats) == stats
+    assert repr(learn.activation_stats.table()) == stats
     assert repr(learn.recorder.losses) == losses
     assert repr(learn.recorder.rows) == rows
     assert repr(learn.means.hooks.stored) == means
