@@ -183,7 +183,8 @@ X, Y, Z = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0)).unbin
 PRIMARY = {f"after_cancel_{level}": (f"before_{level}", cancel) for level, cancel in CANCELS.items()}
 
 
-BATCH = ["before_batch", "after_pred", "after_loss", "before_backward", "after_backward", "before_step"]
+BATCH = ["before_batch", "after_pred", "after_loss", "before_backward"]
+BATCH += ["after_backward", "before_step", "after_step", "after_batch"]
 
 
 VALID = ["before_validate", "before_batch", "after_pred", "after_loss", "after_batch", "after_validate"]

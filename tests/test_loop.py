@@ -454,7 +454,6 @@ def attached_in(event, nth, new, log, **kwargs):
     return fit(learn, 2)
 
 
-BATCH += ["after_step", "after_batch"]
 EPOCH = ["before_epoch", "before_train", *BATCH, *BATCH, "after_train", *VALID, "after_epoch"]
 
 

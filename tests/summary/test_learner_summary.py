@@ -138,7 +138,7 @@ def test_results_of_an_earlier_fit_stay():
 
 EVENTS_OF_A_FIT = [
     *("before_fit", "before_epoch", "before_train"),
-    *(*BATCH, "after_step", "after_batch"),
+    *BATCH,
     *("after_train", "before_validate", "after_validate", "after_epoch", "after_fit"),
 ]
 
