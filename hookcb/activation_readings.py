@@ -173,21 +173,22 @@ class ActivationReadings(LayerReadings):
     def report(self) -> Table:
         """A table of the layers with the statistics of the last record, to print with rich."""
         n = len(self.stats)
+        spreads = {name: self.series(name, "std") for name in self.names}
+        last = {name: self.stats[-1][name] for name in self.names if n}
+        marks = {name: _mark(last[name], spreads[name]) for name in last}
         table = Table(title=f"activations in the last of {n} recorded batches")
         table.add_column("layer", overflow="fold")
-        table.add_column("type")
+        table.add_column("type", overflow="fold")
         for column in ("output", "mean", "std", "near zero"):
-            table.add_column(column, justify="right")
-        table.add_column("std over time", no_wrap=True)
-        table.add_column("look at", style="yellow")
-        for name in self.names:
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("std, trend", no_wrap=True)
+        if any(marks.values()):
+            table.add_column("look at", style="yellow")
+        for name, stats in last.items():
             kind, shape = self.outputs[name]
-            spread = self.series(name, "std")
-            last = self.stats[-1][name] if n else dict.fromkeys(self.columns, float("nan"))
-            numbers = f"{last['mean']:.3g}", f"{last['std']:.3g}", f"{last['near_zero']:.0%}"
-            cells = [name, kind, "×".join(map(str, shape)), *numbers]
-            cells += [plots.sparkline(spread, 10), _mark(last, spread)]
-            table.add_row(*map(Text, cells))
+            numbers = f"{stats['mean']:.3g}", f"{stats['std']:.3g}", f"{stats['near_zero']:.0%}"
+            cells = [name, kind, "×".join(map(str, shape)), *numbers, plots.sparkline(spreads[name], 10)]
+            table.add_row(*map(Text, [*cells, marks[name]][: len(table.columns)]))
         for name, kind in self.left_out.items():
             table.add_row(Text(name), Text(f"no statistics: {kind}"))
         return table

@@ -3,11 +3,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from rich.console import Console
 
 from hookcb import __version__
+from hookcb.callbacks import ActivationStats
 from hookcb.demo import train_digits
+
+PICTURE = "activations.png"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,11 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hookcb {args.command}: {missing}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
         return 1
     console.print(learn.activation_stats.report())
+    console.print(_picture(learn.activation_stats), highlight=False)
     last = learn.recorder.rows[-1]
     console.print(
         f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on"
     )
     return 0
+
+
+def _picture(stats: ActivationStats) -> str:
+    if find_spec("matplotlib") is None:
+        return f"no {PICTURE}, as matplotlib is not installed; pip install 'hookcb[plot]'"
+    stats.color_dim().savefig(PICTURE)
+    return f"histograms of every layer, batch by batch: {PICTURE}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train on real handwritten digits and show what each layer does",
         description="Train a small network on 1,437 real handwritten digits, validate it on 360 others after "
-        "each epoch, and show a table of what its layers put out.",
+        "each epoch, and show a table of what its layers put out; with matplotlib also draw activations.png.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--model", choices=["mlp", "cnn"], default="cnn", help="what to train")

@@ -79,7 +79,7 @@ def train_digits(model: str = "cnn", epochs: int = 10, seed: int = 0) -> Learner
     torch.manual_seed(seed)
     net = build_model(model)
     learn = Learner(digits(seed=seed), net, F.cross_entropy, torch.optim.Adam, lr=3e-3, metrics=accuracy)
-    learn.fit(epochs, cbs=ActivationStats(include_paramless=True))
+    learn.fit(epochs, cbs=ActivationStats(with_hist=True, include_paramless=True))
     return learn
 
 

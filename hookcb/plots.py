@@ -12,131 +12,107 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
-COLOURS = "viridis"  # even in brightness, and told apart with any kind of colour vision
+Size = tuple[float, float] | None  # width and height in inches; None: what the number of panels asks for
+Series = Mapping[str, Sequence[float]]  # a value per record, by name
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def color_dim(
-    hists: Mapping[str, tuple[Tensor, float, float]],
-    figsize: tuple[float, float] | None = None,
-    ax: "Axes | None" = None,
+    hists: Mapping[str, tuple[Tensor, float, float]], figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Histograms over time, the 'colourful dimension': how a layer's values spread, record by record.
 
-    Values from the low to the high edge run upwards; the rows beyond the two thin lines hold what lies
-    outside, `<low` and `>high`. All layers share one colour scale.
-
-    Args:
-        hists: by name of the layer: log1p of counts `(bins + 2, records)`, underflow first and overflow
-            last; low and high edge of the bins between, in the unit of the values.
-        figsize: width and height in inches; by default it grows with the number of layers.
-        ax: where to draw the only layer, instead of a figure of our own.
+    `hists` has log1p of counts `(bins + 2, records)` by name of the layer, underflow first and overflow last,
+    and the low and high edge of the bins between. The bands `<low` and `>high` show what lies outside. All
+    layers share one colour scale; records that fall on one pixel are averaged.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
-        ValueError: when there is nothing to draw, or when several layers are to share `ax`.
+        ValueError: when there is nothing to draw, or several layers are to share `ax`.
 
-    Source: S. Gugger and J. Howard, `ActivationStats.color_dim` in fastai.
+    Source: Stefano Giomo, "The colorful dimension", forums.fast.ai, 2019.
     """
+    n, columns = len(hists), math.ceil(math.sqrt(len(hists)))
     _check_any(hists, min((counts.shape[1] for counts, *_ in hists.values()), default=0))
-    if ax is not None and len(hists) > 1:
-        raise ValueError(f"ax has room for one layer, not for {len(hists)}; name a layer, or leave ax out")
-    n = len(hists)
-    columns = math.ceil(math.sqrt(n))
-    panels = [ax] if ax is not None else _grid(n, columns, figsize)
-    fig = panels[0].figure.figure
-    size = _font_size(n)
-    room = fig.get_figwidth() / columns * 72 / (0.65 * size) if ax is None else 60
-    top = max(counts.max().item() for counts, *_ in hists.values()) or 1.0
-    names = _shortened(hists, int(room))
-    for i, (panel, name, (counts, low, high)) in enumerate(zip(panels, names, hists.values(), strict=True)):
-        _draw_hist(panel, counts, low, high, top)
-        panel.set_title(name, fontsize=size)
-        panel.tick_params(labelsize=size - 1, labelbottom=i >= n - columns)
-        panel.set_xlabel("record" if i >= n - columns else "", fontsize=size)
-    fig.colorbar(panels[0].images[-1], ax=panels, label="log(1 + count)")
+    if ax is not None and n > 1:
+        raise ValueError(f"ax has room for one layer, not for {n}; name a layer, or leave ax out")
+    panels = [ax] if ax is not None else _panels(n, columns, figsize)
+    fig, size = panels[0].figure.figure, 10 if n == 1 else 8
+    names = _shortened(hists, 60 if ax is not None else int(fig.get_figwidth() / columns * 105 / size))
+    most = max(counts.max().item() for counts, *_ in hists.values()) or 1.0
+    for i, (panel, name, hist) in enumerate(zip(panels, names, hists.values(), strict=True)):
+        image = _draw_hist(panel, *hist, most)
+        panel.set_title(name, fontsize=size + 1)
+        panel.tick_params(labelsize=size, labelbottom=i >= n - columns)
+        panel.set_xlabel("record" if i // columns == (n - 1) // columns else "", fontsize=size)
+    _colour_bar(image, panels, columns, "log(1 + count)")
     return fig
 
 
 def layer_lines(
-    title: str,
-    series: Mapping[str, Sequence[float]],
-    x: Sequence[int],
-    figsize: tuple[float, float] | None = None,
-    axs: "Sequence[Axes] | None" = None,
+    title: str, series: Series, x: Sequence[int], figsize: Size = None, axs: "Sequence[Axes] | None" = None
 ) -> "Figure":
-    """Statistics of one layer over the steps, a panel each; NaN leaves a gap, infinity a red tick below.
-
-    Args:
-        title: what is shown, over all panels; with `axs` beside the first.
-        series: by name of the statistic, a value per record; near zero and zeros are shares in 0..1.
-        x: step of each record.
-        figsize: width and height in inches.
-        axs: where to draw, one for each series, instead of a figure of our own.
+    """Statistics of one layer over the steps `x`, a panel each; NaN leaves a gap, infinity a red tick below.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
-        ValueError: when there is nothing to draw, or when `axs` are not as many as `series`.
+        ValueError: when there is nothing to draw, or `axs` are not as many as `series`.
     """
     _check_any(series, len(x))
-    if axs is not None and len(axs) != len(series):
-        raise ValueError(f"{len(series)} axs are needed, one each for {', '.join(series)}; got {len(axs)}")
-    panels = axs if axs is not None else _grid(len(series), len(series), figsize or (3.4 * len(series), 3))
+    n = len(series)
+    if axs is not None and len(axs) != n:
+        raise ValueError(f"{n} axs are needed, one each for {', '.join(series)}; got {len(axs)}")
+    panels = axs if axs is not None else _panels(n, n, figsize or (3.4 * n, 3))
     for panel, (name, values) in zip(panels, series.items(), strict=True):
         _draw_line(panel, name.replace("_", " "), values, x)
     fig = panels[0].figure.figure
     if axs is None:
-        fig.suptitle(_shortened([title], int(fig.get_figwidth() * 9))[0])
-    else:  # the figure's title is not ours to set
-        panels[0].set_ylabel(_shortened([title], 40)[0])
+        fig.suptitle(_cut(title, int(fig.get_figwidth() * 9)))
+    else:  # the title of this figure is not ours to set
+        panels[0].set_ylabel(_cut(title, 40))
     return fig
 
 
 def share_chart(
-    shares: Mapping[str, Sequence[float]],
-    x: Sequence[int],
-    title: str,
-    figsize: tuple[float, float] | None = None,
-    ax: "Axes | None" = None,
+    shares: Series, x: Sequence[int], title: str, figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
-    """Heat map of a share, a row for each layer and a column for each record; grey where it did not fire.
+    """Heat map of shares in 0..1: a row for each layer, a column for each record, made at the steps `x`.
 
-    Args:
-        shares: by name of the layer, first on top: a share in 0..1 per record, NaN where there is none.
-        x: step of each record.
-        title: what it is a share of.
-        figsize: width and height in inches; by default it grows with the number of layers.
-        ax: where to draw, instead of a figure of our own.
+    The first layer is on top; grey is NaN, where a layer did not fire.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
         ValueError: when there is nothing to draw.
     """
     _check_any(shares, len(x))
-    ax = ax or _grid(1, 1, figsize or (8, min(1.6 + 0.2 * len(shares), 14)))[0]
+    n = len(shares)
+    ax = ax if ax is not None else _panels(1, 1, figsize or (8, min(1.6 + 0.2 * n, 14)))[0]
     values = torch.tensor([list(row) for row in shares.values()])
-    image = ax.imshow(values.numpy(), aspect="auto", cmap=COLOURS, vmin=0, vmax=1)
-    room = ax.bbox.height / ax.figure.dpi / 0.15  # labels of 8 points, one below the other
-    every = math.ceil(len(shares) / max(1, room))
-    ax.set_yticks(range(0, len(shares), every), _shortened(shares, 32)[::every], fontsize=8)
-    ax.set_title(title, loc="left")
+    image = _draw_image(ax, values, -0.5, n - 0.5, 1.0)
+    ax.set_ylim(n - 0.5, -0.5)
+    width, height = (side / ax.figure.dpi for side in ax.bbox.size)
+    every = math.ceil(n / max(1, height / 0.15))  # a label of 8 points needs 0.15 inches
+    ax.set_yticks(range(0, n, every), _shortened(shares, int(5 * width))[::every], fontsize=8)
+    ticks = ax.xaxis.get_major_locator().tick_values(0, len(x) - 1)
+    records = [int(tick) for tick in ticks if 0 <= tick < len(x)]
+    ax.set_xticks(records, [str(x[record]) for record in records])
     ax.set_xlabel("step")
-    ax.locator_params(axis="x", integer=True)
-    ax.xaxis.set_major_formatter(lambda record, _: str(x[int(record)]) if 0 <= record < len(x) else "")
-    if values.isnan().any():
+    gaps = bool(values.isnan().any())
+    ax.set_title(_cut(title, int(12 * width)), loc="left", fontsize=11, pad=20 if gaps else None)
+    if gaps:
         ax.set_facecolor("0.85")  # shines through where there is no value
         ax.plot([], [], "s", color="0.85", markeredgecolor="0.5", label="did not fire")
-        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, borderpad=0, fontsize=8)
-    ax.figure.colorbar(image, ax=ax, label="share of elements")
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderpad=0, fontsize=8)
+    _colour_bar(image, [ax], 1, "share")
     return ax.figure.figure
 
 
 def sparkline(values: Sequence[float], width: int = 20) -> str:
     """Bars of text from the smallest to the largest of `values`, averaged into at most `width` bins.
 
-    `!` stands for a bin with an infinite value, a blank for one of NaN only; NaN beside numbers is left
-    out of the average. A constant is a line of the lowest bar.
+    `!` is a bin with an infinite value, a blank one of NaN only, a constant a line of lowest bars.
 
     >>> sparkline([0, 1, 2, 3, float("nan"), 5, 6, 7])
     '▁▂▃▄ ▆▇█'
@@ -145,20 +121,21 @@ def sparkline(values: Sequence[float], width: int = 20) -> str:
     means = [_mean(values[i * len(values) // n : (i + 1) * len(values) // n]) for i in range(n)]
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    rounding = 1e-9 * max(abs(low), abs(high))
-    span = high - low if high - low > rounding else math.inf
-    return "".join(
-        " " if math.isnan(m) else "!" if math.isinf(m) else BARS[round((len(BARS) - 1) * (m - low) / span)]
-        for m in means
-    )
+    span = high - low if high - low > 1e-9 * max(abs(low), abs(high)) else math.inf  # less is rounding
+
+    def bar(mean: float) -> str:
+        if math.isfinite(mean):
+            return BARS[round((len(BARS) - 1) * (mean - low) / span)]
+        return "!" if math.isinf(mean) else " "
+
+    return "".join(map(bar, means))
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Average of what is no NaN; infinite with any infinity."""
-    if any(math.isinf(value) for value in values):
-        return math.inf
     numbers = [value for value in values if not math.isnan(value)]
-    return sum(numbers) / len(numbers) if numbers else math.nan
+    if any(map(math.isinf, numbers)):
+        return math.inf
+    return sum(value / len(numbers) for value in numbers) if numbers else math.nan
 
 
 def _check_any(layers: Collection[str], n_records: int) -> None:
@@ -166,7 +143,7 @@ def _check_any(layers: Collection[str], n_records: int) -> None:
         raise ValueError("there is nothing to draw yet; train for a batch first")
 
 
-def _grid(n: int, columns: int, figsize: tuple[float, float] | None = None) -> "list[Axes]":
+def _panels(n: int, columns: int, figsize: Size) -> "list[Axes]":
     """`n` panels on a new figure, `columns` side by side; pyplot and its settings stay as they are."""
     try:
         import matplotlib.figure
@@ -187,72 +164,75 @@ def _png(fig: "Figure") -> bytes:
         return file.getvalue()
 
 
+def _cut(name: str, room: int) -> str:
+    half = max(3, room // 2)
+    return name if len(name) <= 2 * half else f"{name[:half]}…{name[1 - half :]}"
+
+
 def _shortened(names: Collection[str], room: int) -> list[str]:
-    """`names` without their middle where longer than `room`; numbered where that makes them alike."""
-    half = max(3, (room - 1) // 2)
-    short = [name if len(name) <= 2 * half + 1 else f"{name[:half]}…{name[-half:]}" for name in names]
-    alike = len(set(short)) < len(set(names))
-    return [f"{i}: {name}" if alike else name for i, name in enumerate(short)]
+    """`names` in `room` letters each, all numbered where without their middles two would be alike."""
+    short = [_cut(name, room) for name in names]
+    alike = len(set(short)) < len(names)
+    return [_cut(f"{i}: {name}", room) for i, name in enumerate(names)] if alike else short
 
 
-def _font_size(n_panels: int) -> int:
-    return 11 if n_panels == 1 else 9 if n_panels <= 9 else 8
+def _draw_image(ax: "Axes", values: Tensor, bottom: float, top: float, most: float) -> "AxesImage":
+    """`values` `(rows, records)`, first row at the bottom; each column the records of one pixel, averaged."""
+    step = math.ceil(values.shape[1] / max(1, int(ax.bbox.width)))
+    padded = torch.nn.functional.pad(values.float().cpu(), (0, -values.shape[1] % step), value=math.nan)
+    columns = padded.reshape(len(values), -1, step).nanmean(2)
+    image = ax.imshow(columns.numpy(), "viridis", aspect="auto", interpolation="nearest", origin="lower")
+    image.set_extent((-0.5, columns.shape[1] * step - 0.5, bottom, top))
+    image.set_clim(0, most)
+    ax.set_xlim(-0.5, values.shape[1] - 0.5)
+    ax.locator_params(axis="x", integer=True, min_n_ticks=1)
+    return image
 
 
-def _draw_hist(ax: "Axes", counts: Tensor, low: float, high: float, top: float) -> None:
-    bins, records = counts.shape[0] - 2, counts.shape[1]
-    names = f"<{low:.3g}", f">{high:.3g}"
-    if not high - low > 1e-9 * max(abs(low), abs(high)):  # nor a number: the axis can only count bins
-        low, high = 0.0, float(bins)
-    row = (high - low) / bins
-    ax.imshow(
-        counts.detach().float().cpu().numpy(),
-        aspect="auto",
-        origin="lower",
-        cmap=COLOURS,
-        vmin=0,
-        vmax=top,
-        extent=(-0.5, records - 0.5, low - row, high + row),
-    )
+def _draw_hist(ax: "Axes", counts: Tensor, low: float, high: float, most: float) -> "AxesImage":
+    edges = low, high
+    if not high - low > 1e-9 * max(abs(low), abs(high)):  # NaN too: what is left is to count bins
+        low, high = 0.0, counts.shape[0] - 2.0
+    rim = 0.06 * (high - low)
+    _draw_image(ax, counts[:1], low - rim, low, most)
+    _draw_image(ax, counts[-1:], high, high + rim, most)
+    image = _draw_image(ax, counts[1:-1], low, high, most)
+    ax.set_ylim(low - rim, high + rim)
     for edge in (low, high):
-        ax.axhline(edge, color="white", linewidth=0.6)
-    _tick_values(ax, low, high, row, names)
-    ax.locator_params(axis="x", integer=True)
+        ax.axhline(edge, color="white", linewidth=0.8)
+    ticks = ax.yaxis.get_major_locator().tick_values(low, high)
+    inner = [tick for tick in ticks if low + 2 * rim < tick < high - 2 * rim]
+    digits = 3 + max(0, math.ceil(math.log10(max(abs(low), abs(high)) / (high - low))))
+    texts = [f"{0.0 if abs(v) <= 1e-6 * rim else v:.{digits}g}" for v in (*inner, *edges)]
+    labels = [f"<{texts[-2]}", *texts[:-2], f">{texts[-1]}"]
+    ax.set_yticks([low - rim / 2, *inner, high + rim / 2], labels)
+    return image
 
 
-def _tick_values(ax: "Axes", low: float, high: float, row: float, names: tuple[str, str]) -> None:
-    """True values of the range, where there is room beside the names of the two rows outside of it."""
-    rim = 0.12 * (high - low)
-    values = [v for v in ax.yaxis.get_major_locator().tick_values(low, high) if low + rim < v < high - rim]
-    digits = 4 + max(0, math.ceil(math.log10(max(abs(low), abs(high)) / (high - low))))
-    texts = [f"{0.0 if abs(v) < rim * 1e-6 else v:.{digits}g}" for v in values]
-    ax.set_yticks([low - row / 2, *values, high + row / 2], [names[0], *texts, names[1]])
+def _colour_bar(image: "AxesImage", panels: "Sequence[Axes]", columns: int, label: str) -> None:
+    """A bar of 0.18 inches beside however many panels."""
+    width, height = (side / panels[0].figure.dpi for side in panels[0].bbox.size)
+    share, aspect = min(0.15, 0.3 / (width * columns)), height * math.ceil(len(panels) / columns) / 0.18
+    panels[0].figure.colorbar(
+        image, ax=list(panels), label=label, fraction=share, pad=share / 3, aspect=aspect
+    )
 
 
 def _draw_line(ax: "Axes", name: str, values: Sequence[float], x: Sequence[int]) -> None:
-    known = [math.isfinite(value) for value in values]
-    alone = [
-        i for i, ok in enumerate(known) if ok and not any(known[max(0, i - 1) : i] + known[i + 1 : i + 2])
-    ]
-    numbers = [v if ok else math.nan for v, ok in zip(values, known, strict=True)]
-    ax.plot(x, numbers, marker=".", markevery=alone, zorder=3)  # above the frame, for a line along 0 or 1
+    known = [False, *map(math.isfinite, values), False]
+    alone = [i for i in range(len(values)) if known[i : i + 3] == [False, True, False]]
+    numbers = [value if math.isfinite(value) else math.nan for value in values]
+    ax.plot(x, numbers, marker=".", markevery=alone, zorder=3)  # above the frame: a line may run along 0 or 1
     infinite = [step for step, value in zip(x, values, strict=True) if math.isinf(value)]
     if infinite:
-        below = ax.get_xaxis_transform()  # steps to the right, share of the height upwards
-        ax.plot(
-            infinite,
-            [0.03] * len(infinite),
-            "|",
-            color="red",
-            markersize=12,
-            transform=below,
-            label="infinite",
-        )
-        ax.legend(loc="upper right", fontsize=8)
+        low, high = ax.get_ylim()
+        ax.plot(infinite, [low] * len(infinite), "r|", markersize=14, label="infinite")
+        ax.set_ylim(low, high)
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8, markerscale=0.6)
     rim = max(0.5, 0.03 * (x[-1] - x[0]))
     ax.set_xlim(x[0] - rim, x[-1] + rim)
     if name in ("near zero", "zeros"):
         ax.set_ylim(0, 1)
     ax.set_title(name)
     ax.set_xlabel("step")
-    ax.locator_params(axis="x", integer=True)
+    ax.locator_params(axis="x", integer=True, min_n_ticks=1)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,13 +11,24 @@ from hookcb.cli import main
 
 
 @pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), ("mlp", "1")])
-def test_the_demo_reads_digits_and_shows_every_layer(model, seed, capsys):
+def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["demo", "--model", model, "--seed", seed]) == 0
     shown = capsys.readouterr().out
     share = float(shown.rpartition("validation accuracy ")[2].partition("%")[0])
     assert share >= 95
     for layer, _ in hookcb.demo.build_model(model).named_children():
         assert f"│ {layer} " in shown
+    assert "batch by batch: activations.png" in shown
+    assert Path("activations.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_demo_says_how_to_get_the_picture(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hookcb.cli.find_spec", lambda name: None)
+    assert main(["demo", "--epochs", "1"]) == 0
+    assert "pip install 'hookcb[plot]'" in " ".join(capsys.readouterr().out.split())
+    assert not Path("activations.png").exists()
 
 
 def test_the_demo_trains_for_as_many_epochs_as_asked(capsys):

@@ -1,0 +1,95 @@
+"""What the fused statistics of a tensor cost on a card: the ratio to plain operations.
+
+    python benchmarks/fused.py [--rounds 30] [--eps 0.05]
+
+Both take their turn in each round, timed by events on the card, which has nothing else to do: a small tensor
+shows how long Python launches, a large one how long the memory is read. The size from which on the ratio is
+below 1 belongs in `hookcb.fused.THRESHOLD`. GB/s are of the tensor, read once.
+"""
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable, Mapping
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hookcb.fused import fused_layer_stats
+from hookcb.stats import layer_stats
+
+SIZES = [2**power for power in range(10, 27, 2)]
+CALLS = 10  # in a row between two events: what a layer after another costs
+Run = Callable[[Tensor, float], Tensor]
+RUNS: Mapping[str, Run] = {"plain": layer_stats, "fused": fused_layer_stats}
+
+
+def microseconds(run: Run, x: Tensor, eps: float) -> float:
+    """Of one call, launching included."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    began.record()
+    for _ in range(CALLS):
+        run(x, eps)
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) * 1e3 / CALLS
+
+
+def measure(x: Tensor, eps: float, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each contestant by round, in changing order."""
+    for run in RUNS.values():
+        for _ in range(3):
+            run(x, eps)  # compiles, and fills the allocator
+    times: dict[str, list[float]] = {name: [] for name in RUNS}
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffled.sample(list(RUNS), len(RUNS)):
+            times[name].append(microseconds(RUNS[name], x, eps))
+    return times
+
+
+def row(x: Tensor, times: Mapping[str, list[float]]) -> list[str]:
+    ratios = [fused / plain for fused, plain in zip(times["fused"], times["plain"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    typical = {name: statistics.median(own) for name, own in times.items()}
+    gigabytes = x.nbytes / 1e9
+    return [
+        str(x.dtype).removeprefix("torch."),
+        f"{x.numel():,}",
+        *(f"{us:,.1f}" for us in typical.values()),
+        f"{middle:.3f}",
+        f"{low:.3f}–{high:.3f}",
+        *(f"{gigabytes / (us * 1e-6):,.1f}" for us in typical.values()),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="fused statistics against plain ones, on a card")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--eps", type=float, default=0.05)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no card here (torch.cuda.is_available() is False): nothing to compare")
+        return
+    table = Table(
+        title=f"{torch.cuda.get_device_name()}: median of {options.rounds} rounds of {CALLS} calls, "
+        f"torch {torch.__version__}"
+    )
+    columns = "dtype", "elements", *(f"{name} µs" for name in RUNS), "ratio", "quartiles"
+    for column in (*columns, *(f"{name} GB/s" for name in RUNS)):
+        table.add_column(column, justify="right")
+    for dtype in (torch.float32, torch.bfloat16):
+        for n in SIZES:
+            x = torch.randn(n, device="cuda").to(dtype)
+            with patch("hookcb.stats.can_fuse", return_value=False):  # plain statistics ask it too
+                times = measure(x, options.eps, options.rounds)
+            table.add_row(*row(x, times))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
