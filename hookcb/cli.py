@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hookcb {args.command}: {missing}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
         return 1
     console.print(learn.activation_stats.report())
-    console.print(_picture(learn.activation_stats), highlight=False)
+    console.print(_picture(learn.activation_stats), highlight=False, markup=False)
     last = learn.recorder.rows[-1]
     console.print(
         f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on"
