@@ -203,7 +203,7 @@ def _draw_hist(ax: "Axes", counts: Tensor, low: float, high: float, most: float)
     ticks = ax.yaxis.get_major_locator().tick_values(low, high)
     inner = [tick for tick in ticks if low + 2 * rim < tick < high - 2 * rim]
     digits = 3 + max(0, math.ceil(math.log10(max(abs(low), abs(high)) / (high - low))))
-    texts = [f"{0.0 if abs(v) <= 1e-6 * rim else v:.{digits}g}" for v in (*inner, *edges)]
+    texts = [f"{v:.{digits}g}" for v in (*inner, *edges)]
     labels = [f"<{texts[-2]}", *texts[:-2], f">{texts[-1]}"]
     ax.set_yticks([low - rim / 2, *inner, high + rim / 2], labels)
     return image

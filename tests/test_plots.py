@@ -139,6 +139,7 @@ def test_the_colour_bar_is_as_wide_beside_many_layers_as_beside_one(n):
     fig.draw_without_rendering()
     (bar,) = bars_of(fig)
     assert 0.15 <= bar.bbox.width / fig.dpi <= 0.3
+    assert bar.bbox.x0 - max(panel.bbox.x1 for panel in panels_of(fig)) < 0.5 * fig.dpi
     assert bar.bbox.height >= 0.8 * (panels_of(fig)[0].bbox.y1 - panels_of(fig)[-1].bbox.y0)
 
 
@@ -324,6 +325,7 @@ def test_names_of_many_layers_do_not_overlap(n, figsize):
     assert len(boxes) >= min(n, 12)
     assert all(upper.y0 >= lower.y1 - 1 for upper, lower in pairwise(boxes))
     assert min(box.x0 for box in boxes) >= 0
+    assert panel.bbox.width > fig.bbox.width / 2
     for row, text in zip(panel.get_yticks(), y_labels(panel), strict=True):
         assert text.startswith((f"{row}: e", f"encoder.layers.{row}."))
 
