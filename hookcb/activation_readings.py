@@ -68,7 +68,7 @@ class ActivationReadings(LayerReadings):
                     continue
                 record = self._stores[phase].begin(epoch, step) if record is None else record
                 elements, exact, kind, shape = taken
-                self.outputs[name] = kind, tuple(shape)
+                self.outputs[name] = kind, shape
                 self._reducer(phase, name, self.hist_range).add(record, elements, exact)
 
     def _reducer(self, phase: str, name: str, edges: tuple[float, float] | None) -> Reducer:
@@ -91,7 +91,8 @@ class ActivationReadings(LayerReadings):
 
     def save(self, path: str | Path) -> Path:
         """Writes what was recorded to one file, which `load` reads, and `torch.load(weights_only=True)`."""
-        state = {name: getattr(self, name) for name in (*OPTIONS, "outputs", "left_out")}
+        state = {name: getattr(self, name) for name in (*OPTIONS, "left_out")}
+        state["outputs"] = {name: (kind, tuple(shape)) for name, (kind, shape) in self.outputs.items()}
         state["stores"] = {phase: self.store_of(phase).state() for phase in PHASES}
         state["edges"] = [(*key, reducer.edges) for key, reducer in self._reducers.items()]
         return save_whole(state, path)

@@ -1,5 +1,8 @@
 """Reducer: the elements of one layer's outputs, reduced for several records together."""
 
+from itertools import groupby
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,18 +33,14 @@ class Reducer:
         self.name, self.store, self.eps, self.bins = name, store, eps, bins
         store.add(name)
         self._edges = None if edges is None else torch.tensor(edges, dtype=torch.float64)
-        self._records: list[int] = []
-        self._elements: list[Tensor] = []
-        self._exact: list[Tensor | None] = []
+        self._waiting: list[tuple[int, Tensor, Tensor | None]] = []
+        self._n_elements = 0
 
     def add(self, record: int, elements: Tensor, exact: Tensor | None) -> None:
         """Adds what `take` gave for a record."""
-        if self._elements and not _are_alike(self._elements[-1], elements):
-            self.reduce()
-        self._records.append(record)
-        self._elements.append(elements)
-        self._exact.append(exact)
-        if len(self._records) == MOST_RECORDS or len(self._records) * elements.numel() > WHOLE // 2:
+        self._waiting.append((record, elements, exact))
+        self._n_elements += elements.numel()
+        if self._n_elements > WHOLE // 2 or len(self._waiting) == MOST_RECORDS:
             self.reduce()
 
     @property
@@ -54,22 +53,30 @@ class Reducer:
 
     def reduce(self) -> None:
         """Puts what has been collected into the store."""
-        if not self._records:
-            return
-        rows = torch.stack(self._elements)
-        exact = [x for x in self._exact if x is not None]
-        values = summarize(rows, torch.cat(exact) if exact else None, self.eps)
-        if self.bins:
-            if self._edges is None:
-                self._edges = _around(values[0, LOW], values[0, HIGH])
-            low, high = self._edges.to(rows.device).unbind()
-            values = torch.cat([values, histogram(rows, low, high, self.bins).float()], 1)
-        self.store.put(self.name, self._records, values)
-        self._records, self._elements, self._exact = [], [], []
+        waiting, self._waiting, self._n_elements = self._waiting, [], 0
+        for _, group in groupby(waiting, _kind):
+            records, elements, exact = zip(*group, strict=True)
+            rows = (
+                torch.stack(elements).reshape(len(records), -1)
+                if len(records) > 1
+                else elements[0].reshape(1, -1)
+            )
+            values = summarize(rows, None if exact[0] is None else torch.cat(exact), self.eps)
+            if self.bins:
+                values = torch.cat([values, self._counts(rows, values)], 1)
+            self.store.put(self.name, list(records), values)
+
+    def _counts(self, rows: Tensor, values: Tensor) -> Tensor:
+        if self._edges is None:
+            self._edges = _around(values[0, LOW], values[0, HIGH])
+        low, high = self._edges.to(rows.device).unbind()
+        return histogram(rows, low, high, self.bins).float()
 
 
-def _are_alike(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
+def _kind(waiting: tuple[int, Tensor, Tensor | None]) -> tuple[Any, ...]:
+    """What those have in common that are reduced together."""
+    _, elements, exact = waiting
+    return elements.shape, elements.dtype, elements.device, exact is None
 
 
 def _around(low: Tensor, high: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "no
 WHOLE = 65_536  # up to so many elements all are looked at for shares and histograms
 SAMPLED = 4_096  # above that so many: the standard error of a share is at most 0.8 %
 
+WIDE = (torch.float32, torch.float64)
+
 Sample = int | None | Literal["auto"]
 
 
@@ -39,65 +41,64 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
 
     fastai counts each negative value as near zero; here it goes by magnitude.
     """
-    elements, exact = take(x, None)
-    return summarize(elements[None], exact, eps)[0]
+    elements, exact = take(x.detach(), None)
+    return summarize(elements.reshape(1, -1), exact, eps)[0]
 
 
 def take(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor | None]:
     """What to keep of a layer's output until there is time to reduce it.
 
     Args:
-        x: the output, of n elements.
+        x: the output, of n elements, detached.
         sample: `"auto"`: up to 65,536 elements all, above that 4,096 and the moments of all; an int: at most
             so many; None: all.
 
     Returns:
-        Elements as a copy, `(n,)` or `(sample,)`, float32 or float64, in the order of memory; and `moments`
-        of all, `(1, 6)`, or None where these elements tell them.
+        A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, `(1, 6)`, or None
+        where these elements tell them.
     """
-    x = _flat(x.detach())
     n = x.numel()
     most = n if sample is None else WHOLE if sample == "auto" else sample
     if n <= most:
-        return (x.clone() if x.is_floating_point() and x.element_size() > 2 else x.float()), None
+        return (x.clone() if x.dtype in WIDE else x.float()), None
+    x = _flat(x)
     elements = x[_strata(n, SAMPLED if sample == "auto" else most, x.device)]
-    return _wide(elements), moments(x[None]) if sample == "auto" else None
+    return _wide(elements), torch.stack(moments(x[None]), 1) if sample == "auto" else None
 
 
 def summarize(rows: Tensor, exact: Tensor | None, eps: float) -> Tensor:
     """`LAYER_STATS` of rows of elements, `(R, n)`, as `(R, 8)`; `exact` are their moments, where known."""
-    mean, std, low, high, largest, nonfinite = (moments(rows) if exact is None else exact).unbind(1)
+    *first, nonfinite = moments(rows) if exact is None else exact.unbind(1)
     near_zero, zeros = shares(rows, eps)
-    return torch.stack([mean, std, low, high, largest, near_zero, zeros, nonfinite], 1).float()
+    return torch.stack([*first, near_zero.float(), zeros.float(), nonfinite], 1)
 
 
-def moments(rows: Tensor) -> Tensor:
+def moments(rows: Tensor) -> tuple[Tensor, ...]:
     """Mean, unbiased std, min, max, largest magnitude, number of non-finite elements of each row.
 
     Args:
         rows: `(R, n)`, any real dtype.
 
     Returns:
-        float64 `(R, 6)`. With NaN or infinities mean and std are what arithmetic makes of them; min, max and
-        magnitude are of finite elements.
+        Each float32 `(R,)`. With NaN or infinities mean and std are what arithmetic makes of them; min, max
+        and magnitude are of finite elements.
     """
     n = rows.shape[1]
     if n == 0:
-        nothing = rows.new_full((len(rows), 6), float("nan"), dtype=torch.float64)
-        nothing[:, 5] = 0
-        return nothing
+        nothing = torch.full((len(rows),), float("nan"), dtype=torch.float32, device=rows.device)
+        return *[nothing] * 5, torch.zeros_like(nothing)
     if len(rows) == 1 and can_fuse(rows):
-        mean, std, low, high, largest, _, _, nonfinite = fused_layer_stats(rows, eps=0.0).unbind()
-        return torch.stack([mean, std, low, high, largest, nonfinite])[None].double()
+        *first, _, _, nonfinite = fused_layer_stats(rows, eps=0.0)[:, None].unbind()
+        return *first, nonfinite
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         parts = _in_rows(rows) if n <= WHOLE else _in_parts(rows)
     else:
         parts = _in_one(rows)
     mean, squares, low, high, nonfinite = parts
     none = low > high
-    low, high = low.masked_fill(none, float("nan")), high.masked_fill(none, float("nan"))
-    std = (squares / (n - 1)).sqrt() if n > 1 else torch.full_like(mean, float("nan"))
-    return torch.stack([mean, std, low, high, torch.maximum(high, -low), nonfinite], 1)
+    low, high = low.masked_fill_(none, float("nan")), high.masked_fill_(none, float("nan"))
+    std = (squares / (n - 1)).sqrt_() if n > 1 else torch.full_like(mean, float("nan"))
+    return tuple(x.float() for x in (mean, std, low, high, torch.maximum(high, -low), nonfinite))
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # mean, squares around it, min, max, n non-finite: (R,)
@@ -111,7 +112,7 @@ def _in_one(rows: Tensor) -> Parts:
     mean = torch.where(mean.isnan(), rows.mean(1), mean)  # var_mean gives NaN where an infinite mean is true
     low, high = rows.masked_fill(~finite, inf).amin(1), rows.masked_fill(~finite, -inf).amax(1)
     nonfinite = rows.shape[1] - finite.sum(1)
-    return mean.double(), var.double() * rows.shape[1], low.double(), high.double(), nonfinite.double()
+    return mean.double(), var.double() * rows.shape[1], low, high, nonfinite
 
 
 def _in_rows(rows: Tensor) -> Parts:
@@ -121,20 +122,19 @@ def _in_rows(rows: Tensor) -> Parts:
     from |mean|/std ≈ 16 on, and those that overflow or are not finite are taken again in float64.
     """
     rows, n = _wide(rows), rows.shape[1]
-    mean, norm = rows.mean(1).double(), torch.linalg.vector_norm(rows, dim=1).double()
-    low, high = rows.amin(1).double(), rows.amax(1).double()
-    total = norm.square_()
+    mean, total = rows.mean(1).double(), torch.linalg.vector_norm(rows, dim=1).double().square_()
+    low, high = rows.amin(1), rows.amax(1)
     squares = torch.addcmul(total, mean, mean, value=-n)
-    again = ((squares > total * 4e-3) | (high - low + total == 0)).logical_not_()
-    nonfinite = torch.zeros_like(mean)
+    again = torch.sub(squares, total, alpha=4e-3).gt_(0).logical_not()  # NaN too
+    nonfinite = torch.zeros_like(low)
     hard = rows[again]
     if len(hard):
         hard = hard.double()
         center, finite, inf = hard.mean(1, keepdim=True), hard.isfinite(), float("inf")
         mean[again], squares[again] = center[:, 0], (hard - center).square_().sum(1)
-        low[again] = hard.masked_fill(~finite, inf).amin(1)
-        high[again] = hard.masked_fill(~finite, -inf).amax(1)
-        nonfinite[again] = n - finite.sum(1).double()
+        low[again] = hard.masked_fill(~finite, inf).amin(1).to(low.dtype)
+        high[again] = hard.masked_fill(~finite, -inf).amax(1).to(high.dtype)
+        nonfinite[again] = n - finite.sum(1).to(low.dtype)
     return mean, squares, low, high, nonfinite
 
 
@@ -174,10 +174,10 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
     """
     low, high = torch.as_tensor(low, dtype=torch.float64), torch.as_tensor(high, dtype=torch.float64)
     position = rows.mul(0.5).sub_(low / 2)  # half, as the difference of the largest floats overflows
-    position.mul_(2 * bins / (high - low)).clamp_(0, bins - 1).floor_()
-    position.add_(rows.clone().gt_(high)).sub_(rows.clone().lt_(low))  # by the edges, as products are rounded
-    slot = position.add_(1).nan_to_num_(nan=bins + 2).long()
-    slot += torch.arange(len(rows), device=rows.device)[:, None] * (bins + 3)
+    position.mul_(2 * bins / (high - low)).clamp_(-1, bins - 1).floor_()
+    position.add_(rows.clone().gt_(high))  # by the edge itself, as products are rounded
+    slot = position.nan_to_num_(nan=bins + 1).long()
+    slot += torch.arange(1, len(rows) * (bins + 3), bins + 3, device=rows.device)[:, None]
     exact = torch.float32 if rows.shape[1] < 2**24 else torch.float64
     counts = rows.new_zeros(len(rows) * (bins + 3), dtype=exact)
     counts.scatter_add_(0, slot.view(-1), torch.ones_like(slot.view(-1), dtype=exact))
@@ -192,7 +192,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x if x.dtype in WIDE else x.float()
 
 
 def _strata(n: int, k: int, device: torch.device) -> Tensor:

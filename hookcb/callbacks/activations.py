@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookcb.activation_readings import OPTIONS, SAVED, ActivationReadings
 from hookcb.batch import parts
@@ -93,7 +93,8 @@ class ActivationStats(HookCallback, ActivationReadings):
         name, kind, output = self.layer_name(m), type(m).__name__, seen[-1]
         if not (self.is_forward and not self._options["pre"]) and len(output) == 1:
             output = output[0]
-        found = list(parts(output, name)) or [(name, output)]
+        # the usual case without a walk
+        found = [(name, output)] if type(output) is Tensor else list(parts(output, name)) or [(name, output)]
         for path, x in found:
             taken = (*take(detached(x), self.sample), kind, x.shape) if has_stats(x) else type(x).__name__
             self._batch.setdefault(path, []).append(taken)
