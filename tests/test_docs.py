@@ -31,7 +31,8 @@ def test_every_public_class_has_an_example():
             assert ">>>" in thing.__doc__, f"{name} has no example"
 
 
-def test_the_python_in_the_readme_runs(capsys):
+def test_the_python_in_the_readme_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert blocks
     names = {}

@@ -120,7 +120,9 @@ def test_an_output_without_a_finite_element_has_no_extremes():
 
 
 @pytest.mark.parametrize("offset", [0, 20, 1e5])
-@pytest.mark.parametrize("x", [normal(5, 300), normal(3, 300).relu(), torch.zeros(2, 9)], ids=["normal", "relu", "zeros"])
+@pytest.mark.parametrize(
+    "x", [normal(5, 300), normal(3, 300).relu(), torch.zeros(2, 9)], ids=["normal", "relu", "zeros"]
+)
 def test_what_compiled_code_and_gpus_run_agrees_with_what_a_cpu_runs(x, offset):
     rows = x + offset
     rows[-1, 1] = math.inf
