@@ -15,14 +15,14 @@ from hookcb import plots
 from hookcb.files import save_whole
 from hookcb.readings import PHASES, Layer, LayerReadings
 from hookcb.reducer import Reducer
-from hookcb.stats import LAYER_STATS
+from hookcb.stats import LAYER_STATS, SAMPLED, WHOLE, Sample
 from hookcb.store import StatStore
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OPTIONS = ("with_hist", "eps", "bins", "hist_range", "keep")
+OPTIONS = ("with_hist", "eps", "bins", "hist_range", "sample", "keep")
 SAVED = (*OPTIONS, "outputs", "left_out", "stores", "edges")
 SERIES = ("mean", "std", "near_zero")
 
@@ -37,6 +37,7 @@ class ActivationReadings(LayerReadings):
     """
 
     columns = LAYER_STATS
+    sample: Sample
 
     def _set_up(
         self, with_hist: bool, eps: float, bins: int, hist_range: tuple[float, float] | None, keep: int
@@ -192,7 +193,17 @@ class ActivationReadings(LayerReadings):
             table.add_row(*map(Text, [*cells, marks[name]][: len(table.columns)]))
         for name, kind in self.left_out.items():
             table.add_row(Text(name), Text(f"no statistics: {kind}"))
+        table.caption = self._of_what()
         return table
+
+    def _of_what(self) -> str | None:
+        """Where not every element was looked at, at how many."""
+        largest = max((math.prod(shape) for _, shape in self.outputs.values()), default=0)
+        if self.sample == "auto" and largest > WHOLE:
+            return f"near zero of outputs above {WHOLE:,} elements: from {SAMPLED:,} of them"
+        if isinstance(self.sample, int) and largest > self.sample:
+            return f"from {self.sample:,} elements of each output"
+        return None
 
     def _three(self, name: str) -> Any:
         return L(self.series(name, stat) for stat in SERIES)

@@ -73,9 +73,7 @@ class ActivationStats(HookCallback, ActivationReadings):
         self._set_up(with_hist, eps, bins, hist_range, keep)
         self.sample, self.append, self.run_valid = _checked(sample), append, on_valid
         self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to now
-        self._batch: dict[
-            str, list[Any]
-        ] = {}  # by path, what `take` gave of each call, or the type of no tensor
+        self._batch: dict[str, list[Any]] = {}  # what was taken, see `add_record`
 
     def before_fit(self) -> None:
         if not self.append:
@@ -110,7 +108,8 @@ class ActivationStats(HookCallback, ActivationReadings):
             return
         (epochs, steps), phase = self._before, "train" if self.training else "valid"
         epoch, step = epochs + self.epoch, steps + self.train_iter
-        self._now = epoch + 1, step + 1
+        if self.training:
+            self._now = epoch + 1, step + 1
         batch, self._batch = self._batch, {}
         self.add_record(phase, epoch, step, batch)
 

@@ -371,3 +371,16 @@ def test_a_foreign_or_truncated_file_is_refused_by_name(tmp_path, monkeypatch):
     assert not Path("evil-was-here").exists()
     with pytest.raises(FileNotFoundError, match="absent"):
         ActivationStats.load(tmp_path / "absent.pt")
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [("auto", "above 65,536 elements: from 4,096"), (100, "from 100 elements of each output"), (None, "")],
+)
+def test_the_report_says_where_it_saw_a_sample_only(sample, said):
+    stats = ActivationStats(sample=sample)
+    model = nn.Linear(2, 70_000)
+    fit(Learner([torch.ones(1, 2)], model, torch.mean, torch.optim.SGD, cbs=stats))
+    assert said in printed(stats.report())
+    assert ("elements" in printed(stats.report())) == bool(said)
+    assert stats.sample == sample
