@@ -24,7 +24,8 @@ class Reducer:
         store: takes `LAYER_STATS`, then `bins + 2` counts where there are bins.
         eps: see `layer_stats`.
         bins: of a histogram, 0 for none.
-        edges: of its range; None takes the one of the first record and half as much again on both sides.
+        edges: of its range; None takes the one of the first record and half as much again on both sides, but
+            not beyond 0 where that is an end.
     """
 
     def __init__(
@@ -84,4 +85,6 @@ def _around(low: Tensor, high: Tensor) -> Tensor:
     low, high = low.nan_to_num(-1).double(), high.nan_to_num(1).double()
     room = torch.where(high > low, (high - low) / 2, high.abs() / 2 + 0.5)
     most = torch.finfo(torch.float32).max
-    return torch.stack([low - room, high + room]).clamp(-most, most)
+    below = torch.where((low == 0) & (high > 0), low, low - room)  # nothing is below 0 behind a ReLU
+    above = torch.where((high == 0) & (low < 0), high, high + room)
+    return torch.stack([below, above]).clamp(-most, most)
