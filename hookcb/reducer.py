@@ -41,7 +41,7 @@ class Reducer:
         """Adds what `take` gave for a record."""
         self._waiting.append((record, elements, exact))
         self._n_elements += elements.numel()
-        if self._n_elements > WHOLE // 2 or len(self._waiting) == MOST_RECORDS:
+        if self._n_elements > WHOLE or len(self._waiting) == MOST_RECORDS:
             self.reduce()
 
     @property
