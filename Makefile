@@ -29,6 +29,8 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/hooks.py
+	$(BIN)/python benchmarks/activations.py
+	$(BIN)/python benchmarks/activations.py --memory
 
 clean:
 	rm -rf $(VENV)

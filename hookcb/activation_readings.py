@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OPTIONS = ("with_hist", "eps", "bins", "hist_range", "sample", "keep")
 SAVED = (*OPTIONS, "outputs", "left_out", "stores", "edges")
+ROOM = 64 * WHOLE  # elements that wait to be reduced, of all layers: 16 MB
 SERIES = ("mean", "std", "near_zero")
 
 
@@ -61,6 +62,7 @@ class ActivationReadings(LayerReadings):
         What is no tensor comes as the name of its type.
         """
         record = None
+        room = max(WHOLE, min(4 * WHOLE, ROOM // max(1, len(batch))))
         for path, calls in batch.items():
             for k, taken in enumerate(calls):
                 name = path if len(calls) == 1 else f"{path}#{k}"
@@ -70,7 +72,7 @@ class ActivationReadings(LayerReadings):
                 record = self._stores[phase].begin(epoch, step) if record is None else record
                 elements, exact, kind, shape = taken
                 self.outputs[name] = kind, shape
-                self._reducer(phase, name, self.hist_range).add(record, elements, exact)
+                self._reducer(phase, name, self.hist_range).add(record, elements, exact, room)
 
     def _reducer(self, phase: str, name: str, edges: tuple[float, float] | None) -> Reducer:
         if (phase, name) not in self._reducers:

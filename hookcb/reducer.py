@@ -16,8 +16,8 @@ LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 class Reducer:
     """Collects what `take` gives of a layer, and puts its statistics into a store.
 
-    A reduction of a few elements takes about as long as one of some thousands, so small outputs wait for one
-    another: up to 65,536 elements or 64 records.
+    A reduction of a few elements takes about as long as one of some thousands, so outputs wait for one
+    another, as long as there is room for their elements, or for 64 records.
 
     Args:
         name: of the layer in the store.
@@ -37,11 +37,11 @@ class Reducer:
         self._waiting: list[tuple[int, Tensor, Tensor | None]] = []
         self._n_elements = 0
 
-    def add(self, record: int, elements: Tensor, exact: Tensor | None) -> None:
-        """Adds what `take` gave for a record."""
+    def add(self, record: int, elements: Tensor, exact: Tensor | None, room: int) -> None:
+        """Adds what `take` gave for a record; reduces when there are more than `room` elements."""
         self._waiting.append((record, elements, exact))
         self._n_elements += elements.numel()
-        if self._n_elements > WHOLE or len(self._waiting) == MOST_RECORDS:
+        if self._n_elements > room or len(self._waiting) == MOST_RECORDS:
             self.reduce()
 
     @property

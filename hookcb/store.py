@@ -145,9 +145,13 @@ class StatStore:
                 self._write(queued)
 
     def _write(self, queued: _Queued) -> None:
-        rows = [self._row_of(record) for record in queued.records]
-        taken = [i for i, row in enumerate(rows) if row is not None]
-        kept = [row for row in rows if row is not None]
+        if self.stride == 1:  # all are there yet
+            taken: list[int] | slice = slice(None)
+            kept = queued.records
+        else:
+            rows = {i: self._row_of(record) for i, record in enumerate(queued.records)}
+            taken = [i for i, row in rows.items() if row is not None]
+            kept = [row for row in rows.values() if row is not None]
         if not kept:
             return
         values = self._values[queued.name]

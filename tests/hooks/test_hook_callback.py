@@ -581,7 +581,7 @@ def input_mean(m, i):
         {"hook": backward_mean, "is_forward": False, "every": 2, "detach": False},
         {"hook": input_mean, "pre": True},
     ],
-    ids=str,
+    ids=["forward", "gradient", "gradient, every 2", "pre"],
 )
 def test_it_keeps_the_contract_of_callbacks(options):
     check_callback(lambda: HookCallback(**options, name="watcher"))
