@@ -41,7 +41,8 @@ class Reducer:
         """Adds what `take` gave for a record; reduces when there are more than `room` elements."""
         self._waiting.append((record, elements, exact))
         self._n_elements += elements.numel()
-        if self._n_elements > room or len(self._waiting) == MOST_RECORDS:
+        full = self._n_elements > room or len(self._waiting) == MOST_RECORDS
+        if full or elements.numel() > WHOLE:  # such a long one is reduced by itself
             self.reduce()
 
     @property
