@@ -381,3 +381,16 @@ def test_a_parameter_hook_stands_another_that_takes_the_gradient_away():
         model(X).backward(G)
     assert list(hooks.stored) in ([True] * 4, [None] * 4)
     assert [p.grad for p in model.parameters()] == [None] * 4
+
+
+@pytest.mark.parametrize("pre", [False, True])
+def test_no_backward_hook_of_torch_is_used_so_that_users_may_add_either_kind(pre):
+    model = nn.Bilinear(3, 4, 2)
+    a, b = torch.randn(5, 3, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    seen = []
+    with Hook(model, lambda m, *grads: None, is_forward=False, pre=pre):
+        assert not model._backward_hooks
+        assert model._is_full_backward_hook is None  # a legacy hook would forbid full ones for good
+        model.register_full_backward_hook(lambda m, gi, go: seen.append(len(gi)))
+        model(a, b).sum().backward()
+    assert seen == [2]
