@@ -71,7 +71,8 @@ class Reducer:
     def _counts(self, rows: Tensor, values: Tensor) -> Tensor:
         if self._edges is None:
             self._edges = _around(values[0, LOW], values[0, HIGH])
-        low, high = self._edges.to(rows.device).unbind()
+        self._edges = self._edges.to(rows.device, non_blocking=True)
+        low, high = self._edges.unbind()
         return histogram(rows, low, high, self.bins).float()
 
 
