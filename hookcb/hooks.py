@@ -230,7 +230,7 @@ class Hooks:
     >>> import torch
     >>> from hookcb import Hooks
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-    >>> with Hooks(model, lambda m, i, o: o.mean().item()) as hooks:
+    >>> with Hooks(model, lambda m, i, o: o.mean()) as hooks:
     ...     _ = model(torch.zeros(1, 2))
     >>> len(hooks.stored)
     2
