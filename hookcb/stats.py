@@ -107,12 +107,15 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # mean, squares around it
 def _in_one(rows: Tensor) -> Parts:
     """By Welford's way: exact at any offset, and fused into one pass where it is compiled."""
     rows = _wide(rows)
-    finite, inf = rows.isfinite(), float("inf")
     var, mean = torch.var_mean(rows, dim=1, correction=0)
     mean = torch.where(mean.isnan(), rows.mean(1), mean)  # var_mean gives NaN where an infinite mean is true
-    low, high = rows.masked_fill(~finite, inf).amin(1), rows.masked_fill(~finite, -inf).amax(1)
-    nonfinite = rows.shape[1] - finite.sum(1)
-    return mean.double(), var.double() * rows.shape[1], low, high, nonfinite
+    return mean.double(), var.double() * rows.shape[1], *_finite(rows)
+
+
+def _finite(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Smallest and largest of the finite elements, ±inf where there are none, and the number of others."""
+    others, inf = rows.isfinite().logical_not_(), float("inf")
+    return rows.masked_fill(others, inf).amin(1), rows.masked_fill(others, -inf).amax(1), others.sum(1)
 
 
 def _in_rows(rows: Tensor) -> Parts:
@@ -129,12 +132,11 @@ def _in_rows(rows: Tensor) -> Parts:
     nonfinite = torch.zeros_like(low)
     hard = rows[again]
     if len(hard):
+        low[again], high[again], others = _finite(hard)
+        nonfinite[again] = others.to(nonfinite.dtype)
         hard = hard.double()
-        center, finite, inf = hard.mean(1, keepdim=True), hard.isfinite(), float("inf")
+        center = hard.mean(1, keepdim=True)
         mean[again], squares[again] = center[:, 0], (hard - center).square_().sum(1)
-        low[again] = hard.masked_fill(~finite, inf).amin(1).to(low.dtype)
-        high[again] = hard.masked_fill(~finite, -inf).amax(1).to(high.dtype)
-        nonfinite[again] = n - finite.sum(1).to(low.dtype)
     return mean, squares, low, high, nonfinite
 
 
