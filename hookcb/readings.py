@@ -1,6 +1,7 @@
 """LayerReadings: what was recorded of layers, read by layer, by record, or as a table."""
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class Record:
         return f"Record(epoch={self.epoch}, step={self.step}, {len(self)} layers)"
 
 
-class LayerReadings:
+class LayerReadings(ABC):
     """Reads what a callback has recorded; it has stores by phase.
 
     A layer is given by index, by name, by a slice of indices or a glob on names; the last two give an `L` of
@@ -66,9 +67,9 @@ class LayerReadings:
 
     columns: tuple[str, ...]
 
+    @abstractmethod
     def store_of(self, phase: str) -> StatStore:
         """The records of training, "train", or of validation, "valid"."""
-        raise NotImplementedError
 
     @property
     def names(self) -> list[str]:
