@@ -109,8 +109,8 @@ class StatStore:
         i = self._row_of(record)
         if i is None:
             raise LookupError(f"record {record} is no longer kept; only {len(self.infos)} are, see keep=")
-        values = self._values.get(name, self._empty(0))
-        return values[i] if i < len(values) else self._empty(1)[0]
+        values = self._values.get(name)
+        return self._empty(1)[0] if values is None or i >= len(values) else values[i]
 
     def state(self) -> dict[str, Any]:
         """All there is, of types that `torch.load(weights_only=True)` reads."""
