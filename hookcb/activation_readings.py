@@ -38,14 +38,19 @@ class ActivationReadings(LayerReadings):
     """
 
     columns = LAYER_STATS
-    sample: Sample
 
     def _set_up(
-        self, with_hist: bool, eps: float, bins: int, hist_range: tuple[float, float] | None, keep: int
+        self,
+        with_hist: bool,
+        eps: float,
+        bins: int,
+        hist_range: tuple[float, float] | None,
+        sample: Sample,
+        keep: int,
     ) -> None:
-        _check(eps, bins, hist_range, keep)
+        _check(eps, bins, hist_range, sample, keep)
         self.with_hist, self.eps, self.bins, self.hist_range = with_hist, eps, bins, hist_range
-        self.keep = keep
+        self.sample, self.keep = sample, keep
         self.clear()
 
     def clear(self) -> None:
@@ -108,7 +113,7 @@ class ActivationReadings(LayerReadings):
 
     def layer_stats(self, layer: Layer) -> Any:
         """Mean, standard deviation and share near zero of a layer: an `L` of three series."""
-        return self.of_layers(layer, lambda name: self._three(name))
+        return self.of_layers(layer, self._three)
 
     def hist(self, layer: Layer, phase: str = "train") -> Any:
         """Histograms of a layer, `(bins + 2, n_records)`: log(1 + count), 0 where the layer was not called.
@@ -176,11 +181,11 @@ class ActivationReadings(LayerReadings):
 
     def report(self) -> Table:
         """A table of the layers with the statistics of the last record, to print with rich."""
-        n = len(self.stats)
-        spreads = {name: self.series(name, "std") for name in self.names}
-        last = {name: self.stats[-1][name] for name in self.names if n}
+        records = self.stats
+        last = dict(zip(self.names, records[-1], strict=True)) if records else {}
+        spreads = {name: self.series(name, "std") for name in last}
         marks = {name: _mark(last[name], spreads[name]) for name in last}
-        table = Table(title=f"activations in the last of {n} recorded batches")
+        table = Table(title=f"activations in the last of {len(records)} recorded batches")
         table.add_column("layer", overflow="fold")
         table.add_column("type", overflow="fold")
         for column in ("output", "mean", "std", "near zero"):
@@ -235,13 +240,18 @@ def _mark(last: dict[str, float], spread: list[float]) -> str:
     return ""
 
 
-def _check(eps: float, bins: int, hist_range: Any, keep: int) -> None:
+def _check(eps: float, bins: int, hist_range: Any, sample: Sample, keep: int) -> None:
     if not isinstance(eps, int | float) or not eps >= 0:
         raise ValueError(f"eps is {eps!r}; give a magnitude of 0 or more")
     if not isinstance(bins, int) or isinstance(bins, bool) or bins < 1:
         raise ValueError(f"bins is {bins!r}; give a whole number of bins, 1 or more")
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 2:
         raise ValueError(f"keep is {keep!r}; give a whole number of records, 2 or more")
+    n_sampled = isinstance(sample, int) and not isinstance(sample, bool) and sample >= 2
+    if sample is not None and sample != "auto" and not n_sampled:
+        raise ValueError(
+            f"sample is {sample!r}; give 'auto', a number of elements, 2 or more, or None for every one"
+        )
     if hist_range is None:
         return
     try:

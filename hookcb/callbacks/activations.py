@@ -70,8 +70,8 @@ class ActivationStats(HookCallback, ActivationReadings):
         if "hook" in options:
             raise TypeError("ActivationStats has a hook of its own; pass hook= to HookCallback")
         super().__init__(**{"detach": False} | options, name=name)
-        self._set_up(with_hist, eps, bins, hist_range, keep)
-        self.sample, self.append, self.run_valid = _checked(sample), append, on_valid
+        self._set_up(with_hist, eps, bins, hist_range, sample, keep)
+        self.append, self.run_valid = append, on_valid
         self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to now
         self._batch: dict[str, list[Any]] = {}  # what was taken, see `add_record`
 
@@ -89,7 +89,7 @@ class ActivationStats(HookCallback, ActivationReadings):
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         name, kind, output = self.layer_name(m), type(m).__name__, seen[-1]
-        if not (self.is_forward and not self._options["pre"]) and len(output) == 1:
+        if (self._options["pre"] or not self.is_forward) and len(output) == 1:
             output = output[0]
         # the usual case without a walk
         found = [(name, output)] if type(output) is Tensor else list(parts(output, name)) or [(name, output)]
@@ -133,12 +133,3 @@ class ActivationStats(HookCallback, ActivationReadings):
         stats = cls(**{option: state[option] for option in OPTIONS})
         stats._restore(state)
         return stats
-
-
-def _checked(sample: Sample) -> Sample:
-    whole = isinstance(sample, int) and not isinstance(sample, bool) and sample >= 2
-    if sample is not None and sample != "auto" and not whole:
-        raise ValueError(
-            f"sample is {sample!r}; give 'auto', a number of elements, 2 or more, or None for every one"
-        )
-    return sample
