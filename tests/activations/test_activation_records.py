@@ -86,20 +86,14 @@ def test_a_batch_without_backward_or_step_is_recorded(event, level, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("level", ["train", "epoch", "fit"])
-def test_a_batch_that_a_cancel_of_more_cuts_short_leaves_no_record(level, order):
+@pytest.mark.parametrize(("event", "first"), [("after_loss", [0, 1]), ("after_batch", [0, 1, 2])])
+def test_a_cancel_of_more_leaves_no_record_of_a_batch_it_cuts_short_and_one_of_a_whole(
+    event, first, level, order
+):
     stats = tags()
-    fit(numbered(4, 0, [stats, raises("after_loss", CANCELS[level](), 2, order)]), 2)
+    fit(numbered(4, 0, [stats, raises(event, CANCELS[level](), 2, order)]), 2)
     second = [] if level == "fit" else [0, 1, 2, 3]
-    assert ids(stats.stats) == [0, 1, *second]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("level", ["train", "epoch", "fit"])
-def test_the_last_batch_of_a_training_that_is_ended_after_it_is_recorded(level, order):
-    stats = tags()
-    fit(numbered(4, 0, [stats, raises("after_batch", CANCELS[level](), 2, order)]), 2)
-    second = [] if level == "fit" else [0, 1, 2, 3]
-    assert ids(stats.stats) == [0, 1, 2, *second]
+    assert ids(stats.stats) == [*first, *second]
 
 
 @pytest.mark.parametrize("order", ORDERS)
