@@ -99,11 +99,14 @@ class ActivationReadings(LayerReadings):
 
     def save(self, path: str | Path) -> Path:
         """Writes what was recorded to one file, which `load` reads, and `torch.load(weights_only=True)`."""
-        state = {name: getattr(self, name) for name in (*OPTIONS, "left_out")}
+        return save_whole(self._saved(), path)
+
+    def _saved(self) -> dict[str, Any]:
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, "left_out")}
         state["outputs"] = {name: (kind, tuple(shape)) for name, (kind, shape) in self.outputs.items()}
         state["stores"] = {phase: self.store_of(phase).state() for phase in PHASES}
         state["edges"] = [(*key, reducer.edges) for key, reducer in self._reducers.items()]
-        return save_whole(state, path)
+        return state
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.outputs, self.left_out = state["outputs"], state["left_out"]

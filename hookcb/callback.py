@@ -97,6 +97,7 @@ class Callback:
     run: bool = True
     run_train: bool = True
     run_valid: bool = True
+    run_lr_find: bool = True  # whether it takes part in learn.lr_find, as a copy
 
     model = LoopState[nn.Module]("The model being trained.")
     opt = LoopState[Optimizer]("The optimizer.")
@@ -158,6 +159,16 @@ class Callback:
     def acts(self, event: str, training: bool) -> bool:
         """Whether `run`, and at the events of a batch `run_train` or `run_valid`, let it act."""
         return self.run and (event not in BATCH_EVENTS or (self.run_train if training else self.run_valid))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed fit needs of this callback, as it is after an event; nothing by default.
+
+        Values are None, bool, int, float, str, tensors, and lists, tuples and dicts of these.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes in what `state_dict` gave; called in a resumed fit before its first batch."""
 
     def __repr__(self) -> str:
         given = [f"name={self.name!r}"] if "_name" in self.__dict__ else []

@@ -29,6 +29,7 @@ from hookcb.prepare import (
     same,
     trainable,
 )
+from hookcb.resume import Resume
 from hookcb.summary import Summary, module_summary
 
 
@@ -86,6 +87,7 @@ class Learner(Loop):
         self.loss_func, self.opt_func, self.lr, self.n_inp = loss_func, opt_func, check_lr(lr), n_inp
         self.opt = opt_func if isinstance(opt_func, Optimizer) else None
         self._opt_params: list[nn.Parameter] | None = None  # for which opt_func made the optimizer
+        self._resume: Resume | None = None  # until the fit has come to where it goes on
         self.device = None if device is None else torch.device(device)
         self.add_cbs(cbs)
         defaults = (Recorder(), Metrics(metrics), Progress())
@@ -93,16 +95,27 @@ class Learner(Loop):
 
     # ---- the loop
 
-    def fit(self, n_epoch: int, lr: float | None = None, cbs: Callbacks = ()) -> None:
+    def fit(
+        self,
+        n_epoch: int,
+        lr: float | None = None,
+        cbs: Callbacks = (),
+        *,
+        resume: str | Path | None = None,
+    ) -> None:
         """Trains for `n_epoch` epochs, validating after each where there is a `dls.valid`.
 
         Args:
-            n_epoch: number of passes over `dls.train`.
-            lr: learning rate from here on; by default what the optimizer has, `self.lr` at its making.
+            n_epoch: number of passes over `dls.train`, in a resumed fit with those made before.
+            lr: learning rate from here on; by default what the optimizer has, `self.lr` at its making. A
+                resumed fit goes on with its own.
             cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
+            resume: a file that `Checkpoint` has written, or a folder, of which the newest whole file is
+                taken, to go on from; "latest" is the folder of this fit's `Checkpoint`, and begins anew where
+                that has none.
 
         Raises:
-            TypeError, ValueError, RuntimeError: before training starts, for what cannot be trained.
+            TypeError, ValueError, RuntimeError, OSError: before training starts, for what cannot be trained.
         """
         if self.fitting:
             raise RuntimeError("a fit is running; it must end before another begins")
@@ -110,16 +123,24 @@ class Learner(Loop):
         with self.restored(), self.added_cbs(cbs):
             self._prepare(lr)
             self.opt.zero_grad()  # an interrupted fit may have left gradients behind
-            self.n_epoch, self.epoch, self.train_iter = n_epoch, 0, 0
-            self.run_fit(self._epochs)
+            self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
+            self._resume = Resume.find(resume, self)
+            try:
+                self.run_fit(self._epochs)
+            finally:
+                self._resume = None
 
     def _epochs(self) -> None:
-        for self.epoch in range(self.n_epoch):
+        if self._resume is not None:
+            self.epoch, self.train_iter = self._resume.epoch, self._resume.train_iter
+        self._resumed("epoch")
+        for self.epoch in range(self.epoch, self.n_epoch):
             self.row = {}
             self.within("epoch", self._epoch)
 
     def _epoch(self) -> None:
-        self._phase("train", self.dls.train)
+        if not self._resumed("validate"):
+            self._phase("train", self.dls.train)
         if getattr(self.dls, "valid", None) is not None:
             self._phase("validate", self.dls.valid)
 
@@ -131,7 +152,8 @@ class Learner(Loop):
 
     def _batches(self) -> None:
         self.iter = -1
-        for self.iter, batch in enumerate(self.dl):
+        left = self.training and self._resumed("train")
+        for self.iter, batch in left or enumerate(self.dl):
             self.xb, self.yb = split_batch(batch, self._device, self.n_inp)
             try:
                 self.within("batch", self._batch)
@@ -151,11 +173,26 @@ class Learner(Loop):
         self.emit("after_loss")
         if self.training:
             self.within("backward", self._backward)
-            if self.within("step", self.opt.step):
+            if not self.accumulating and self.within("step", self._step):
                 self.opt.zero_grad()
 
     def _backward(self) -> None:
-        self.loss.backward()  # looked up here, as before_backward may have scaled it
+        scaler, loss = self.scaler, self.loss  # looked up here, as before_backward may have changed them
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    def _step(self) -> None:
+        if self.scaler is None:
+            self.opt.step()
+        else:
+            self.scaler.step(self.opt)
+
+    def _resumed(self, phase: str) -> Any:
+        """Whether a resumed fit goes on here; in the middle of a training, the batches still to come."""
+        resume = self._resume
+        if resume is None or resume.phase != phase:
+            return None
+        self._resume = None
+        return resume.restore(self) or True
 
     def predict(self) -> Any:
         """The model's output for `xb`; override it for a model that is called differently."""

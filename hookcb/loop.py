@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -47,6 +48,8 @@ class Loop:
         self._epoch_began = 0
         self._n_train: int | None = None
         self.training = False
+        self.scaler: torch.amp.GradScaler | None = None  # scales the loss, and makes the step in its way
+        self.accumulating = False  # whether gradients wait for those of the next batch, and no step is made
         # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         self._depth = 0

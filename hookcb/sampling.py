@@ -60,6 +60,12 @@ class SamplingCallback(Callback):
             self.n_batches += self.is_looking
             self.n_skipped += not self.is_looking
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_batches": self.n_batches, "n_skipped": self.n_skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_batches, self.n_skipped = state["n_batches"], state["n_skipped"]
+
     @property
     def is_aside(self) -> bool:
         """Whether this is a validation in the middle of a batch, or outside a fit."""

@@ -13,6 +13,7 @@ ROOT = Path(hookcb.__file__).parent
 FLOORS = [
     {
         "activation_readings",
+        "arguments",
         "backward",
         "batch",
         "coverage",
@@ -26,15 +27,17 @@ FLOORS = [
         "modules",
         "plots",
         "prepare",
+        "randomness",
         "readings",
         "reducer",
         "stats",
+        "stop_signals",
         "store",
         "taps",
     },
-    {"callback", "sampling"},
+    {"callback", "fit_state", "monitor", "sampling"},
     {"callbacks"},
-    {"report", "summary"},
+    {"report", "resume", "summary"},
     {"loop", "learner"},
     {"testing", "demo", "cli"},
 ]

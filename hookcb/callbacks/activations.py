@@ -121,6 +121,15 @@ class ActivationStats(HookCallback, ActivationReadings):
         self._batch = {}
         self.after_epoch()
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"now": self._now, "before": self._before, "recorded": self._saved()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.clear()
+        self._now, self._before = state["now"], state["before"]
+        self._restore(state["recorded"])
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """What `save` has written, to be read.

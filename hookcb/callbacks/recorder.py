@@ -1,6 +1,7 @@
 """Recorder: the losses and learning rates of a fit, and a row of numbers per epoch."""
 
 import time
+from typing import Any
 
 import torch
 from fastcore.foundation import L
@@ -40,6 +41,7 @@ class Recorder(Callback):
         self.rows = L()
         self._train = _Losses()
         self._lrs: list[float | Tensor] = []
+        self._first = 0  # batch of this epoch's training
 
     @property
     def losses(self) -> list[float]:
@@ -88,6 +90,19 @@ class Recorder(Callback):
     def after_epoch(self) -> None:
         self.learn.row["time"] = time.perf_counter() - self._began
         self.rows.append({"epoch": self.epoch, **self.learn.row})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "sizes": torch.tensor(self._train.sizes, dtype=torch.int64),
+            "lrs": torch.tensor(self.lrs, dtype=torch.float64),
+            "rows": [dict(row) for row in self.rows],
+            "first": self._first,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._train.values, self._train.sizes = state["losses"].tolist(), state["sizes"].tolist()
+        self._lrs, self.rows, self._first = state["lrs"].tolist(), L(state["rows"]), state["first"]
 
 
 class _Losses:

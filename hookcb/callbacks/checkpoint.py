@@ -1,0 +1,150 @@
+"""Checkpoint: files from which a fit can go on to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+from hookcb.arguments import check_count
+from hookcb.callback import Callback
+from hookcb.events import CancelValidException
+from hookcb.files import save_whole
+from hookcb.fit_state import capture, checkpoints_in, loaders_of
+from hookcb.monitor import check_monitor, improves, monitored, resolve_mode
+from hookcb.randomness import random_state
+from hookcb.stop_signals import StopSignals
+
+
+class Checkpoint(Callback):
+    """Writes all it takes to go on with a fit: `learn.fit(…, cbs=Checkpoint(folder), resume="latest")`.
+
+    A fit that was resumed ends with the very weights of one that was never interrupted: model, optimizer,
+    gradients that wait, random numbers, the order of the data and the state of callbacks are restored, also
+    from the middle of an epoch. Of loaders and datasets with a state of their own that is what their
+    `state_dict` gives.
+
+    A file is written after each epoch, and when a fit is cancelled between batches; it gets its name when it
+    is on the disk whole. On Ctrl-C and SIGTERM the batch in progress is finished, a file written, and then
+    the fit ends with KeyboardInterrupt or SystemExit(143); a second Ctrl-C ends it at once.
+
+    Args:
+        folder: where to, made where it is missing; a fit that is not resumed writes over older files.
+        every: also after so many training batches.
+        keep: how many of the newest files stay.
+        monitor: a column of the epoch's row; the best epoch's file stays as `best.pt`.
+        mode: "min" or "max", what is best; by default "min" where the name has "loss" or "error" in it.
+        name: what the learner calls it.
+
+    Attributes:
+        files: what is there, oldest first.
+        best: the best value so far, in the unit of `monitor`; None before the first.
+
+    Raises:
+        ValueError: for arguments that cannot be, `monitor` when the fit begins.
+
+    >>> from tempfile import mkdtemp
+    >>> from hookcb import Checkpoint, synth_learner
+    >>> folder = mkdtemp()
+    >>> for n_epoch in (1, 3):  # the second might be in another process
+    ...     learn = synth_learner()
+    ...     with learn.no_logging():
+    ...         learn.fit(n_epoch, cbs=Checkpoint(folder), resume="latest")
+    >>> len(learn.recorder.rows), learn.checkpoint.files[-1].name
+    (3, 'epoch-0003.pt')
+    """
+
+    order = 100
+    run_lr_find = False
+
+    def __init__(
+        self,
+        folder: str | Path = "checkpoints",
+        every: int | None = None,
+        keep: int = 3,
+        monitor: str | None = None,
+        mode: str | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        check_count("keep", keep)
+        if every is not None:
+            check_count("every", every)
+        self.folder, self.every, self.keep, self.monitor = Path(folder), every, keep, monitor
+        self.mode = resolve_mode(monitor or "loss", mode)
+        self.best: float | None = None
+        self._stop = StopSignals()
+
+    @property
+    def files(self) -> list[Path]:
+        """The checkpoints in the folder, oldest first, without the best."""
+        return checkpoints_in(self.folder)
+
+    def before_fit(self) -> None:
+        self.best, self._unsaved = None, False
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"folder is {str(self.folder)!r}, which is a file; give a folder")
+        if self.monitor is not None:
+            check_monitor(self.learn, self.monitor)
+        for left_by_a_kill in self.folder.glob("*.pt.partial"):
+            left_by_a_kill.unlink()
+        self._stop.open()
+
+    def before_train(self) -> None:
+        self._random = random_state(*loaders_of(self.learn))
+
+    def before_validate(self) -> None:
+        if not self.learn.is_nested:
+            self._random = random_state(*loaders_of(self.learn))
+
+    def before_batch(self) -> None:
+        if self.training:
+            self._unsaved = False  # in the middle of a batch there is nothing to go on from
+
+    def after_batch(self) -> None:
+        if not self.training:
+            if self._stop.asked and not self.learn.is_nested:
+                raise CancelValidException
+            return
+        self._unsaved = True
+        due = self.every is not None and (self.train_iter + 1) % self.every == 0
+        if due or self._stop.asked:
+            self._write("train", f"-batch-{self.iter + 1:06d}")
+        self._stop.obey()
+
+    def after_train(self) -> None:
+        self._unsaved = False
+
+    def after_validate(self) -> None:
+        if self._stop.asked and not self.learn.is_nested:
+            self._write("validate", "-trained")
+            self._stop.obey()
+
+    def after_epoch(self) -> None:
+        value = monitored(self.learn, self.monitor) if self.monitor is not None else None
+        if is_best := value is not None and improves(value, self.best, self.mode):
+            self.best = value
+        state = self._write("epoch")
+        if is_best:
+            save_whole(state, self.folder / "best.pt")
+        self._stop.obey()
+
+    def after_cancel_fit(self) -> None:
+        if self._unsaved:
+            self._write("train", f"-batch-{self.iter + 1:06d}")
+
+    def after_fit(self) -> None:
+        self._stop.obey()  # asked for after the last epoch
+        self._stop.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "random_of_phase": self._random}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self._random = state["best"], state["random_of_phase"]
+
+    def _write(self, phase: str, place: str = "") -> dict[str, Any]:
+        state = capture(self.learn, phase, self._random)  # type: ignore[arg-type]  # of a fit, so a Learner
+        save_whole(state, self.folder / f"epoch-{self.epoch + 1:04d}{place}.pt")
+        self._unsaved = False
+        for old in self.files[: -self.keep]:
+            old.unlink()
+        return state

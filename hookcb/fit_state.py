@@ -1,0 +1,167 @@
+"""The state of a fit: all it takes to go on with it to the bit, in this process or another."""
+
+from collections import Counter, OrderedDict
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.randomness import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from hookcb.learner import Learner
+
+FORMAT = 1  # of the file; a change that older versions cannot read counts it up
+KEYS = {"format", "torch", "phase", "epoch", "iter", "n_epoch", "train_iter", "row", "model", "buffers"}
+KEYS |= {"loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
+    """The state of the fit that is running, to be saved at once: its tensors are those in use.
+
+    Args:
+        learn: the learner.
+        phase: what has just ended: a batch of "train", all training of an epoch ("validate" comes next), or
+            an "epoch".
+        random_of_phase: `random_state` when this training or validation began.
+
+    Raises:
+        TypeError: where a callback's state, say, could not be read again; it says which.
+    """
+    in_train = phase == "train"
+    state = {
+        "format": FORMAT,
+        "torch": str(torch.__version__),
+        "phase": phase,
+        "epoch": learn.epoch + (phase == "epoch"),
+        "iter": learn.iter + 1 if in_train else 0,
+        "n_epoch": learn.n_epoch,
+        "train_iter": learn.train_iter + in_train,
+        "row": dict(learn.row),
+        "model": learn.model.state_dict(),
+        "buffers": _unsaved_buffers(learn.model),
+        "loss_func": learn.loss_func.state_dict() if isinstance(learn.loss_func, nn.Module) else {},
+        "opt_kind": type(learn.opt).__name__,
+        "opt": learn.opt.state_dict(),
+        "grads": {name: p.grad for name, p in learn.model.named_parameters() if p.grad is not None},
+        "random": random_of_phase if phase == "validate" else random_state(*loaders_of(learn)),
+        "random_of_phase": random_of_phase,
+        "loaders": [dl.state_dict() if hasattr(dl, "state_dict") else None for dl in loaders_of(learn)],
+        "cbs": {cb.name: of for cb in learn.cbs if (of := cb.state_dict())},
+    }
+    _check_plain(state, "the state of the fit")
+    return state
+
+
+def restore(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any] | None":
+    """Puts everything as it was when `capture` gave `state`.
+
+    Returns:
+        In the middle of a training the batches that are still to come, with their numbers.
+    """
+    batches = None
+    for dl, own in zip(loaders_of(learn), state["loaders"], strict=False):
+        if own is not None:
+            dl.load_state_dict(own)
+    if state["phase"] == "train":
+        batches = _batches_left(learn, state)
+    learn.model.load_state_dict(state["model"])
+    buffers = _unsaved_buffers(learn.model)
+    for name, value in state["buffers"].items():
+        buffers[name].copy_(value)
+    if isinstance(learn.loss_func, nn.Module):
+        learn.loss_func.load_state_dict(state["loss_func"])
+    learn.opt.load_state_dict(state["opt"])
+    for name, p in learn.model.named_parameters():
+        p.grad = state["grads"][name].to(p.device) if name in state["grads"] else None
+    learn.train_iter, learn.row = state["train_iter"], state["row"]
+    for cb in learn.cbs:
+        if cb.name in state["cbs"]:
+            cb.load_state_dict(state["cbs"][cb.name])
+    set_random_state(state["random"], *loaders_of(learn))
+    return batches
+
+
+def check_fits(state: dict[str, Any], learn: "Learner") -> None:
+    """Refuses the state of another model or optimizer.
+
+    Raises:
+        ValueError: that says what differs.
+    """
+    own, saved = learn.model.state_dict(), state["model"]
+    kind = type(learn.model).__name__
+    if odd := sorted(own.keys() ^ saved.keys()):
+        where = f"only in {kind}" if odd[0] in own else f"not in {kind}"
+        raise ValueError(f"is of another model: {odd[0]!r} is {where}, {len(odd)} names differ")
+    for name, x in own.items():
+        if isinstance(x, Tensor) and x.shape != saved[name].shape:
+            shapes = f"{tuple(saved[name].shape)}, in {kind} {tuple(x.shape)}"
+            raise ValueError(f"is of another model: {name!r} has shape {shapes}")
+    if state["opt_kind"] != type(learn.opt).__name__:
+        raise ValueError(f"is of a training with {state['opt_kind']}, and this is {type(learn.opt).__name__}")
+    sizes = [[len(group["params"]) for group in of["param_groups"]] for of in _opts(state, learn)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"has parameter groups of {sizes[0]} parameters, and this optimizer has {sizes[1]}; "
+            "make it with the same groups"
+        )
+
+
+def _opts(state: dict[str, Any], learn: "Learner") -> list[dict[str, Any]]:
+    return [state["opt"], learn.opt.state_dict()]
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The files that `Checkpoint` has written into a folder, oldest first, without the best."""
+    return sorted(folder.glob("epoch-*.pt"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+
+
+def loaders_of(learn: Any) -> list[Any]:
+    """Those of training and validation, as far as there are."""
+    return [dl for dl in (learn.dls.train, getattr(learn.dls, "valid", None)) if dl is not None]
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are no part of `state_dict`."""
+    saved = model.state_dict().keys()
+    return {name: x for name, x in model.named_buffers() if name not in saved}
+
+
+def _batches_left(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any]":
+    """Begins the epoch's training as it began, and passes over the batches that were trained on."""
+    done = state["iter"]
+    learn.iter = done - 1
+    if state["loaders"][0] is not None:  # it goes on by itself
+        return enumerate(learn.dl, done)
+    set_random_state(state["random_of_phase"], *loaders_of(learn))
+    batches = enumerate(learn.dl)
+    if (passed := sum(1 for _ in islice(batches, done))) < done:
+        raise ValueError(
+            f"the checkpoint is of batch {done} of an epoch, and the training loader gave {passed} batches; "
+            "resume with the data it was written with"
+        )
+    return batches
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Refuses what `torch.load(weights_only=True)` would refuse to read.
+
+    Raises:
+        TypeError: that says where it is, and what is possible.
+    """
+    if type(value) in (dict, OrderedDict, Counter):
+        for key, item in value.items():
+            _check_plain(key, f"a key of {where}")
+            _check_plain(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple):
+        if set(map(type, value)) - {int, float}:  # long lists are of numbers
+            for i, item in enumerate(value):
+                _check_plain(item, f"{where}[{i}]")
+    elif type(value) not in PLAIN and not isinstance(value, Tensor):
+        raise TypeError(
+            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give None, bool, int, "
+            "float, str, a tensor, or lists, tuples and dicts of these"
+        )

@@ -1,0 +1,101 @@
+"""Resume: a fit that goes on where a checkpoint was written."""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.files import read_saved
+from hookcb.fit_state import FORMAT, KEYS, check_fits, checkpoints_in, restore
+
+if TYPE_CHECKING:
+    from hookcb.learner import Learner
+
+LATEST = "latest"
+
+
+class Resume:
+    """The state in a checkpoint, of which it is known that it fits a learner.
+
+    Args:
+        file: what `Checkpoint` has written.
+        learn: the learner, with the callbacks of the fit.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: where it is truncated, foreign, of another version of hookcb, or of another model.
+    """
+
+    def __init__(self, file: Path, learn: "Learner") -> None:
+        self._state = _read(file)
+        try:
+            check_fits(self._state, learn)
+        except ValueError as error:
+            raise ValueError(f"{file} {error}") from None
+        self.phase: str = self._state["phase"]
+        self.epoch: int = self._state["epoch"]
+        self.train_iter: int = self._state["train_iter"] - self._state["iter"]  # when the epoch began
+        self._check_callbacks(file, learn)
+
+    @classmethod
+    def find(cls, resume: "str | Path | None", learn: "Learner") -> Self | None:
+        """Of what `Learner.fit(resume=…)` was given; None where there is nothing to go on with.
+
+        Raises:
+            ValueError: also for "latest" without a `Checkpoint`, or where none of its files is whole.
+        """
+        if resume is None:
+            return None
+        if resume != LATEST:
+            file = Path(resume)
+            return cls._newest(file, learn) if file.is_dir() else cls(file, learn)
+        folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
+        if not folders:
+            raise ValueError(
+                "resume is 'latest', and no Checkpoint is attached; add one, cbs=Checkpoint(folder), "
+                "or give a path"
+            )
+        return cls._newest(folders[0], learn) if checkpoints_in(folders[0]) else None
+
+    @classmethod
+    def _newest(cls, folder: Path, learn: "Learner") -> Self:
+        """Of the newest file that can be read whole."""
+        broken = []
+        for file in reversed(checkpoints_in(folder)):
+            try:
+                _read(file)
+            except ValueError as error:
+                broken.append(str(error))
+                continue
+            if broken:
+                warnings.warn(f"{'; '.join(broken)}: resuming from {file}", stacklevel=2)
+            return cls(file, learn)
+        if broken:
+            raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(broken)}")
+        raise FileNotFoundError(f"there is no checkpoint in {folder}")
+
+    def restore(self, learn: "Learner") -> "enumerate[Any] | None":
+        """Puts everything as it was; in the middle of a training gives the batches still to come."""
+        return restore(learn, self._state)
+
+    def _check_callbacks(self, file: Path, learn: "Learner") -> None:
+        if missing := sorted(self._state["cbs"].keys() - {cb.name for cb in learn.cbs}):
+            warnings.warn(
+                f"{file} has the state of callbacks that are not attached, {', '.join(missing)}: "
+                "without them the fit will not go on as it was",
+                stacklevel=2,
+            )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    state = read_saved(file, torch.device("cpu"))
+    if isinstance(state, dict) and "format" in state and state["format"] != FORMAT:
+        raise ValueError(
+            f"{file} was written by another version of hookcb, in format {state['format']!r}, and this one "
+            f"reads format {FORMAT}; resume with the version that wrote it"
+        )
+    if not isinstance(state, dict) or set(state) != KEYS:
+        raise ValueError(f"{file} is no checkpoint of a fit; Checkpoint writes them, in its folder")
+    return state
