@@ -1,7 +1,30 @@
 """hookcb: callbacks that let you see inside any PyTorch training run."""
 
 from hookcb.callback import Callback
-from hookcb.callbacks import ActivationStats, HookCallback, Metrics, Progress, Recorder
+from hookcb.callbacks import (
+    EMA,
+    ActivationStats,
+    ChannelsLast,
+    Checkpoint,
+    Compile,
+    DetectAnomaly,
+    EarlyStopping,
+    EarlyStoppingCallback,
+    Freeze,
+    GradientAccumulation,
+    GradientClip,
+    HookCallback,
+    MaxTime,
+    Metrics,
+    MixedPrecision,
+    OneCycle,
+    Progress,
+    Recorder,
+    ReduceLROnPlateau,
+    Schedule,
+    TerminateOnNaN,
+    WarmupCosine,
+)
 from hookcb.coverage import Coverage
 from hookcb.dryrun import dummy_eval, model_sizes, num_features_model
 from hookcb.events import (
@@ -15,9 +38,11 @@ from hookcb.events import (
     CancelValidException,
     Event,
 )
+from hookcb.freezing import freeze, unfreeze
 from hookcb.hooks import Hook, Hooks, hook_output, hook_outputs
 from hookcb.learner import Learner
 from hookcb.loop import Loop
+from hookcb.lr_curve import LRFind
 from hookcb.metrics import accuracy
 from hookcb.modules import find_modules, has_params, total_params
 from hookcb.sampling import SamplingCallback
@@ -27,6 +52,7 @@ from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_l
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "ActivationStats",
     "Callback",
     "CancelBackwardException",
@@ -37,24 +63,42 @@ __all__ = [
     "CancelStepException",
     "CancelTrainException",
     "CancelValidException",
+    "ChannelsLast",
+    "Checkpoint",
+    "Compile",
     "Coverage",
+    "DetectAnomaly",
+    "EarlyStopping",
+    "EarlyStoppingCallback",
     "Event",
+    "Freeze",
+    "GradientAccumulation",
+    "GradientClip",
     "Hook",
     "HookCallback",
     "Hooks",
+    "LRFind",
     "Learner",
     "Loop",
+    "MaxTime",
     "Metrics",
+    "MixedPrecision",
+    "OneCycle",
     "Progress",
     "Recorder",
+    "ReduceLROnPlateau",
     "SamplingCallback",
+    "Schedule",
     "Summary",
+    "TerminateOnNaN",
+    "WarmupCosine",
     "accuracy",
     "assert_no_hooks",
     "check_callback",
     "count_hooks",
     "dummy_eval",
     "find_modules",
+    "freeze",
     "has_params",
     "hook_output",
     "hook_outputs",
@@ -64,4 +108,5 @@ __all__ = [
     "num_features_model",
     "synth_learner",
     "total_params",
+    "unfreeze",
 ]

@@ -12,6 +12,7 @@ from hookcb.callbacks import ActivationStats
 from hookcb.demo import train_digits
 
 PICTURE = "activations.png"
+FOLDER = "hookcb-demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     console = Console()
     try:
-        learn = train_digits(args.model, args.epochs, args.seed)
-    except ModuleNotFoundError as missing:
-        print(f"hookcb {args.command}: {missing}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
+        learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume)
+    except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
+        print(f"hookcb {args.command}: {error}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
         return 1
     console.print(learn.activation_stats.report())
     console.print(_picture(learn.activation_stats), highlight=False, markup=False)
@@ -54,11 +55,13 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train on real handwritten digits and show what each layer does",
         description="Train a small network on 1,437 real handwritten digits, validate it on 360 others after "
-        "each epoch, and show a table of what its layers put out; with matplotlib also draw activations.png.",
+        "each epoch, and show a table of what its layers put out; with matplotlib also draw activations.png. "
+        "Checkpoints go to hookcb-demo/.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--model", choices=["mlp", "cnn"], default="cnn", help="what to train")
     demo.add_argument("--epochs", type=_positive, default=10, help="passes over the training digits")
+    demo.add_argument("--resume", action="store_true", help="go on from the last checkpoint in hookcb-demo/")
     demo.add_argument("--seed", type=_seed, default=0, help="of weights, split and order of batches")
     return parser
 

@@ -1,6 +1,7 @@
 """The main job on real data: a small network learns handwritten digits, and shows what its layers do."""
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb.batch import Loaders
-from hookcb.callbacks import ActivationStats
+from hookcb.callbacks import ActivationStats, Checkpoint, MixedPrecision
 from hookcb.learner import Learner
 from hookcb.metrics import accuracy
 
@@ -70,16 +71,42 @@ def build_model(kind: str = "cnn") -> nn.Module:
     return nn.Sequential(OrderedDict(layers))
 
 
-def train_digits(model: str = "cnn", epochs: int = 10, seed: int = 0) -> Learner:
-    """Trains with `ActivationStats` attached.
+def train_digits(
+    model: str = "cnn",
+    epochs: int = 10,
+    seed: int = 0,
+    folder: str | Path = "hookcb-demo",
+    resume: bool = False,
+) -> Learner:
+    """Trains in one cycle with `ActivationStats` attached, on a GPU where there is one.
+
+    Args:
+        model: see `build_model`.
+        epochs: how many, with those that a resumed training has made.
+        seed: of weights, split and order of batches.
+        folder: for the checkpoint after each epoch.
+        resume: whether to go on from the newest checkpoint there.
 
     Returns:
         The learner: `recorder.rows` has the epochs, `activation_stats` the layers.
+
+    Raises:
+        ValueError, FileNotFoundError: where there is nothing to resume, or not this training.
     """
     torch.manual_seed(seed)
-    net = build_model(model)
-    learn = Learner(digits(seed=seed), net, F.cross_entropy, torch.optim.Adam, lr=3e-3, metrics=accuracy)
-    learn.fit(epochs, cbs=ActivationStats(with_hist=True, include_paramless=True))
+    on_gpu = torch.cuda.is_available()
+    learn = Learner(
+        digits(seed=seed),
+        build_model(model),
+        F.cross_entropy,
+        torch.optim.AdamW,
+        metrics=accuracy,
+        device="cuda" if on_gpu else None,
+    )
+    cbs = [ActivationStats(with_hist=True, include_paramless=True), Checkpoint(folder)]
+    if on_gpu and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
+        cbs.append(MixedPrecision())
+    learn.fit_one_cycle(epochs, lr_max=1e-2, cbs=cbs, resume=folder if resume else None)
     return learn
 
 

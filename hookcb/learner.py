@@ -1,6 +1,6 @@
 """Learner: the training loop, on one screen."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 
 from hookcb.batch import as_loaders, check_loader, describe, n_batches, split_batch
 from hookcb.callbacks.metrics import Metrics
+from hookcb.callbacks.one_cycle import OneCycle
 from hookcb.callbacks.preds import GatherPreds
 from hookcb.callbacks.progress import Progress
 from hookcb.callbacks.recorder import Recorder
 from hookcb.events import CancelException
 from hookcb.files import load_saved, save_whole
 from hookcb.loop import Callbacks, Loop, strays_named
+from hookcb.lr_curve import LRFind
+from hookcb.lr_find import find_lr
 from hookcb.prepare import (
     check_fit,
     check_functions,
@@ -117,8 +120,7 @@ class Learner(Loop):
         Raises:
             TypeError, ValueError, RuntimeError, OSError: before training starts, for what cannot be trained.
         """
-        if self.fitting:
-            raise RuntimeError("a fit is running; it must end before another begins")
+        self._check_idle()
         check_fit(n_epoch, self.dls)
         with self.restored(), self.added_cbs(cbs):
             self._prepare(lr)
@@ -129,6 +131,41 @@ class Learner(Loop):
                 self.run_fit(self._epochs)
             finally:
                 self._resume = None
+
+    def fit_one_cycle(
+        self,
+        n_epoch: int,
+        lr_max: float | Sequence[float] | None = None,
+        div: float = 25.0,
+        div_final: float = 1e5,
+        pct_start: float = 0.25,
+        moms: tuple[float, float] | None = (0.95, 0.85),
+        cbs: Callbacks = (),
+        *,
+        resume: str | Path | None = None,
+    ) -> None:
+        """Trains with the learning rate going up to `lr_max` and down to almost nothing; see `OneCycle`."""
+        self._check_idle()
+        with self.added_cbs(OneCycle(lr_max, div, div_final, pct_start, moms)):
+            self.fit(n_epoch, cbs=cbs, resume=resume)
+
+    def lr_find(
+        self, start_lr: float = 1e-7, end_lr: float = 10, num_it: int = 100, stop_div: bool = True
+    ) -> LRFind:
+        """Trains with the learning rate growing from batch to batch, and leaves everything as it was.
+
+        Args:
+            start_lr, end_lr: the first and the last learning rate.
+            num_it: number of batches.
+            stop_div: whether to end where the loss is 4 times its best, or not finite.
+
+        Returns:
+            Rates and losses, with a `suggestion` and a `plot`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: for arguments that cannot be, and while a fit is running.
+        """
+        return find_lr(self, start_lr, end_lr, num_it, stop_div)
 
     def _epochs(self) -> None:
         if self._resume is not None:
@@ -329,6 +366,10 @@ class Learner(Loop):
             self.opt.load_state_dict(state["opt"])
 
     # ---- before training
+
+    def _check_idle(self) -> None:
+        if self.fitting:
+            raise RuntimeError("a fit is running; it must end before another begins")
 
     def _place(self) -> None:
         self._device = place(self.model, self.device)

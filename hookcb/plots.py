@@ -109,6 +109,52 @@ def share_chart(
     return ax.figure.figure
 
 
+def lr_curve(
+    lrs: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    suggestion: float | None = None,
+    figsize: Size = None,
+    ax: "Axes | None" = None,
+) -> "Figure":
+    """Loss over learning rate, on a logarithmic axis: each batch a dot, the smoothed loss a line.
+
+    The suggestion is a dot on the line. Heights end a little above the line's beginning: how far the loss
+    rises in the end says nothing.
+
+    Raises:
+        ModuleNotFoundError: without matplotlib.
+        ValueError: when there is nothing to draw.
+    """
+    _check_any(lrs, len(losses))
+    ax = ax if ax is not None else _panels(1, 1, figsize)[0]
+    ax.plot(lrs, _gapped(losses), ".", color="0.75", markersize=4, label="loss of the batch")
+    ax.plot(lrs, _gapped(smoothed), label="smoothed")
+    ax.set_xscale("log")
+    if suggestion is not None:
+        height = smoothed[min(range(len(lrs)), key=lambda i: abs(lrs[i] - suggestion))]
+        ax.plot([suggestion], [height], "o", color="C3", label=f"suggestion {suggestion:.2g}")
+    bounds = _heights(losses, smoothed)
+    if bounds:
+        ax.set_ylim(*bounds)
+    ax.set_xlabel("learning rate")
+    ax.set_ylabel("loss")
+    ax.legend(frameon=False, fontsize=9)
+    return ax.figure.figure
+
+
+def _gapped(values: Sequence[float]) -> list[float]:
+    return [value if math.isfinite(value) else math.nan for value in values]
+
+
+def _heights(losses: Sequence[float], smoothed: Sequence[float]) -> tuple[float, float] | None:
+    """Bounds for losses that fall and then shoot up; None where they do not fall."""
+    finite = [value for value in smoothed if math.isfinite(value)]
+    top = max(finite[: finite.index(min(finite)) + 1]) if finite else 0.0
+    low = min(filter(math.isfinite, (*losses, *smoothed)), default=0.0)
+    return (low - 0.05 * (top - low), top + 0.3 * (top - low)) if top > low else None
+
+
 def sparkline(values: Sequence[float], width: int = 20) -> str:
     """Bars of text from the smallest to the largest of `values`, averaged into at most `width` bins.
 
@@ -138,7 +184,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(value / len(numbers) for value in numbers) if numbers else math.nan
 
 
-def _check_any(layers: Collection[str], n_records: int) -> None:
+def _check_any(layers: Collection[object], n_records: int) -> None:
     if not layers or not n_records:
         raise ValueError("there is nothing to draw yet; train for a batch first")
 

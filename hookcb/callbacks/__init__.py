@@ -1,9 +1,48 @@
 """The callbacks that come with hookcb, one small file each."""
 
+from hookcb.callbacks.accumulate import GradientAccumulation
 from hookcb.callbacks.activations import ActivationStats
+from hookcb.callbacks.amp import MixedPrecision
+from hookcb.callbacks.anomaly import DetectAnomaly
+from hookcb.callbacks.channels_last import ChannelsLast
+from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.callbacks.clip import GradientClip
+from hookcb.callbacks.compile import Compile
+from hookcb.callbacks.early_stopping import EarlyStopping, EarlyStoppingCallback
+from hookcb.callbacks.ema import EMA
+from hookcb.callbacks.freeze import Freeze
 from hookcb.callbacks.hook import HookCallback
+from hookcb.callbacks.max_time import MaxTime
 from hookcb.callbacks.metrics import Metrics
+from hookcb.callbacks.nan import TerminateOnNaN
+from hookcb.callbacks.one_cycle import OneCycle
+from hookcb.callbacks.plateau import ReduceLROnPlateau
 from hookcb.callbacks.progress import Progress
 from hookcb.callbacks.recorder import Recorder
+from hookcb.callbacks.schedule import Schedule
+from hookcb.callbacks.warmup_cosine import WarmupCosine
 
-__all__ = ["ActivationStats", "HookCallback", "Metrics", "Progress", "Recorder"]
+__all__ = [
+    "EMA",
+    "ActivationStats",
+    "ChannelsLast",
+    "Checkpoint",
+    "Compile",
+    "DetectAnomaly",
+    "EarlyStopping",
+    "EarlyStoppingCallback",
+    "Freeze",
+    "GradientAccumulation",
+    "GradientClip",
+    "HookCallback",
+    "MaxTime",
+    "Metrics",
+    "MixedPrecision",
+    "OneCycle",
+    "Progress",
+    "Recorder",
+    "ReduceLROnPlateau",
+    "Schedule",
+    "TerminateOnNaN",
+    "WarmupCosine",
+]

@@ -16,29 +16,28 @@ from hookcb.stop_signals import StopSignals
 class Checkpoint(Callback):
     """Writes all it takes to go on with a fit: `learn.fit(…, cbs=Checkpoint(folder), resume="latest")`.
 
-    A fit that was resumed ends with the very weights of one that was never interrupted: model, optimizer,
-    gradients that wait, random numbers, the order of the data and the state of callbacks are restored, also
-    from the middle of an epoch. Of loaders and datasets with a state of their own that is what their
-    `state_dict` gives.
+    A resumed fit ends with the very weights of one that was never interrupted: model, optimizer, gradients
+    that wait, random numbers, order of the data and callbacks' state are restored, also in mid-epoch. Of a
+    loader with a state of its own that is what its `state_dict` gives.
 
     A file is written after each epoch, and when a fit is cancelled between batches; it gets its name when it
     is on the disk whole. On Ctrl-C and SIGTERM the batch in progress is finished, a file written, and then
     the fit ends with KeyboardInterrupt or SystemExit(143); a second Ctrl-C ends it at once.
 
     Args:
-        folder: where to, made where it is missing; a fit that is not resumed writes over older files.
+        folder: where to, made where it is missing. Files of the same name are replaced, others stay.
         every: also after so many training batches.
-        keep: how many of the newest files stay.
+        keep: how many of the newest files of this fit stay.
         monitor: a column of the epoch's row; the best epoch's file stays as `best.pt`.
-        mode: "min" or "max", what is best; by default "min" where the name has "loss" or "error" in it.
+        mode: what is best, "min" or "max"; by default "min" where the name has "loss" or "error" in it.
         name: what the learner calls it.
 
     Attributes:
         files: what is there, oldest first.
-        best: the best value so far, in the unit of `monitor`; None before the first.
+        best: the best value of `monitor` so far.
 
     Raises:
-        ValueError: for arguments that cannot be, `monitor` when the fit begins.
+        TypeError, ValueError: for arguments that cannot be; for `monitor` when the fit begins, or LookupError.
 
     >>> from tempfile import mkdtemp
     >>> from hookcb import Checkpoint, synth_learner
@@ -80,10 +79,11 @@ class Checkpoint(Callback):
 
     def before_fit(self) -> None:
         self.best, self._unsaved = None, False
+        self._written: list[str] = []
+        self._random: dict[str, Any] = {}
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"folder is {str(self.folder)!r}, which is a file; give a folder")
-        if self.monitor is not None:
-            check_monitor(self.learn, self.monitor)
+        check_monitor(self.learn, self.monitor or "train_loss")
         for left_by_a_kill in self.folder.glob("*.pt.partial"):
             left_by_a_kill.unlink()
         self._stop.open()
@@ -93,6 +93,7 @@ class Checkpoint(Callback):
 
     def before_validate(self) -> None:
         if not self.learn.is_nested:
+            self._unsaved = False
             self._random = random_state(*loaders_of(self.learn))
 
     def before_batch(self) -> None:
@@ -105,13 +106,9 @@ class Checkpoint(Callback):
                 raise CancelValidException
             return
         self._unsaved = True
-        due = self.every is not None and (self.train_iter + 1) % self.every == 0
-        if due or self._stop.asked:
+        if self._stop.asked or (self.every is not None and (self.train_iter + 1) % self.every == 0):
             self._write("train", f"-batch-{self.iter + 1:06d}")
         self._stop.obey()
-
-    def after_train(self) -> None:
-        self._unsaved = False
 
     def after_validate(self) -> None:
         if self._stop.asked and not self.learn.is_nested:
@@ -136,15 +133,18 @@ class Checkpoint(Callback):
         self._stop.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "random_of_phase": self._random}
+        return {"best": self.best, "written": self._written, "random_of_phase": self._random}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self._random = state["best"], state["random_of_phase"]
+        self.best, self._written, self._random = state["best"], state["written"], state["random_of_phase"]
 
     def _write(self, phase: str, place: str = "") -> dict[str, Any]:
+        file_name = f"epoch-{self.epoch + 1:04d}{place}.pt"
+        self._written = [*(file for file in self._written if file != file_name), file_name]
         state = capture(self.learn, phase, self._random)  # type: ignore[arg-type]  # of a fit, so a Learner
-        save_whole(state, self.folder / f"epoch-{self.epoch + 1:04d}{place}.pt")
+        save_whole(state, self.folder / file_name)
         self._unsaved = False
-        for old in self.files[: -self.keep]:
-            old.unlink()
+        for old in self._written[: -self.keep]:
+            (self.folder / old).unlink(missing_ok=True)
+        self._written = self._written[-self.keep :]
         return state

@@ -1,0 +1,123 @@
+"""GradientAccumulation: one step for several batches."""
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from hookcb.batch import batch_size
+from hookcb.callback import Callback
+from hookcb.events import CancelBatchException
+from hookcb.grads import scale_gradients
+
+
+class GradientAccumulation(Callback):
+    """Adds up the gradients of `n` batches before each step, for large batches on little memory.
+
+    The step is that of one batch with all the samples of the group, where the loss is a mean over samples:
+    batches weigh by their size. With a loss of `reduction="sum"` gradients are summed as they are. Layers
+    that look at a batch as a whole, such as batch norm, still see the small ones.
+
+    `before_step` and `after_step` come once a group. The last group of an epoch may be smaller. Where only
+    the end of the training shows which is the last (a loader without a length, batches that were cancelled),
+    its step is made in `after_train`. A batch that was cancelled before its backward does not count. What a
+    group has when the epoch or the fit is cancelled goes into the next group, or is not used.
+
+    In between `learn.loss` is scaled, from `before_backward` to `after_backward`: a penalty is to be added in
+    `after_loss`.
+
+    Args:
+        n: number of batches of a group, 1 or more.
+        name: what the learner calls it.
+
+    Raises:
+        TypeError, ValueError: where `n` is no such number.
+
+    >>> from hookcb import Callback, GradientAccumulation, synth_learner
+    >>> steps = Callback(after_step=lambda cb: print("step after batch", cb.iter))
+    >>> learn = synth_learner(n_train=5)
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=[GradientAccumulation(2), steps])
+    step after batch 1
+    step after batch 3
+    step after batch 4
+    """
+
+    order = -30
+    run_valid = False
+
+    def __init__(self, n: int = 2, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"n is {n!r}; give a number of batches (fastai's n_acc is one of samples)")
+        if n < 1:
+            raise ValueError(f"n is {n}; give the number of batches of a group, 1 or more")
+        self.n = n
+        self._begin_group()
+
+    def _begin_group(self) -> None:
+        self._n_batches = self._n_samples = self._unit = 0  # losses are weighted by their samples / _unit
+
+    def before_fit(self) -> None:
+        self._begin_group()
+
+    def before_backward(self) -> None:
+        learn = self.learn
+        size = batch_size((*learn.yb, learn.xb))
+        if not self._n_batches:  # a guess of how many samples there will be, right as a rule
+            left = self.n if learn.n_iter is None else learn.n_iter - learn.iter
+            self._unit = max(1, min(self.n, left)) * max(1, size)
+        self.phase_state["loss"], self.phase_state["size"] = learn.loss, size
+        if self._is_mean and size != self._unit:
+            learn.loss = learn.loss * (size / self._unit)
+        learn.accumulating = not self._is_whole(self._n_batches + 1)
+
+    def after_cancel_backward(self) -> None:
+        self.phase_state.pop("size", None)
+        self.learn.accumulating = not self._is_whole(self._n_batches)
+
+    def after_backward(self) -> None:
+        self._restore_loss()
+        if (size := self.phase_state.pop("size", None)) is not None:
+            self._n_batches, self._n_samples = self._n_batches + 1, self._n_samples + size
+
+    def _restore_loss(self) -> None:
+        if "loss" in self.phase_state:
+            self.learn.loss = self.phase_state.pop("loss")
+
+    # where the batch ended before its backward
+    after_cancel_batch = after_cancel_train = after_cancel_epoch = after_cancel_fit = _restore_loss
+
+    def before_step(self) -> None:
+        if self._is_mean and self._n_samples:
+            scale_gradients(self.opt, self._unit / self._n_samples)
+        self._begin_group()
+
+    def after_train(self) -> None:
+        learn, scaler = self.learn, self.learn.scaler
+        learn.accumulating = False
+        if self._n_batches:
+            step = learn.opt.step if scaler is None else partial(scaler.step, learn.opt)
+            with suppress(CancelBatchException):  # there is no batch here that it could end
+                if learn.within("step", step):
+                    learn.opt.zero_grad()
+
+    def after_fit(self) -> None:
+        self._restore_loss()
+        self._begin_group()
+        self.learn.accumulating = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_batches": self._n_batches, "n_samples": self._n_samples, "unit": self._unit}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._n_batches, self._n_samples, self._unit = state["n_batches"], state["n_samples"], state["unit"]
+
+    @property
+    def _is_mean(self) -> bool:
+        loss_func = getattr(self.learn, "loss_func", None)
+        options = getattr(loss_func, "keywords", {})  # of a partial(F.mse_loss, reduction="sum")
+        return bool(getattr(loss_func, "reduction", options.get("reduction", "mean")) != "sum")
+
+    def _is_whole(self, n_batches: int) -> bool:
+        is_last = self.learn.n_iter is not None and self.learn.iter + 1 >= self.learn.n_iter
+        return n_batches >= self.n or (is_last and n_batches > 0)

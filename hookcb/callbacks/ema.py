@@ -1,0 +1,144 @@
+"""EMA: a model whose weights are the average of those along the training."""
+
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.hooks import RemovableHandle
+
+from hookcb.callback import Callback
+
+
+class EMA(Callback):
+    """Keeps a copy of the model with an exponential moving average of its weights, often the better model.
+
+    After each step `average = decay · average + (1 - decay) · weights`; after the first it is the weights.
+    Floating-point buffers, such as the statistics of batch norm, are averaged too, others are copied (torch's
+    `AveragedModel(use_buffers=True)` would round an average of counters). Steps that were cancelled or that
+    a GradScaler has skipped do not count; to know that of a fused optimizer, it waits for the device.
+
+    The training is to the bit what it is without. The validations of a fit are made with the average, whose
+    values the model has from `before_validate` to `after_validate`; a `learn.validate()` in the events of the
+    training, or outside a fit, is of the plain weights. It takes the memory of one more model, and of two
+    while it validates.
+
+    Args:
+        decay: how much of the average stays at each step, 0..1. About 1 / (1 - decay) steps make it up.
+        validate: whether the fit validates the average; else the plain weights.
+        name: what the learner calls it.
+
+    Attributes:
+        model: the averaged model, in eval mode; each fit makes a new one. Its names are those of the model
+            trained, so that `learn.model.load_state_dict(learn.ema.model.state_dict())` takes it over.
+
+    Raises:
+        ValueError, TypeError: where `decay` is no number of 0..1.
+
+    Source: Polyak & Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
+        `torch.optim.swa_utils`.
+
+    >>> import torch
+    >>> from hookcb import EMA, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=EMA(decay=0.9))
+    >>> torch.equal(learn.ema.model[0].weight, learn.model[0].weight)
+    False
+    """
+
+    order = 30
+    run_lr_find = False
+
+    def __init__(self, decay: float = 0.999, *, validate: bool = True, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if not isinstance(decay, int | float) or isinstance(decay, bool):
+            raise TypeError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
+        self.decay, self.validate = decay, validate
+        self._averaged: AveragedModel | None = None
+        self._handle: RemovableHandle | None = None
+        self._stepped = False
+        self._plain: list[tuple[Tensor, Tensor]] = []  # what the model has in place of its own, and its own
+
+    @property
+    def model(self) -> nn.Module:  # type: ignore[override]  # elsewhere it is that being trained
+        """The averaged model."""
+        if self._averaged is None:
+            raise AttributeError(f"{type(self).__name__} has no averaged model before its first fit")
+        model: nn.Module = self._averaged.module
+        return model
+
+    def before_fit(self) -> None:
+        average = partial(_average, decay=self.decay)
+        self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
+        self._stepped = False
+        self._handle = self.opt.register_step_post_hook(self._note_step)
+
+    def _note_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        # a GradScaler calls no step that it skips, but that of a fused optimizer, which looks at this itself
+        found_inf = getattr(opt, "found_inf", None)
+        self._stepped = found_inf is None or not bool(found_inf)
+
+    def after_step(self) -> None:
+        if self._stepped and self._averaged is not None:
+            self._stepped = False
+            self._averaged.update_parameters(self.learn.model)
+            for average, now in zip(self.model.buffers(), self.learn.model.buffers(), strict=True):
+                if average.is_floating_point():  # an average with the -inf of a mask is NaN
+                    average.copy_(torch.where(average.isfinite(), average, now))
+
+    def before_validate(self) -> None:
+        if self.validate and self._averaged is not None and self.learn.fitting and not self.learn.is_nested:
+            own = _values(self.learn.model)
+            self._plain = [(x, x.clone()) for x in own]  # whole before the first is overwritten
+            for x, average in zip(own, _values(self.model), strict=True):
+                x.copy_(average)
+
+    def after_validate(self) -> None:
+        if not self.learn.is_nested:
+            self._restore()
+
+    def _restore(self) -> None:
+        for x, plain in self._plain:
+            x.copy_(plain)
+        self._plain = []
+
+    after_cancel_epoch = after_cancel_fit = _restore  # then there is no after_validate
+
+    def after_fit(self) -> None:
+        self._restore()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._averaged is None:
+            return {}
+        return {"model": dict(self.model.state_dict()), "n_averaged": int(self._averaged.n_averaged)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._averaged is not None:
+            self.model.load_state_dict(state["model"])
+            self._averaged.n_averaged.fill_(state["n_averaged"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_plain": [], "_handle": None}
+
+
+def _average(averages: list[Tensor], now: list[Tensor], n_averaged: Any, decay: float) -> None:
+    """Takes in tensors of one dtype."""
+    if averages[0].is_floating_point() or averages[0].is_complex():
+        get_ema_multi_avg_fn(decay)(averages, now, n_averaged)  # type: ignore[no-untyped-call]
+    else:
+        for average, x in zip(averages, now, strict=True):
+            average.copy_(x)
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers; writing to these is not seen by a graph that still needs them."""
+    return [x.data for x in chain(model.parameters(), model.buffers())]
