@@ -155,7 +155,8 @@ class Learner(Loop):
         """Trains with the learning rate growing from batch to batch, and leaves everything as it was.
 
         Args:
-            start_lr, end_lr: the first and the last learning rate.
+            start_lr: the first learning rate.
+            end_lr: the last.
             num_it: number of batches.
             stop_div: whether to end where the loss is 4 times its best, or not finite.
 
@@ -210,18 +211,12 @@ class Learner(Loop):
         self.emit("after_loss")
         if self.training:
             self.within("backward", self._backward)
-            if not self.accumulating and self.within("step", self._step):
+            if not self.accumulating and self.within("step", self.step):
                 self.opt.zero_grad()
 
     def _backward(self) -> None:
         scaler, loss = self.scaler, self.loss  # looked up here, as before_backward may have changed them
         (loss if scaler is None else scaler.scale(loss)).backward()
-
-    def _step(self) -> None:
-        if self.scaler is None:
-            self.opt.step()
-        else:
-            self.scaler.step(self.opt)
 
     def _resumed(self, phase: str) -> Any:
         """Whether a resumed fit goes on here; in the middle of a training, the batches still to come."""

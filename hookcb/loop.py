@@ -277,6 +277,13 @@ class Loop:
                     self._close(after, table)
         return closing
 
+    def step(self) -> None:
+        """Has the optimizer make its step, in the scaler's way where there is one."""
+        if self.scaler is None:
+            self.opt.step()
+        else:
+            self.scaler.step(self.opt)
+
     def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
         handlers = self._table[event]
         if self._table is not opened_for:  # who joined meanwhile has not seen the level begin

@@ -1,8 +1,9 @@
 """GradientAccumulation: one step for several batches."""
 
 from contextlib import suppress
-from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from hookcb.batch import batch_size
 from hookcb.callback import Callback
@@ -43,7 +44,6 @@ class GradientAccumulation(Callback):
     """
 
     order = -30
-    run_valid = False
 
     def __init__(self, n: int = 2, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -52,6 +52,8 @@ class GradientAccumulation(Callback):
         if n < 1:
             raise ValueError(f"n is {n}; give the number of batches of a group, 1 or more")
         self.n = n
+        self._loss: Tensor | None = None  # of the batch, while learn.loss is scaled
+        self._size: int | None = None  # of the batch, until its backward has added its gradients
         self._begin_group()
 
     def _begin_group(self) -> None:
@@ -64,25 +66,26 @@ class GradientAccumulation(Callback):
         learn = self.learn
         size = batch_size((*learn.yb, learn.xb))
         if not self._n_batches:  # a guess of how many samples there will be, right as a rule
-            left = self.n if learn.n_iter is None else learn.n_iter - learn.iter
-            self._unit = max(1, min(self.n, left)) * max(1, size)
-        self.phase_state["loss"], self.phase_state["size"] = learn.loss, size
+            left = (learn.n_iter or 0) - learn.iter
+            self._unit = (min(self.n, left) if left > 0 else self.n) * max(1, size)
+        self._loss, self._size = learn.loss, size
         if self._is_mean and size != self._unit:
             learn.loss = learn.loss * (size / self._unit)
         learn.accumulating = not self._is_whole(self._n_batches + 1)
 
     def after_cancel_backward(self) -> None:
-        self.phase_state.pop("size", None)
+        self._size = None
         self.learn.accumulating = not self._is_whole(self._n_batches)
 
     def after_backward(self) -> None:
         self._restore_loss()
-        if (size := self.phase_state.pop("size", None)) is not None:
-            self._n_batches, self._n_samples = self._n_batches + 1, self._n_samples + size
+        if self._size is not None:
+            self._n_batches, self._n_samples = self._n_batches + 1, self._n_samples + self._size
+            self._size = None
 
     def _restore_loss(self) -> None:
-        if "loss" in self.phase_state:
-            self.learn.loss = self.phase_state.pop("loss")
+        if self._loss is not None:
+            self.learn.loss, self._loss = self._loss, None
 
     # where the batch ended before its backward
     after_cancel_batch = after_cancel_train = after_cancel_epoch = after_cancel_fit = _restore_loss
@@ -93,12 +96,11 @@ class GradientAccumulation(Callback):
         self._begin_group()
 
     def after_train(self) -> None:
-        learn, scaler = self.learn, self.learn.scaler
+        learn = self.learn
         learn.accumulating = False
         if self._n_batches:
-            step = learn.opt.step if scaler is None else partial(scaler.step, learn.opt)
             with suppress(CancelBatchException):  # there is no batch here that it could end
-                if learn.within("step", step):
+                if learn.within("step", learn.step):
                     learn.opt.zero_grad()
 
     def after_fit(self) -> None:
@@ -119,5 +121,5 @@ class GradientAccumulation(Callback):
         return bool(getattr(loss_func, "reduction", options.get("reduction", "mean")) != "sum")
 
     def _is_whole(self, n_batches: int) -> bool:
-        is_last = self.learn.n_iter is not None and self.learn.iter + 1 >= self.learn.n_iter
+        is_last = self.learn.n_iter == self.learn.iter + 1  # a loader may give more batches than it says
         return n_batches >= self.n or (is_last and n_batches > 0)

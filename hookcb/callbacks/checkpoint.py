@@ -37,7 +37,7 @@ class Checkpoint(Callback):
         best: the best value of `monitor` so far.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be; for `monitor` when the fit begins, or LookupError.
+        TypeError, ValueError: for arguments that cannot be; of `monitor` when the fit begins, or LookupError.
 
     >>> from tempfile import mkdtemp
     >>> from hookcb import Checkpoint, synth_learner
@@ -67,7 +67,7 @@ class Checkpoint(Callback):
         check_count("keep", keep)
         if every is not None:
             check_count("every", every)
-        self.folder, self.every, self.keep, self.monitor = Path(folder), every, keep, monitor
+        self.folder, self.every, self.keep, self.monitor = Path(folder).absolute(), every, keep, monitor
         self.mode = resolve_mode(monitor or "loss", mode)
         self.best: float | None = None
         self._stop = StopSignals()
@@ -101,7 +101,7 @@ class Checkpoint(Callback):
             self._unsaved = False  # in the middle of a batch there is nothing to go on from
 
     def after_batch(self) -> None:
-        if not self.training:
+        if not self.training or not self.learn.fitting:
             if self._stop.asked and not self.learn.is_nested:
                 raise CancelValidException
             return

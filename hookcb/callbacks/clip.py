@@ -8,6 +8,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from hookcb.callback import Callback
 
+Norms = list[Tensor]  # of one step's gradients before clipping; with `value` also after it
+
 
 class GradientClip(Callback):
     """Limits the gradients before each step, so that a rare large one does not throw the weights off.
@@ -23,9 +25,9 @@ class GradientClip(Callback):
         name: what the learner calls it.
 
     Attributes:
-        norms: L2 norm of all gradients before clipping, of each step.
+        norms: of all gradients before clipping, of each step: the norm that is limited, with `value` L2.
         coefs: what gradients were multiplied by at each step, 1.0 where nothing was clipped; with `value` the
-            share of the L2 norm that was left.
+            share of the norm that was left.
 
     Raises:
         TypeError: where one of these is no number.
@@ -43,7 +45,6 @@ class GradientClip(Callback):
     """
 
     order = 20
-    run_valid = False
 
     def __init__(
         self,
@@ -66,12 +67,12 @@ class GradientClip(Callback):
 
     def before_fit(self) -> None:
         self._read: list[list[float]] = []  # norm and coefficient of each step
-        self._waiting: list[Tensor] = []  # the same, on the device
-        self._last: Tensor | None = None  # of a step that has yet to be made
+        self._waiting: list[Norms] = []
+        self._last: Norms | None = None  # of a step that has yet to be made
 
     @property
     def norms(self) -> list[float]:
-        """L2 norm of all gradients before clipping, of each step."""
+        """Of all gradients before clipping, of each step."""
         return [norm for norm, _ in self._steps()]
 
     @property
@@ -82,14 +83,14 @@ class GradientClip(Callback):
     def before_step(self) -> None:
         params = [p for p in self.model.parameters() if p.requires_grad]
         grads = [p.grad for p in params if p.grad is not None]
-        norm, coef = get_total_norm(grads), torch.ones(())
-        if grads and self.value is not None:
+        if not grads:
+            self._last = [torch.zeros(())] * (1 if self.value is None else 2)
+        elif self.value is None:
+            self._last = [clip_grad_norm_(params, self.max_norm or 1.0, self.norm_type)]
+        else:
+            before = get_total_norm(grads)
             clip_grad_value_(params, self.value)
-            coef = torch.where(norm == 0, 1.0, get_total_norm(grads) / norm)
-        elif grads and self.max_norm is not None:
-            total = clip_grad_norm_(params, self.max_norm, self.norm_type)
-            coef = (self.max_norm / (total + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
-        self._last = torch.stack([_whole(norm), _whole(coef)]).float().to(params[0].device)
+            self._last = [before, get_total_norm(grads)]
 
     def after_cancel_step(self) -> None:
         self._last = None
@@ -111,7 +112,13 @@ class GradientClip(Callback):
     def _steps(self) -> list[list[float]]:
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            self._read += torch.stack(waiting).tolist()
+            norms = torch.stack([_on(waiting[-1][0].device, norm) for step in waiting for norm in step])
+            before, *after = norms.reshape(len(waiting), -1).unbind(1)
+            if self.max_norm is not None:
+                coefs = (self.max_norm / (before + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+            else:
+                coefs = torch.where(before == 0, 1.0, after[0] / before)
+            self._read += torch.stack([before, coefs], 1).tolist()
         return self._read
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,7 +133,7 @@ def _check_positive(argument: str, given: Any) -> None:
         raise ValueError(f"{argument} is {given!r}; give a number above 0")
 
 
-def _whole(x: Tensor) -> Tensor:
-    """Of all ranks, where gradients are a DTensor."""
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole
+def _on(device: torch.device, norm: Tensor) -> Tensor:
+    """On `device`, which that of a step without gradients is not; of all ranks, where it is a DTensor."""
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole.float().to(device)

@@ -36,7 +36,8 @@ class EMA(Callback):
             trained, so that `learn.model.load_state_dict(learn.ema.model.state_dict())` takes it over.
 
     Raises:
-        ValueError, TypeError: where `decay` is no number of 0..1.
+        ValueError, TypeError: where `decay` is no number of 0..1, and when a fit would validate the averages
+            of two of them.
 
     Source: Polyak & Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
         `torch.optim.swa_utils`.
@@ -74,6 +75,10 @@ class EMA(Callback):
         return model
 
     def before_fit(self) -> None:
+        if self.validate and any(
+            isinstance(cb, EMA) and cb.validate for cb in self.learn.cbs if cb is not self
+        ):
+            raise ValueError("a fit can validate one average; give the other EMA validate=False")
         average = partial(_average, decay=self.decay)
         self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
         self._stepped = False

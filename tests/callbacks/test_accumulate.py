@@ -116,6 +116,17 @@ def test_a_cancelled_backward_does_not_count(cancelled):
     assert_close(weights(learn.model), stepped_at(train, [left[:2], left[2:]]))
 
 
+@pytest.mark.parametrize("level", ["batch", "train", "epoch", "fit"])
+def test_the_loss_is_as_it_was_when_a_cancel_has_taken_effect(level):
+    losses = []
+    see = {
+        event: lambda cb: losses.append(cb.loss.item()) for event in ("after_loss", f"after_cancel_{level}")
+    }
+    cancel = spy([], "cancel", {("before_backward", 0): CANCELS[level]()})
+    fit(learner(make_batches(2), [GradientAccumulation(2), Callback(name="look", **see), cancel]))
+    assert losses[0] == losses[1]
+
+
 def test_a_training_cut_short_still_makes_the_step_of_what_it_has():
     train = make_batches(5)
     cancel = spy([], "cancel", {("after_batch", 2): CANCELS["train"]()}, run_valid=False)

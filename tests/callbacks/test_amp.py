@@ -146,10 +146,12 @@ def test_nothing_stays_on_however_the_fit_ends(dtype, order, error):
         assert_nothing_left(learn)
 
 
-def test_autocast_is_off_again_where_a_training_is_cancelled():
+@pytest.mark.parametrize("level", ["batch", "train", "epoch", "fit"])
+def test_autocast_is_off_when_a_cancel_has_taken_effect(level):
     seen = []
-    look = Callback(after_cancel_train=lambda cb: seen.append(torch.is_autocast_enabled("cpu")), name="look")
-    fit(learner([MixedPrecision(), look, spy([], "a", {("after_pred", 0): CANCELS["train"]()})]))
+    see = {f"after_cancel_{level}": lambda cb: seen.append(torch.is_autocast_enabled("cpu"))}
+    cancel = spy([], "cancel", {("after_pred", 0): CANCELS[level]()})
+    fit(learner([MixedPrecision(), Callback(name="look", **see), cancel]))
     assert seen == [False]
 
 

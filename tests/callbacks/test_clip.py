@@ -13,23 +13,23 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from hookcb import Callback, GradientClip, Learner, check_callback
 
 
-def by_hand(clip, n_epoch=2):
-    """Weights, and L2 norms before and after clipping, of a plain loop."""
+def by_hand(clip, norm_type=2.0, n_epoch=2):
+    """Weights, and norms before and after clipping, of a plain loop."""
     model, norms, after = make_model(), [], []
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(n_epoch):
         for x, y in make_batches(3):
             F.mse_loss(model(x), y).backward()
-            norms.append(norm_of(model))
+            norms.append(norm_of(model, norm_type))
             clip(list(model.parameters()))
-            after.append(norm_of(model))
+            after.append(norm_of(model, norm_type))
             opt.step()
             opt.zero_grad()
     return weights(model), norms, after
 
 
-def norm_of(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm().item()
+def norm_of(model, norm_type=2.0):
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm(norm_type).item()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def norm_of(model):
 )
 def test_it_is_torchs_clipping_to_the_bit(make, clip):
     learn = fit(make_learner(3, 1, make()), 2)
-    expected, norms, after = by_hand(clip)
+    expected, norms, after = by_hand(clip, learn.gradient_clip.norm_type)
     assert same(weights(learn.model), expected)
     assert learn.gradient_clip.norms == pytest.approx(norms)
     assert [n * c for n, c in zip(norms, learn.gradient_clip.coefs, strict=True)] == pytest.approx(

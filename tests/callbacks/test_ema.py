@@ -145,6 +145,31 @@ def test_a_validation_inside_changes_nothing(event, order):
     assert [row["valid_loss"] for row in learn.recorder.rows] == losses
 
 
+@pytest.mark.parametrize("level", ["epoch", "fit"])
+def test_the_weights_are_back_when_a_cancel_in_the_validation_has_taken_effect(level):
+    seen, trained = [], fit(learner(valid=None))
+    see = Callback(name="look", **{f"after_cancel_{level}": lambda cb: seen.append(values(cb.model))})
+    see.order = 1000
+    cancel = Callback(name="cancel", after_pred=lambda cb: cb.training or raise_(CANCELS[level]))
+    fit(learner([EMA(0.8), see, cancel]))
+    assert len(seen) == 1
+    assert same(seen[0], values(trained.model))
+
+
+def raise_(error):
+    raise error
+
+
+def test_of_two_only_one_may_be_validated():
+    with pytest.raises(ValueError, match="give the other EMA validate=False"):
+        fit(learner([EMA(0.8), EMA(0.5, name="fast")]))
+    learn = fit(learner([EMA(0.5, validate=False, name="fast"), EMA(0.8)]), 2)
+    model, average, losses = by_hand()
+    assert same(values(learn.model), values(model))
+    assert same(values(learn.ema.model), values(average))
+    assert [row["valid_loss"] for row in learn.recorder.rows] == losses
+
+
 def test_cancelled_steps_do_not_count():
     cancels = {("before_step", k): CANCELS["step"]() for k in range(9)}
     learn = fit(learner([EMA(0.8), spy([], "cancel", cancels)]))
