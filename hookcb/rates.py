@@ -61,7 +61,9 @@ def check_number(
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, list | dict) else value  # what the user keeps there stays
 
 
 class RateCallback(Callback):
@@ -119,7 +121,7 @@ class RateCallback(Callback):
             "kind": type(self.scheduler).__name__,
             "scheduler": state,
             "groups": group_settings(self.learn.opt),
-            "before": copy.deepcopy(self._before),
+            "before": [{k: _copied(v) for k, v in group.items()} for group in self._before or []],
             **horizon,
         }
 
@@ -137,7 +139,7 @@ class RateCallback(Callback):
         self._check_same(state)
         self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
         set_groups(self.learn.opt, state["groups"])
-        self._before = copy.deepcopy(state["before"])
+        self._before = state["before"]
 
     def _check_same(self, state: dict[str, Any]) -> None:
         kind = type(self.scheduler).__name__

@@ -66,7 +66,7 @@ def channels_last(x: Tensor) -> Tensor:
     """`x` with its channels innermost in memory, where it is a dense `(N, C, H, W)` of a floating dtype."""
     if x.layout != torch.strided or x.ndim != 4 or not x.is_floating_point():
         return x
-    return x.contiguous(memory_format=torch.channels_last)
+    return x.to(memory_format=torch.channels_last)  # not contiguous(…), which leaves one channel as it is
 
 
 def _is_like(value: Any, p: Any) -> bool:

@@ -73,6 +73,11 @@ class OneCycle(Schedule):
         # its first phase begins at lr_max / div only if it is one batch long; at just that it divides by zero
         pct_start = self.pct_start if n == 1 else max(self.pct_start, (1 + 1e-9) / n)
         lrs = [group["lr"] for group in opt.param_groups] if self.lr_max is None else self.lr_max
+        if isinstance(lrs, Sequence) and len(lrs) != len(opt.param_groups):
+            raise ValueError(
+                f"lr_max has {len(lrs)} rates, and the optimizer {len(opt.param_groups)} parameter groups; "
+                "give one for each, or one for all"
+            )
         return OneCycleLR(
             opt,
             max_lr=list(lrs) if isinstance(lrs, Sequence) else lrs,
