@@ -1,14 +1,17 @@
 """The state of a fit: all it takes to go on with it to the bit, in this process or another."""
 
+import copy
 from collections import Counter, OrderedDict
 from itertools import islice
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hookcb.randomness import random_state, set_random_state
+from hookcb.randomness import random_state, saves_itself, set_random_state
 
 if TYPE_CHECKING:
     from hookcb.learner import Learner
@@ -49,11 +52,11 @@ def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> di
         "grads": {name: p.grad for name, p in learn.model.named_parameters() if p.grad is not None},
         "random": random_of_phase if phase == "validate" else random_state(*loaders_of(learn)),
         "random_of_phase": random_of_phase,
-        "loaders": [dl.state_dict() if hasattr(dl, "state_dict") else None for dl in loaders_of(learn)],
+        "loaders": [dl.state_dict() if saves_itself(dl) else None for dl in loaders_of(learn)],
         "cbs": {cb.name: of for cb in learn.cbs if (of := cb.state_dict())},
     }
-    _check_plain(state, "the state of the fit")
-    return state
+    plain: dict[str, Any] = _plain(state, "the state of the fit")
+    return plain
 
 
 def restore(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any] | None":
@@ -69,12 +72,11 @@ def restore(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any] | None":
     if state["phase"] == "train":
         batches = _batches_left(learn, state)
     learn.model.load_state_dict(state["model"])
-    buffers = _unsaved_buffers(learn.model)
     for name, value in state["buffers"].items():
-        buffers[name].copy_(value)
+        _set_buffer(learn.model, name, value)
     if isinstance(learn.loss_func, nn.Module):
         learn.loss_func.load_state_dict(state["loss_func"])
-    learn.opt.load_state_dict(state["opt"])
+    _load_opt(learn.opt, state["opt"])
     for name, p in learn.model.named_parameters():
         p.grad = state["grads"][name].to(p.device) if name in state["grads"] else None
     learn.train_iter, learn.row = state["train_iter"], state["row"]
@@ -96,6 +98,8 @@ def check_fits(state: dict[str, Any], learn: "Learner") -> None:
     if odd := sorted(own.keys() ^ saved.keys()):
         where = f"only in {kind}" if odd[0] in own else f"not in {kind}"
         raise ValueError(f"is of another model: {odd[0]!r} is {where}, {len(odd)} names differ")
+    if foreign := [name for name in state["buffers"] if not _takes_buffer(learn.model, name)]:
+        raise ValueError(f"is of another model: {kind} has no buffer {foreign[0]!r}")
     for name, x in own.items():
         if isinstance(x, Tensor) and x.shape != saved[name].shape:
             shapes = f"{tuple(saved[name].shape)}, in {kind} {tuple(x.shape)}"
@@ -108,6 +112,34 @@ def check_fits(state: dict[str, Any], learn: "Learner") -> None:
             f"has parameter groups of {sizes[0]} parameters, and this optimizer has {sizes[1]}; "
             "make it with the same groups"
         )
+
+
+def _takes_buffer(model: nn.Module, name: str) -> bool:
+    """Whether it has that buffer, or may yet make it."""
+    owner, _, last = name.rpartition(".")
+    m = dict(model.named_modules()).get(owner)
+    return m is not None and (last in m._buffers or not hasattr(m, last))
+
+
+def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, last = name.rpartition(".")
+    m = model.get_submodule(owner)
+    there = m._buffers.get(last)
+    if there is not None and there.shape == value.shape:
+        there.copy_(value)
+    else:  # it is made, or grows, on the way
+        device = next((x.device for x in model.parameters()), value.device)
+        m.register_buffer(last, value.to(device), persistent=False)
+
+
+def _load_opt(opt: Optimizer, state: dict[str, Any]) -> None:
+    opt.load_state_dict(state)
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for i, values in state["state"].items():
+        own = opt.state[params[i]] if isinstance(i, int) else opt.state[i]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and own[key].dtype != value.dtype:
+                own[key] = value.to(own[key].device)  # torch has rounded it to the parameter's precision
 
 
 def _opts(state: dict[str, Any], learn: "Learner") -> list[dict[str, Any]]:
@@ -146,22 +178,31 @@ def _batches_left(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any]":
     return batches
 
 
-def _check_plain(value: Any, where: str) -> None:
-    """Refuses what `torch.load(weights_only=True)` would refuse to read.
+def _plain(value: Any, where: str) -> Any:
+    """`value` in types that `torch.load(weights_only=True)` reads.
 
     Raises:
-        TypeError: that says where it is, and what is possible.
+        TypeError: where there is something that has none; it says where, and what is possible.
     """
     if type(value) in (dict, OrderedDict, Counter):
+        plain = copy.copy(value)  # not a new one, as the state of a model has attributes
+        plain.clear()
         for key, item in value.items():
-            _check_plain(key, f"a key of {where}")
-            _check_plain(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        if set(map(type, value)) - {int, float}:  # long lists are of numbers
-            for i, item in enumerate(value):
-                _check_plain(item, f"{where}[{i}]")
-    elif type(value) not in PLAIN and not isinstance(value, Tensor):
-        raise TypeError(
-            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give None, bool, int, "
-            "float, str, a tensor, or lists, tuples and dicts of these"
-        )
+            plain[_plain(key, f"a key of {where}")] = _plain(item, f"{where}[{key!r}]")
+        return plain
+    if type(value) in (list, tuple):
+        if set(map(type, value)) <= {int, float}:  # long lists are of numbers
+            return value
+        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if type(value) in PLAIN or isinstance(value, Tensor):
+        return value
+    kinds: tuple[Any, ...] = (int, float, complex, str)
+    for kind in kinds:
+        if isinstance(value, kind):  # an IntEnum, a float64 of NumPy
+            return kind(value)
+    if isinstance(value, Number) and hasattr(value, "item"):  # NumPy's others
+        return value.item()
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give None, bool, int, "
+        "float, str, a tensor, or lists, tuples and dicts of these"
+    )

@@ -1,29 +1,36 @@
-"""The state of random numbers: the process's own, and those of generators that loaders keep."""
+"""The state of random numbers and data: of the process, and of generators that loaders and datasets keep."""
 
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+MAX_DEPTH = 8  # levels of attributes that are looked into
+NO_PARTS = (Tensor, nn.Module, ModuleType, type, str, bytes)
+MOST_ITEMS = 100  # of a list that is looked into; what is longer is data
 
 
 def random_state(*loaders: Any) -> dict[str, Any]:
     """What the next random numbers depend on: of Python, NumPy where it is imported, torch and its GPUs.
 
     Args:
-        *loaders: whose generators, and those of their samplers and datasets, count too.
+        *loaders: whose generators count too, and those of what they consist of: samplers, datasets,
+            transforms. A part that has `state_dict` and `load_state_dict` is asked for its state.
 
     Returns:
         Plain values and tensors on the CPU, for `set_random_state`.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, keys.tolist(), *rest)
+        state["numpy"] = _of(numpy.random.mtrand._rand)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
-    state["loaders"] = [_of(generator) for generator in _generators(loaders)]
+    state["loaders"] = [_of(part) for part in _stateful(loaders)]
     return state
 
 
@@ -34,46 +41,92 @@ def set_random_state(state: dict[str, Any], *loaders: Any) -> None:
     if "numpy" in state:
         import numpy  # which draws numbers of its own only where it is used
 
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        _set(numpy.random.mtrand._rand, state["numpy"])
     if "cuda" in state and len(state["cuda"]) <= torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-    for generator, own in zip(_generators(loaders), state["loaders"], strict=False):
-        _set(generator, own)
+    for part, own in zip(_stateful(loaders), state["loaders"], strict=False):
+        _set(part, own)
 
 
-def _generators(loaders: tuple[Any, ...]) -> list[Any]:
-    """The generators in the attributes of loaders, their samplers and datasets, each once."""
-    found = {id(x): x for loader in loaders for part in _parts(loader) for x in _attributes(part)}
-    return [x for x in found.values() if isinstance(x, torch.Generator | random.Random) or _is_numpy(x)]
+def _stateful(loaders: tuple[Any, ...]) -> list[Any]:
+    """The generators, and other things with a state, that loaders consist of, each once."""
+    seen: set[int] = set()
+    asked = [loader for loader in loaders if not saves_itself(loader)]  # the others have all in their state
+    return [part for loader in asked for part in _parts(loader, seen, MAX_DEPTH)]
 
 
-def _parts(loader: Any) -> Iterator[Any]:
-    yield loader
-    for name in ("sampler", "batch_sampler", "dataset"):
-        if (part := getattr(loader, name, None)) is not None:
-            yield part
-            yield getattr(part, "sampler", None)
+def _parts(x: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    if id(x) in seen or depth == 0 or x is None or isinstance(x, NO_PARTS):
+        return
+    seen.add(id(x))
+    if isinstance(x, torch.Generator | random.Random) or _of_numpy(x) or saves_itself(x):
+        yield x
+        return
+    for inner in _inside(x):
+        yield from _parts(inner, seen, depth - 1)
 
 
-def _attributes(part: Any) -> list[Any]:
-    return list(getattr(part, "__dict__", {}).values())
+def _inside(x: Any) -> list[Any]:
+    if isinstance(x, list | tuple):
+        return list(x) if len(x) <= MOST_ITEMS else []
+    if isinstance(x, dict):
+        return list(x.values()) if len(x) <= MOST_ITEMS else []
+    if isinstance(x, partial):
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, MethodType):
+        return [x.__self__]
+    if isinstance(x, FunctionType):
+        return [value for cell in x.__closure__ or () for value in _content(cell)]
+    return list(getattr(x, "__dict__", {}).values())
 
 
-def _is_numpy(x: Any) -> bool:
-    return hasattr(x, "bit_generator") and isinstance(getattr(x.bit_generator, "state", None), dict)
+def _content(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # it has none yet
+        return []
 
 
-def _of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.bit_generator.state if _is_numpy(generator) else generator.getstate()
+def saves_itself(x: Any) -> bool:
+    """Whether a part of a loader, or a loader, has a state of its own."""
+    return hasattr(x, "state_dict") and hasattr(x, "load_state_dict")
 
 
-def _set(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif _is_numpy(generator):
-        generator.bit_generator.state = state
+def _of_numpy(x: Any) -> bool:
+    """Whether it is a `Generator` of NumPy, or an older `RandomState`."""
+    return type(x).__module__.startswith("numpy.random") and hasattr(_numpy_bits(x), "state")
+
+
+def _numpy_bits(x: Any) -> Any:
+    return getattr(x, "bit_generator", None) or getattr(x, "_bit_generator", None)
+
+
+def _of(part: Any) -> Any:
+    if isinstance(part, torch.Generator):
+        return part.get_state()
+    if isinstance(part, random.Random):
+        return part.getstate()
+    if _of_numpy(part):
+        older = hasattr(part, "get_state")
+        return _plain(part.get_state(legacy=False) if older else part.bit_generator.state)
+    return part.state_dict()
+
+
+def _set(part: Any, state: Any) -> None:
+    if isinstance(part, torch.Generator):
+        part.set_state(state)
+    elif isinstance(part, random.Random):
+        part.setstate(state)
+    elif not _of_numpy(part):
+        part.load_state_dict(state)
+    elif hasattr(part, "set_state"):
+        part.set_state(state)
     else:
-        generator.setstate(state)
+        part.bit_generator.state = state
+
+
+def _plain(state: Any) -> Any:
+    """A state of NumPy with lists for its arrays."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state

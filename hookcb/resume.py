@@ -37,6 +37,11 @@ class Resume:
         self.phase: str = self._state["phase"]
         self.epoch: int = self._state["epoch"]
         self.train_iter: int = self._state["train_iter"] - self._state["iter"]  # when the epoch began
+        if self.epoch + (self.phase != "epoch") > learn.n_epoch:
+            raise ValueError(
+                f"{file} is of epoch {self.epoch}, counted from 0, and n_epoch is {learn.n_epoch}; give the "
+                "number of all epochs, with those made before"
+            )
         self._check_callbacks(file, learn)
 
     @classmethod
@@ -48,6 +53,8 @@ class Resume:
         """
         if resume is None:
             return None
+        if not isinstance(resume, str | Path):
+            raise TypeError(f"resume is {resume!r}; give a checkpoint's path, a folder of them, or 'latest'")
         if resume != LATEST:
             file = Path(resume)
             return cls._newest(file, learn) if file.is_dir() else cls(file, learn)
@@ -81,7 +88,10 @@ class Resume:
         return restore(learn, self._state)
 
     def _check_callbacks(self, file: Path, learn: "Learner") -> None:
-        if missing := sorted(self._state["cbs"].keys() - {cb.name for cb in learn.cbs}):
+        attached = {cb.name for cb in learn.cbs}
+        # what a Checkpoint notes for itself nothing else needs
+        needed = {name for name, of in self._state["cbs"].items() if "random_of_phase" not in of}
+        if missing := sorted(needed - attached):
             warnings.warn(
                 f"{file} has the state of callbacks that are not attached, {', '.join(missing)}: "
                 "without them the fit will not go on as it was",

@@ -1,5 +1,6 @@
 """StopSignals: Ctrl-C and SIGTERM, obeyed when it suits."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -15,10 +16,11 @@ class StopSignals:
     def __init__(self) -> None:
         self._noted: int | None = None
         self._handlers: dict[int, Any] = {}
+        self._process = 0  # whose signals they are
 
     def open(self) -> None:
         """Takes the signals."""
-        self._noted = None
+        self._noted, self._process = None, os.getpid()
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -26,7 +28,9 @@ class StopSignals:
                 self._handlers[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted is not None:  # asked twice
+        # a loader's worker, forked meanwhile: told to end it must end, but a Ctrl-C is for the fit to decide
+        is_worker = os.getpid() != self._process
+        if self._noted is not None or (is_worker and number == signal.SIGTERM):
             self.close()
             signal.raise_signal(number)
         self._noted = number

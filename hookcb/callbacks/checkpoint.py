@@ -91,10 +91,9 @@ class Checkpoint(Callback):
     def before_train(self) -> None:
         self._random = random_state(*loaders_of(self.learn))
 
-    def before_validate(self) -> None:
-        if not self.learn.is_nested:
-            self._unsaved = False
-            self._random = random_state(*loaders_of(self.learn))
+    def after_train(self) -> None:
+        self._unsaved = False
+        self._random = random_state(*loaders_of(self.learn))
 
     def before_batch(self) -> None:
         if self.training:

@@ -124,11 +124,12 @@ class EMA(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._averaged is None:
             return {}
-        return {"model": dict(self.model.state_dict()), "n_averaged": int(self._averaged.n_averaged)}
+        return {"model": _values(self.model), "n_averaged": int(self._averaged.n_averaged)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._averaged is not None:
-            self.model.load_state_dict(state["model"])
+            for x, value in zip(_values(self.model), state["model"], strict=True):
+                x.copy_(value)
             self._averaged.n_averaged.fill_(state["n_averaged"])
 
     def __getstate__(self) -> dict[str, Any]:
