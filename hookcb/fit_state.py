@@ -42,7 +42,7 @@ def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> di
         "epoch": learn.epoch + (phase == "epoch"),
         "iter": learn.iter + 1 if in_train else 0,
         "n_epoch": learn.n_epoch,
-        "train_iter": learn.train_iter + in_train,
+        "train_iter": learn.epoch_began + learn.iter + 1 if in_train else learn.train_iter,
         "row": dict(learn.row),
         "model": learn.model.state_dict(),
         "buffers": _unsaved_buffers(learn.model),
@@ -66,6 +66,7 @@ def restore(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any] | None":
         In the middle of a training the batches that are still to come, with their numbers.
     """
     batches = None
+    _start_workers(learn, state)
     for dl, own in zip(loaders_of(learn), state["loaders"], strict=False):
         if own is not None:
             dl.load_state_dict(own)
@@ -154,6 +155,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def loaders_of(learn: Any) -> list[Any]:
     """Those of training and validation, as far as there are."""
     return [dl for dl in (learn.dls.train, getattr(learn.dls, "valid", None)) if dl is not None]
+
+
+def _start_workers(learn: "Learner", state: dict[str, Any]) -> None:
+    """Has those that stay from epoch to epoch draw now the seed that they drew at their first."""
+    for dl in loaders_of(learn):
+        began = state["epoch"] > 0 or (dl is learn.dls.train and state["phase"] == "validate")
+        if began and getattr(dl, "persistent_workers", False):
+            iter(dl)
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:

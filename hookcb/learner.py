@@ -32,7 +32,7 @@ from hookcb.prepare import (
     same,
     trainable,
 )
-from hookcb.resume import Resume
+from hookcb.resume import Resume, saved_weights
 from hookcb.summary import Summary, module_summary
 
 
@@ -349,11 +349,17 @@ class Learner(Loop):
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:
         """Reads what `save` has written, to the model's device.
 
+        Of what `Checkpoint` has written it takes the weights that were validated: where `EMA` was attached,
+        their average.
+
         Raises:
-            ValueError: where `file` is truncated, or was not written by `save`.
+            ValueError: where `file` is truncated, or was written by neither.
             RuntimeError: where its weights do not fit the model, or with `strict` not all of it.
         """
         self._place()
+        if (weights := saved_weights(file)) is not None:
+            self.model.load_state_dict(weights, strict=strict)
+            return
         state = load_saved(file, self._device, {"model", "opt"})
         self.model.load_state_dict(state["model"], strict=strict)
         if with_opt and state["opt"] is not None:

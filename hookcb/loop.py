@@ -45,7 +45,7 @@ class Loop:
         self.dl: Any = None
         self.epoch = self.n_epoch = self.iter = self.train_iter = 0
         self.n_iter: int | None = None
-        self._epoch_began = 0
+        self.epoch_began = 0
         self._n_train: int | None = None
         self.training = False
         self.scaler: torch.amp.GradScaler | None = None  # scales the loss, and makes the step in its way
@@ -74,7 +74,7 @@ class Loop:
     @property
     def pct_train(self) -> float:
         """Share of the fit's training that is done, 0..1; by whole epochs where the loader has no length."""
-        of_epoch = (self.train_iter - self._epoch_began) / self._n_train if self._n_train else 0.0
+        of_epoch = (self.train_iter - self.epoch_began) / self._n_train if self._n_train else 0.0
         return min(1.0, (self.epoch + of_epoch) / max(1, self.n_epoch))
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
@@ -83,7 +83,7 @@ class Loop:
         self.phase_state = defaultdict(dict)
         self._table = self._tables[training]
         if training:
-            self._epoch_began, self._n_train = self.train_iter, n_iter
+            self.epoch_began, self._n_train = self.train_iter, n_iter
 
     @contextmanager
     def restored(self, batch: bool = True) -> Iterator[None]:

@@ -99,6 +99,22 @@ class Resume:
             )
 
 
+def saved_weights(file: "str | Path") -> dict[str, Any] | None:
+    """Of a checkpoint the weights that its fit validated, an average by `EMA` too; None of another file.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: where it is truncated, or no file of weights.
+    """
+    state = read_saved(file, torch.device("cpu"))
+    if not isinstance(state, dict) or set(state) != KEYS:
+        return None
+    average: dict[str, Any] = next(
+        (of["averaged"] for of in state["cbs"].values() if of.get("validated")), {}
+    )
+    return {name: average.get(name, x) for name, x in state["model"].items()}
+
+
 def _read(file: Path) -> dict[str, Any]:
     state = read_saved(file, torch.device("cpu"))
     if isinstance(state, dict) and "format" in state and state["format"] != FORMAT:

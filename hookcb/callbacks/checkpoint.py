@@ -118,9 +118,7 @@ class Checkpoint(Callback):
         value = monitored(self.learn, self.monitor) if self.monitor is not None else None
         if is_best := value is not None and improves(value, self.best, self.mode):
             self.best = value
-        state = self._write("epoch")
-        if is_best:
-            save_whole(state, self.folder / "best.pt")
+        self._write("epoch", is_best=is_best)
         self._stop.obey()
 
     def after_cancel_fit(self) -> None:
@@ -128,7 +126,9 @@ class Checkpoint(Callback):
             self._write("train", f"-batch-{self.iter + 1:06d}")
 
     def after_fit(self) -> None:
-        self._stop.obey()  # asked for after the last epoch
+        if self._stop.asked:  # since the last batch; or the loader has failed, as its workers were told too
+            self.after_cancel_fit()
+        self._stop.obey()
         self._stop.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,13 +137,14 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self._written, self._random = state["best"], state["written"], state["random_of_phase"]
 
-    def _write(self, phase: str, place: str = "") -> dict[str, Any]:
+    def _write(self, phase: str, place: str = "", is_best: bool = False) -> None:
         file_name = f"epoch-{self.epoch + 1:04d}{place}.pt"
         self._written = [*(file for file in self._written if file != file_name), file_name]
         state = capture(self.learn, phase, self._random)  # type: ignore[arg-type]  # of a fit, so a Learner
         save_whole(state, self.folder / file_name)
+        if is_best:
+            save_whole(state, self.folder / "best.pt")
         self._unsaved = False
         for old in self._written[: -self.keep]:
             (self.folder / old).unlink(missing_ok=True)
         self._written = self._written[-self.keep :]
-        return state

@@ -60,10 +60,9 @@ class EMA(Callback):
             raise TypeError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
         if not 0 <= decay <= 1:
             raise ValueError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
-        self.decay, self.validate = decay, validate
+        self.decay, self.validate, self._stepped = decay, validate, False
         self._averaged: AveragedModel | None = None
         self._handle: RemovableHandle | None = None
-        self._stepped = False
         self._plain: list[tuple[Tensor, Tensor]] = []  # what the model has in place of its own, and its own
 
     @property
@@ -75,9 +74,8 @@ class EMA(Callback):
         return model
 
     def before_fit(self) -> None:
-        if self.validate and any(
-            isinstance(cb, EMA) and cb.validate for cb in self.learn.cbs if cb is not self
-        ):
+        others = [cb for cb in self.learn.cbs if isinstance(cb, EMA) and cb is not self]
+        if self.validate and any(cb.validate for cb in others):
             raise ValueError("a fit can validate one average; give the other EMA validate=False")
         average = partial(_average, decay=self.decay)
         self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
@@ -99,10 +97,10 @@ class EMA(Callback):
 
     def before_validate(self) -> None:
         if self.validate and self._averaged is not None and self.learn.fitting and not self.learn.is_nested:
-            own = _values(self.learn.model)
-            self._plain = [(x, x.clone()) for x in own]  # whole before the first is overwritten
-            for x, average in zip(own, _values(self.model), strict=True):
-                x.copy_(average)
+            own, averages = _named(self.learn.model), _named(self.model)
+            self._plain = [(x, x.clone()) for x in own.values()]  # whole before the first is overwritten
+            for name, x in own.items():
+                x.copy_(averages[name])
 
     def after_validate(self) -> None:
         if not self.learn.is_nested:
@@ -124,12 +122,13 @@ class EMA(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._averaged is None:
             return {}
-        return {"model": _values(self.model), "n_averaged": int(self._averaged.n_averaged)}
+        n_averaged = int(self._averaged.n_averaged)
+        return {"averaged": _named(self.model), "n_averaged": n_averaged, "validated": self.validate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._averaged is not None:
-            for x, value in zip(_values(self.model), state["model"], strict=True):
-                x.copy_(value)
+            for name, x in _named(self.model).items():
+                x.copy_(state["averaged"][name])
             self._averaged.n_averaged.fill_(state["n_averaged"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,6 +144,7 @@ def _average(averages: list[Tensor], now: list[Tensor], n_averaged: Any, decay: 
             average.copy_(x)
 
 
-def _values(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers; writing to these is not seen by a graph that still needs them."""
-    return [x.data for x in chain(model.parameters(), model.buffers())]
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers, a shared one under each of its names; no graph sees what is written."""
+    names = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: x.data for name, x in names}

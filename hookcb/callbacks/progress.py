@@ -58,3 +58,6 @@ class Progress(Callback):
         if self._display is not None:
             self._display.close()
             self._display = None
+            if self.epoch >= self.n_epoch > 0:  # resumed from its end
+                console = self.console or Console()
+                console.print(f"nothing left to train: {self.n_epoch} of {self.n_epoch} epochs were made before")
