@@ -57,6 +57,10 @@ class Resume:
             raise TypeError(f"resume is {resume!r}; give a checkpoint's path, a folder of them, or 'latest'")
         if resume != LATEST:
             file = Path(resume)
+            if not file.exists():
+                raise FileNotFoundError(
+                    f"there is no {file}; resume goes on from what a Checkpoint has written"
+                )
             return cls._newest(file, learn) if file.is_dir() else cls(file, learn)
         folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
         if not folders:

@@ -1,5 +1,6 @@
 """`hookcb demo` does its main job, and says what is wrong with a wrong option."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,12 +8,18 @@ from pathlib import Path
 import pytest
 
 import hookcb.demo
+from hookcb import Recorder
 from hookcb.cli import main
 
 
-@pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), ("mlp", "1")])
-def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsys, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """The demo writes where it is called."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), ("mlp", "1")])
+def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsys):
     assert main(["demo", "--model", model, "--seed", seed]) == 0
     shown = capsys.readouterr().out
     share = float(shown.rpartition("validation accuracy ")[2].partition("%")[0])
@@ -23,8 +30,7 @@ def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsy
     assert Path("activations.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_demo_says_how_to_get_the_picture(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_without_matplotlib_the_demo_says_how_to_get_the_picture(capsys, monkeypatch):
     monkeypatch.setattr("hookcb.cli.find_spec", lambda name: None)
     assert main(["demo", "--epochs", "1"]) == 0
     assert "pip install 'hookcb[plot]'" in " ".join(capsys.readouterr().out.split())
@@ -36,6 +42,26 @@ def test_the_demo_trains_for_as_many_epochs_as_asked(capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
     assert rows[0] == ["epoch", "train_loss", "valid_loss", "accuracy", "time"]
     assert [row[0] for row in rows[1:3]] == ["0", "1"]
+
+
+def test_the_demo_goes_on_where_it_was_stopped(capsys):
+    def stop(cb):
+        if (cb.epoch, cb.iter) == (1, 5):
+            signal.raise_signal(signal.SIGINT)
+
+    main(["demo", "--epochs", "2"])
+    whole = capsys.readouterr().out.partition("activations")[2]
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "before_backward", lambda cb: stop(cb))
+        main(["demo", "--epochs", "2"])
+    capsys.readouterr()
+    assert main(["demo", "--epochs", "2", "--resume"]) == 0
+    assert capsys.readouterr().out.partition("activations")[2] == whole
+
+
+def test_a_demo_with_nothing_to_resume_says_so(capsys):
+    assert main(["demo", "--resume"]) == 1
+    assert "hookcb demo: there is no hookcb-demo" in capsys.readouterr().err
 
 
 def test_the_same_seed_gives_the_same_numbers(capsys):
