@@ -51,9 +51,10 @@ def test_the_demo_goes_on_where_it_was_stopped(capsys):
 
     main(["demo", "--epochs", "2"])
     whole = capsys.readouterr().out.partition("activations")[2]
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "before_backward", lambda cb: stop(cb))
-        main(["demo", "--epochs", "2"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "before_backward", stop)
+        with pytest.raises(KeyboardInterrupt):
+            main(["demo", "--epochs", "2"])
     capsys.readouterr()
     assert main(["demo", "--epochs", "2", "--resume"]) == 0
     assert capsys.readouterr().out.partition("activations")[2] == whole
