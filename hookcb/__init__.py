@@ -23,6 +23,7 @@ from hookcb.callbacks import (
     ReduceLROnPlateau,
     Schedule,
     TerminateOnNaN,
+    TerminateOnNaNCallback,
     WarmupCosine,
 )
 from hookcb.coverage import Coverage
@@ -91,6 +92,7 @@ __all__ = [
     "Schedule",
     "Summary",
     "TerminateOnNaN",
+    "TerminateOnNaNCallback",
     "WarmupCosine",
     "accuracy",
     "assert_no_hooks",

@@ -43,7 +43,7 @@ def test_the_python_in_the_readme_runs(capsys, tmp_path, monkeypatch):
 def test_the_table_of_orders_in_the_readme_is_that_of_the_classes():
     rows = re.findall(r"^\| (-?\d+) \| (`.*?) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     told = {name: int(order) for order, names in rows for name in re.findall(r"`(\w+)`", names)}
-    bases = ("Callback", "SamplingCallback", "EarlyStoppingCallback")
+    bases = ("Callback", "SamplingCallback", "EarlyStoppingCallback", "TerminateOnNaNCallback")
     kinds = [getattr(hookcb, name) for name in hookcb.__all__ if name not in bases]
     args = {
         "HookCallback": {"hook": print},

@@ -14,7 +14,7 @@ from hookcb.callbacks.freeze import Freeze
 from hookcb.callbacks.hook import HookCallback
 from hookcb.callbacks.max_time import MaxTime
 from hookcb.callbacks.metrics import Metrics
-from hookcb.callbacks.nan import TerminateOnNaN
+from hookcb.callbacks.nan import TerminateOnNaN, TerminateOnNaNCallback
 from hookcb.callbacks.one_cycle import OneCycle
 from hookcb.callbacks.plateau import ReduceLROnPlateau
 from hookcb.callbacks.progress import Progress
@@ -44,5 +44,6 @@ __all__ = [
     "ReduceLROnPlateau",
     "Schedule",
     "TerminateOnNaN",
+    "TerminateOnNaNCallback",
     "WarmupCosine",
 ]

@@ -48,3 +48,6 @@ class TerminateOnNaN(Callback):
         self.reason = f"loss is {self.loss.item()} at {where}"
         warnings.warn(f"{self.reason}; the fit ends with the weights as they were before", stacklevel=2)
         raise CancelFitException if self.learn.fitting else CancelBatchException
+
+
+TerminateOnNaNCallback = TerminateOnNaN  # fastai's name
