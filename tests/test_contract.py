@@ -11,8 +11,10 @@ from hookcb import Callback, check_callback
 
 PUBLIC = [
     thing
-    for thing in (getattr(hookcb, name) for name in hookcb.__all__)
-    if isinstance(thing, type) and issubclass(thing, Callback)
+    for name in hookcb.__all__
+    if isinstance(thing := getattr(hookcb, name), type)
+    and issubclass(thing, Callback)
+    and thing.__name__ == name  # some have a second name
 ]
 
 
