@@ -59,5 +59,5 @@ class Progress(Callback):
             self._display.close()
             self._display = None
             if self.epoch >= self.n_epoch > 0:  # resumed from its end
-                console = self.console or Console()
-                console.print(f"nothing left to train: {self.n_epoch} of {self.n_epoch} epochs were made before")
+                made = f"{self.n_epoch} of {self.n_epoch} epochs were made before"
+                (self.console or Console()).print(f"nothing left to train: {made}")
