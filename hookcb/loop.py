@@ -232,18 +232,18 @@ class Loop:
 
     def build_dispatch(self) -> None:
         """Lists once, for training and validation, who acts at each event; called whenever that changes."""
-        self._tables = {training: self._dispatch(training) for training in (True, False)}
-        self._table = self._tables[self.training]
-
-    def _dispatch(self, training: bool) -> dict[str, Handlers]:
-        return {
-            event.value: tuple(
-                (cb, handler)
-                for cb in self.cbs
-                if cb.acts(event, training) and (handler := cb.handler(event)) is not None
-            )
+        handlers = {
+            event.value: [(cb, handler) for cb in self.cbs if (handler := cb.handler(event)) is not None]
             for event in Event
         }
+        self._tables: dict[bool, dict[str, Handlers]] = {
+            training: {
+                event: tuple((cb, handler) for cb, handler in pairs if cb.acts(event, training))
+                for event, pairs in handlers.items()
+            }
+            for training in (True, False)
+        }
+        self._table = self._tables[self.training]
 
     def emit(self, event: str) -> None:
         """Calls the callbacks that act at `event`, in order.

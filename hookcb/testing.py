@@ -8,6 +8,7 @@ import random
 import weakref
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -118,12 +119,19 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 def _learner_for(cb: Callback | None) -> Learner:
     """A learner with dropout and batch norm, without a default callback that has the name of `cb`."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-    learn = synth_learner(n_train=3, n_valid=1, bs=4, model=model)
+    dls, model = _data_and_model()
+    torch.default_generator.manual_seed(0)
+    learn = Learner(dls, copy.deepcopy(model), nn.functional.mse_loss, torch.optim.SGD, lr=0.05)
     learn.remove_cbs([other for other in learn.cbs if cb is not None and other.name == cb.name])
     learn.remove_cbs([other for other in learn.cbs if other.name == "progress"])
     return learn
+
+
+@cache
+def _data_and_model() -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+    return synth_learner(n_train=3, n_valid=1, bs=4).dls, model
 
 
 def _check_made(make: Callable[[], Callback]) -> None:

@@ -289,5 +289,4 @@ def test_a_mapping_and_a_loss_of_the_models_own_are_computed_in_half_precision()
 
 
 def test_it_keeps_the_contract_of_callbacks():
-    check_callback(MixedPrecision, alters_training=True)
     check_callback(lambda: MixedPrecision("fp16"), alters_training=True)

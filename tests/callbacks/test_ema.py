@@ -244,5 +244,4 @@ def test_a_decay_that_is_no_number_is_refused(decay):
 
 
 def test_it_keeps_the_contract_of_callbacks():
-    check_callback(EMA)
     check_callback(lambda: EMA(0.5, validate=False))
