@@ -15,6 +15,7 @@ from hookcb.callbacks.hook import HookCallback
 from hookcb.callbacks.max_time import MaxTime
 from hookcb.callbacks.metrics import Metrics
 from hookcb.callbacks.nan import TerminateOnNaN, TerminateOnNaNCallback
+from hookcb.callbacks.nan_trace import NanTrace
 from hookcb.callbacks.one_cycle import OneCycle
 from hookcb.callbacks.plateau import ReduceLROnPlateau
 from hookcb.callbacks.progress import Progress
@@ -38,6 +39,7 @@ __all__ = [
     "MaxTime",
     "Metrics",
     "MixedPrecision",
+    "NanTrace",
     "OneCycle",
     "Progress",
     "Recorder",
