@@ -215,6 +215,8 @@ def update_lines(
                 xytext=(-3, 3), textcoords="offset points", ha="right")  # fmt: skip
     ax.set_xlabel("step")
     ax.set_ylabel("log10 of ‖Δw‖ / ‖w‖")
+    rim = max(0.5, 0.03 * (x[-1] - x[0]))
+    ax.set_xlim(x[0] - rim, x[-1] + rim)
     ax.locator_params(axis="x", integer=True, min_n_ticks=1)
     ax.set_title("size of updates", loc="left", fontsize=11)
     if few:

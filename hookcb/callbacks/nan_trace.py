@@ -48,8 +48,7 @@ class NanTrace(Callback):
         TypeError, ValueError: for a `bundle` that is no path to a file, and a `last` below 1.
 
     >>> import torch, warnings
-    >>> from hookcb import synth_learner
-    >>> from hookcb import NanTrace
+    >>> from hookcb import NanTrace, synth_learner
     >>> class Log(torch.nn.Module):
     ...     def forward(self, x):
     ...         return x.log()

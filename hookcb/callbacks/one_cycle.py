@@ -34,8 +34,7 @@ class OneCycle(Schedule):
 
     Source: L. Smith, N. Topin, "Super-Convergence", arxiv.org/abs/1708.07120; this form of it is fastai's.
 
-    >>> from hookcb import synth_learner
-    >>> from hookcb.callbacks.one_cycle import OneCycle
+    >>> from hookcb import OneCycle, synth_learner
     >>> learn = synth_learner(n_train=8)
     >>> with learn.no_logging():
     ...     learn.fit(1, cbs=OneCycle(lr_max=0.1))

@@ -33,8 +33,7 @@ class ReduceLROnPlateau(RateCallback):
             to give `monitor`.
         LookupError: where there is no such column, when the fit begins if that is plain by then.
 
-    >>> from hookcb import synth_learner
-    >>> from hookcb.callbacks.plateau import ReduceLROnPlateau
+    >>> from hookcb import ReduceLROnPlateau, synth_learner
     >>> learn = synth_learner(n_train=1, lr=1e-6)
     >>> with learn.no_logging():
     ...     learn.fit(4, cbs=ReduceLROnPlateau(min_delta=0.1, patience=0, factor=0.5))

@@ -34,8 +34,7 @@ class Schedule(RateCallback):
 
     >>> from functools import partial
     >>> from torch.optim.lr_scheduler import ExponentialLR
-    >>> from hookcb import synth_learner
-    >>> from hookcb.callbacks.schedule import Schedule
+    >>> from hookcb import Schedule, synth_learner
     >>> learn = synth_learner(n_train=3, lr=0.1)
     >>> with learn.no_logging():
     ...     learn.fit(1, cbs=Schedule(partial(ExponentialLR, gamma=0.5)))

@@ -32,8 +32,7 @@ class WarmupCosine(Schedule):
 
     Source: I. Loshchilov, F. Hutter, "SGDR", arxiv.org/abs/1608.03983, eq. 5, with a warm-up before it.
 
-    >>> from hookcb import synth_learner
-    >>> from hookcb.callbacks.warmup_cosine import WarmupCosine
+    >>> from hookcb import WarmupCosine, synth_learner
     >>> learn = synth_learner(n_train=6, lr=0.1)
     >>> with learn.no_logging():
     ...     learn.fit(1, cbs=WarmupCosine(warmup=2))
