@@ -31,6 +31,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/hooks.py
 	$(BIN)/python benchmarks/activations.py
 	$(BIN)/python benchmarks/activations.py --memory
+	$(BIN)/python benchmarks/gradients.py
 
 clean:
 	rm -rf $(VENV)

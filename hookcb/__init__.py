@@ -13,6 +13,7 @@ from hookcb.callbacks import (
     Freeze,
     GradientAccumulation,
     GradientClip,
+    GradientHealth,
     HookCallback,
     MaxTime,
     Metrics,
@@ -41,6 +42,7 @@ from hookcb.events import (
     Event,
 )
 from hookcb.freezing import freeze, unfreeze
+from hookcb.gradient_flow import check_gradients, gradient_flow
 from hookcb.hooks import Hook, Hooks, hook_output, hook_outputs
 from hookcb.learner import Learner
 from hookcb.loop import Loop
@@ -76,6 +78,7 @@ __all__ = [
     "Freeze",
     "GradientAccumulation",
     "GradientClip",
+    "GradientHealth",
     "Hook",
     "HookCallback",
     "Hooks",
@@ -99,10 +102,12 @@ __all__ = [
     "accuracy",
     "assert_no_hooks",
     "check_callback",
+    "check_gradients",
     "count_hooks",
     "dummy_eval",
     "find_modules",
     "freeze",
+    "gradient_flow",
     "has_params",
     "hook_output",
     "hook_outputs",

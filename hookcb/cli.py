@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hookcb {args.command}: {error}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
         return 1
     console.print(learn.activation_stats.report())
+    console.print(learn.gradient_health.report())
     console.print(_picture(learn.activation_stats), highlight=False, markup=False)
     last = learn.recorder.rows[-1]
     console.print(
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train on real handwritten digits and show what each layer does",
         description="Train a small network on 1,437 real handwritten digits, validate it on 360 others after "
-        "each epoch, and show a table of what its layers put out; with matplotlib also draw activations.png. "
+        "each epoch, and show tables of what its layers put out and of their gradients; with matplotlib also draw activations.png. "
         "Checkpoints go to hookcb-demo/.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb.batch import Loaders
-from hookcb.callbacks import ActivationStats, Checkpoint, MixedPrecision
+from hookcb.callbacks import ActivationStats, Checkpoint, GradientHealth, MixedPrecision
 from hookcb.learner import Learner
 from hookcb.metrics import accuracy
 
@@ -78,7 +78,7 @@ def train_digits(
     folder: str | Path = "hookcb-demo",
     resume: bool = False,
 ) -> Learner:
-    """Trains in one cycle with `ActivationStats` attached, on a GPU where there is one.
+    """Trains in one cycle with `ActivationStats` and `GradientHealth`, on a GPU where there is one.
 
     Args:
         model: see `build_model`.
@@ -88,7 +88,8 @@ def train_digits(
         resume: whether to go on from the newest checkpoint there.
 
     Returns:
-        The learner: `recorder.rows` has the epochs, `activation_stats` the layers.
+        The learner: `recorder.rows` has the epochs, `activation_stats` the layers, `gradient_health` the
+        parameters.
 
     Raises:
         ValueError, FileNotFoundError: where there is nothing to resume, or not this training.
@@ -103,7 +104,7 @@ def train_digits(
         metrics=accuracy,
         device="cuda" if on_gpu else None,
     )
-    cbs = [ActivationStats(with_hist=True, include_paramless=True), Checkpoint(folder)]
+    cbs = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth(), Checkpoint(folder)]
     if on_gpu and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
         cbs.append(MixedPrecision())
     learn.fit_one_cycle(epochs, lr_max=1e-2, cbs=cbs, resume=folder if resume else None)

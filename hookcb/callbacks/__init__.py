@@ -11,6 +11,7 @@ from hookcb.callbacks.compile import Compile
 from hookcb.callbacks.early_stopping import EarlyStopping, EarlyStoppingCallback
 from hookcb.callbacks.ema import EMA
 from hookcb.callbacks.freeze import Freeze
+from hookcb.callbacks.gradients import GradientHealth
 from hookcb.callbacks.hook import HookCallback
 from hookcb.callbacks.max_time import MaxTime
 from hookcb.callbacks.metrics import Metrics
@@ -35,6 +36,7 @@ __all__ = [
     "Freeze",
     "GradientAccumulation",
     "GradientClip",
+    "GradientHealth",
     "HookCallback",
     "MaxTime",
     "Metrics",

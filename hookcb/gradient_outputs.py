@@ -1,0 +1,101 @@
+"""OutputGradients: statistics of the gradients with respect to layers' outputs."""
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from hookcb import plots
+from hookcb.activation_readings import ActivationReadings
+from hookcb.batch import parts
+from hookcb.grad_stats import Number
+from hookcb.hooks import Hooks
+from hookcb.modules import find_modules, make_ready_for_hooks
+from hookcb.stats import has_stats, take
+
+
+class OutputGradients(ActivationReadings):
+    """Statistics of the gradients with respect to layers' outputs, as `ActivationStats` has them of outputs.
+
+    `near_zero` is the share of exact zeros.
+
+    Args:
+        keep: number of records that stay.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._set_up(False, 0.0, 40, None, "auto", keep)
+
+    def report(self) -> Table:
+        """A table of the layers with the statistics of the last record, to print with rich."""
+        records = self.stats
+        table = Table(title=f"gradients of outputs in the last of {len(records)} recorded batches")
+        for column in ("layer", "type"):
+            table.add_column(column, overflow="fold")
+        for column in ("output", "std", "largest", "zeros", "std, trend"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for name, stats in dict(zip(self.names, records[-1], strict=True)).items() if records else ():
+            kind, shape = self.outputs[name]
+            numbers = f"{stats['std']:.3g}", f"{stats['abs_max']:.3g}", f"{stats['zeros']:.0%}"
+            trend = plots.sparkline(self.series(name, "std"), 10)
+            table.add_row(*map(Text, [name, kind, "×".join(map(str, shape)), *numbers, trend]))
+        return table
+
+    def state(self) -> dict[str, Any]:
+        """All there is, of plain values."""
+        return self._saved()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes in what `state` gave."""
+        self._restore(state)
+
+
+class OutputHooks:
+    """Hooks on the leaves with parameters, that take the gradients of their outputs batch by batch.
+
+    Args:
+        model: whose layers.
+        stats: where records go.
+
+    Attributes:
+        scale: what a GradScaler has multiplied the loss of this batch by.
+    """
+
+    def __init__(self, model: nn.Module, stats: OutputGradients) -> None:
+        layers = find_modules(model)
+        make_ready_for_hooks(model)
+        self.stats, self._is_open = stats, False
+        self.scale: Number = 1.0
+        self._names = {id(m): name or type(m).__name__ for name, m in layers.items()}
+        self._batch: dict[str, list[Any]] = {}
+        self._hooks = Hooks(layers, self._take, is_forward=False, pre=True, gate=lambda: self._is_open)
+
+    def begin(self, is_open: bool) -> None:
+        """A batch begins that is looked at, or is not."""
+        self._batch, self._is_open = {}, is_open
+
+    def _take(self, m: nn.Module, grads: Any) -> None:
+        name = self._names[id(m)]
+        for path, x in list(parts(grads[0] if len(grads) == 1 else grads, name)):
+            if not isinstance(x, Tensor):
+                continue
+            taken: Any = type(x).__name__
+            if has_stats(x):
+                unscaled = x if isinstance(self.scale, float) and self.scale == 1 else x.float() / self.scale
+                taken = (*take(unscaled, self.stats.sample), type(m).__name__, x.shape)
+            self._batch.setdefault(path, []).append(taken)
+
+    def end(self, epoch: int, step: int) -> None:
+        """The batch has ended: it becomes a record."""
+        batch, self._is_open = self._batch, False
+        order = {name: i for i, name in enumerate(self._names.values())}
+        in_order = sorted(batch, key=lambda path: order.get(path.partition("[")[0], 0))
+        # gradients come to the last call first
+        self.stats.add_record("train", epoch, step, {path: batch[path][::-1] for path in in_order})
+        self._batch = {}
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        self._hooks.remove()
+        self._batch, self._is_open = {}, False

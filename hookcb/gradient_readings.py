@@ -1,0 +1,380 @@
+"""GradientReadings: recorded gradients and weights as tables, words and pictures."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from fastcore.foundation import L
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from hookcb import plots
+from hookcb.files import load_saved, save_whole
+from hookcb.grad_stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
+from hookcb.gradient_checks import GradientCheck, GradientHistory, ParamHistory, check_history
+from hookcb.gradient_flow import READ, GradientFlow, flow_of
+from hookcb.gradient_outputs import OutputGradients
+from hookcb.gradient_reader import Columns, GradientReader, Param, StepTaken, numbers_on, reduce_steps
+from hookcb.gradient_steps import SkipCount
+from hookcb.modules import listed
+from hookcb.readings import Layer, LayerReadings
+from hookcb.store import StatStore
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OPTIONS = ("every", "activations", "on_nonfinite", "keep")
+STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad")
+SAVED = (*OPTIONS, *STATE, "stores", "outputs", "skipped")
+MOST_STEPS, ROOM = 64, 2**19  # so many steps, or elements (2 MB), wait to be reduced together
+STEP = "step"  # name of what is of a whole step, in its store
+
+
+class BufferReadings(LayerReadings):
+    """Smallest and largest of running statistics, by name of the buffer."""
+
+    columns = BUFFER_STATS
+
+    def __init__(self, store: StatStore) -> None:
+        self._store = store
+
+    def store_of(self, phase: str) -> StatStore:
+        """The records of training; those of validation are empty."""
+        return self._store if phase == "train" else StatStore(self.columns, self._store.keep)
+
+
+class GradientReadings(LayerReadings):
+    """Reads what `GradientHealth` has recorded.
+
+    Attributes:
+        columns: names of the statistics of a parameter.
+        without_grad: names of the parameters that require a gradient and had none in the last record.
+        frozen: names of those that require none.
+        left_out: parameters whose elements cannot be had, by name, with the type.
+        not_optimized: parameters that are in no optimizer that has made a step.
+        output_stats: with `activations=True` the gradients of layers' outputs, an `ActivationReadings`.
+    """
+
+    columns = GRAD_STATS
+
+    def _set_up(self, every: int, activations: bool, on_nonfinite: str, keep: int) -> None:
+        self.every, self.activations, self.on_nonfinite, self.keep = every, activations, on_nonfinite, keep
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        of = {"params": READ, "steps": STEP_STATS, "buffers": BUFFER_STATS}
+        self._stores = {name: StatStore(columns, self.keep) for name, columns in of.items()}
+        self._waiting: list[StepTaken] = []
+        self._n_elements = 0
+        self.about: dict[str, tuple[int, int, str]] = {}  # numel, n_dims and type of module, by parameter
+        self.without_grad: list[str] = []
+        self.frozen: list[str] = []
+        self.left_out: dict[str, str] = {}
+        self.not_optimized: list[str] = []
+        self.first_bad: dict[str, tuple[int, float]] = {}
+        self.output_stats = OutputGradients(self.keep) if self.activations else None
+        self.skips = SkipCount()
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps without an update, in all of the fit; to look waits for the device."""
+        return int(self.skips)
+
+    # ---- records
+
+    def add_step(self, taken: StepTaken, reader: GradientReader, epoch: int, step: int) -> None:
+        """Adds what a reader has taken of a step."""
+        (taken.record, *_) = [store.begin(epoch, step) for store in self._stores.values()]
+        taken.at = step
+        self.without_grad, self.frozen, self.left_out = reader.without_grad, reader.frozen, reader.left_out
+        if not all(of.layout.is_known for of in taken.takens):
+            self._introduce(taken, reader.params)
+        self._waiting.append(taken)
+        self._n_elements += taken.n_elements
+        if len(self._waiting) == MOST_STEPS or self._n_elements > ROOM:
+            self.reduce()
+
+    def _introduce(self, taken: StepTaken, params: Sequence[Param]) -> None:
+        """Notes what parameters there are, in the order of the model."""
+        new = {param.name for of in taken.takens for param in of.layout.params} - self.about.keys()
+        for name, p, kind in params:
+            if name in new:
+                self._stores["params"].add(name)
+                self.about[name] = p.numel(), p.ndim, kind
+        for of in taken.takens:
+            of.layout.is_known = True
+
+    def reduce(self) -> None:
+        """Puts what waits into the stores."""
+        waiting, self._waiting, self._n_elements = self._waiting, [], 0
+        for steps, by_device in reduce_steps(waiting):
+            for columns in by_device:
+                self._note_bad(steps, columns)
+                for name, values in columns.items():
+                    self._stores["params"].put(name, [step.record for step in steps], values)
+            self._stores["steps"].put(STEP, [step.record for step in steps], _of_steps(steps, by_device))
+            self._put_buffers(steps)
+
+    def _note_bad(self, steps: Sequence[StepTaken], columns: Columns) -> None:
+        """Remembers where NaN came first, as its record may be dropped; on a CPU, where looking is free."""
+        counts = torch.stack([values[:, GRAD_STATS.index("nonfinite")] for values in columns.values()])
+        if not counts.is_cpu or not bool(counts.any()):
+            return
+        for name, of in zip(columns, counts.tolist(), strict=True):
+            for step, n in zip(steps, of, strict=True):
+                is_scalers = float(step.skipped) > 0 and float(step.scale) > 1
+                if n and not is_scalers:
+                    self.first_bad.setdefault(name, (step.at, n))
+
+    def _put_buffers(self, steps: Sequence[StepTaken]) -> None:
+        for device in {device for step in steps for device in step.buffers}:
+            there = [(step.record, *step.buffers[device]) for step in steps if device in step.buffers]
+            for sizes, group in groupby(there, lambda item: item[1]):
+                records, _, values = zip(*group, strict=True)
+                of_buffers = torch.split(torch.stack(values), [*sizes.values()], dim=1)
+                for name, of in zip(sizes, of_buffers, strict=True):
+                    ends = torch.stack(torch.aminmax(of, dim=1), 1).float()
+                    self._stores["buffers"].put(name, list(records), ends)
+
+    def flush(self) -> None:
+        """Sends what waits on a device on its way to the host; nothing waits for it."""
+        self.reduce()
+        for store in self._stores.values():
+            store.flush()
+        if self.output_stats is not None:
+            self.output_stats.flush()
+
+    # ---- numbers
+
+    def store_of(self, phase: str) -> StatStore:
+        """The records of training, "train"; there are none of validation."""
+        self.reduce()
+        return self._stores["params"] if phase == "train" else StatStore(READ, self.keep)
+
+    @property
+    def step_stats(self) -> L:
+        """Of each record a dict of what `hookcb.grad_stats.STEP_STATS` names.
+
+        `total_norm`, `clipped_total_norm` (NaN where the step was skipped) and `mean_norm` over parameters,
+        L2 all; `lr` of the last parameter group; `scale` of a GradScaler, else 1; `skipped`, 1.0 where no
+        optimizer made a step; `clip_coef`, what clipping has left of the total norm, 0..1.
+        """
+        self.reduce()
+        rows = self._stores["steps"].series(STEP).tolist()
+        return L(dict(zip(STEP_STATS, row, strict=True)) for row in rows)
+
+    def step_series(self, stat: str) -> list[float]:
+        """One of these, a float for each record.
+
+        Raises:
+            LookupError: for one that is not there.
+        """
+        if stat not in STEP_STATS:
+            raise LookupError(f"there is no statistic {stat!r} of a step; there are {', '.join(STEP_STATS)}")
+        self.reduce()
+        numbers: list[float] = self._stores["steps"].series(STEP)[:, STEP_STATS.index(stat)].tolist()
+        return numbers
+
+    @property
+    def buffer_stats(self) -> L:
+        """Of running_mean and running_var: `buffer_stats[record][buffer]` is a dict of min and max."""
+        return self._buffers.stats
+
+    def buffer_series(self, buffer: Layer, stat: str) -> Any:
+        """One statistic of such a buffer, a float for each record."""
+        return self._buffers.series(buffer, stat)
+
+    @property
+    def _buffers(self) -> BufferReadings:
+        self.reduce()
+        return BufferReadings(self._stores["buffers"])
+
+    # ---- words and pictures
+
+    def check(self) -> GradientCheck:
+        """What is wrong, in words: a list of findings, empty where nothing was found; it prints as sentences.
+
+        NaN and infinite gradients by parameter and first step, vanishing and exploding ones relative to the
+        model's own scale, weights that do not move, parameters without gradient or optimizer; the limits are
+        in `hookcb.gradient_checks`. What needs several steps is silent before there are five records.
+        """
+        numbers = {name: self._numbers(name) for name in self.names}
+        params = {
+            name: ParamHistory(kind, n_dims, numbers[name])
+            for name, (_, n_dims, kind) in self.about.items()
+            if name in numbers
+        }
+        history = GradientHistory(
+            steps=self.steps(),
+            total_norm=self.step_series("total_norm"),
+            mean_norm=self.step_series("mean_norm"),
+            lr=self.step_series("lr"),
+            scale=self.step_series("scale"),
+            skipped=self.step_series("skipped"),
+            params=params,
+            without_grad=self.without_grad,
+            not_optimized=self.not_optimized,
+            first_bad=self.first_bad,
+        )
+        return check_history(history)
+
+    def _numbers(self, name: str) -> dict[str, list[float]]:
+        """All series of a parameter, by statistic."""
+        return dict(zip(self.columns, self.store_of("train").series(name).T.tolist(), strict=False))
+
+    def flow(self, record: int = -1) -> GradientFlow:
+        """Mean and largest |gradient| of each layer in the order of the model, of a record, before clipping.
+
+        Of parameters above 65,536 elements the mean is that of 1,024 of them, off by 3 % as a rule.
+
+        Raises:
+            ValueError: where nothing is recorded.
+            IndexError: where there is no such record.
+        """
+        store = self.store_of("train")
+        if not store.infos:
+            raise ValueError("nothing is recorded yet; train for a step first")
+        if not -len(store.infos) <= record < len(store.infos):
+            raise IndexError(f"there is no record {record}; there are {len(store.infos)}")
+        rows = {
+            name: dict(zip(READ, store.series(name)[record].tolist(), strict=True)) for name in store.names
+        }
+        return flow_of({name: about[0] for name, about in self.about.items()}, rows)
+
+    def plot_flow(
+        self, ax: "Axes | None" = None, *, figsize: tuple[float, float] | None = None, record: int = -1
+    ) -> "Figure":
+        """The classic gradient-flow figure of a record, by default the last.
+
+        Raises:
+            ModuleNotFoundError: without matplotlib.
+            ValueError: when there is nothing to draw.
+        """
+        return self.flow(record).plot(figsize, ax)
+
+    def plot_updates(
+        self,
+        ax: "Axes | None" = None,
+        *,
+        figsize: tuple[float, float] | None = None,
+        params: Layer | None = None,
+    ) -> "Figure":
+        """Log10 of the update ratio of each parameter over the steps, with a line at 1e-3, which is usual.
+
+        By default of weights with two dimensions or more, as in the source, all parameters where none has.
+
+        Raises:
+            ModuleNotFoundError: without matplotlib.
+            ValueError: when there is nothing to draw.
+
+        Source: A. Karpathy, "Building makemore part 3", 2022.
+        """
+        names = self._names_of(params)
+        if params is None:
+            names = [name for name in names if self.about[name][1] > 1] or names
+        series = {name: self.series(name, "update_ratio") for name in names}
+        return plots.update_lines(series, self.steps(), figsize, ax)
+
+    def report(self) -> Table:
+        """A table of the parameters with the statistics of the last record, to print with rich."""
+        records = self.steps()
+        title = f"gradients in the last of {len(records)} recorded steps"
+        table = Table(title=title)
+        table.add_column("parameter", overflow="fold", min_width=12)
+        for column in ("norm", "largest", "weights", "update"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for column in ("norms", "updates"):
+            table.add_column(column, no_wrap=True)
+        check = self.check()
+        marks = {finding.param: finding.code.replace("_", " ") for finding in reversed(check)}
+        if any(marks):
+            table.add_column("look at", style="yellow")
+        for name in self.names:
+            of = self._numbers(name)
+            last = {stat: values[-1] if values else math.nan for stat, values in of.items()}
+            cells = [name, *(f"{last[stat]:.2g}" for stat in ("norm", "abs_max", "weight_norm"))]
+            cells += [f"{last['update_ratio']:.1e}"]
+            cells += [plots.sparkline(_logs(of[stat]), 8) for stat in ("norm", "update_ratio")]
+            table.add_row(*map(Text, [*cells, marks.get(name, "")][: len(table.columns)]))
+        for name in self.without_grad:
+            table.add_row(Text(name), Text("none"))
+        table.caption = self._caption(check)
+        return table
+
+    def _caption(self, check: GradientCheck) -> str | None:
+        lines = [check.summary] if self.steps() else []
+        lines += [f"{len(self.frozen)} frozen: {listed(self.frozen, 4)}"] if self.frozen else []
+        skipped = sum(x > 0 for x in self.step_series("skipped"))
+        lines += [f"{skipped} of these steps were skipped"] if skipped else []
+        return "\n".join(lines) or None
+
+    def _names_of(self, layer: Layer | None) -> list[str]:
+        found = self.of_layers(slice(None) if layer is None else layer, str)
+        return [found] if isinstance(found, str) else list(found)
+
+    # ---- on disk
+
+    def save(self, path: str | Path) -> Path:
+        """Writes what was recorded to one file, which `load` reads, and `torch.load(weights_only=True)`."""
+        return save_whole(self._saved(), path)
+
+    def _saved(self) -> dict[str, Any]:
+        self.reduce()
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, *STATE)}
+        state["stores"] = {name: store.state() for name, store in self._stores.items()}
+        state["skipped"] = self.skipped
+        state["outputs"] = None if self.output_stats is None else self.output_stats.state()
+        return state
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.clear()
+        for name in STATE:
+            setattr(self, name, state[name])
+        self._stores = {name: StatStore.of(of) for name, of in state["stores"].items()}
+        self.skips = SkipCount(state["skipped"])
+        if self.output_stats is not None and state["outputs"] is not None:
+            self.output_stats.restore(state["outputs"])
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What `save` has written, to be read.
+
+        Raises:
+            FileNotFoundError: where there is none.
+            ValueError: where it was not written by `save`, or not whole.
+        """
+        state = load_saved(path, torch.device("cpu"), set(SAVED))
+        health = cls(**{option: state[option] for option in OPTIONS})
+        health._restore(state)
+        return health
+
+
+def _of_steps(steps: Sequence[StepTaken], by_device: Sequence[Columns]) -> Tensor:
+    """`STEP_STATS` of steps, `(R, 7)`, from the columns of their parameters."""
+    norms = [x[:, :2].double() for columns in by_device for x in columns.values()]
+    device = norms[0].device if norms else torch.device("cpu")
+    own = {
+        "lr": [s.lr for s in steps],
+        "scale": [s.scale for s in steps],
+        "skipped": [s.skipped for s in steps],
+    }
+    lr, scale, skipped = (numbers_on(device, of) for of in own.values())
+    if norms:
+        whole = torch.stack([x.to(device) for x in norms])  # (n_params, R, 2)
+        (total, clipped), mean = torch.linalg.vector_norm(whole, dim=0).unbind(1), whole[..., 0].mean(0)
+    else:
+        total, clipped = torch.zeros_like(lr), torch.where(skipped == 0, 0.0, torch.nan)
+        mean = torch.full_like(lr, torch.nan)
+    coef = torch.where(total == 0, torch.where(clipped == 0, 1.0, clipped), clipped / total)
+    return torch.stack([total, clipped, mean, lr, scale, skipped, coef], 1).float()
+
+
+def _logs(values: Sequence[float]) -> list[float]:
+    """Of sizes, which go by factors; NaN for 0, and for an update of weights that were all zero."""
+    return [math.log10(x) if 0 < x < math.inf else math.nan for x in values]

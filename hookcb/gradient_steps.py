@@ -1,0 +1,133 @@
+"""StepWatch: whether and when optimizers make a step, and on which parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hookcb.grad_stats import Number
+from hookcb.gradient_reader import Param
+from hookcb.modules import named_modules
+from hookcb.prepare import place
+
+RUNNING = ("running_mean", "running_var")
+
+
+class StepWatch:
+    """Calls a function when an optimizer begins the step in progress, with gradients as it gets them.
+
+    It listens to all optimizers, as a step may be made by several; a step counts as made when the first of
+    them, that has parameters of ours, begins. A GradScaler calls none where it skips a step.
+
+    Args:
+        on_step: called once a step, after all clipping.
+    """
+
+    def __init__(self, on_step: Callable[[], object]) -> None:
+        self._on_step = on_step
+        self._handle = register_optimizer_step_pre_hook(self._at_step)
+        self._ids: set[int] = set()  # of parameters that optimizers have
+        self._noted: dict[int, int] = {}  # by id of the optimizer its number of parameters
+        self._is_open = self._is_made = False
+        self._found_inf: Tensor | None = None
+
+    def note(self, opt: Optimizer) -> bool:
+        """Notes what parameters it has; whether these are news."""
+        n = sum(len(group["params"]) for group in opt.param_groups)
+        if self._noted.get(id(opt)) == n:
+            return False
+        self._noted[id(opt)] = n
+        self._ids |= {id(p) for group in opt.param_groups for p in group["params"]}
+        return True
+
+    def begin(self, opt: Optimizer) -> bool:
+        """A step is about to be made; whether the optimizer has other parameters than before."""
+        self._is_open, self._is_made, self._found_inf = True, False, None
+        return self.note(opt)
+
+    def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_open:
+            return
+        if id(opt) not in self._noted:
+            self.note(opt)
+        if not self._is_made:
+            self._is_made = True
+            # a fused optimizer looks itself whether to make it, at what the scaler has set
+            found_inf = getattr(opt, "found_inf", None)
+            self._found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
+            self._on_step()
+
+    def end(self, is_cancelled: bool, has_scaler: bool) -> Number:
+        """The step has ended; 1.0 where it was not made, on its device where that is not known yet."""
+        self._is_open = False
+        if not (self._is_made or has_scaler or is_cancelled):
+            self._on_step()  # made by hand, or by an optimizer without hooks
+            return 0.0
+        if self._found_inf is not None:
+            return kept(self._found_inf.reshape(()) > 0)
+        return 0.0 if self._is_made else 1.0
+
+    def missing(self, params: Sequence[Param]) -> list[str]:
+        """Names of those that are in no optimizer seen so far."""
+        return [param.name for param in params if id(param.p) not in self._ids]
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._handle.remove()
+
+
+class SkipCount:
+    """Number of skipped steps; what only a device knows is added there."""
+
+    __slots__ = ("_n", "_on_device")
+
+    def __init__(self, n: int = 0) -> None:
+        self._n: int = n
+        self._on_device: Tensor | None = None
+
+    def add(self, skipped: Number) -> None:
+        """One step: 1 if it was skipped."""
+        if not isinstance(skipped, Tensor):
+            self._n += int(skipped)
+        else:
+            self._on_device = skipped if self._on_device is None else self._on_device + skipped
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {"_n": int(self), "_on_device": None}
+
+    def __int__(self) -> int:
+        return self._n + (0 if self._on_device is None else int(self._on_device))
+
+
+def kept(value: Number) -> Number:
+    """A number that later writes cannot change; what is on a GPU stays there, unwaited for."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    return float(value.item()) if value.is_cpu else value.detach().clone().double()
+
+
+def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
+    """What a GradScaler multiplies losses by; 1.0 without. To ask it by `get_scale` would wait."""
+    return 1.0 if scaler is None else kept(scaler.scale(torch.ones((), device=place(model, None))))
+
+
+def is_unscaled(scaler: torch.amp.GradScaler | None, opt: Optimizer) -> bool:
+    """Whether the gradients are divided by the scale already; a scaler does it in its step otherwise."""
+    if scaler is None or not scaler.is_enabled():
+        return True
+    stage = scaler._per_optimizer_states[id(opt)]["stage"]
+    return bool(stage is not OptState.READY)
+
+
+def running_stats(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers called running_mean and running_var by qualified name, those with elements."""
+    return {
+        f"{prefix}.{name}" if prefix else name: b
+        for prefix, m in named_modules(model).items()
+        for name, b in m._buffers.items()
+        if b is not None and name in RUNNING and b.numel()
+    }
