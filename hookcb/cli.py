@@ -56,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train on real handwritten digits and show what each layer does",
         description="Train a small network on 1,437 real handwritten digits, validate it on 360 others after "
-        "each epoch, and show tables of what its layers put out and of their gradients; with matplotlib also draw activations.png. "
-        "Checkpoints go to hookcb-demo/.",
+        "each epoch, and show tables of what its layers put out and of their gradients; with matplotlib also "
+        "draw activations.png. Checkpoints go to hookcb-demo/.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--model", choices=["mlp", "cnn"], default="cnn", help="what to train")
