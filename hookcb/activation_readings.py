@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +11,7 @@ from rich.text import Text
 from torch import Tensor
 
 from hookcb import plots
-from hookcb.files import save_whole
-from hookcb.readings import PHASES, Layer, LayerReadings
+from hookcb.readings import PHASES, Layer, SavedReadings
 from hookcb.reducer import Reducer
 from hookcb.stats import LAYER_STATS, SAMPLED, WHOLE, Sample
 from hookcb.store import StatStore
@@ -22,13 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OPTIONS = ("with_hist", "eps", "bins", "hist_range", "sample", "keep")
-SAVED = (*OPTIONS, "outputs", "left_out", "stores", "edges")
 ROOM = 64 * WHOLE  # elements that wait to be reduced, of all layers: 16 MB
 SERIES = ("mean", "std", "near_zero")
 
 
-class ActivationReadings(LayerReadings):
+class ActivationReadings(SavedReadings):
     """Reads what `ActivationStats` has recorded.
 
     Attributes:
@@ -38,6 +34,8 @@ class ActivationReadings(LayerReadings):
     """
 
     columns = LAYER_STATS
+    options = "with_hist", "eps", "bins", "hist_range", "sample", "keep"
+    saved = frozenset((*options, "outputs", "left_out", "stores", "edges"))
 
     def _set_up(
         self,
@@ -97,12 +95,8 @@ class ActivationReadings(LayerReadings):
                 reducer.reduce()
         return self._stores[phase]
 
-    def save(self, path: str | Path) -> Path:
-        """Writes what was recorded to one file, which `load` reads, and `torch.load(weights_only=True)`."""
-        return save_whole(self._saved(), path)
-
     def _saved(self) -> dict[str, Any]:
-        state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, "left_out")}
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*self.options, "left_out")}
         state["outputs"] = {name: (kind, tuple(shape)) for name, (kind, shape) in self.outputs.items()}
         state["stores"] = {phase: self.store_of(phase).state() for phase in PHASES}
         state["edges"] = [(*key, reducer.edges) for key, reducer in self._reducers.items()]

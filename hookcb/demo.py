@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb.batch import Loaders
+from hookcb.callback import Callback
 from hookcb.callbacks import ActivationStats, Checkpoint, GradientHealth, MixedPrecision
 from hookcb.learner import Learner
 from hookcb.metrics import accuracy
@@ -104,7 +105,11 @@ def train_digits(
         metrics=accuracy,
         device="cuda" if on_gpu else None,
     )
-    cbs = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth(), Checkpoint(folder)]
+    cbs: list[Callback] = [
+        ActivationStats(with_hist=True, include_paramless=True),
+        GradientHealth(),
+        Checkpoint(folder),
+    ]
     if on_gpu and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
         cbs.append(MixedPrecision())
     learn.fit_one_cycle(epochs, lr_max=1e-2, cbs=cbs, resume=folder if resume else None)

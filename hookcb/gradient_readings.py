@@ -3,8 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
@@ -13,7 +12,6 @@ from rich.text import Text
 from torch import Tensor
 
 from hookcb import plots
-from hookcb.files import load_saved, save_whole
 from hookcb.grad_stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
 from hookcb.gradient_checks import GradientCheck, GradientHistory, ParamHistory, check_history
 from hookcb.gradient_flow import READ, GradientFlow, flow_of
@@ -21,16 +19,14 @@ from hookcb.gradient_outputs import OutputGradients
 from hookcb.gradient_reader import Columns, GradientReader, Param, StepTaken, numbers_on, reduce_steps
 from hookcb.gradient_steps import SkipCount
 from hookcb.modules import listed
-from hookcb.readings import Layer, LayerReadings
+from hookcb.readings import Layer, LayerReadings, SavedReadings
 from hookcb.store import StatStore
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OPTIONS = ("every", "activations", "on_nonfinite", "keep")
 STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad")
-SAVED = (*OPTIONS, *STATE, "stores", "outputs", "skipped")
 MOST_STEPS, ROOM = 64, 2**19  # so many steps, or elements (2 MB), wait to be reduced together
 STEP = "step"  # name of what is of a whole step, in its store
 
@@ -48,7 +44,7 @@ class BufferReadings(LayerReadings):
         return self._store if phase == "train" else StatStore(self.columns, self._store.keep)
 
 
-class GradientReadings(LayerReadings):
+class GradientReadings(SavedReadings):
     """Reads what `GradientHealth` has recorded.
 
     Attributes:
@@ -61,6 +57,8 @@ class GradientReadings(LayerReadings):
     """
 
     columns = GRAD_STATS
+    options = "every", "activations", "on_nonfinite", "keep"
+    saved = frozenset((*options, *STATE, "stores", "outputs", "skipped"))
 
     def _set_up(self, every: int, activations: bool, on_nonfinite: str, keep: int) -> None:
         self.every, self.activations, self.on_nonfinite, self.keep = every, activations, on_nonfinite, keep
@@ -320,13 +318,9 @@ class GradientReadings(LayerReadings):
 
     # ---- on disk
 
-    def save(self, path: str | Path) -> Path:
-        """Writes what was recorded to one file, which `load` reads, and `torch.load(weights_only=True)`."""
-        return save_whole(self._saved(), path)
-
     def _saved(self) -> dict[str, Any]:
         self.reduce()
-        state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, *STATE)}
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*self.options, *STATE)}
         state["stores"] = {name: store.state() for name, store in self._stores.items()}
         state["skipped"] = self.skipped
         state["outputs"] = None if self.output_stats is None else self.output_stats.state()
@@ -340,19 +334,6 @@ class GradientReadings(LayerReadings):
         self.skips = SkipCount(state["skipped"])
         if self.output_stats is not None and state["outputs"] is not None:
             self.output_stats.restore(state["outputs"])
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """What `save` has written, to be read.
-
-        Raises:
-            FileNotFoundError: where there is none.
-            ValueError: where it was not written by `save`, or not whole.
-        """
-        state = load_saved(path, torch.device("cpu"), set(SAVED))
-        health = cls(**{option: state[option] for option in OPTIONS})
-        health._restore(state)
-        return health
 
 
 def _of_steps(steps: Sequence[StepTaken], by_device: Sequence[Columns]) -> Tensor:

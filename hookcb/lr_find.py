@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hookcb.arguments import check_number
 from hookcb.batch import Loaders, map_tensors, n_batches
 from hookcb.callback import Callback
 from hookcb.callbacks.lr_finder import LRFinder
@@ -19,7 +20,7 @@ from hookcb.callbacks.progress import Progress
 from hookcb.lr_curve import LRFind
 from hookcb.prepare import place
 from hookcb.randomness import random_state, set_random_state
-from hookcb.rates import check_number, group_settings, set_groups
+from hookcb.rates import group_settings, set_groups
 
 if TYPE_CHECKING:
     from hookcb.learner import Learner

@@ -1,7 +1,6 @@
 """Learning rates and the rest of what an optimizer's groups are set to: kept, changed in a fit, put back."""
 
 import copy
-import math
 from typing import Any
 
 import torch
@@ -40,24 +39,6 @@ def set_rate(opt: Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-
-
-def check_number(
-    name: str, value: Any, low: float = 0.0, high: float = math.inf, closed: bool = False
-) -> None:
-    """Refuses what is no number above `low` and below `high`; `closed` admits both, infinity excepted.
-
-    Raises:
-        TypeError: where it is no number.
-        ValueError: where it is outside.
-    """
-    where = f"from {low:g} to {high:g}" if closed else f"between {low:g} and {high:g}"
-    if high == math.inf:
-        where = f"of {low:g} or more" if closed else f"above {low:g}"
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r:.80}; give a number {where}")
-    if not (low < value < high or (closed and value in (low, high) and math.isfinite(value))):
-        raise ValueError(f"{name} is {value}; give a number {where}")
 
 
 def _copied(value: Any) -> Any:

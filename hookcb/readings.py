@@ -4,10 +4,13 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
+import torch
 from fastcore.foundation import L
 
+from hookcb.files import load_saved, save_whole
 from hookcb.modules import listed
 from hookcb.store import RecordInfo, StatStore
 
@@ -143,3 +146,35 @@ class LayerReadings(ABC):
 
     def _records(self, phase: str) -> L:
         return L(Record(self, phase, info) for info in self.store_of(phase).infos)
+
+
+class SavedReadings(LayerReadings):
+    """Readings that can be written to a file, by a callback that is made of `options`."""
+
+    options: tuple[str, ...]  # arguments that are saved too
+    saved: frozenset[str]  # keys of what `save` writes
+
+    def save(self, path: str | Path) -> Path:
+        """Writes what was recorded to one file, which `load` reads, and `torch.load(weights_only=True)`."""
+        return save_whole(self._saved(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What `save` has written, to be read.
+
+        Raises:
+            FileNotFoundError: where there is none.
+            ValueError: where it was not written by `save`, or not whole.
+        """
+        state = load_saved(path, torch.device("cpu"), set(cls.saved))
+        readings = cls(**{option: state[option] for option in cls.options})
+        readings._restore(state)
+        return readings
+
+    @abstractmethod
+    def _saved(self) -> dict[str, Any]:
+        """All there is, of types that `torch.load(weights_only=True)` reads."""
+
+    @abstractmethod
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Takes in what `_saved` gave."""

@@ -1,15 +1,12 @@
 """ActivationStats: statistics of every layer's output, batch by batch, and what can be read of them."""
 
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hookcb.activation_readings import OPTIONS, SAVED, ActivationReadings
+from hookcb.activation_readings import ActivationReadings
 from hookcb.batch import parts
 from hookcb.callbacks.hook import HookCallback
-from hookcb.files import load_saved
 from hookcb.hooks import detached
 from hookcb.stats import Sample, has_stats, take
 
@@ -129,16 +126,3 @@ class ActivationStats(HookCallback, ActivationReadings):
         self.clear()
         self._now, self._before = state["now"], state["before"]
         self._restore(state["recorded"])
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """What `save` has written, to be read.
-
-        Raises:
-            FileNotFoundError: where there is none.
-            ValueError: where it was not written by `save`, or not whole.
-        """
-        state = load_saved(path, torch.device("cpu"), set(SAVED))
-        stats = cls(**{option: state[option] for option in OPTIONS})
-        stats._restore(state)
-        return stats

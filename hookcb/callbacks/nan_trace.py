@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.arguments import check_count
 from hookcb.callback import Callback
 from hookcb.events import CancelBatchException, CancelFitException
 from hookcb.grads import gradients
@@ -68,11 +69,7 @@ class NanTrace(Callback):
         super().__init__(name=name)
         if bundle is not None and not isinstance(bundle, str | Path):
             raise TypeError(f"bundle is {bundle!r}; give the path of a file to write, or None")
-        if not isinstance(last, int) or isinstance(last, bool):
-            raise TypeError(f"last is {last!r}; give a number of calls")
-        if last < 1:
-            raise ValueError(f"last is {last}; give a number of calls, 1 or more")
-        self.bundle, self.last = None if bundle is None else Path(bundle), last
+        self.bundle, self.last = None if bundle is None else Path(bundle), check_count("last", last, "calls")
         self.report: NanReport | None = None
         self._forget()
 

@@ -6,8 +6,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from hookcb.arguments import check_number
 from hookcb.callbacks.schedule import Schedule
-from hookcb.rates import check_number
 
 
 class OneCycle(Schedule):

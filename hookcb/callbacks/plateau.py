@@ -5,8 +5,9 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from hookcb.arguments import check_number
 from hookcb.monitor import check_monitor, check_patience, monitored, resolve_mode
-from hookcb.rates import RateCallback, check_number
+from hookcb.rates import RateCallback
 
 
 class ReduceLROnPlateau(RateCallback):

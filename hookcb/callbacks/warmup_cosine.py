@@ -6,8 +6,8 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from hookcb.arguments import check_number
 from hookcb.callbacks.schedule import Schedule
-from hookcb.rates import check_number
 
 
 class WarmupCosine(Schedule):
