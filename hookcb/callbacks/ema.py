@@ -80,6 +80,8 @@ class EMA(Callback):
         average = partial(_average, decay=self.decay)
         self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
         self._stepped = False
+        named = self.model.named_buffers()
+        self._masks = [(x, name) for name, x in named if x.is_floating_point() and not x.isfinite().all()]
         self._handle = self.opt.register_step_post_hook(self._note_step)
 
     def _note_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
@@ -91,9 +93,8 @@ class EMA(Callback):
         if self._stepped and self._averaged is not None:
             self._stepped = False
             self._averaged.update_parameters(self.learn.model)
-            for average, now in zip(self.model.buffers(), self.learn.model.buffers(), strict=True):
-                if average.is_floating_point():  # an average with the -inf of a mask is NaN
-                    average.copy_(torch.where(average.isfinite(), average, now))
+            for average, name in self._masks:
+                average.copy_(self.learn.model.get_buffer(name))
 
     def before_validate(self) -> None:
         if self.validate and self._averaged is not None and self.learn.fitting and not self.learn.is_nested:
