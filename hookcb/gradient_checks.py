@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Group
+from rich.jupyter import JupyterMixin
 from rich.text import Text
 
 # Kinds of modules whose gradients are small by their nature: of rows that few samples ask for.
@@ -26,8 +27,8 @@ class GradientFinding:
     """Something wrong with gradients.
 
     Attributes:
-        code: `nonfinite`, `vanishing`, `exploding`, `spike`, `unmoved`, `not_optimized`, `no_gradient`,
-            `zero_lr` or `scale`.
+        code: `dead`, `nonfinite`, `vanishing`, `exploding`, `spike`, `unmoved`, `not_optimized`,
+            `no_gradient`, `zero_lr` or `scale`.
         param: name of the parameter; empty where it is of all.
         step: of the record it was first seen in, None where it is of no single one.
         value: the number that tells; NaN where there is none.
@@ -44,7 +45,7 @@ class GradientFinding:
         return self.message
 
 
-class GradientCheck(list[GradientFinding]):
+class GradientCheck(JupyterMixin, list[GradientFinding]):
     """What `check` has found, empty where nothing; it prints as sentences.
 
     Attributes:
@@ -151,6 +152,7 @@ def check_history(history: GradientHistory) -> GradientCheck:
     rules = (
         _no_gradient,
         _not_optimized,
+        _dead,
         _nonfinite,
         _scale,
         _zero_lr,
@@ -163,7 +165,7 @@ def check_history(history: GradientHistory) -> GradientCheck:
     last = len(history.steps) - 1
     if last < 0:
         return GradientCheck(findings, math.nan, math.nan, 0, 0)
-    n = sum(not math.isnan(of.stats["norm"][last]) for of in history.params.values())
+    n = sum(not math.isnan(of.stats["nonfinite"][last]) for of in history.params.values())
     return GradientCheck(findings, history.total_norm[last], history.mean_norm[last], n, history.steps[last])
 
 
@@ -186,6 +188,17 @@ def _not_optimized(history: GradientHistory) -> Found:
                 f"{name} gets gradients, and is in no parameter group of the optimizer: it is never updated"
             )
             yield GradientFinding("not_optimized", name, None, math.nan, text)
+
+
+def _dead(history: GradientHistory) -> Found:
+    """Exact: nothing has come to any weight in the last five records."""
+    sizes = _sizes(history)
+    if history.is_of_fit and sizes and not any(sizes.values()):
+        text = (
+            f"the gradients of all {len(sizes)} weights are exactly zero up to step {history.steps[-1]}: "
+            "nothing is learned; either no unit is active any more, or the loss is constant"
+        )
+        yield GradientFinding("dead", "", history.steps[-1], 0.0, text)
 
 
 def _nonfinite(history: GradientHistory) -> Found:
@@ -261,7 +274,7 @@ def _exploding(history: GradientHistory) -> Found:
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, for the effect.
     """
     for name, ratio in _excesses(history).items():
-        text = f"{name} has an exploding gradient: its RMS is {ratio:,.0f} times that of most"
+        text = f"{name} has an exploding gradient: its RMS is {_times(ratio)} that of most"
         yield GradientFinding("exploding", name, _last_step(history), ratio, text)
 
 
@@ -284,7 +297,7 @@ def _spike(history: GradientHistory) -> Found:
             name = max(history.params, key=lambda name: _or_zero(history.params[name].stats["norm"][i]))
             step, ratio = history.steps[i], history.total_norm[i] / usual
             text = (
-                f"the total gradient norm is {history.total_norm[i]:.3g} at step {step}, {ratio:,.0f} times "
+                f"the total gradient norm is {history.total_norm[i]:.3g} at step {step}, {_times(ratio)} "
                 f"the median of the {len(before)} records before; most of it is of {name}"
             )
             yield GradientFinding("spike", name, step, ratio, text)
@@ -321,6 +334,10 @@ def _unmoved(history: GradientHistory) -> Found:
 
 def _last_step(history: GradientHistory) -> int | None:
     return history.steps[-1] if history.is_of_fit else None
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f} times" if ratio < 1e6 else f"{ratio:.1g} times"
 
 
 def _or_zero(x: float) -> float:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from fastcore.foundation import L
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 from torch import nn
@@ -92,10 +93,10 @@ class LayerFlow(NamedTuple):
     max: float  # largest finite |gradient|
 
 
-class GradientFlow(L):  # type: ignore[misc]  # fastcore ships no types
+class GradientFlow(JupyterMixin, L):  # type: ignore[misc]  # fastcore ships no types
     """Mean and largest |gradient| of each layer in the order of the model: an `L` of `LayerFlow`.
 
-    Layers without a gradient are not in it. It prints as a table.
+    Layers without a gradient are not in it. In a notebook, and printed by rich, it is a table.
     """
 
     def plot(self, figsize: tuple[float, float] | None = None, ax: "Axes | None" = None) -> "Figure":

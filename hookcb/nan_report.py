@@ -177,7 +177,7 @@ class NanReport:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100, color_system=None)
+        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
         console.print(self)
         written: Any = console.file
         return str(written.getvalue()).rstrip()

@@ -31,10 +31,11 @@ class GradientHealth(Callback, GradientReadings):
 
     Attributes:
         stats: `stats[record][parameter]` is a dict of `norm` (L2), `clipped_norm` (NaN where the step was
-            skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number), `zero_rows` (share, 0..1),
-            `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this step) and `drift`
-            (the same since the fit began), these two of 1,024 elements at most. Gradients are of all
-            elements, weights up to 65,536, above that of 1,024: their norm is off by 2 % as a rule.
+            skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number), `zero_rows` (share, 0..1;
+            NaN of one dimension), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of
+            this step) and `drift` (the same since the fit began), these two of 1,024 elements at most.
+            Gradients are of all elements, weights up to 65,536, above that of 1,024: their norm is off by 2 %
+            as a rule.
         skipped: number of steps without an update, in all of the fit.
 
     Raises:

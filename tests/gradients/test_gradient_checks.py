@@ -11,8 +11,7 @@ from gradient_trainings import HEALTHY, OTHER_HEALTHY
 from support import in_terminal
 from torch import nn
 
-from hookcb import Freeze, GradientAccumulation, GradientClip, MixedPrecision
-from hookcb.callbacks.gradients import GradientHealth
+from hookcb import Freeze, GradientAccumulation, GradientClip, GradientHealth, MixedPrecision, synth_learner
 from hookcb.gradient_flow import check_gradients
 
 ADAM = torch.optim.Adam
@@ -301,3 +300,14 @@ def test_clipping_and_accumulation_are_no_alarm():
     health = GradientHealth()
     learner(mlp(), batches(60), GradientAccumulation(2), GradientClip(1e-2), health, opt=ADAM, lr=1e-2)
     assert list(health.check()) == [], str(health.check())
+
+
+def test_a_net_of_which_no_unit_is_active_is_called_dead():
+    net = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1))
+    nn.init.constant_(net[0].bias, -100.0)
+    learn = synth_learner(model=net)
+    with learn.no_logging():
+        learn.fit(2, cbs=GradientHealth())
+    (finding,) = learn.gradient_health.check()
+    assert finding.code == "dead"
+    assert "all 2 weights" in str(finding)

@@ -19,7 +19,7 @@ from gradient_oracle import (
 )
 from support import Net, make_batches
 
-from hookcb.callbacks.gradients import GradientHealth
+from hookcb import GradientHealth
 from hookcb.gradient_flow import gradient_flow
 
 # ---- reading

@@ -20,9 +20,9 @@ from hookcb import (
     Checkpoint,
     GradientAccumulation,
     GradientClip,
+    GradientHealth,
     Learner,
 )
-from hookcb.callbacks.gradients import GradientHealth
 from hookcb.gradient_flow import check_gradients, gradient_flow
 
 adam = torch.optim.Adam

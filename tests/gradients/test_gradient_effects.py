@@ -26,11 +26,11 @@ from hookcb import (
     Callback,
     GradientAccumulation,
     GradientClip,
+    GradientHealth,
     Learner,
     MixedPrecision,
     assert_no_hooks,
 )
-from hookcb.callbacks.gradients import GradientHealth
 
 adam = torch.optim.Adam
 OPTIONS = {

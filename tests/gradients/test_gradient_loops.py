@@ -31,10 +31,10 @@ from hookcb import (
     CancelFitException,
     CancelStepException,
     ChannelsLast,
+    GradientHealth,
     Learner,
     MixedPrecision,
 )
-from hookcb.callbacks.gradients import GradientHealth
 
 sgd, adam = torch.optim.SGD, torch.optim.Adam
 

@@ -19,8 +19,7 @@ from gradient_oracle import (
 from support import fit
 from torch import nn
 
-from hookcb import GradientAccumulation, GradientClip, Learner, MixedPrecision
-from hookcb.callbacks.gradients import GradientHealth
+from hookcb import GradientAccumulation, GradientClip, GradientHealth, Learner, MixedPrecision
 
 sgd, adam = torch.optim.SGD, torch.optim.Adam
 FUSED = {

@@ -25,8 +25,7 @@ from gradient_oracle import (
 )
 from torch import nn
 
-from hookcb import GradientClip
-from hookcb.callbacks.gradients import GradientHealth
+from hookcb import GradientClip, GradientHealth
 from hookcb.gradient_flow import gradient_flow
 
 SIZES = {"small": 7, "large": 3000}

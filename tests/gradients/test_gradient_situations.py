@@ -24,8 +24,7 @@ from gradient_oracle import (
 from support import fit
 from torch import nn
 
-from hookcb import Freeze
-from hookcb.callbacks.gradients import GradientHealth
+from hookcb import Freeze, GradientHealth
 
 sgd, adam = torch.optim.SGD, torch.optim.Adam
 
