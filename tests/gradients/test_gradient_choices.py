@@ -104,7 +104,6 @@ def test_flow_is_mean_and_largest_magnitude_of_each_layer_in_order(of_fit):
 
 
 def test_the_figures_have_their_scales_legends_and_lines():
-    pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     health = GradientHealth()
@@ -132,7 +131,6 @@ def gradient_flow_of_one_batch():
 
 @pytest.mark.parametrize("spoil", [NAN, INF, 0.0])
 def test_the_figures_are_drawn_of_gradients_that_are_zero_or_not_finite(spoil):
-    pytest.importorskip("matplotlib")
 
     def spoiled(cb):
         for p in cb.model.parameters():

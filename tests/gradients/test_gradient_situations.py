@@ -218,7 +218,6 @@ DTENSOR = """
 """
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_of_a_dtensor_the_whole_is_read(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(textwrap.dedent(DTENSOR))
