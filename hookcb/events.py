@@ -11,8 +11,8 @@ What `Learner.fit` does, as pseudocode; every name in CAPITALS is an event:
             pred = model(*xb);           AFTER_PRED
             loss = loss_func(pred, *yb); AFTER_LOSS
             BEFORE_BACKWARD; loss.backward(); AFTER_BACKWARD
-            BEFORE_STEP;     opt.step();      AFTER_STEP
-            opt.zero_grad()
+            BEFORE_STEP;     opt.step();      AFTER_STEP   # these and the next line
+            opt.zero_grad()                               # not while `learn.accumulating`
             AFTER_BATCH
         AFTER_TRAIN
         BEFORE_VALIDATE                          # model.eval(), torch.no_grad()
