@@ -19,7 +19,7 @@ from hookcb.callbacks.lr_finder import LRFinder
 from hookcb.callbacks.progress import Progress
 from hookcb.lr_curve import LRFind
 from hookcb.prepare import place
-from hookcb.randomness import random_state, set_random_state
+from hookcb.randomness import random_state, saves_itself, set_random_state
 from hookcb.rates import group_settings, set_groups
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _unchanged(learn: "Learner") -> Iterator[None]:
         stack.callback(_set_attributes, learn, attributes)
         stack.callback(set_random_state, random_state(*loaders), *loaders)
         for dl in loaders:
-            if hasattr(dl, "state_dict") and hasattr(dl, "load_state_dict"):
+            if saves_itself(dl):
                 stack.callback(dl.load_state_dict, copy.deepcopy(dl.state_dict()))
         inside = vars(learn.opt).values() if learn.opt is not None else ()  # some have another one there
         opts = [x for x in (learn.opt, *inside) if isinstance(x, Optimizer)]
