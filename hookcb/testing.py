@@ -169,8 +169,10 @@ def _check_released(make: Callable[[], Callback]) -> None:
 
 def _check_ends(make: Callable[[], Callback]) -> None:
     cancels = [level.cancel for level in LEVELS.values()]
-    errors: list[type[BaseException]] = [_Planted, KeyboardInterrupt, *cancels]
-    for event, error, order in product(Event, errors, (-1000, 1000)):
+    # a cancel all callbacks see, so that it makes no difference who raises it
+    raised: list[tuple[type[BaseException], int]] = [(cancel, -1000) for cancel in cancels]
+    raised += product((_Planted, KeyboardInterrupt), (-1000, 1000))
+    for event, (error, order) in product(Event, raised):
         cb = make()
         learn = _learner_for(cb)
         hooks = count_hooks(learn.model)
