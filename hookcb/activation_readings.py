@@ -153,7 +153,7 @@ class ActivationReadings(SavedReadings):
             RuntimeError: where no histograms were recorded.
             ModuleNotFoundError: without matplotlib.
         """
-        names = self._names_of(layer)
+        names = self.names_of(layer)
         edges = {name: self.hist_edges(name).tolist() for name in names}
         return plots.color_dim(
             {name: (self.hist(name), edges[name][0], edges[name][-1]) for name in names}, figsize, ax
@@ -211,10 +211,6 @@ class ActivationReadings(SavedReadings):
 
     def _three(self, name: str) -> Any:
         return L(self.series(name, stat) for stat in SERIES)
-
-    def _names_of(self, layer: Layer | None) -> list[str]:
-        found = self.of_layers(slice(None) if layer is None else layer, str)
-        return [found] if isinstance(found, str) else list(found)
 
     def _check_hist(self) -> None:
         if not self.with_hist:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# types beside tensors, lists, tuples and dicts that torch.load(weights_only=True) reads
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
 
 def save_whole(state: Any, file: str | Path) -> Path:
     """Writes `state` with `torch.save`; until it is on the disk whole, a file that is there stays as it is.
@@ -62,7 +65,16 @@ def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[s
         FileNotFoundError: where there is none.
         ValueError: where it is truncated, or has other keys; the message names the file.
     """
-    state = read_saved(file, device)
+    state: dict[str, Any] = read_saved(file, device)
+    check_saved(state, file, keys)
+    return state
+
+
+def check_saved(state: Any, file: str | Path, keys: set[str]) -> None:
+    """Refuses what is no dict with these keys.
+
+    Raises:
+        ValueError: that names the file it is of.
+    """
     if not isinstance(state, dict) or set(state) != keys:
         raise ValueError(f"{file} was not written by save; read it with torch.load")
-    return state

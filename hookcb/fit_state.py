@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookcb.files import PLAIN
+from hookcb.modules import unsaved_buffers
 from hookcb.randomness import random_state, saves_itself, set_random_state
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 FORMAT = 1  # of the file; a change that older versions cannot read counts it up
 KEYS = {"format", "torch", "phase", "epoch", "iter", "n_epoch", "train_iter", "row", "model", "buffers"}
 KEYS |= {"loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> di
     Raises:
         TypeError: where a callback's state, say, could not be read again; it says which.
     """
-    in_train = phase == "train"
+    in_train, model = phase == "train", learn.model.state_dict()
     state = {
         "format": FORMAT,
         "torch": str(torch.__version__),
@@ -44,8 +45,8 @@ def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> di
         "n_epoch": learn.n_epoch,
         "train_iter": learn.epoch_began + learn.iter + 1 if in_train else learn.train_iter,
         "row": dict(learn.row),
-        "model": learn.model.state_dict(),
-        "buffers": _unsaved_buffers(learn.model),
+        "model": model,
+        "buffers": unsaved_buffers(learn.model, model),
         "loss_func": learn.loss_func.state_dict() if isinstance(learn.loss_func, nn.Module) else {},
         "opt_kind": type(learn.opt).__name__,
         "opt": learn.opt.state_dict(),
@@ -107,12 +108,16 @@ def check_fits(state: dict[str, Any], learn: "Learner") -> None:
             raise ValueError(f"is of another model: {name!r} has shape {shapes}")
     if state["opt_kind"] != type(learn.opt).__name__:
         raise ValueError(f"is of a training with {state['opt_kind']}, and this is {type(learn.opt).__name__}")
-    sizes = [[len(group["params"]) for group in of["param_groups"]] for of in _opts(state, learn)]
-    if sizes[0] != sizes[1]:
+    sizes, own_sizes = map(_group_sizes, (state["opt"]["param_groups"], learn.opt.param_groups))
+    if sizes != own_sizes:
         raise ValueError(
-            f"has parameter groups of {sizes[0]} parameters, and this optimizer has {sizes[1]}; "
+            f"has parameter groups of {sizes} parameters, and this optimizer has {own_sizes}; "
             "make it with the same groups"
         )
+
+
+def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def _takes_buffer(model: nn.Module, name: str) -> bool:
@@ -143,10 +148,6 @@ def _load_opt(opt: Optimizer, state: dict[str, Any]) -> None:
                 own[key] = value.to(own[key].device)  # torch has rounded it to the parameter's precision
 
 
-def _opts(state: dict[str, Any], learn: "Learner") -> list[dict[str, Any]]:
-    return [state["opt"], learn.opt.state_dict()]
-
-
 def checkpoints_in(folder: Path) -> list[Path]:
     """The files that `Checkpoint` has written into a folder, oldest first, without the best."""
     return sorted(folder.glob("epoch-*.pt"), key=lambda file: (file.stat().st_mtime_ns, file.name))
@@ -163,12 +164,6 @@ def _start_workers(learn: "Learner", state: dict[str, Any]) -> None:
         began = state["epoch"] > 0 or (dl is learn.dls.train and state["phase"] == "validate")
         if began and getattr(dl, "persistent_workers", False):
             iter(dl)
-
-
-def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are no part of `state_dict`."""
-    saved = model.state_dict().keys()
-    return {name: x for name, x in model.named_buffers() if name not in saved}
 
 
 def _batches_left(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any]":

@@ -60,5 +60,10 @@ def unfreeze(model: nn.Module, where: Where | Iterable[Where] | None = None) -> 
 
 def params_of(model: nn.Module, where: Where | Iterable[Where] | None) -> list[nn.Parameter]:
     """The parameters of the modules that `where` selects and of all in them, each once; None for all."""
+    return list({id(p): p for m in modules_of(model, where) for p in m.parameters(recurse=False)}.values())
+
+
+def modules_of(model: nn.Module, where: Where | Iterable[Where] | None) -> list[nn.Module]:
+    """The modules that `where` selects, and all in them, each once; None for all."""
     found = [model] if where is None else find_modules(model, where).values()
-    return list({id(p): p for m in found for p in m.parameters()}.values())
+    return list({id(m): m for outer in found for m in outer.modules()}.values())

@@ -273,7 +273,7 @@ class GradientReadings(SavedReadings):
 
         Source: A. Karpathy, "Building makemore part 3", 2022.
         """
-        names = self._names_of(params)
+        names = self.names_of(params)
         if params is None:
             names = [name for name in names if self.about[name][1] > 1] or names
         series = {name: self.series(name, "update_ratio") for name in names}
@@ -311,10 +311,6 @@ class GradientReadings(SavedReadings):
         skipped = sum(x > 0 for x in self.step_series("skipped"))
         lines += [f"{skipped} of these steps were skipped"] if skipped else []
         return "\n".join(lines) or None
-
-    def _names_of(self, layer: Layer | None) -> list[str]:
-        found = self.of_layers(slice(None) if layer is None else layer, str)
-        return [found] if isinstance(found, str) else list(found)
 
     # ---- on disk
 

@@ -13,7 +13,8 @@ from hookcb.gradient_flow import Which, find_params
 from hookcb.gradient_outputs import OutputHooks
 from hookcb.gradient_reader import GradientReader, StepTaken, first_nonfinite
 from hookcb.gradient_readings import GradientReadings
-from hookcb.gradient_steps import StepWatch, is_unscaled, kept, running_stats, scale_of
+from hookcb.gradient_steps import StepWatch, is_unscaled, running_stats, scale_of
+from hookcb.store import kept
 
 
 class GradientRecorder:

@@ -13,6 +13,7 @@ from hookcb.grad_stats import Number
 from hookcb.gradient_reader import Param
 from hookcb.modules import named_modules
 from hookcb.prepare import place
+from hookcb.store import kept
 
 RUNNING = ("running_mean", "running_var")
 
@@ -68,7 +69,7 @@ class StepWatch:
             self._on_step()  # made by hand, or by an optimizer without hooks
             return 0.0
         if self._found_inf is not None:
-            return kept(self._found_inf.reshape(()) > 0)
+            return kept((self._found_inf.reshape(()) > 0).double())
         return 0.0 if self._is_made else 1.0
 
     def missing(self, params: Sequence[Param]) -> list[str]:
@@ -101,13 +102,6 @@ class SkipCount:
 
     def __int__(self) -> int:
         return self._n + (0 if self._on_device is None else int(self._on_device))
-
-
-def kept(value: Number) -> Number:
-    """A number that later writes cannot change; what is on a GPU stays there, unwaited for."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    return float(value.item()) if value.is_cpu else value.detach().clone().double()
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:

@@ -17,7 +17,7 @@ from hookcb.callbacks.preds import GatherPreds
 from hookcb.callbacks.progress import Progress
 from hookcb.callbacks.recorder import Recorder
 from hookcb.events import CancelException
-from hookcb.files import load_saved, save_whole
+from hookcb.files import check_saved, read_saved, save_whole
 from hookcb.loop import Callbacks, Loop, strays_named
 from hookcb.lr_curve import LRFind
 from hookcb.lr_find import find_lr
@@ -32,7 +32,7 @@ from hookcb.prepare import (
     same,
     trainable,
 )
-from hookcb.resume import Resume, saved_weights
+from hookcb.resume import Resume, validated_weights
 from hookcb.summary import Summary, module_summary
 
 
@@ -357,10 +357,11 @@ class Learner(Loop):
             RuntimeError: where its weights do not fit the model, or with `strict` not all of it.
         """
         self._place()
-        if (weights := saved_weights(file)) is not None:
+        state = read_saved(file, self._device)
+        if (weights := validated_weights(state)) is not None:
             self.model.load_state_dict(weights, strict=strict)
             return
-        state = load_saved(file, self._device, {"model", "opt"})
+        check_saved(state, file, {"model", "opt"})
         self.model.load_state_dict(state["model"], strict=strict)
         if with_opt and state["opt"] is not None:
             self._prepare()

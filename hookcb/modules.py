@@ -2,12 +2,12 @@
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
 
 Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
@@ -174,3 +174,8 @@ def listed(names: Iterable[str], most: int = 20) -> str:
     """Names for a message, of many the first; the whole model's, which is empty, left out."""
     found = [name for name in names if name]
     return ", ".join(found[:most]) + (f" … and {len(found) - most} more" if len(found) > most else "")
+
+
+def unsaved_buffers(model: nn.Module, state: Container[str]) -> dict[str, Tensor]:
+    """The buffers that are no part of `state`, the model's `state_dict`."""
+    return {name: x for name, x in model.named_buffers() if name not in state}

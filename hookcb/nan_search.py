@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookcb.files import save_whole
+from hookcb.files import PLAIN, save_whole
+from hookcb.modules import unsaved_buffers
 from hookcb.nan_report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nan_tracing import (
     FINITE,
@@ -24,7 +25,6 @@ from hookcb.nan_tracing import (
 )
 from hookcb.replay import BatchStart, as_at_start, versions_of
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 SOFTMAX = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention)  # which take -inf
 
 
@@ -203,7 +203,7 @@ def write_bundle(learn: Any, start: BatchStart, report: NanReport, path: str | P
         saved = model.state_dict()
         state = {
             "model": saved,
-            "buffers": {name: x for name, x in model.named_buffers() if name not in saved},
+            "buffers": unsaved_buffers(model, saved),
             "modes": {name: m.training for name, m in model.named_modules()},
             "xb": learn.xb,
             "yb": learn.yb,

@@ -1,6 +1,7 @@
 """Learning rates and the rest of what an optimizer's groups are set to: kept, changed in a fit, put back."""
 
 import copy
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, list | dict) else value  # what the user keeps there stays
 
 
-class RateCallback(Callback):
+class RateCallback(Callback, ABC):
     """Base of callbacks that have a scheduler of torch set the learning rate.
 
     It is made anew when a fit begins; when the fit ends each group of the optimizer gets back what it had.
@@ -66,9 +67,9 @@ class RateCallback(Callback):
         self._before: Settings | None = None
         self._patches: dict[str, Any] = {}
 
+    @abstractmethod
     def make(self, opt: Optimizer) -> LRScheduler:
         """Gives a new scheduler of `opt`."""
-        raise NotImplementedError
 
     def before_fit(self) -> None:
         """Makes the scheduler, and keeps what the optimizer's groups are set to."""

@@ -144,6 +144,11 @@ class LayerReadings(ABC):
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise LookupError(f"no layer {layer!r} was recorded; {hint}there are: {listed(names) or 'none'}")
 
+    def names_of(self, layer: Layer | None) -> list[str]:
+        """The names of what is given as a layer, of all by None."""
+        found = self.of_layers(slice(None) if layer is None else layer, str)
+        return [found] if isinstance(found, str) else list(found)
+
     def _records(self, phase: str) -> L:
         return L(Record(self, phase, info) for info in self.store_of(phase).infos)
 

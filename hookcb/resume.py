@@ -21,15 +21,15 @@ class Resume:
 
     Args:
         file: what `Checkpoint` has written.
+        state: what it holds.
         learn: the learner, with the callbacks of the fit.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: where it is truncated, foreign, of another version of hookcb, or of another model.
+        ValueError: where it is of another model or optimizer, or of more epochs than this fit.
     """
 
-    def __init__(self, file: Path, learn: "Learner") -> None:
-        self._state = _read(file)
+    def __init__(self, file: Path, state: dict[str, Any], learn: "Learner") -> None:
+        self._state = state
         try:
             check_fits(self._state, learn)
         except ValueError as error:
@@ -49,7 +49,9 @@ class Resume:
         """Of what `Learner.fit(resume=…)` was given; None where there is nothing to go on with.
 
         Raises:
-            ValueError: also for "latest" without a `Checkpoint`, or where none of its files is whole.
+            FileNotFoundError: where there is none.
+            ValueError: where it is truncated, foreign, or of another version of hookcb; for "latest" without
+                a `Checkpoint`, or where none of its files is whole.
         """
         if resume is None:
             return None
@@ -61,7 +63,7 @@ class Resume:
                 raise FileNotFoundError(
                     f"there is no {file}; resume goes on from what a Checkpoint has written"
                 )
-            return cls._newest(file, learn) if file.is_dir() else cls(file, learn)
+            return cls._newest(file, learn) if file.is_dir() else cls(file, _read(file), learn)
         folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
         if not folders:
             raise ValueError(
@@ -76,13 +78,13 @@ class Resume:
         broken = []
         for file in reversed(checkpoints_in(folder)):
             try:
-                _read(file)
+                state = _read(file)
             except ValueError as error:
                 broken.append(str(error))
                 continue
             if broken:
                 warnings.warn(f"{'; '.join(broken)}: resuming from {file}", stacklevel=2)
-            return cls(file, learn)
+            return cls(file, state, learn)
         if broken:
             raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(broken)}")
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
@@ -103,14 +105,8 @@ class Resume:
             )
 
 
-def saved_weights(file: "str | Path") -> dict[str, Any] | None:
-    """Of a checkpoint the weights that its fit validated, an average by `EMA` too; None of another file.
-
-    Raises:
-        FileNotFoundError: where there is none.
-        ValueError: where it is truncated, or no file of weights.
-    """
-    state = read_saved(file, torch.device("cpu"))
+def validated_weights(state: Any) -> dict[str, Any] | None:
+    """Of what a checkpoint holds the weights that its fit validated, an average by `EMA` too; else None."""
     if not isinstance(state, dict) or set(state) != KEYS:
         return None
     average: dict[str, Any] = next(

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookcb.callback import Callback
-from hookcb.freezing import params_of
-from hookcb.modules import Where, find_modules
+from hookcb.freezing import modules_of
+from hookcb.modules import Where
 
 
 class Freeze(Callback):
@@ -58,10 +58,11 @@ class Freeze(Callback):
 
     def before_fit(self) -> None:
         self._forget()
-        params, held_by_others = params_of(self.model, self.where), self._held_by_others()
-        self._norms = _with_running_stats(self.model, self.where)
+        modules, held_by_others = modules_of(self.model, self.where), self._held_by_others()
+        self._norms = [m for m in modules if isinstance(getattr(m, "running_mean", None), Tensor)]
         if self.until == 0:
             return
+        params = {id(p): p for m in modules for p in m.parameters(recurse=False)}.values()
         self._held = [p for p in params if p.requires_grad or id(p) in held_by_others]
         for p in self._held:
             p.requires_grad = False
@@ -96,10 +97,3 @@ class Freeze(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_held": [], "_norms": []}  # the model is not its to take along
-
-
-def _with_running_stats(model: nn.Module, where: Any) -> list[nn.Module]:
-    """The normalisation layers that `where` selects, also inside what it selects."""
-    found = [model] if where is None else find_modules(model, where).values()
-    inside = {id(m): m for outer in found for m in outer.modules()}.values()
-    return [m for m in inside if isinstance(getattr(m, "running_mean", None), Tensor)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hookcb.batch import batch_size
 from hookcb.callback import Callback
+from hookcb.store import kept
 
 
 class Recorder(Callback):
@@ -62,8 +63,8 @@ class Recorder(Callback):
     def after_loss(self) -> None:
         learn = self.learn
         # kept now, as the loss may be scaled for backward, and the rate stepped before the batch ends
-        lr = _kept(learn.opt.param_groups[-1]["lr"]) if learn.training else 0.0
-        self.phase_state["batch"] = _kept(learn.loss), lr
+        lr = kept(learn.opt.param_groups[-1]["lr"]) if learn.training else 0.0
+        self.phase_state["batch"] = kept(learn.loss), lr
 
     def after_cancel_batch(self) -> None:
         self.phase_state.pop("batch", None)
@@ -121,13 +122,6 @@ class _Losses:
         values, sizes = _read(self.values, first)[first:], self.sizes[first:]
         total = sum(sizes)
         return sum(v * n for v, n in zip(values, sizes, strict=True)) / total if total else float("nan")
-
-
-def _kept(value: float | Tensor) -> float | Tensor:
-    """A number that later writes to `value` cannot change; what is on a GPU stays there, unwaited for."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.item() if value.is_cpu else value.detach().clone()
 
 
 def _read(values: list[float | Tensor], first: int = 0) -> list[float]:
