@@ -196,19 +196,23 @@ def parts(item: Any, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[s
 
 def batch_size(item: Any) -> int:
     """Number of samples: the length of the first tensor in `item`, 1 where there is none."""
-    size = _size(item)
+    size = n_samples(item)
     return 1 if size is None else size
 
 
-def _size(item: Any) -> int | None:
+def n_samples(item: Any) -> int | None:
+    """Number of samples: the length of the first tensor in `item`, None where there is none."""
+    if type(item) is tuple and item and type(item[0]) is Tensor:
+        item = item[0]  # the usual case without the slower checks
     if isinstance(item, Tensor):
-        return item.shape[0] if item.ndim else 1
+        shape = item.shape
+        return shape[0] if shape else 1
     if isinstance(item, PackedSequence):
         return int(item.batch_sizes[0])
     if not isinstance(item, tuple | list):
         item = item.values() if isinstance(item, Mapping) else ()
     for x in item:
-        size = _size(x)
+        size = n_samples(x)
         if size is not None:
             return size
     return None

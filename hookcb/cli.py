@@ -12,6 +12,7 @@ from hookcb.callbacks import ActivationStats
 from hookcb.demo import train_digits
 
 PICTURE = "activations.png"
+TRACE = "trace.json"
 FOLDER = "hookcb-demo"
 
 
@@ -24,13 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     console = Console()
     try:
-        learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume)
+        trace = TRACE if args.profile else None
+        learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume, trace)
     except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
         print(f"hookcb {args.command}: {error}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
         return 1
     console.print(learn.activation_stats.report())
     console.print(learn.gradient_health.report())
     console.print(_picture(learn.activation_stats), highlight=False, markup=False)
+    if args.profile:
+        console.print(learn.profiler.layers())
+        console.print(learn.profiler.report())
+        console.print(f"timeline of these steps, for ui.perfetto.dev: {TRACE}", highlight=False)
     last = learn.recorder.rows[-1]
     console.print(
         f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on"
@@ -63,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--model", choices=["mlp", "cnn"], default="cnn", help="what to train")
     demo.add_argument("--epochs", type=_positive, default=10, help="passes over the training digits")
     demo.add_argument("--resume", action="store_true", help="go on from the last checkpoint in hookcb-demo/")
+    demo.add_argument(
+        "--profile", action="store_true", help="tell what each layer and phase takes; write a trace.json"
+    )
     demo.add_argument("--seed", type=_seed, default=0, help="of weights, split and order of batches")
     return parser
 

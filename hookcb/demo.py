@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb.batch import Loaders
 from hookcb.callback import Callback
-from hookcb.callbacks import ActivationStats, Checkpoint, GradientHealth, MixedPrecision
+from hookcb.callbacks import ActivationStats, Checkpoint, GradientHealth, MixedPrecision, ProfilerCallback
 from hookcb.learner import Learner
 from hookcb.metrics import accuracy
 
@@ -78,6 +78,7 @@ def train_digits(
     seed: int = 0,
     folder: str | Path = "hookcb-demo",
     resume: bool = False,
+    trace: str | Path | None = None,
 ) -> Learner:
     """Trains in one cycle with `ActivationStats` and `GradientHealth`, on a GPU where there is one.
 
@@ -87,6 +88,7 @@ def train_digits(
         seed: of weights, split and order of batches.
         folder: for the checkpoint after each epoch.
         resume: whether to go on from the newest checkpoint there.
+        trace: profile some steps, and write a Chrome trace of them to this file; see `ProfilerCallback`.
 
     Returns:
         The learner: `recorder.rows` has the epochs, `activation_stats` the layers, `gradient_health` the
@@ -110,6 +112,8 @@ def train_digits(
         GradientHealth(),
         Checkpoint(folder),
     ]
+    if trace is not None:
+        cbs.append(ProfilerCallback(wait=5, warmup=2, active=10, trace=trace))
     if on_gpu and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
         cbs.append(MixedPrecision())
     learn.fit_one_cycle(epochs, lr_max=1e-2, cbs=cbs, resume=folder if resume else None)

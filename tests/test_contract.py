@@ -27,6 +27,8 @@ ARGUMENTS = {
     "Compile": {"backend": "eager"},
     "Freeze": {"where": "0"},
     "MaxTime": {"seconds": 60},
+    "MemoryStats": {"every": 1},
+    "ProfilerCallback": {"wait": 0, "warmup": 1, "active": 1, "repeat": 0},
     "Schedule": {"factory": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
 }
 # what these are for; the others leave weights and random numbers as they are

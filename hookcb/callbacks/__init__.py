@@ -14,14 +14,17 @@ from hookcb.callbacks.freeze import Freeze
 from hookcb.callbacks.gradients import GradientHealth
 from hookcb.callbacks.hook import HookCallback
 from hookcb.callbacks.max_time import MaxTime
+from hookcb.callbacks.memory import MemoryStats
 from hookcb.callbacks.metrics import Metrics
 from hookcb.callbacks.nan import TerminateOnNaN, TerminateOnNaNCallback
 from hookcb.callbacks.nan_trace import NanTrace
 from hookcb.callbacks.one_cycle import OneCycle
 from hookcb.callbacks.plateau import ReduceLROnPlateau
+from hookcb.callbacks.profiler import ProfilerCallback
 from hookcb.callbacks.progress import Progress
 from hookcb.callbacks.recorder import Recorder
 from hookcb.callbacks.schedule import Schedule
+from hookcb.callbacks.step_timer import StepTimer
 from hookcb.callbacks.warmup_cosine import WarmupCosine
 
 __all__ = [
@@ -39,14 +42,17 @@ __all__ = [
     "GradientHealth",
     "HookCallback",
     "MaxTime",
+    "MemoryStats",
     "Metrics",
     "MixedPrecision",
     "NanTrace",
     "OneCycle",
+    "ProfilerCallback",
     "Progress",
     "Recorder",
     "ReduceLROnPlateau",
     "Schedule",
+    "StepTimer",
     "TerminateOnNaN",
     "TerminateOnNaNCallback",
     "WarmupCosine",

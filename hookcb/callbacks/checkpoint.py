@@ -35,6 +35,7 @@ class Checkpoint(Callback):
     Attributes:
         files: what is there, oldest first.
         best: the best value of `monitor` so far.
+        n_written: how often this fit has written; `StepTimer` tells by it which step that was in.
 
     Raises:
         TypeError, ValueError: for arguments that cannot be; of `monitor` when the fit begins, or LookupError.
@@ -65,8 +66,7 @@ class Checkpoint(Callback):
     ) -> None:
         super().__init__(name=name)
         check_count("keep", keep)
-        if every is not None:
-            check_count("every", every)
+        check_count("every", 1 if every is None else every)
         self.folder, self.every, self.keep, self.monitor = Path(folder).absolute(), every, keep, monitor
         self.mode = resolve_mode(monitor or "loss", mode)
         self.best: float | None = None
@@ -78,7 +78,7 @@ class Checkpoint(Callback):
         return checkpoints_in(self.folder)
 
     def before_fit(self) -> None:
-        self.best, self._unsaved = None, False
+        self.best, self._unsaved, self.n_written = None, False, 0
         self._written: list[str] = []
         self._random: dict[str, Any] = {}
         if self.folder.exists() and not self.folder.is_dir():
@@ -144,7 +144,7 @@ class Checkpoint(Callback):
         save_whole(state, self.folder / file_name)
         if is_best:
             save_whole(state, self.folder / "best.pt")
-        self._unsaved = False
+        self._unsaved, self.n_written = False, self.n_written + 1
         for old in self._written[: -self.keep]:
             (self.folder / old).unlink(missing_ok=True)
         self._written = self._written[-self.keep :]

@@ -1,0 +1,120 @@
+"""StepTimer: what each step takes, phase by phase, at hardly any cost."""
+
+from typing import Any
+
+from hookcb.arguments import check_count
+from hookcb.batch import n_samples
+from hookcb.callback import Callback
+from hookcb.incidents import Incidents
+from hookcb.phases import LAST, Edge, follow_phases, leave_phases
+from hookcb.prepare import place
+from hookcb.step_clock import CudaStepClock, StepClock
+from hookcb.step_readings import StepReadings
+
+
+class StepTimer(Callback, StepReadings):
+    """Times every step: waiting for data, forward, loss, backward, optimizer and callbacks.
+
+    For a whole training, to see whether it waits for its data, and which steps took long and why. A step is
+    from the end of the one before, with the fetch of its batch and its move to the device, to its own
+    `after_batch`; an epoch's first begins with the start of the loader. Between epochs there is none. Batches
+    that are cancelled are in, with a note; those whose training was cancelled, or died, are not. Nothing
+    waits for a GPU, whose own times come by CUDA events.
+
+    Args:
+        keep: number of steps that stay; of more every second, fourth … is kept, and the newest. The slowest
+            100 stay too, for `outliers`.
+        on_valid: time the steps of validation as well, in `valid_times`; not of one in the middle of a batch.
+        name: what the learner calls it.
+
+    Attributes:
+        times: a `StepTime` for each step: `epoch`, `step`, seconds of `data`, `forward`, `loss`, `backward`,
+            `optimizer`, `callbacks` and `total`, `n_samples`, and `notes`: "first batch of an epoch",
+            "cancelled", "validation" (in the middle of the batch), "checkpoint written", "compilation",
+            "garbage collection of 12 ms". On CUDA `device_forward` … too. A resumed fit times its own steps.
+
+    Raises:
+        TypeError, ValueError: for arguments that cannot be.
+
+    >>> from hookcb import StepTimer, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(2, cbs=StepTimer())
+    >>> len(learn.step_timer.times), learn.step_timer.times[10].notes
+    (20, ('first batch of an epoch',))
+    >>> learn.step_timer.percentiles()["forward"].p50 > 0
+    True
+    """
+
+    order = LAST + 2  # behind a profiler too, whose work then counts as that of a callback
+    run_lr_find = False
+
+    def __init__(self, keep: int = 5_000, on_valid: bool = False, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if check_count("keep", keep, "steps") < 2:
+            raise ValueError(f"keep is {keep}; give a whole number of steps, 2 or more")
+        self.run_valid = on_valid
+        self._set_up(keep)
+        self._clocks: dict[str, StepClock] = {}
+        self._part = "train"  # of the fit, in which it is now
+        self._edges: list[Edge] = []
+        self._incidents: Incidents | None = None  # while a fit runs
+
+    def before_fit(self) -> None:
+        self.clear()
+        self._clocks, self._part = {}, "train"
+        device = place(self.model, None)
+        for part in ("train", "valid") if self.run_valid else ("train",):
+            store = self._stores[part]
+            clock = CudaStepClock(store, device) if device.type == "cuda" else StepClock(store)
+            follows = part == "train", part == "valid"
+            name = f"{self.name}_{part}"
+            self._edges += follow_phases(self.learn, name, clock.begin, *follows, last=self.order)
+            self._clocks[part] = clock
+        self._incidents = Incidents(self._note)
+        self._incidents.open()
+
+    def before_train(self) -> None:
+        self._begin("train")
+
+    def before_validate(self) -> None:
+        if self.learn.is_nested:
+            self._note("validation")
+        else:
+            self._begin("valid")
+
+    def _begin(self, part: str) -> None:
+        self._part = part
+        if self._incidents is not None and part in self._clocks:
+            self._incidents.follow(self.learn.cbs)
+            self._clocks[part].start()
+
+    def after_cancel_batch(self) -> None:
+        if self.training or not self.learn.is_nested:
+            self._note("cancelled")
+
+    def after_batch(self) -> None:
+        learn, clock = self.learn, self._clocks.get(self._part)
+        if self._incidents is None or clock is None or (not learn.training and learn.is_nested):
+            return  # outside a fit, or in a validation in the middle of a batch
+        self._incidents.look()
+        step = learn.train_iter if learn.training else learn.iter
+        clock.end(self.epoch, step, n_samples(learn.xb))
+
+    def after_fit(self) -> None:
+        leave_phases(self.learn, self._edges)
+        if self._incidents is not None:
+            self._incidents.close()
+        self._incidents = None
+
+    def _note(self, text: str) -> None:
+        if self._incidents is not None and (clock := self._clocks.get(self._part)) is not None:
+            clock.note(text)
+
+    def _take_in(self) -> None:
+        for clock in self._clocks.values():
+            clock.put_away()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._take_in()
+        return super().__getstate__() | {"_clocks": {}, "_edges": [], "_incidents": None}

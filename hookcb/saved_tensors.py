@@ -1,0 +1,231 @@
+"""What autograd saves for a backward: hooks that tell of each such tensor and change nothing."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+See = Callable[[Tensor], str]
+_autograd: Any = torch._C._autograd
+_ON: list["SavedTensors"] = []  # those that are on, in any thread, the innermost last
+
+
+class Saved(NamedTuple):
+    """What stands in the graph for a saved tensor."""
+
+    tensor: Tensor
+    version: int | None  # when it was saved; None where it has none
+    layer: str  # that saved it
+
+
+class Pack:
+    """What autograd calls; a graph that is kept keeps this too, and must keep no more with it."""
+
+    def __init__(self, owner: "SavedTensors") -> None:
+        self.owner = weakref.ref(owner)
+
+    def __call__(self, x: Tensor) -> Saved:
+        """Called with what autograd saves."""
+        owner = self.owner()
+        layer = owner.see(x) if owner is not None else ""
+        # not x itself: an output that its own node holds is a cycle that Python's collector cannot see
+        return Saved(x.detach(), None if x.is_inference() else x._version, layer)
+
+
+class SavedTensors:
+    """Calls `see` with each tensor that autograd saves in this thread, from `start` to `stop`.
+
+    While saved tensors have hooks, torch does not notice where one of them is changed in place before its
+    backward; these hooks do. They give way to hooks that are entered later, of `save_on_cpu` and activation
+    checkpointing among them, and while transforms of `torch.func` run, which refuse all such hooks.
+
+    Args:
+        see: gives the name of the layer, for the error that tells of a change in place.
+    """
+
+    def __init__(self, see: See) -> None:
+        self.see = see
+        self.pack = Pack(self)
+        self._thread = 0
+        self._aside_for: set[str] = set()  # why it lets others pass, who will say when they are done
+
+    def start(self) -> str:
+        """Begins, and gives an empty text; where it cannot, as it would be in the way of others, why."""
+        if not _autograd._saved_tensors_hooks_is_enabled():
+            return "hooks on saved tensors are switched off"
+        if _are_others_on():
+            return f"hooks of someone else are on saved tensors around all{_in_brackets(_title(_top()))}"
+        self._thread, self._aside_for = threading.get_ident(), set()
+        _ON.append(self)
+        _listen_to_transforms(True)
+        self._push()
+        return ""
+
+    def stop(self) -> None:
+        """Ends; a second time does nothing."""
+        if not self.is_on:
+            return
+        _ON.remove(self)
+        _listen_to_transforms(bool(_ON))
+        if not self._aside_for:
+            self._take_off()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it has begun."""
+        return self in _ON
+
+    def other_hooks(self) -> str:
+        """The name of hooks that were entered later and act in place of these, empty where there are none."""
+        pack = _top() if self.is_on else None
+        return "" if pack is self.pack else _title(pack)
+
+    def step_aside(self, reason: str) -> None:
+        """Lets code run that refuses such hooks, or would take them into what it compiles."""
+        if not self.is_on or not self._is_here() or not (self._aside_for or self._is_top()):
+            return
+        if not self._aside_for:
+            _autograd._pop_saved_tensors_default_hooks()
+        self._aside_for.add(reason)
+
+    def step_back(self, reason: str) -> None:
+        """That code is done."""
+        if reason in self._aside_for and self._is_here():
+            self._aside_for.remove(reason)
+            if not self._aside_for:
+                self._push()
+
+    def see_graph(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+        """Sees what was saved between `inputs` and `outputs` while this stood aside."""
+        for node in _nodes(outputs, inputs) if self.is_on else ():
+            for saved in _saved_by(node):
+                self._see_saved(saved)
+
+    def _see_saved(self, saved: Any) -> None:
+        if hasattr(saved, "unpack_hook"):
+            if saved.unpack_hook is None and isinstance(saved.data, Tensor):
+                self.see(saved.data)
+            return
+        with suppress(RuntimeError):  # an older torch shows it to hooks alone; where it has some, they stay
+            saved.register_hooks(self.pack, unpack)
+
+    def _is_here(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    def _is_top(self) -> bool:
+        return _top() is self.pack if KNOWS_TOP else True
+
+    def _push(self) -> None:
+        _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
+
+    def _take_off(self) -> None:
+        """Leaves hooks on that were entered later and are still there, as where two callbacks have some."""
+        above = []
+        while (pack := _top()) is not None and pack is not self.pack:
+            above.append(_autograd._top_saved_tensors_default_hooks(True))
+            _autograd._pop_saved_tensors_default_hooks()
+        if pack is not None or not KNOWS_TOP:
+            _autograd._pop_saved_tensors_default_hooks()
+        for pair in reversed(above):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def unpack(saved: Saved) -> Tensor:
+    """The saved tensor, for its backward.
+
+    Raises:
+        RuntimeError: where it was changed in place since, as torch does where no hooks are.
+    """
+    x, version, layer = saved
+    if version is not None and x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{x.dtype} {list(x.shape)}], saved in {layer}, is at version {x._version}; expected version "
+            f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute "
+            "its gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
+    return x
+
+
+# torch 2.6 cannot be asked which hooks are on; then those of `SavedTensors` are taken to be the last
+KNOWS_TOP = hasattr(_autograd, "_top_saved_tensors_default_hooks")
+
+
+def _top() -> Any:
+    """The pack hook that would be called now, None where there is none or torch cannot tell."""
+    pair = _autograd._top_saved_tensors_default_hooks(True) if KNOWS_TOP else None
+    return None if pair is None else pair[0]
+
+
+def _are_others_on() -> bool:
+    if KNOWS_TOP:
+        return _top() is not None
+    with torch.enable_grad():
+        saved: Any = torch.ones(1, requires_grad=True).exp().grad_fn
+    try:
+        saved._raw_saved_result.register_hooks(torch.clone, torch.clone)
+    except RuntimeError:  # it has hooks
+        return True
+    return False
+
+
+def _title(pack: Any) -> str:
+    """The name of what a pack hook is of, `save_on_cpu` say; empty of none."""
+    return "" if pack is None else getattr(pack, "__qualname__", type(pack).__name__).partition(".")[0]
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
+
+
+# ---- transforms of torch.func, which announce themselves by these two functions
+
+_disable, _enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
+
+
+def _disable_without_ours(*args: Any) -> None:
+    for saved in reversed(_ON):
+        saved.step_aside("transform")
+    _disable(*args)
+
+
+def _enable_with_ours() -> None:
+    _enable()
+    for saved in _ON:
+        saved.step_back("transform")
+
+
+def _listen_to_transforms(on: bool) -> None:
+    _autograd._saved_tensors_hooks_disable = _disable_without_ours if on else _disable
+    _autograd._saved_tensors_hooks_enable = _enable_with_ours if on else _enable
+
+
+# ---- graphs
+
+
+def _nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Node]:
+    """The nodes of the graph from `outputs` back to `inputs`, without those that made the inputs."""
+    seen = {x.grad_fn for x in inputs}
+    todo = [x.grad_fn for x in outputs]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [after for after, _ in node.next_functions]
+            yield node
+
+
+def _saved_by(node: Node) -> list[Any]:
+    """What a node has saved, of C++ by the names of its arguments, of Python in one tuple."""
+    found: list[Any] = []
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with suppress(RuntimeError):  # its backward has run
+                value = getattr(node, name)
+                found += value if isinstance(value, tuple) else [value]
+    return [saved for saved in found if saved is not None]

@@ -1,0 +1,163 @@
+"""StepClock: seconds of each phase of the steps of a fit, summed up as they pass."""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from math import nan
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from hookcb.events import PHASES
+from hookcb.step_store import StepStore
+from hookcb.step_times import FIRST_BATCH
+
+Marks = list[tuple[str, Any]]  # what begins, and its event
+MANY = 3 * 256  # numbers of so many steps that wait to be put away
+ZEROS = dict.fromkeys(PHASES, 0.0)
+
+
+class StepClock:
+    """Adds up, while phases change, what each takes; puts the steps that end into a store, many at a time.
+
+    A step is from the end of the one before, or from `start`, to its own `end`. What is done in a step costs
+    several times what it costs elsewhere, as all of it has to come back into the processor's cache: so there
+    is as little as can be.
+
+    Args:
+        store: where to.
+
+    >>> from hookcb.step_clock import StepClock
+    >>> from hookcb.step_store import StepStore
+    >>> store = StepStore(keep=100)
+    >>> clock = StepClock(store)
+    >>> clock.start()
+    >>> for phase in ("data", "forward", "loss", "backward", "optimizer", "callbacks"):
+    ...     clock.begin(phase)
+    >>> clock.end(epoch=0, step=0, n_samples=32)
+    >>> clock.put_away()
+    >>> store.times()[0].n_samples
+    32
+    """
+
+    def __init__(self, store: StepStore) -> None:
+        self._store = store
+        self._sums = dict.fromkeys(PHASES, nan)  # no numbers, as this may begin in the middle of a step
+        self._phase, self._since = "data", 0.0
+        self._notes: list[str] = []
+        # of steps that have ended, one after the other: seconds of each phase; epoch, step and n_samples
+        self._seconds: list[float] = []
+        self._ended: list[Any] = []
+        self._noted: dict[int, list[str]] = {}  # by the number of the step among these
+
+    def begin(self, phase: str) -> None:
+        """Another phase begins."""
+        now = perf_counter()
+        self._sums[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def start(self) -> None:
+        """A training or validation begins: its first batch waits for the loader to start."""
+        self._sums, self._notes = ZEROS.copy(), [FIRST_BATCH]
+        self._phase, self._since = "data", perf_counter()
+
+    def end(self, epoch: int, step: int, n_samples: int | None) -> None:
+        """The step ends."""
+        self.begin("data")
+        sums = self._sums
+        self._seconds += sums.values()
+        sums.update(ZEROS)
+        self._ended += (epoch, step, n_samples)
+        if self._notes:
+            self._noted[len(self._ended) // 3 - 1], self._notes = self._notes, []
+        if len(self._ended) >= MANY:
+            self.put_away()
+
+    def note(self, text: str) -> None:
+        """Something happens now, in the step in progress."""
+        self._notes.append(text)
+
+    def put_away(self) -> None:
+        """Puts what has ended into the store, and what the device has come to."""
+        ended, seconds, n = self._ended, self._seconds, len(PHASES)
+        for i in range(len(ended) // 3):
+            of_step = tuple(seconds[n * i : n * (i + 1)])
+            total = sum(of_step)
+            if total == total:  # else its beginning was missed
+                self._store.add((total, of_step, *ended[3 * i : 3 * i + 3]), self._noted.get(i, ()))
+        self._seconds, self._ended, self._noted = [], [], {}
+
+
+class CudaStepClock(StepClock):
+    """Has a CUDA device tell as well when it comes to each phase, by events that nothing waits for.
+
+    Args:
+        store: where to.
+        device: of the model.
+        event, stream: make an event, and give the stream to follow; by default CUDA's.
+    """
+
+    def __init__(
+        self,
+        store: StepStore,
+        device: torch.device,
+        event: Callable[[], Any] | None = None,
+        stream: Callable[[torch.device], Any] = torch.cuda.current_stream,
+    ) -> None:
+        super().__init__(store)
+        self._device, self._current = device, stream
+        self._new = event or partial(torch.cuda.Event, enable_timing=True)
+        self._stream = stream(device)
+        self._marks: Marks = []  # of the step in progress
+        self._waiting: deque[tuple[int, Marks]] = deque()  # steps by their number in the store
+        self._free: list[Any] = []  # events to use again, as making one takes longer than recording it
+
+    def begin(self, phase: str) -> None:
+        """Another phase begins."""
+        self._mark(phase)
+        super().begin(phase)
+
+    def start(self) -> None:
+        """A training or validation begins."""
+        self._stream = self._current(self._device)  # here, as to ask each time would cost
+        self._free += [event for _, event in self._marks]
+        self._marks = []
+        super().start()
+
+    def end(self, epoch: int, step: int, n_samples: int | None) -> None:
+        """The step ends."""
+        super().end(epoch, step, n_samples)
+        number = self._store.n
+        super().put_away()
+        marks, self._marks = self._marks, []  # the next step begins with the next "data"
+        if self._store.n > number:
+            self._waiting.append((number, marks))
+        self.put_away()
+
+    def put_away(self) -> None:
+        """Puts what has ended into the store, and what the device has come to."""
+        super().put_away()
+        while self._waiting and self._waiting[0][1][-1][1].query():
+            number, marks = self._waiting.popleft()
+            if self._store.keeps(number):
+                self._store.add_device(number, device_seconds(marks))
+            self._free += [event for _, event in marks]
+
+    def _mark(self, phase: str) -> None:
+        event = self._free.pop() if self._free else self._new()
+        event.record(self._stream)
+        self._marks.append((phase, event))
+
+
+def device_seconds(marks: Marks) -> tuple[float, ...]:
+    """Seconds of each phase between events that the device has come to.
+
+    Args:
+        marks: what begins, and its event, in their order.
+    """
+    sums = ZEROS.copy()
+    for (phase, event), (_, following) in pairwise(marks):
+        sums[phase] += event.elapsed_time(following) / 1e3
+    return tuple(sums.values())
