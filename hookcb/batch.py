@@ -202,11 +202,10 @@ def batch_size(item: Any) -> int:
 
 def n_samples(item: Any) -> int | None:
     """Number of samples: the length of the first tensor in `item`, None where there is none."""
-    if type(item) is tuple and item and type(item[0]) is Tensor:
-        item = item[0]  # the usual case without the slower checks
+    if type(item) is tuple and item and type(item[0]) is Tensor and (shape := item[0].shape):
+        return shape[0]  # the usual case without the slower checks
     if isinstance(item, Tensor):
-        shape = item.shape
-        return shape[0] if shape else 1
+        return item.shape[0] if item.ndim else 1
     if isinstance(item, PackedSequence):
         return int(item.batch_sizes[0])
     if not isinstance(item, tuple | list):

@@ -9,6 +9,8 @@ from typing import Any
 
 from hookcb.units import duration
 
+# what callbacks count of themselves: attributes, each with what is told when it changes
+COUNTS = {"n_written": "checkpoint written", "n_switched": "profiler switched on or off"}
 LONG_COLLECTION = 1e-3  # seconds; of the youngest objects there is one every few steps, and it takes 0.1 ms
 
 
@@ -23,9 +25,10 @@ class Incidents:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
-        self._writers: list[Any] = []
+        self._counted: list[tuple[Any, str]] = []
+        self._counts: list[int] = []
         self._compiled: Counter[str] = Counter()
-        self._n_written = self._n_compiled = 0
+        self._n_compiled = 0
         self._began: float | None = None
 
     def open(self) -> None:
@@ -38,24 +41,26 @@ class Incidents:
             gc.callbacks.remove(self._at_collection)
 
     def follow(self, callbacks: Iterable[Any]) -> None:
-        """Counts from now on what is compiled, and written by those of `callbacks` that have `n_written`."""
-        self._writers = [cb for cb in callbacks if hasattr(cb, "n_written")]
-        self._n_written = self._count_written()
+        """Counts from now on what is compiled, and what `callbacks` do that count it, see `COUNTS`."""
+        self._counted = [(cb, count) for cb in callbacks for count in COUNTS if hasattr(cb, count)]
+        self._counts = self._count()
         utils = sys.modules.get("torch._dynamo.utils")  # not imported for this, as that takes a second
         self._compiled = utils.counters["frames"] if utils is not None else Counter()
         self._n_compiled = self._compiled["total"]
 
     def look(self) -> None:
-        """Tells what was compiled and written since the last look."""
+        """Tells what was compiled and done since the last look."""
         if (n := self._compiled["total"]) != self._n_compiled:
             self._n_compiled = n
             self._tell("compilation")
-        if self._writers and (n := self._count_written()) != self._n_written:
-            self._tell("checkpoint written")
-            self._n_written = n
+        if self._counted and (counts := self._count()) != self._counts:
+            for (_, name), before, now in zip(self._counted, self._counts, counts, strict=True):
+                if before != now:
+                    self._tell(COUNTS[name])
+            self._counts = counts
 
-    def _count_written(self) -> int:
-        return sum(cb.n_written for cb in self._writers)
+    def _count(self) -> list[int]:
+        return [getattr(cb, name) for cb, name in self._counted]
 
     def _at_collection(self, stage: str, info: Mapping[str, int]) -> None:
         if stage == "start":

@@ -125,12 +125,12 @@ def advise(forward: Forward, types: Mapping[str, str]) -> tuple[Advice, ...]:
     """What to checkpoint first, the best first; layers of one class whose names differ by number together.
 
     Never the whole model, for which all would be there again at once. Of layers inside of one another only
-    the better.
+    the better; none where something is checkpointed already, which has all of it again in the backward.
     """
     freed = _freed_by_call(forward)
     groups: dict[tuple[str, str], list[Call]] = {}
     for call in forward.calls:
-        if call.layer and call.layer in types and freed[id(call)] > 0:
+        if call.layer in types and freed[id(call)] > 0 and not _is_aside(call.layer, forward):
             groups.setdefault((_pattern(call.layer), types[call.layer]), []).append(call)
     found = [(_advice(forward, calls, freed, types), calls) for calls in groups.values()]
     found = [(advice, calls) for advice, calls in found if advice.lowers > WORTH_IT * forward.kept]
@@ -140,6 +140,12 @@ def advise(forward: Forward, types: Mapping[str, str]) -> tuple[Advice, ...]:
         if not any(_overlap(calls, others) for _, others in chosen):
             chosen.append((advice, calls))
     return tuple(advice for advice, _ in chosen[:MOST_ADVICE])
+
+
+def _is_aside(layer: str, forward: Forward) -> bool:
+    """Whether it is the whole model, or what it keeps is in other hands, in part: checkpointed, say."""
+    others = [f"{other}." for other in forward.other_hooks]
+    return not layer or any(f"{layer}.".startswith(x) or x.startswith(f"{layer}.") for x in others)
 
 
 def _freed_by_call(forward: Forward) -> Counter[int]:

@@ -15,6 +15,7 @@ from hookcb.modules import listed
 from hookcb.printed import Printed, indented
 from hookcb.profile_sums import COMPILED_TYPE, OperatorSums, Profile
 from hookcb.profile_window import Windows
+from hookcb.step_times import MUCH_DATA
 from hookcb.trace_file import write_trace
 from hookcb.units import duration, short_number
 
@@ -35,8 +36,6 @@ HEADS = {
     "cpu_memory_usage": "memory",
     "self_cpu_memory_usage": "self memory",
 }
-# of the step; above it TensorBoard's profiler plugin calls data loading expensive, see its run_generator.py
-MUCH_DATA = 0.05
 N_SLOWEST = 5
 NARROW = 90  # columns of a terminal, below which a table leaves out some of its own
 
@@ -192,10 +191,22 @@ class PhaseTimes(Printed):
 
 
 class OperatorTimes(Printed):
-    """Operators, by name; `rows` are pairs of it and its sums over the profiled steps."""
+    """Operators and the user's ranges, by name, with their sums over the profiled steps, in nanoseconds."""
 
     def __init__(self, rows: Sequence[tuple[str, OperatorSums]], sort_by: str, title: str) -> None:
         self.rows, self.sort_by, self.title = list(rows), sort_by, title
+
+    def __iter__(self) -> Iterator[tuple[str, OperatorSums]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> OperatorSums:
+        for operator, sums in self.rows:
+            if operator == name:
+                return sums
+        raise LookupError(f"{name!r} is not in this table; give row_limit=-1 for all operators")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         keys = [key for key in KEYS if any(getattr(sums, key) for _, sums in self.rows)]

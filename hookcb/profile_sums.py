@@ -211,9 +211,13 @@ def _add_operators(profile: Profile, placed: Placed) -> None:
         if parent[i] >= 0:
             device[parent[i]] += device[i]
             memory[parent[i]] += memory[i]
+    n_inner = Counter(outer for outer, op in zip(parent, ops, strict=True) if op.name != MEMORY)
     for i, op in enumerate(ops):
         is_range = op.name in placed.infos or op.name.startswith(STEP) or op.name in PHASES
         if placed.places[i].step is None or is_range:
+            continue
+        if parent[i] >= 0 and ops[parent[i]].name == op.name and n_inner[parent[i]] == 1:
+            profile.operators[op.name].add(_calling_itself(op, own[i]))
             continue
         if op.name == MEMORY:
             if parent[i] >= 0 and ops[parent[i]].name in profile.operators:
@@ -222,6 +226,11 @@ def _add_operators(profile: Profile, placed: Placed) -> None:
         profile.operators[op.name].add(
             OperatorSums(1, op.time, own[i], device[i], op.device_time, memory[i], 0, op.flops)
         )
+
+
+def _calling_itself(op: Op, own: int) -> OperatorSums:
+    """What an operator adds that is all of another call of its own: one call with another signature."""
+    return OperatorSums(self_cpu_time_total=own, self_device_time_total=op.device_time, flops=op.flops)
 
 
 def _add_stacks(profile: Profile, ops: list[Op], placed: Placed) -> None:

@@ -231,6 +231,7 @@ class Windows:
         profile: the sums of all windows.
         traces: of each, as gzipped JSON.
         n_steps: number of steps that have ended.
+        n_switched: how often a window began or ended.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class Windows:
         self.plan, self.options, self.follow = plan, dict(options), follow
         # not kept alive, as a loop that is watched ends with its model
         self._layers: MutableMapping[str, nn.Module] = WeakValueDictionary(layers)
-        self.profile, self.traces, self.n_steps = Profile(), list[bytes](), 0
+        self.profile, self.traces, self.n_steps, self.n_switched = Profile(), list[bytes](), 0, 0
         self._window: Window | None = None
 
     @property
@@ -257,6 +258,7 @@ class Windows:
             return
         if self._window is None:
             self._window = Window(dict(self._layers), self.plan.activities, **self.options)
+            self.n_switched += 1
             self.follow(True)
         self._window.begin_step(self.n_steps, record=action is not ProfilerAction.WARMUP)
 
@@ -283,6 +285,7 @@ class Windows:
         window, self._window = self._window, None
         if window is None:
             return
+        self.n_switched += 1
         self.follow(False)
         if (taken := window.close()) is not None:
             profile, trace = taken

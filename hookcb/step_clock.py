@@ -15,16 +15,14 @@ from hookcb.step_store import StepStore
 from hookcb.step_times import FIRST_BATCH
 
 Marks = list[tuple[str, Any]]  # what begins, and its event
-MANY = 3 * 256  # numbers of so many steps that wait to be put away
 ZEROS = dict.fromkeys(PHASES, 0.0)
 
 
 class StepClock:
-    """Adds up, while phases change, what each takes; puts the steps that end into a store, many at a time.
+    """Adds up, while phases change, what each takes; puts every step that ends into a store.
 
-    A step is from the end of the one before, or from `start`, to its own `end`. What is done in a step costs
-    several times what it costs elsewhere, as all of it has to come back into the processor's cache: so there
-    is as little as can be.
+    A step is from the end of the one before, or from `start`, to its own `end`. All is summed up at once: to
+    write down times and work them out later takes twice as long.
 
     Args:
         store: where to.
@@ -37,23 +35,19 @@ class StepClock:
     >>> for phase in ("data", "forward", "loss", "backward", "optimizer", "callbacks"):
     ...     clock.begin(phase)
     >>> clock.end(epoch=0, step=0, n_samples=32)
-    >>> clock.put_away()
     >>> store.times()[0].n_samples
     32
     """
 
     def __init__(self, store: StepStore) -> None:
         self._store = store
-        self._sums = dict.fromkeys(PHASES, nan)  # no numbers, as this may begin in the middle of a step
+        self._sums = ZEROS.copy()
+        self._began = nan  # the step: at no time, as this may begin in the middle of one
         self._phase, self._since = "data", 0.0
         self._notes: list[str] = []
-        # of steps that have ended, one after the other: seconds of each phase; epoch, step and n_samples
-        self._seconds: list[float] = []
-        self._ended: list[Any] = []
-        self._noted: dict[int, list[str]] = {}  # by the number of the step among these
 
     def begin(self, phase: str) -> None:
-        """Another phase begins."""
+        """Another phase begins; it does so ten times a step, so that each look-up counts."""
         now = perf_counter()
         self._sums[self._phase] += now - self._since
         self._phase, self._since = phase, now
@@ -62,32 +56,24 @@ class StepClock:
         """A training or validation begins: its first batch waits for the loader to start."""
         self._sums, self._notes = ZEROS.copy(), [FIRST_BATCH]
         self._phase, self._since = "data", perf_counter()
+        self._began = self._since
 
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
         """The step ends."""
         self.begin("data")
-        sums = self._sums
-        self._seconds += sums.values()
-        sums.update(ZEROS)
-        self._ended += (epoch, step, n_samples)
+        total, self._began = self._since - self._began, self._since
+        seconds, self._sums = tuple(self._sums.values()), ZEROS.copy()
+        if total == total:  # else its beginning was missed
+            self._store.add((total, seconds, epoch, step, n_samples), self._notes)
         if self._notes:
-            self._noted[len(self._ended) // 3 - 1], self._notes = self._notes, []
-        if len(self._ended) >= MANY:
-            self.put_away()
+            self._notes = []
 
     def note(self, text: str) -> None:
         """Something happens now, in the step in progress."""
         self._notes.append(text)
 
-    def put_away(self) -> None:
-        """Puts what has ended into the store, and what the device has come to."""
-        ended, seconds, n = self._ended, self._seconds, len(PHASES)
-        for i in range(len(ended) // 3):
-            of_step = tuple(seconds[n * i : n * (i + 1)])
-            total = sum(of_step)
-            if total == total:  # else its beginning was missed
-                self._store.add((total, of_step, *ended[3 * i : 3 * i + 3]), self._noted.get(i, ()))
-        self._seconds, self._ended, self._noted = [], [], {}
+    def read(self) -> None:
+        """Takes in what the device has come to; here there is none."""
 
 
 class CudaStepClock(StepClock):
@@ -128,17 +114,15 @@ class CudaStepClock(StepClock):
 
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
         """The step ends."""
-        super().end(epoch, step, n_samples)
         number = self._store.n
-        super().put_away()
+        super().end(epoch, step, n_samples)
         marks, self._marks = self._marks, []  # the next step begins with the next "data"
         if self._store.n > number:
             self._waiting.append((number, marks))
-        self.put_away()
+        self.read()
 
-    def put_away(self) -> None:
-        """Puts what has ended into the store, and what the device has come to."""
-        super().put_away()
+    def read(self) -> None:
+        """Takes in the steps that the device has ended."""
         while self._waiting and self._waiting[0][1][-1][1].query():
             number, marks = self._waiting.popleft()
             if self._store.keeps(number):

@@ -2,17 +2,15 @@
 
 from abc import ABC, abstractmethod
 
-from rich.table import Table
-
 from hookcb.arguments import check_number
 from hookcb.step_store import StepStore
 from hookcb.step_times import (
     Outlier,
     Percentiles,
+    StepReport,
     StepTime,
     outliers,
     percentiles,
-    report,
     samples_per_second,
 )
 
@@ -32,8 +30,8 @@ class StepReadings(ABC):
         self._stores = {part: StepStore(self.keep) for part in PARTS}
 
     @abstractmethod
-    def _take_in(self) -> None:
-        """Has the stores take in all that has ended."""
+    def _read_device(self) -> None:
+        """Has the stores take in what the device has come to."""
 
     @property
     def times(self) -> list[StepTime]:
@@ -82,8 +80,8 @@ class StepReadings(ABC):
         usual = self._times(part)
         return outliers(self._stores[part].times_and_slowest(), factor, usual)
 
-    def report(self, part: str = "train", factor: float = 3.0) -> Table:
-        """A table of the phases, with outliers in words, to print with rich.
+    def report(self, part: str = "train", factor: float = 3.0) -> StepReport:
+        """A table of the phases, with outliers in words, to print.
 
         Args:
             part: of the fit, "train" or "valid".
@@ -94,12 +92,12 @@ class StepReadings(ABC):
         """
         found, rate = self.outliers(factor, part), samples_per_second(self._times(part))
         what = f"{self._stores[part].n:,} steps of {PARTS[part]}"
-        return report(self.percentiles(part), rate, found, factor, what)
+        return StepReport(self.percentiles(part), rate, found, factor, what)
 
     def _store(self, part: str) -> StepStore:
         if part not in PARTS:
             raise ValueError(f"part is {part!r}; give {' or '.join(map(repr, PARTS))}")
-        self._take_in()
+        self._read_device()
         return self._stores[part]
 
     def _times(self, part: str) -> list[StepTime]:

@@ -6,15 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from hookcb.events import PHASES
+from hookcb.printed import Printed
 from hookcb.units import duration
 
 FIRST_BATCH = "first batch of an epoch"
 DEVICE_PHASES = tuple(f"device_{phase}" for phase in PHASES)
 DEVICE_TOTAL = "device_total"
-DATA_BOUND = 0.2  # share of the time that steps wait for data, from which the report says so; a choice
+# share of the time that steps wait for data, from which reports say so; above it TensorBoard's plugin for
+# profiles recommends more workers (torch_tb_profiler 0.4.3, profiler/data.py)
+MUCH_DATA = 0.05
 N_SHOWN = 5  # outliers in the report
 
 
@@ -196,10 +201,8 @@ def _outlier(step: StepTime, medians: Mapping[str, float]) -> Outlier:
     return Outlier(step.epoch, step.step, step.total, ratio, phase, extra[phase], step.notes)
 
 
-def report(
-    of: Mapping[str, Percentiles], rate: float | None, found: Sequence[Outlier], factor: float, what: str
-) -> Table:
-    """A table of the phases, with what is to be said about them, to print with rich.
+class StepReport(Printed):
+    """A table of the phases, with what is to be said about them.
 
     Args:
         of: by phase, see `percentiles`.
@@ -208,22 +211,34 @@ def report(
         factor: from which multiple of the median they are.
         what: the steps are, for the title.
     """
-    table = Table(title=what if rate is None else f"{what}, {rate:,.0f} samples a second")
-    table.add_column("phase", no_wrap=True)
-    has_device = DEVICE_TOTAL in of
-    for column in ("share", "median", "90 %", "99 %", "longest", *(["on the device"] if has_device else [])):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name in (*PHASES, "total"):
-        x = of[name]
-        if name == "total":
-            table.add_section()
-        elif not x.max:
-            continue  # as of backward in validation
-        cells = [name, f"{x.share:.0%}", *(duration(seconds) for seconds in (x.p50, x.p90, x.p99, x.max))]
-        table.add_row(*cells, *([duration(of[f"device_{name}"].p50)] if has_device else []))
-    table.caption = "\n".join(findings(of, found, factor))
-    table.caption_justify = "left"
-    return table
+
+    def __init__(
+        self,
+        of: Mapping[str, Percentiles],
+        rate: float | None,
+        found: Sequence[Outlier],
+        factor: float,
+        what: str,
+    ) -> None:
+        self.of, self.title = of, what if rate is None else f"{what}, {rate:,.0f} samples a second"
+        self.lines = findings(of, found, factor)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=self.title)
+        table.add_column("phase", no_wrap=True)
+        device = ["on the device"] if DEVICE_TOTAL in self.of else []
+        for column in ("share", "median", "90 %", "99 %", "longest", *device):
+            table.add_column(column, justify="right", no_wrap=True)
+        for name in (*PHASES, "total"):
+            x = self.of[name]
+            if name == "total":
+                table.add_section()
+            elif not x.max:
+                continue  # as of backward in validation
+            cells = [name, f"{x.share:.0%}", *(duration(seconds) for seconds in (x.p50, x.p90, x.p99, x.max))]
+            table.add_row(*cells, *([duration(self.of[f"device_{name}"].p50)] if device else []))
+        yield table
+        yield Text("\n".join(self.lines))
 
 
 def findings(of: Mapping[str, Percentiles], found: Sequence[Outlier], factor: float) -> list[str]:
@@ -235,7 +250,7 @@ def findings(of: Mapping[str, Percentiles], found: Sequence[Outlier], factor: fl
         factor: from which multiple of the median they are.
     """
     share = of.get("device_data", of["data"]).share  # idle time, on a device
-    lines = [f"{share:.0%} of the time goes into waiting for data"] if share > DATA_BOUND else []
+    lines = [f"{share:.0%} of the time goes into waiting for data"] if share > MUCH_DATA else []
     if not found:
         return [*lines, f"no step took more than {factor:g} times the median"]
     first = sum(FIRST_BATCH in outlier.notes for outlier in found)

@@ -81,6 +81,11 @@ class ProfilerCallback(Callback, ProfileReadings):
         self._edges: list[Edge] = []
         self._windows, self.compiled = Windows(self.plan, {}, {}, self._follow), tuple[str, ...]()
 
+    @property
+    def n_switched(self) -> int:
+        """How often the profiler went on or off in this fit; `StepTimer` tells by it in which step."""
+        return self._windows.n_switched
+
     def before_fit(self) -> None:
         if any(isinstance(cb, ProfilerCallback) and cb is not self for cb in self.learn.cbs):
             raise RuntimeError("two profilers cannot run at once; attach one ProfilerCallback")

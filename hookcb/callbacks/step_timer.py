@@ -56,13 +56,13 @@ class StepTimer(Callback, StepReadings):
         self.run_valid = on_valid
         self._set_up(keep)
         self._clocks: dict[str, StepClock] = {}
-        self._part = "train"  # of the fit, in which it is now
+        self._clock: StepClock | None = None  # of the training or validation in progress
         self._edges: list[Edge] = []
         self._incidents: Incidents | None = None  # while a fit runs
 
     def before_fit(self) -> None:
         self.clear()
-        self._clocks, self._part = {}, "train"
+        self._clocks = {}
         device = place(self.model, None)
         for part in ("train", "valid") if self.run_valid else ("train",):
             store = self._stores[part]
@@ -71,6 +71,7 @@ class StepTimer(Callback, StepReadings):
             name = f"{self.name}_{part}"
             self._edges += follow_phases(self.learn, name, clock.begin, *follows, last=self.order)
             self._clocks[part] = clock
+        self._clock = self._clocks.get("train" if self.training else "valid")  # where it joins a running fit
         self._incidents = Incidents(self._note)
         self._incidents.open()
 
@@ -84,37 +85,37 @@ class StepTimer(Callback, StepReadings):
             self._begin("valid")
 
     def _begin(self, part: str) -> None:
-        self._part = part
-        if self._incidents is not None and part in self._clocks:
+        self._clock = self._clocks.get(part) if self._incidents is not None else None
+        if self._incidents is not None and self._clock is not None:
             self._incidents.follow(self.learn.cbs)
-            self._clocks[part].start()
+            self._clock.start()
 
     def after_cancel_batch(self) -> None:
         if self.training or not self.learn.is_nested:
             self._note("cancelled")
 
     def after_batch(self) -> None:
-        learn, clock = self.learn, self._clocks.get(self._part)
-        if self._incidents is None or clock is None or (not learn.training and learn.is_nested):
+        learn, clock, incidents = self.learn, self._clock, self._incidents
+        if clock is None or incidents is None or (not learn.training and learn.is_nested):
             return  # outside a fit, or in a validation in the middle of a batch
-        self._incidents.look()
+        incidents.look()
         step = learn.train_iter if learn.training else learn.iter
-        clock.end(self.epoch, step, n_samples(learn.xb))
+        clock.end(learn.epoch, step, n_samples(learn.xb))
 
     def after_fit(self) -> None:
         leave_phases(self.learn, self._edges)
         if self._incidents is not None:
             self._incidents.close()
-        self._incidents = None
+        self._incidents = self._clock = None
 
     def _note(self, text: str) -> None:
-        if self._incidents is not None and (clock := self._clocks.get(self._part)) is not None:
-            clock.note(text)
+        if self._clock is not None:
+            self._clock.note(text)
 
-    def _take_in(self) -> None:
+    def _read_device(self) -> None:
         for clock in self._clocks.values():
-            clock.put_away()
+            clock.read()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._take_in()
-        return super().__getstate__() | {"_clocks": {}, "_edges": [], "_incidents": None}
+        self._read_device()
+        return super().__getstate__() | {"_clocks": {}, "_clock": None, "_edges": [], "_incidents": None}
