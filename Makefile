@@ -32,6 +32,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/activations.py
 	$(BIN)/python benchmarks/activations.py --memory
 	$(BIN)/python benchmarks/gradients.py
+	$(BIN)/python benchmarks/profiler.py
 
 clean:
 	rm -rf $(VENV)

@@ -4,7 +4,6 @@
 """
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,11 +11,11 @@ from statistics import median
 
 import torch
 from rich.table import Table
+from timing import Group, compare_groups, wide_console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from workloads import WORKLOADS, Workload, loss_func
-from timing import Group, compare_groups, wide_console
 
 from hookcb import Callback, Learner, MemoryStats, ProfilerCallback, StepTimer
 
@@ -138,10 +137,40 @@ def do_layers_add_up() -> None:
     wide_console().print(table)
 
 
+def is_memory_counted() -> None:
+    """What MemoryStats counts as kept for the backward, against what torch keeps by its formulas."""
+    n, f, i = 64, 4, 8  # samples; bytes of a float32 and an int64
+    loss = n * 10 * f + f  # log-probabilities, and the sum of weights
+    conv = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(16 * 16 * 16, 10),
+    )  # fmt: skip
+    image, pooled = n * 16 * 32 * 32, n * 16 * 16 * 16
+    expected = {
+        # each ReLU's output, which the next Linear has as its input; the batch was there before
+        "mlp": (WORKLOADS["mlp"].model(), WORKLOADS["mlp"].batch(), 2 * n * 512 * f + loss),
+        # input and statistics of BatchNorm; ReLU's output, that of MaxPool its input; indices; Linear's input
+        "conv net": (
+            conv,
+            (torch.randn(n, 3, 32, 32), torch.randint(10, (n,))),
+            image * f + 2 * 16 * f + image * f + pooled * i + pooled * f + loss,
+        ),
+    }
+    table = Table(title="bytes kept for the backward")
+    for column in ("", "by formula", "MemoryStats"):
+        table.add_column(column, justify="right")
+    for name, (model, batch, n_bytes) in expected.items():
+        learn = Learner([batch], model, loss_func, torch.optim.SGD, lr=1e-3)
+        with learn.no_logging():
+            learn.fit(1, cbs=MemoryStats())
+        table.add_row(name, f"{n_bytes:,}", f"{learn.memory_stats.totals.kept:,}")
+    wide_console().print(table)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     n_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
-    with tempfile.TemporaryDirectory():
-        do_layers_add_up()
-        cost_inside(max(3, n_rounds // 2))
-        cost_outside(n_rounds)
+    is_memory_counted()
+    do_layers_add_up()
+    cost_inside(max(3, n_rounds // 2))
+    cost_outside(n_rounds)

@@ -92,8 +92,8 @@ def follow_phases(
 
 def leave_phases(learn: "Loop", edges: list[Edge]) -> None:
     """Ends what `follow_phases` began; a second time, and of edges that someone has removed, does nothing."""
+    if here := [edge for edge in edges if any(edge is cb for cb in learn.cbs)]:
+        learn.remove_cbs(here)
     for edge in edges:
-        if any(edge is cb for cb in learn.cbs):
-            learn.remove_cb(edge)
         learn.__dict__.pop(edge.name, None)
     edges.clear()

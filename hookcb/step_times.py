@@ -108,8 +108,9 @@ class Outlier:
 
     def __str__(self) -> str:
         happened = f"; {', '.join(self.notes)}" if self.notes else ""
+        ratio = f"{self.ratio:,.0f}" if self.ratio >= 100 else f"{self.ratio:.3g}"
         return (
-            f"step {self.step}, epoch {self.epoch}: {duration(self.seconds)}, {self.ratio:.3g} times the "
+            f"step {self.step}, epoch {self.epoch}: {duration(self.seconds)}, {ratio} times the "
             f"median; {self.phase} took {duration(self.extra)} more than usual{happened}"
         )
 

@@ -146,6 +146,11 @@ def test_an_outlier_exceeds_the_factor_and_does_not_just_reach_it():
     assert "; callbacks" not in str(outliers(steps, 2.9)[0])
 
 
+def test_a_large_multiple_is_a_plain_number():
+    (found,) = outliers([*(made_up(0.001, step=i) for i in range(9)), made_up(1.5204, step=9)], 3.0)
+    assert "1,520 times the median" in str(found)
+
+
 def test_medians_may_be_of_other_steps():
     slow = [made_up(9.0, step=i) for i in range(3)]
     assert outliers(slow, 3.0) == []

@@ -28,6 +28,7 @@ from hookcb import (
     step_clock,
 )
 from hookcb.callbacks.step_timer import StepTimer
+from hookcb.phases import Edge
 from hookcb.step_clock import PHASES
 from hookcb.step_times import FIRST_BATCH
 
@@ -338,6 +339,15 @@ def test_a_cancelled_batch_is_in_with_a_note(clock):
         assert [step.step for step in timer.times] == [0, 1, 2]
 
 
+def test_a_batch_cancelled_in_a_validation_in_its_middle_is_not_cancelled():
+    def validate(cb):
+        if cb.training and cb.train_iter == 1:
+            cb.learn.validate(cbs=spy([], "b", {("after_pred", 0): CancelBatchException()}))
+
+    timer = timed(make_learner(), 1, [Callback(after_loss=validate)], on_valid=True)
+    assert timer.times[1].notes == ("validation",)
+
+
 @pytest.mark.parametrize("cancel", [CancelTrainException, CancelEpochException])
 def test_a_batch_whose_training_is_cancelled_is_out(clock, cancel):
     slow = Callback(name="slow", after_cancel_train=lambda cb: clock.sleep())
@@ -520,6 +530,7 @@ def test_it_is_copied_in_the_middle_of_a_fit():
     assert [step.step for step in pickled.times] == [step.step for step in copied.times] == [0, 1]
     assert [step.step for step in timer.times] == [0, 1, 2, 3, 4]
     loaded.validate()
+    assert [cb.begin for cb in loaded.cbs if isinstance(cb, Edge)] == [None, None]  # and not another's clock
     assert loaded.step_timer.times == copied.times
 
 
