@@ -57,10 +57,22 @@ from hookcb.summary import Summary, layer_info, module_summary
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
 
 __version__ = "0.1.0"
+from hookcb.loggers import (
+    CSVLogger,
+    JSONLLogger,
+    Log,
+    Logger,
+    MLflowLogger,
+    TensorBoardLogger,
+    read_csv,
+    read_jsonl,
+)
+from hookcb.watch import Watch, watch
 
 __all__ = [
     "EMA",
     "ActivationStats",
+    "CSVLogger",
     "Callback",
     "CancelBackwardException",
     "CancelBatchException",
@@ -85,9 +97,13 @@ __all__ = [
     "Hook",
     "HookCallback",
     "Hooks",
+    "JSONLLogger",
     "LRFind",
     "Learner",
+    "Log",
+    "Logger",
     "Loop",
+    "MLflowLogger",
     "MaxTime",
     "MemoryStats",
     "Metrics",
@@ -102,9 +118,11 @@ __all__ = [
     "Schedule",
     "StepTimer",
     "Summary",
+    "TensorBoardLogger",
     "TerminateOnNaN",
     "TerminateOnNaNCallback",
     "WarmupCosine",
+    "Watch",
     "accuracy",
     "assert_no_hooks",
     "check_callback",
@@ -121,7 +139,10 @@ __all__ = [
     "model_sizes",
     "module_summary",
     "num_features_model",
+    "read_csv",
+    "read_jsonl",
     "synth_learner",
     "total_params",
     "unfreeze",
+    "watch",
 ]

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -32,7 +33,8 @@ class GradientRecorder:
     def __init__(
         self, readings: GradientReadings, model: nn.Module, which: Which | Iterable[Which] | None
     ) -> None:
-        self._readings, self._model, self._which = readings, model, which
+        self._readings, self._which = readings, which
+        self._model_ref = ref(model)  # as a loop that is watched ends with its model
         self._reader = GradientReader(find_params(model, which))
         self._n_steps = 0
         self._step: StepTaken | None = None  # in progress, where it is looked at
@@ -40,11 +42,18 @@ class GradientRecorder:
         self._outputs = None if stats is None else OutputHooks(model, stats)
         self._watch = StepWatch(self._at_step)
 
-    def refresh(self, opt: Optimizer) -> None:
-        """Takes in what the model and the optimizer have now."""
+    @property
+    def _model(self) -> nn.Module:
+        if (model := self._model_ref()) is None:
+            raise RuntimeError("the model whose gradients were read is gone")
+        return model
+
+    def refresh(self, opt: Optimizer | None) -> None:
+        """Takes in what the model and the optimizer, where one is known, have now."""
         with suppress(LookupError):  # what was selected has gone
             self._reader.refresh(find_params(self._model, self._which), running_stats(self._model))
-        self._watch.note(opt)
+        if opt is not None:
+            self._watch.note(opt)
 
     # ---- gradients of outputs
 
@@ -85,6 +94,8 @@ class GradientRecorder:
         if looking:
             lr, scale = kept(opt.param_groups[-1]["lr"]), scale_of(scaler, self._model)
             own = 1.0 if is_unscaled(scaler, opt) else scale
+            if scaler is None and isinstance(set_by_one := getattr(opt, "grad_scale", None), Tensor):
+                own = scale = kept(set_by_one)  # a GradScaler that is not known, for a fused optimizer
             self._step = StepTaken(self._reader.before_step(own), lr, scale)
 
     @torch.no_grad()

@@ -68,6 +68,8 @@ class StepWatch:
         if not (self._is_made or has_scaler or is_cancelled):
             self._on_step()  # made by hand, or by an optimizer without hooks
             return 0.0
+        if is_cancelled:  # in a loop that is not ours the optimizer is called all the same
+            return 1.0
         if self._found_inf is not None:
             return kept((self._found_inf.reshape(()) > 0).double())
         return 0.0 if self._is_made else 1.0

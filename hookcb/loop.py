@@ -72,10 +72,30 @@ class Loop:
         return self.yb[0] if len(self.yb) == 1 else self.yb
 
     @property
+    def batch_loss(self) -> Any:
+        """The loss of the batch, under a name that every loop has."""
+        return self.loss
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether the model is being called already when its batch begins."""
+        return False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the code that asks is run by the loop, and not by another thread."""
+        return True
+
+    @property
+    def epoch_index(self) -> int:
+        """Index of the epoch, under a name that every loop has."""
+        return self.epoch
+
+    @property
     def pct_train(self) -> float:
         """Share of the fit's training that is done, 0..1; by whole epochs where the loader has no length."""
         of_epoch = (self.train_iter - self.epoch_began) / self._n_train if self._n_train else 0.0
-        return min(1.0, (self.epoch + of_epoch) / max(1, self.n_epoch))
+        return min(1.0, (self.epoch_index + of_epoch) / max(1, self.n_epoch))
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
         """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
@@ -374,7 +394,7 @@ class Loop:
         """Where the loop is at `event`, for a message; epochs and batches count from 0, as `iter`."""
         position = []
         if self.fitting and not event.endswith("_fit"):
-            position.append(f"epoch {self.epoch}")
+            position.append(f"epoch {self.epoch_index}")
         if event in BATCH_EVENTS:
             position.append(f"{'batch' if self.training else 'validation batch'} {self.iter}")
         return position

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ class MemoryWatch:
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], is_open: Callable[[], bool]) -> None:
-        self.layers, self.is_open = dict(layers), is_open
+        self.layers, self.is_open = WeakValueDictionary(layers), is_open  # a model may end before its watch
         self.ledger = Ledger()
         self.seen: Forward | None = None
         self.inside: dict[str, str] = {}
@@ -125,8 +126,11 @@ class MemoryWatch:
 
     # ---- from before the forward until the loss is there
 
-    def begin(self, model: nn.Module, given: object) -> None:
-        """Puts the hooks on; `given` holds the tensors of the batch."""
+    def begin(self, model: nn.Module, given: object, is_called: bool = False) -> None:
+        """Puts the hooks on; `given` holds the tensors of the batch.
+
+        Where the model `is_called` already, those on the model itself come too late for its beginning.
+        """
         self.drop()
         own = [*model.parameters(), *model.buffers()]
         allocator = Allocator.of(own)
@@ -141,6 +145,8 @@ class MemoryWatch:
             self.drop()
             raise
         self._forward, self._mark = forward, self._meter.begin()
+        if is_called and id(model) in self._names and model._compiled_call_impl is None:
+            self.enter(model, given, {})
 
     def begin_loss(self, given: object) -> None:
         """The model is done; what is saved from now on is the loss's. `given` holds the targets."""
@@ -196,7 +202,7 @@ class MemoryWatch:
             for name, m in self.layers.items()
             if id(m) in inside and name not in compiled
         }
-        layers = {"": unwrapped(model)} | self.layers  # the model always, as it tells what is there before
+        layers = {"": unwrapped(model), **self.layers}  # the model always, as it tells what is there before
         plain = {
             name: m
             for name, m in layers.items()

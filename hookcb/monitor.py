@@ -103,4 +103,5 @@ def _metric_names(learn: "Loop") -> list[str]:
 
 
 def _has_valid(learn: "Loop") -> bool:
-    return getattr(getattr(learn, "dls", None), "valid", None) is not None
+    # a loop that is not ours has no loaders, and may validate
+    return not hasattr(learn, "dls") or getattr(learn.dls, "valid", None) is not None

@@ -67,8 +67,8 @@ class SavedTensors:
         return ""
 
     def stop(self) -> None:
-        """Ends; a second time does nothing."""
-        if not self.is_on:
+        """Ends; a second time does nothing, nor in a backward: autograd puts back what was on before."""
+        if not self.is_on or torch._C._current_graph_task_id() != -1:
             return
         _ON.remove(self)
         _listen_to_transforms(bool(_ON))

@@ -26,6 +26,7 @@ ARGUMENTS = {
     "HookCallback": {"hook": mean},
     "Compile": {"backend": "eager"},
     "Freeze": {"where": "0"},
+    "Log": {"logger": "log.jsonl"},
     "MaxTime": {"seconds": 60},
     "MemoryStats": {"every": 1},
     "ProfilerCallback": {"wait": 0, "warmup": 1, "active": 1, "repeat": 0},

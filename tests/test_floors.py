@@ -81,9 +81,9 @@ FLOORS = [
         "sampling",
     },
     {"callbacks"},
-    {"lr_find", "report", "resume", "summary"},
-    {"loop", "learner"},
-    {"testing", "demo", "cli"},
+    {"loggers", "lr_find", "report", "resume", "summary"},
+    {"followed", "learner", "loop", "watch", "watch_limits", "watch_taps"},
+    {"adapters", "cli", "demo", "testing"},
 ]
 
 

@@ -93,6 +93,8 @@ class GradientHealth(Callback, GradientReadings):
         if self._recorder:
             self._recorder.note_scale(self.learn.scaler)
 
+    after_pred = before_backward  # in a loop that is not ours the first gradient may be there before
+
     def after_cancel_batch(self) -> None:
         if self._recorder and self.training:
             self._recorder.drop_batch()

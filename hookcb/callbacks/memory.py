@@ -84,7 +84,7 @@ class MemoryStats(SamplingCallback, MemoryReadings):
         if self._watch:  # else no fit runs
             super().before_batch()
             if self.is_looking:
-                self._watch.begin(self.model, (self.xb, self.yb))
+                self._watch.begin(self.model, (self.xb, self.yb), self.learn.is_calling)
 
     def after_pred(self) -> None:
         if self.is_looking and self._watch:
@@ -135,7 +135,7 @@ class MemoryStats(SamplingCallback, MemoryReadings):
         )
 
     def _is_training(self) -> bool:
-        return self.learn.training  # not in a validation in the middle of the batch
+        return self.learn.training and self.learn.is_here  # not in a validation in the middle of the batch
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # another process has memory of its own

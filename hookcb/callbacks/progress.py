@@ -41,7 +41,7 @@ class Progress(Callback):
         if self._display is None or (now := time.perf_counter()) - self._drawn < self.every_seconds:
             return
         self._drawn = now
-        epoch = f"epoch {self.epoch + 1}/{self.n_epoch}"
+        epoch = f"epoch {self.epoch + 1}" + (f"/{self.n_epoch}" if self.n_epoch else "")
         loss = self.loss
         doing = (
             f"{epoch}  loss {float(loss.detach()):.4f}"

@@ -63,8 +63,9 @@ class Recorder(Callback):
     def after_loss(self) -> None:
         learn = self.learn
         # kept now, as the loss may be scaled for backward, and the rate stepped before the batch ends
-        lr = kept(learn.opt.param_groups[-1]["lr"]) if learn.training else 0.0
-        self.phase_state["batch"] = kept(learn.loss), lr
+        has_rate = learn.training and learn.opt is not None  # a loop that is watched may have none yet
+        lr = kept(learn.opt.param_groups[-1]["lr"]) if has_rate else float("nan")
+        self.phase_state["batch"] = kept(self.loss), lr, batch_size((*learn.yb, learn.xb))
 
     def after_cancel_batch(self) -> None:
         self.phase_state.pop("batch", None)
@@ -73,8 +74,7 @@ class Recorder(Callback):
         learn, state = self.learn, self.phase_state
         if "batch" not in state:
             return
-        loss, lr = state.pop("batch")
-        size = batch_size((*learn.yb, learn.xb))
+        loss, lr, size = state.pop("batch")
         if not learn.training:
             state.setdefault("losses", _Losses()).add(loss, size)
         elif learn.fitting:

@@ -100,7 +100,7 @@ class StepTimer(Callback, StepReadings):
             return  # outside a fit, or in a validation in the middle of a batch
         incidents.look()
         step = learn.train_iter if learn.training else learn.iter
-        clock.end(learn.epoch, step, n_samples(learn.xb))
+        clock.end(self.epoch, step, n_samples(learn.xb))
 
     def after_fit(self) -> None:
         leave_phases(self.learn, self._edges)

@@ -1,0 +1,43 @@
+"""Hugging Face's Trainer with callbacks of hookcb; `pip install 'hookcb[transformers]'`.
+
+The model is a tiny BERT made from its configuration, and the data random: nothing is downloaded.
+"""
+
+import tempfile
+
+import torch
+from rich import print
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+from hookcb import ActivationStats, GradientHealth
+from hookcb.adapters.transformers import HookcbCallback
+
+torch.manual_seed(0)
+ids = torch.randint(0, 50, (256, 8))
+labels = (ids[:, 0] > 24).long()  # it has to look at the first word
+data = [{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
+config = BertConfig(
+    vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+)
+model = BertForSequenceClassification(config)
+
+with (
+    tempfile.TemporaryDirectory() as folder,
+    # the block takes hooks off also after an exception, of which the trainer does not tell
+    HookcbCallback(ActivationStats(modules="*.output.dense"), GradientHealth()) as inside,
+):
+    args = TrainingArguments(
+        folder,
+        num_train_epochs=2,
+        per_device_train_batch_size=32,
+        learning_rate=2e-3,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    Trainer(model, args, train_dataset=data, callbacks=[inside]).train()
+
+print(inside.activation_stats.report())
+print(inside.gradient_health.check() or "gradients: nothing found")
+print(str(inside.coverage))

@@ -1,0 +1,54 @@
+"""What can be logged to."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hookcb.loggers.base import Logger
+from hookcb.loggers.csv import CSVLogger
+from hookcb.loggers.jsonl import JSONLLogger
+
+FILES: dict[str, Callable[[Path], Logger]] = {".jsonl": JSONLLogger, ".csv": CSVLogger}
+POSSIBLE = (
+    "give a JSONLLogger, CSVLogger, TensorBoardLogger or MLflowLogger, a path that ends in .jsonl or .csv, "
+    "or an object with a method log(values, step=…), as a run of wandb, trackio or swanlab has"
+)
+
+
+def as_logger(thing: Any) -> Logger:
+    """A logger of what was given: of a path one that writes there, otherwise the object itself.
+
+    Raises:
+        TypeError: where nothing can be logged to it.
+        ValueError: for a path to something else.
+
+    >>> from hookcb.loggers import as_logger
+    >>> as_logger("runs/first.csv").path.name
+    'first.csv'
+    """
+    if isinstance(thing, str | Path):
+        path = Path(thing)
+        if path.suffix not in FILES:
+            raise ValueError(f"{str(thing)!r} ends in neither of {', '.join(FILES)}; {POSSIBLE}")
+        return FILES[path.suffix](path)
+    if isinstance(thing, type) or not _takes_values(getattr(thing, "log", None)):
+        hint = "an instance, not the class" if isinstance(thing, type) else _hint(thing)
+        raise TypeError(f"nothing can be logged to {thing!r:.80}; {hint or POSSIBLE}")
+    logger: Logger = thing
+    return logger
+
+
+def _takes_values(log: Any) -> bool:
+    """Whether it can be called as `log({}, step=0)`."""
+    try:
+        inspect.signature(log, follow_wrapped=False).bind({}, step=0)  # some wrap what takes a `self` too
+    except (TypeError, ValueError):  # ValueError: a function written in C, such as math.log
+        return False
+    return True
+
+
+def _hint(thing: Any) -> str:
+    if hasattr(thing, "add_scalar"):
+        return "of a SummaryWriter give the folder, TensorBoardLogger(folder)"
+    return "of MLflow give a run, MLflowLogger(run)" if hasattr(thing, "log_metric") else ""

@@ -1,0 +1,80 @@
+"""CSVLogger: a line for each number."""
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hookcb.loggers.lines import LineFile
+
+HEADER = b"step,name,value\n"
+
+
+class CSVLogger:
+    """Writes each number as a line `step,name,value`, so that names may come and go.
+
+    The lines of a record are with the operating system when `log` returns, so that they stay if the process
+    is killed. A file that is there goes on. NaN and infinities are `nan`, `inf` and `-inf`, as Python, pandas
+    and spreadsheets read them.
+
+    Args:
+        path: of the file; its folder is made where it is missing.
+
+    Raises:
+        ValueError: where there is another file, or a folder.
+
+    >>> from tempfile import mkdtemp
+    >>> from hookcb.loggers import CSVLogger, read_csv
+    >>> logger = CSVLogger(mkdtemp() + "/run.csv")
+    >>> logger.log({"loss": 0.25, "lr": 0.1}, step=0)
+    >>> logger.path.read_text().splitlines()
+    ['step,name,value', '0,loss,0.25', '0,lr,0.1']
+    >>> read_csv(logger.path)[1]
+    {'step': 0, 'name': 'lr', 'value': 0.1}
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        _file(self.path).check()
+
+    def log(self, values: Mapping[str, float], /, step: int) -> None:
+        """Appends a line for each value.
+
+        Raises:
+            ValueError: where a name has a line break.
+            OSError: where it cannot be written.
+        """
+        if broken := [name for name in values if "\n" in name or "\r" in name]:
+            raise ValueError(f"a value is named {broken[0]!r}; give it a name without line breaks")
+        text = io.StringIO()
+        rows = ((int(step), name, float(value)) for name, value in values.items())
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        _file(self.path).append(text.getvalue())
+
+    def __repr__(self) -> str:
+        return f"CSVLogger({str(self.path)!r})"
+
+
+def read_csv(path: str | Path) -> list[dict[str, Any]]:
+    """What a `CSVLogger` has written: a dict for each number, `{"step": 50, "name": "loss", "value": 0.25}`.
+
+    The last line is left out where it was never finished. A resumed fit writes the steps since its
+    checkpoint a second time.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: for another file; it names the line that cannot be read.
+    """
+    rows, file = [], _file(Path(path))
+    for number, line in file.read():
+        try:
+            ((step, name, value),) = csv.reader([line])
+            rows.append({"step": int(step), "name": name, "value": float(value)})
+        except (csv.Error, ValueError) as error:
+            raise file.broken(number) from error
+    return rows
+
+
+def _file(path: Path) -> LineFile:
+    return LineFile(path, HEADER, HEADER)

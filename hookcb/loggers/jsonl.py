@@ -1,0 +1,108 @@
+"""JSONLLogger: a line of JSON for each record."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hookcb.loggers.base import Histogram
+from hookcb.loggers.lines import LineFile
+
+NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+START = '{"step": '
+
+
+class JSONLLogger:
+    """Writes each record as a line of JSON: `{"step": 50, "loss": 0.25}`; made for reading after a crash.
+
+    Each record is with the operating system when `log` returns, so that it stays if the process is killed.
+    A file that is there goes on. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", as
+    JSON has no numbers for them; `read_jsonl` makes numbers of them again.
+
+    Args:
+        path: of the file; its folder is made where it is missing.
+
+    Raises:
+        ValueError: where there is another file, or a folder.
+
+    >>> from tempfile import mkdtemp
+    >>> from hookcb.loggers import JSONLLogger, read_jsonl
+    >>> logger = JSONLLogger(mkdtemp() + "/run.jsonl")
+    >>> logger.log({"loss": 0.25, "lr": 0.1}, step=0)
+    >>> logger.log({"loss": float("inf")}, step=1)
+    >>> logger.path.read_text().splitlines()[1]
+    '{"step": 1, "loss": "Infinity"}'
+    >>> read_jsonl(logger.path)
+    [{'step': 0, 'loss': 0.25, 'lr': 0.1}, {'step': 1, 'loss': inf}]
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        _file(self.path).check()
+
+    def log(self, values: Mapping[str, float], /, step: int) -> None:
+        """Appends a line.
+
+        Raises:
+            ValueError: where a value is named "step".
+            OSError: where it cannot be written.
+        """
+        self._append(step, {name: float(value) for name, value in values.items()})
+
+    def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
+        """Appends a line of histograms: each an object of `low`, `high`, `counts` and the others."""
+        self._append(step, {name: asdict(hist) for name, hist in hists.items()})
+
+    def _append(self, step: int, values: Mapping[str, Any]) -> None:
+        if "step" in values:
+            raise ValueError("a value is named 'step', as the step itself is; give it another name")
+        line = json.dumps({"step": int(step), **_encoded(values)})
+        _file(self.path).append(line + "\n")
+
+    def __repr__(self) -> str:
+        return f"JSONLLogger({str(self.path)!r})"
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """What a `JSONLLogger` has written: a dict for each record, `{"step": 50, "loss": 0.25}`.
+
+    The last line is left out where it was never finished. A resumed fit writes the steps since its
+    checkpoint a second time.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: for another file; it names the line that cannot be read.
+    """
+    rows: list[dict[str, Any]] = []
+    file = _file(Path(path))
+    for number, line in file.read():
+        try:
+            row = _decoded(json.loads(line))
+            rows.append({"step": row.pop("step"), **row})
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:  # TypeError: of a list
+            raise file.broken(number) from error
+    return rows
+
+
+def _file(path: Path) -> LineFile:
+    return LineFile(path, START.encode())
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _encoded(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(x) for x in value]
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _decoded(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_decoded(x) for x in value]
+    return NONFINITE[value] if isinstance(value, str) else value

@@ -1,0 +1,89 @@
+"""Newest: what the recorders of a fit have recorded last, under names that stay the same."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import NamedTuple
+
+from hookcb.activation_readings import ActivationReadings
+from hookcb.callback import Callback
+from hookcb.callbacks.activations import ActivationStats
+from hookcb.callbacks.gradients import GradientHealth
+from hookcb.callbacks.step_timer import StepTimer
+from hookcb.grad_stats import STEP_STATS
+from hookcb.gradient_readings import GradientReadings
+from hookcb.loggers.base import Histogram
+from hookcb.readings import LayerReadings
+
+# what names begin with, by the name of the callback; of another name they begin with that
+PREFIXES = {"activation_stats": "activations", "gradient_health": "gradients", "step_timer": "time"}
+
+
+class Reading(NamedTuple):
+    """What was recorded at a step."""
+
+    step: int
+    values: dict[str, float]
+    hists: dict[str, Histogram]
+
+
+class Newest:
+    """Reads each record once, and only the newest; made when a fit begins.
+
+    To read has what waits reduced, and on a GPU waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}  # the record, by prefix
+        self._ranges: dict[str, tuple[float, float]] = {}  # of histograms, by name: they stay the same
+
+    def read(self, cbs: Iterable[Callback]) -> Iterator[Reading]:
+        """The newest records of these callbacks, without those that were read before."""
+        for cb in cbs:
+            prefix = PREFIXES.get(cb.name, cb.name)
+            if isinstance(cb, ActivationStats):
+                yield from self._of_layers(prefix, cb)
+            elif isinstance(cb, GradientHealth):
+                for reading in self._of_layers(prefix, cb):
+                    steps = {f"{prefix}/step/{stat}": cb.step_series(stat)[-1] for stat in STEP_STATS}
+                    yield reading._replace(values=reading.values | steps)
+                if cb.output_stats is not None:
+                    yield from self._of_layers(f"{prefix}_of_outputs", cb.output_stats)
+            elif isinstance(cb, StepTimer):
+                yield from self._of_times(prefix, cb)
+
+    def _of_layers(self, prefix: str, readings: LayerReadings) -> Iterator[Reading]:
+        store = readings.store_of("train")
+        if not store.infos or self._seen.get(prefix) == store.infos[-1].record:
+            return
+        record, _, step = store.infos[-1]
+        self._seen[prefix] = record
+        reading = Reading(step, {}, {})
+        for name in store.names:
+            numbers = store.row(record, name).tolist()
+            if all(x != x for x in numbers):
+                continue  # it was not called
+            stats = dict(zip(readings.columns, numbers, strict=False))
+            if isinstance(readings, GradientReadings) and readings.about[name][1] < 2:
+                del stats["zero_rows"]  # which it has none of
+            reading.values.update({f"{prefix}/{name}/{stat}": x for stat, x in stats.items()})
+            if isinstance(readings, ActivationReadings) and readings.with_hist:
+                below, *counts, above = numbers[len(readings.columns) :]
+                low, high = self._range(f"{prefix}/{name}", readings, name)
+                of_bins = Histogram(low, high, tuple(counts), below, above, stats["min"], stats["max"])
+                reading.hists[f"{prefix}/{name}"] = of_bins
+        yield reading
+
+    def _range(self, key: str, readings: ActivationReadings, name: str) -> tuple[float, float]:
+        if key not in self._ranges:
+            edges = readings.hist_edges(name).tolist()
+            self._ranges[key] = edges[0], edges[-1]
+        return self._ranges[key]
+
+    def _of_times(self, prefix: str, timer: StepTimer) -> Iterator[Reading]:
+        if not (times := timer.times) or self._seen.get(prefix) == times[-1].step:
+            return
+        newest = times[-1]
+        self._seen[prefix] = newest.step
+        seconds = {field.name: getattr(newest, field.name) for field in fields(newest)}
+        named = {f"{prefix}/{name}": x for name, x in seconds.items() if isinstance(x, float)}
+        yield Reading(newest.step, named, {})

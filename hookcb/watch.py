@@ -1,0 +1,328 @@
+"""watch: callbacks on any training loop, which stays as it is."""
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hookcb.callback import Callback
+from hookcb.followed import Followed
+from hookcb.hooks import Hook, detached
+from hookcb.watch_limits import WatchCoverage
+from hookcb.watch_taps import CompiledTap, StepTap, in_backward, in_transform, n_running
+
+Optimizers = Optimizer | Iterable[Optimizer] | None
+
+
+def watch(
+    model: nn.Module,
+    optimizer: "Optimizers | Callback | type[Callback]" = None,
+    *cbs: Callback | type[Callback],
+    scaler: torch.amp.GradScaler | None = None,
+) -> "Watch":
+    """Has callbacks follow a training loop that stays as it is, until `close()` or the end of a `with` block.
+
+    Events come from hooks on the model and on the steps of its optimizers:
+
+    - a batch begins where the model is called in train mode with gradients on, after the last one's backward
+      or step: several calls before a backward are of one batch, backwards without a step accumulate;
+    - a call in eval mode is a batch of validation; one in train mode without gradients is left out;
+    - the backward is seen as gradients come to what the model returned, or to `w.loss(loss)`;
+    - a batch ends when all optimizers have made a step, else when the next one begins.
+
+    It follows the thread that it was made in. Several watches may follow one model, each with callbacks of
+    its own. `w.coverage` has what could not be seen or was left out, and why.
+
+    Args:
+        model: the model as the loop calls it: what torch.compile or DistributedDataParallel gave.
+        optimizer: one or several; None follows all that have parameters of the model.
+        *cbs: callbacks; they become attributes, `w.activation_stats`. A cancel of theirs goes unheard, an
+            error of theirs reaches the loop and ends the watch. Those that take part in the training, such as
+            `MixedPrecision`, are refused.
+        scaler: the loop's GradScaler; callbacks then know of its scale, which gradients of outputs need.
+
+    Raises:
+        TypeError, ValueError, LookupError: for what cannot be watched, before anything is hooked.
+
+    >>> import torch
+    >>> from hookcb import ActivationStats, watch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    >>> opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with watch(model, opt, ActivationStats()) as w:
+    ...     for x in torch.randn(3, 8, 2):
+    ...         model(x).square().mean().backward()
+    ...         opt.step()
+    ...         opt.zero_grad()
+    >>> len(w.activation_stats.stats), w.activation_stats.names
+    (3, ['0', '2'])
+    """
+    if isinstance(optimizer, Callback) or (isinstance(optimizer, type) and issubclass(optimizer, Callback)):
+        return Watch(model, [], [optimizer, *cbs], scaler)
+    return Watch(model, _checked_optimizers(optimizer), cbs, scaler)
+
+
+def _checked_optimizers(optimizer: Any) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
+    found = list(optimizer) if several else [optimizer]
+    if not all(isinstance(opt, Optimizer) for opt in found):
+        raise TypeError(
+            f"optimizer is {optimizer!r:.80}; give a torch optimizer, several, or None to find them"
+        )
+    return [_unwrapped(opt) for opt in found]
+
+
+def _unwrapped(opt: Optimizer) -> Optimizer:
+    """The optimizer whose step is called in the end; Accelerate wraps it."""
+    while isinstance(inner := getattr(opt, "optimizer", None), Optimizer):
+        opt = inner
+    return opt
+
+
+class Watch(Followed):
+    """Follows a training loop by hooks on the model and its optimizers; see `watch`, which makes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        cbs: Iterable[Callback | type[Callback]],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"scaler is {scaler!r:.80}; give the loop's torch.amp.GradScaler, or None")
+        self._thread = threading.get_ident()
+        self._is_given = bool(optimizers)
+        self._optimizers: WeakSet[Optimizer] = WeakSet(optimizers)  # that have made, or will make, steps
+        self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with their number of groups
+        self._covers_all = self._is_given  # whether no other optimizer is to be expected
+        self._stepped: set[int] = set()  # ids of those that made a step in this batch
+        self._stepping: Optimizer | None = None
+        self._n_calls = 0  # of the model, inside one another
+        self._is_followed = self._is_aside = self._has_closure = False
+        self._hooks: list[Any] = []
+        self._compiled: CompiledTap | None = None
+        try:
+            if isinstance(model, nn.Module):
+                self._hook(model)
+            super().__init__(model, list(cbs), optimizers[0] if optimizers else None, scaler)
+        except BaseException:
+            self._unhook(model)
+            raise
+        self._closing = finalize(model, _close, ref(self))
+
+    def _hook(self, model: nn.Module) -> None:
+        # ahead of those of callbacks: who reads gradients at a step has to hear of the step before
+        hooks = self._hooks
+        hooks.append(register_optimizer_step_pre_hook(StepTap(self._step_begins)))
+        hooks.append(register_optimizer_step_post_hook(StepTap(self._step_ends)))
+        hooks.append(Hook(model, self._call_begins, detach=False, pre=True, with_kwargs=True))
+        hooks.append(Hook(model, self._call_gives, detach=False))
+        hooks.append(Hook(model, self._call_ends, detach=False, always_call=True))
+        self._tap_compiled(model)
+
+    def _tap_compiled(self, model: nn.Module) -> None:
+        if self._compiled is None and model._compiled_call_impl is not None:
+            self._compiled = CompiledTap(
+                model,
+                lambda args, kwargs: self._call_begins(self.model, args, kwargs),
+                lambda output: self._call_gives(self.model, (), output),
+                lambda: self._call_ends(self.model, (), None),
+            )
+
+    def _unhook(self, model: nn.Module | None) -> None:
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        if self._compiled is not None:
+            self._compiled.close(model)
+
+    # ---- the model
+
+    def _call_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._is_elsewhere() or self.close_failed():
+            return
+        # one that Ctrl-C has ended was not counted down
+        self._n_calls = n_running("_wrapped_call_impl", m) if self._n_calls else 1
+        if self._n_calls > 1:
+            return
+        self._leave_aside()
+        self._is_followed = not self._is_recomputing() and (torch.is_grad_enabled() or not m.training)
+        if self._is_followed:
+            self._follow(m, args or kwargs)
+        elif not torch.is_grad_enabled():
+            self.facts.n_without_grad += 1
+            if not self.training:
+                self.end_batch()
+            self._is_aside, self.training = self.training, False  # callbacks look at their own phase only
+
+    def _leave_aside(self) -> None:
+        if self._is_aside:
+            self.training, self._is_aside = True, False
+
+    def _follow(self, m: nn.Module, xb: Any) -> None:
+        """A call begins that is a batch, or belongs to the one that is open."""
+        self.facts.n_calls += 1
+        training = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
+        if not (training and self._goes_on()):
+            self.facts.n_cut += not training and self._is_waiting()
+            self.begin_batch(training, detached(xb) if in_transform() else xb)
+
+    def _is_recomputing(self) -> bool:
+        """Whether a backward is at work, and activation checkpointing runs the forward again."""
+        return in_backward() and self._is_open() and self._backward != "over"
+
+    def _is_open(self) -> bool:
+        return self.has_batch and self.training
+
+    def _is_waiting(self) -> bool:
+        """Whether a training batch is open whose backward has yet to come."""
+        return self._is_open() and self._backward is None and not self._stepped
+
+    def _goes_on(self) -> bool:
+        """Whether this call belongs to the batch that is open."""
+        return self._is_waiting() or (self._is_open() and self._in_closure())
+
+    def _call_gives(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_elsewhere():
+            return
+        if self._n_calls == 1 and self._is_followed and self.has_batch:
+            self.has_pred(detached(output) if in_transform() else output)
+
+    def _call_ends(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_elsewhere():
+            return
+        self._n_calls = max(0, self._n_calls - 1)
+        if not self._n_calls:
+            self._leave_aside()
+
+    # ---- what the loop may tell
+
+    def begin_batch(self, training: bool, xb: Any) -> None:
+        """See `Followed`; a new batch has had no step."""
+        self._stepped.clear()
+        super().begin_batch(training, xb)
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Tells the loss of the batch, see `Followed`; where no call was seen, a batch begins with it."""
+        if isinstance(loss, Tensor):
+            if not self.facts.n_calls and not (loss.requires_grad and self._is_waiting()):
+                self.begin_batch(loss.requires_grad, ())  # only parts of the model are called
+            elif self.training and not loss.requires_grad:  # of a call aside
+                self.facts.n_losses_outside += 1
+                return loss
+        return super().loss(loss)
+
+    def begin_step(self, opt: Optimizer) -> None:
+        """See `Followed`; a loop that clips gradients may call it before, for what they are then."""
+        self.facts.tells_steps |= self._stepping is None
+        super().begin_step(_unwrapped(opt))
+
+    # ---- the optimizers
+
+    def _step_begins(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_ours(opt) or (self._stepping is not opt and self._is_stepping()):
+            return None
+        self._stepping = opt
+        self._has_closure = any(map(callable, (*args, *kwargs.values())))
+        if id(opt) in self._stepped or (self._stepped and self._has_closure):
+            self.end_batch()
+        if self._has_closure:  # it calls the model inside the step
+            self.facts.n_closures += isinstance(opt, LBFGS)
+            return tuple(self._telling(x, opt) for x in args), {
+                name: self._telling(x, opt) for name, x in kwargs.items()
+            }
+        self.facts.eval_trains |= self.has_batch and not self.training and torch.is_grad_enabled()
+        self.facts.n_steps_alone += not self.has_batch
+        self.begin_step(opt)
+        return None
+
+    def _telling(self, x: Any, opt: Optimizer) -> Any:
+        """The closure of a step, which then tells that gradients are there; of LBFGS as it is."""
+        if not callable(x) or isinstance(opt, LBFGS):
+            return x
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            loss = x(*args, **kwargs)
+            if self._stepping is opt:
+                self.begin_step(opt)
+            return loss
+
+        return closure
+
+    def _step_ends(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.is_here or self._stepping is not opt:
+            return
+        self._stepping = None
+        self.end_step()
+        self._stepped.add(id(opt))
+        if self._covers_all and len(self._stepped) >= len(self._optimizers):
+            self.end_batch()
+        self._tap_compiled(self.model)  # it may have been compiled since
+
+    def _is_stepping(self) -> bool:
+        """Whether an optimizer is in the middle of its step, which has not raised."""
+        return self._stepping is not None and n_running("wrapper", self._stepping) > 0
+
+    def _in_closure(self) -> bool:
+        return self._has_closure and self._is_stepping()
+
+    def _is_ours(self, opt: Optimizer) -> bool:
+        is_ours = opt in self._optimizers or (not self._is_given and self._is_found(opt))
+        return is_ours and not self._is_elsewhere() and not self.close_failed()
+
+    def _is_found(self, opt: Optimizer) -> bool:
+        """Whether an optimizer that was not given has parameters of the model."""
+        if self._others.get(opt) == len(opt.param_groups):
+            return False
+        params = {id(p) for group in opt.param_groups for p in group["params"]}
+        trained = {id(p) for p in self.model.parameters() if p.requires_grad}
+        if params.isdisjoint(trained):
+            self._others[opt] = len(opt.param_groups)
+            return False
+        self._optimizers.add(opt)
+        known = {id(p) for opt in self._optimizers for group in opt.param_groups for p in group["params"]}
+        self._covers_all = trained <= known
+        return True
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether the model is being called now, as it is when a batch begins."""
+        return self._n_calls > 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread that is followed; a backward may have threads of its own."""
+        # in a graph of torch.compile, which cannot ask, it is
+        return torch.compiler.is_compiling() or threading.get_ident() == self._thread or in_backward()
+
+    def _is_elsewhere(self) -> bool:
+        self.facts.n_elsewhere += not self.is_here
+        return not self.is_here
+
+    # ---- the end
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Takes all hooks off; results stay readable. A second time does nothing.
+
+        Args:
+            error: what has ended the loop; then what is open is cut short.
+        """
+        self._unhook(self._model())
+        super().close(error)
+
+    @property
+    def coverage(self) -> WatchCoverage:
+        """What could be seen so far, and what not, with the reason."""
+        return WatchCoverage.of(self.seen, self.facts, self._epoch, len(self._optimizers))
+
+
+def _close(watch: "ref[Watch]") -> None:
+    if (found := watch()) is not None:
+        found.close()

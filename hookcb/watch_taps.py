@@ -1,0 +1,76 @@
+"""How a watch hears of steps and of modules compiled in place, and what of a program is in progress."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class StepTap:
+    """Leads from one of torch's hooks on all optimizers to a method, whose owner it does not keep alive."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = WeakMethod(method)
+
+    def __call__(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Called with the arguments of the step; what it returns replaces them."""
+        method = self.method()
+        return None if method is None else method(opt, args, kwargs)
+
+
+class CompiledTap:
+    """Stands before the call of a module that was compiled in place, as hooks do nothing in its graph.
+
+    Args:
+        m: the module.
+        begins, gives, ends: called as hooks before and after its forward are, `ends` also where it raises.
+    """
+
+    def __init__(self, m: nn.Module, begins: Any, gives: Any, ends: Any) -> None:
+        self.own: Any = m._compiled_call_impl
+        self.hooks: tuple[Any, Any, Any] | None = begins, gives, ends
+        m._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Called in place of the module's compiled call."""
+        if self.hooks is None:
+            return self.own(*args, **kwargs)
+        begins, gives, ends = self.hooks
+        begins(args, kwargs)
+        try:
+            output = self.own(*args, **kwargs)
+            gives(output)
+        finally:
+            ends()
+        return output
+
+    def close(self, m: nn.Module | None) -> None:
+        """Is in the way no longer, also where another one came before it meanwhile."""
+        self.hooks = None
+        while m is not None and isinstance(tap := m._compiled_call_impl, CompiledTap) and tap.hooks is None:
+            m._compiled_call_impl = tap.own
+
+
+def in_backward() -> bool:
+    """Whether autograd is in a backward, in this thread or one of its own that this is."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is at work, whose tensors must not outlive it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def n_running(function: str, owner: object) -> int:
+    """How many calls of a method of `owner` are in progress in this thread."""
+    n = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        n += frame.f_code.co_name == function and frame.f_locals.get("self") is owner
+        frame = frame.f_back
+    return n

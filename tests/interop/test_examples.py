@@ -1,0 +1,56 @@
+"""Each example runs as it stands, and prints its report."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+# what each prints, besides a table
+REPORTS = {
+    "plain_loop": ["activations in the last of 24", "gradients in the last of 24", "after_epoch: 3 times"],
+    "lightning_trainer": ["activations in the last of 24", "gradients in the last of 24"],
+    "hf_trainer": [
+        "activations in the last of 16",
+        "32×8×32",
+        "after_loss: 16 times",
+    ],
+    "accelerate_loop": [
+        "activations in the last of 48",
+        "gradients in the last of 24",
+        "after_epoch: 3 times",
+    ],
+    "gan": ["gradients in the last of 100", "activations in the last of 200", "2#1"],
+    "amp_accumulation": ["activations in the last of 96", "gradients in the last of 24", "skipped 0"],
+    "compiled_model": [
+        "activations in the last of 24",
+        "gradients in the last of 24",
+        "before_step: 24 times",
+    ],
+}
+
+
+def test_there_is_a_report_for_each_example():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*REPORTS}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_an_example_runs_and_prints_its_report(name, tmp_path):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    offline = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    env = os.environ | offline | {"PYTHONPATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, EXAMPLES / f"{name}.py"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = re.sub(r"\s+", " ", done.stdout)
+    assert [part for part in REPORTS[name] if part not in printed] == []
+    assert not [*tmp_path.iterdir()]  # nothing is left behind
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_an_example_fits_on_a_screen_or_two(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60

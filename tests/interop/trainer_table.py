@@ -1,0 +1,92 @@
+"""What hookcb sees in each trainer: the table of the README, which test_trainer_table.py checks cell by cell.
+
+`python tests/interop/trainer_table.py` prints it as Markdown.
+"""
+
+COLUMNS = {
+    "attach": "trainer",
+    "events": "events",
+    "scale": "gradients under a GradScaler",
+    "clipping": "… and clipping",
+    "epochs": "epochs",
+    "loss": "loss",
+    "validation": "validation",
+    "stop": "a callback that ends the fit",
+}
+
+TOLD = "`w.loss(loss)`"
+EARLY = "after; before, with `w.begin_step(optimizer)` there"
+
+# by the name of its function in trainers.py
+TRAINERS = {
+    "plain": {
+        "attach": "a loop of your own: `watch`",
+        "events": "all",
+        "scale": "unscaled",
+        "clipping": EARLY,
+        "epochs": "`w.epoch()` at the end of each",
+        "loss": TOLD,
+        "validation": "calls in eval mode",
+        "stop": "look at `w.stop_asked`",
+    },
+    "lightning": {
+        "attach": "Lightning: `hookcb.adapters.lightning.HookcbCallback`",
+        "events": "all; `after_pred` where `training_step` calls `self(x)`",
+        "scale": "unscaled",
+        "clipping": "before",
+        "epochs": "yes",
+        "loss": "yes",
+        "validation": "yes, without the sanity check",
+        "stop": "stops the trainer",
+    },
+    "transformers": {
+        "attach": "Hugging Face Trainer: `hookcb.adapters.transformers.HookcbCallback`",
+        "events": "all",
+        "scale": "unscaled",
+        "clipping": "after; `max_grad_norm=0` has none",
+        "epochs": "yes",
+        "loss": "that of the model's output",
+        "validation": "yes",
+        "stop": "stops the trainer",
+    },
+    "accelerate": {
+        "attach": "Accelerate: `watch` on what `prepare` gave",
+        "events": "all",
+        "scale": "unscaled",
+        "clipping": EARLY,
+        "epochs": "`w.epoch()` at the end of each",
+        "loss": TOLD,
+        "validation": "calls in eval mode",
+        "stop": "look at `w.stop_asked`",
+    },
+    "ignite": {
+        "attach": "Ignite: `watch`",
+        "events": "all",
+        "scale": "unscaled",
+        "clipping": EARLY,
+        "epochs": "`w.epoch` as handler of `EPOCH_COMPLETED`",
+        "loss": "`w.loss(loss)` in the loss function",
+        "validation": "calls in eval mode",
+        "stop": "look at `w.stop_asked`",
+    },
+    "skorch": {
+        "attach": "skorch: `watch` on `net.module_`, then `partial_fit`",
+        "events": "all; LBFGS none of the step",
+        "scale": "it has no GradScaler",
+        "clipping": EARLY,
+        "epochs": "`w.epoch()` in `on_epoch_end`",
+        "loss": "`w.loss(loss)` in `get_loss`",
+        "validation": "calls in eval mode",
+        "stop": "look at `w.stop_asked`",
+    },
+}
+
+
+def markdown():
+    """The table as Markdown."""
+    rows = [COLUMNS, dict.fromkeys(COLUMNS, "---"), *TRAINERS.values()]
+    return "\n".join(f"| {' | '.join(row[column] for column in COLUMNS)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(markdown())  # noqa: T201  # a script

@@ -1,0 +1,166 @@
+"""What adapters and loops may tell a watch: steps ahead of clipping, closures, stops that are heeded."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from hookcb import Callback, CancelFitException, GradientHealth, Learner, watch
+from hookcb.followed import Followed
+
+X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
+BATCHES = list(zip(X.split(6), Y.split(6), strict=True))
+loss_func = nn.functional.cross_entropy
+
+
+def net():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Noting(Callback):
+    """Keeps the events of steps and batches."""
+
+    kept = ("before_batch", "before_step", "after_step", "after_batch")
+
+    def __init__(self):
+        super().__init__(name="noting")
+        self.events = []
+
+    def handler(self, event):
+        return (lambda: self.events.append(str(event))) if event in self.kept else None
+
+
+def with_closure(model, opt):
+    for x, y in BATCHES:
+
+        def closure(x=x, y=y):
+            opt.zero_grad()
+            loss = loss_func(model(x), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_closure_tells_when_the_gradients_of_its_step_are_there(kind):
+    model, again = net(), net()
+    noting, health = Noting(), GradientHealth()
+    opt = kind(model.parameters(), lr=0.1)
+    with watch(model, opt, noting, health):
+        with_closure(model, opt)
+    assert noting.events == ["before_batch", "before_step", "after_step", "after_batch"] * len(BATCHES)
+    learn = Learner(BATCHES, again, loss_func, kind(again.parameters(), lr=0.1))
+    with learn.no_logging():
+        learn.fit(1, cbs=GradientHealth())
+    assert repr(health.table()) == repr(learn.gradient_health.table())
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+def test_a_closure_that_gives_back_a_loss_gives_it_back_under_watches_inside_one_another():
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = torch.tensor(3.0)
+    one, two = Noting(), Noting()
+    with watch(model, opt, one), watch(model, None, two):
+        assert opt.step(closure=lambda: loss) is loss
+    assert one.events == two.events == ["before_batch", "before_step", "after_step", "after_batch"]
+
+
+def test_a_closure_that_raises_leaves_the_watch_ready_for_the_next():
+    model, noting = net(), Noting()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail():
+        model(X)
+        raise ZeroDivisionError
+
+    with watch(model, opt, noting):
+        with pytest.raises(ZeroDivisionError):
+            opt.step(fail)
+        noting.events.clear()
+        with_closure(model, opt)
+    assert noting.events.count("before_step") == noting.events.count("after_step") == len(BATCHES)
+
+
+def test_two_optimizers_with_closures_end_their_batches():
+    model, noting = net(), Noting()
+    opts = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+    with watch(model, opts, noting):
+        for x, y in BATCHES:
+            for opt in opts:
+
+                def closure(opt=opt, x=x, y=y):
+                    loss = loss_func(model(x), y)
+                    loss.backward()
+                    return loss
+
+                opt.step(closure)
+    assert noting.events.count("before_step") == noting.events.count("after_step") == 2 * len(BATCHES)
+    assert noting.events.count("before_batch") <= 2 * len(BATCHES)
+
+
+def test_lbfgs_has_one_batch_a_step_and_no_step_events():
+    model, noting = net(), Noting()
+    opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with watch(model, opt, noting) as w:
+        with_closure(model, opt)
+    assert noting.events == ["before_batch", "after_batch"] * len(BATCHES)
+    assert "LBFGS" in w.coverage.missing["before_step"]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_told_ahead_of_clipping_is_read_unclipped(scaled):
+    model, noting, health = net(), Noting(), GradientHealth()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+    with watch(model, opt, noting, health, scaler=scaler) as w:
+        for i, (x, y) in enumerate(BATCHES):
+            loss = loss_func(model(x), y) * (float("inf") if scaled and i == 1 else 1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(opt)
+            w.begin_step(opt)
+            w.begin_step(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    assert noting.events == ["before_batch", "before_step", "after_step", "after_batch"] * len(BATCHES)
+    assert health.skipped == scaled
+    assert health.step_series("total_norm")[0] > 0.1
+    clipped = [record["0.weight"]["clipped_norm"] for record in health.stats]
+    assert all(norm < 0.011 for i, norm in enumerate(clipped) if not (scaled and i == 1))
+    assert not any("after clipping" in note for note in w.coverage.notes)
+
+
+def test_steps_told_by_hand_need_no_end_of_their_own():
+    model, noting = net(), Noting()
+    one, two = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
+    followed = Followed(model, noting)
+    followed.begin_batch(True, (X,))
+    followed.begin_step(one)
+    followed.begin_step(two)
+    followed.end_batch()
+    followed.end_step()
+    followed.close()
+    steps = ["before_step", "after_step"] * 2
+    assert noting.events == ["before_batch", *steps, "after_batch"]
+
+
+@pytest.mark.parametrize("heeds", [False, True])
+def test_a_stop_that_is_heeded_is_not_warned_of(heeds, monkeypatch):
+    monkeypatch.setattr(Followed, "heeds_stop", heeds)
+
+    def end(cb):
+        raise CancelFitException
+
+    followed = Followed(net(), Callback(name="ends", before_batch=end))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        followed.begin_batch(True, (X,))
+    followed.close()
+    assert followed.stop_asked
+    assert len(caught) == (not heeds)
