@@ -33,6 +33,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/activations.py --memory
 	$(BIN)/python benchmarks/gradients.py
 	$(BIN)/python benchmarks/profiler.py
+	$(BIN)/python benchmarks/watch.py
 
 clean:
 	rm -rf $(VENV)
