@@ -42,7 +42,7 @@ def synth_learner(
         **kwargs: for `Learner`, in place of the model and functions here.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         batches = [(x, 3 * x + 2 + 0.1 * torch.randn(bs, 1)) for x in torch.randn(n_train + n_valid, bs, 1)]
         model = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
     defaults: dict[str, Any] = {
@@ -119,19 +119,17 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 def _learner_for(cb: Callback | None) -> Learner:
     """A learner with dropout and batch norm, without a default callback that has the name of `cb`."""
-    dls, model = _data_and_model()
     torch.default_generator.manual_seed(0)
-    learn = Learner(dls, copy.deepcopy(model), nn.functional.mse_loss, torch.optim.SGD, lr=0.05)
-    learn.remove_cbs([other for other in learn.cbs if cb is not None and other.name == cb.name])
-    learn.remove_cbs([other for other in learn.cbs if other.name == "progress"])
+    model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+    learn = Learner(_data(), model, nn.functional.mse_loss, torch.optim.SGD, lr=0.05)
+    unwanted = {"progress", cb.name} if cb is not None else {"progress"}
+    learn.remove_cbs([other for other in learn.cbs if other.name in unwanted])
     return learn
 
 
 @cache
-def _data_and_model() -> tuple[Any, nn.Module]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
-    return synth_learner(n_train=3, n_valid=1, bs=4).dls, model
+def _data() -> Any:
+    return synth_learner(n_train=3, n_valid=1, bs=4).dls
 
 
 def _check_made(make: Callable[[], Callback]) -> None:
@@ -162,7 +160,9 @@ def _check_released(make: Callable[[], Callback]) -> None:
     learn.fit(1, cbs=cb)
     held: dict[str, weakref.ref[Any]] = {"learner": weakref.ref(learn), "model": weakref.ref(learn.model)}
     del learn
-    gc.collect()
+    for generation in (1, 2):  # a collection of what is young is mostly enough, and much cheaper
+        if any(ref() is not None for ref in held.values()):
+            gc.collect(generation)
     for what, ref in held.items():
         _expect(ref() is None, f"{cb!r} keeps the {what} alive after the fit")
 

@@ -1,13 +1,53 @@
-"""For all tests."""
+"""For all tests: what makes them quicker, and changes nothing they look at."""
+
+import gc
+import sys
+import traceback
+from types import SimpleNamespace
 
 import pytest
-import torch
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported stays to the end: no collection of garbage looks at it, neither now nor in a test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    """Tiny layers are slow on many threads."""
+def quick_torch():
+    """Tiny layers are slow on many threads; and no notes are taken for messages that nobody reads here.
+
+    `torch.manual_seed` notes the stack, which is deep in a test, for each kind of accelerator that was not
+    used yet. Dynamo looks up where in it each break of a graph is, and times each graph's guards, for which
+    it empties the CPU's caches.
+    """
+    import torch  # not above: xdist's controller, which runs no test, imports this file too
+
     n = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    no_stack = SimpleNamespace(**{**vars(traceback), "format_stack": list})
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("cuda", "mtia", "xpu"):
+            patch.setattr(f"torch.{kind}.traceback", no_stack, raising=False)
+        if "torch._dynamo" in sys.modules:  # else it takes seconds to import
+            extract, profile = "_extract_stack_with_positions", "profile_guard_manager"
+            patch.setattr(f"torch._dynamo.exc.{extract}", traceback.StackSummary, raising=False)
+            patch.setattr(f"torch._dynamo.guards.{profile}", lambda *args: 0.0, raising=False)
+        yield
     torch.set_num_threads(n)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Nothing is compiled yet."""
+    from torch import _dynamo
+
+    _dynamo.reset()
+    yield
+    _dynamo.reset()

@@ -18,6 +18,12 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def without_matplotlib(monkeypatch):
+    """Also saves the half second of drawing, where the picture makes no difference."""
+    monkeypatch.setattr("hookcb.cli.find_spec", lambda name: None)
+
+
 @pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), ("mlp", "1")])
 def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsys):
     assert main(["demo", "--model", model, "--seed", seed]) == 0
@@ -30,21 +36,20 @@ def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsy
     assert Path("activations.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_demo_says_how_to_get_the_picture(capsys, monkeypatch):
-    monkeypatch.setattr("hookcb.cli.find_spec", lambda name: None)
+def test_without_matplotlib_the_demo_says_how_to_get_the_picture(capsys, without_matplotlib):
     assert main(["demo", "--epochs", "1"]) == 0
     assert "pip install 'hookcb[plot]'" in " ".join(capsys.readouterr().out.split())
     assert not Path("activations.png").exists()
 
 
-def test_the_demo_trains_for_as_many_epochs_as_asked(capsys):
+def test_the_demo_trains_for_as_many_epochs_as_asked(capsys, without_matplotlib):
     main(["demo", "--epochs", "2"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
     assert rows[0] == ["epoch", "train_loss", "valid_loss", "accuracy", "time"]
     assert [row[0] for row in rows[1:3]] == ["0", "1"]
 
 
-def test_the_demo_goes_on_where_it_was_stopped(capsys):
+def test_the_demo_goes_on_where_it_was_stopped(capsys, without_matplotlib):
     def stop(cb):
         if (cb.epoch, cb.iter) == (1, 5):
             signal.raise_signal(signal.SIGINT)
@@ -65,7 +70,7 @@ def test_a_demo_with_nothing_to_resume_says_so(capsys):
     assert "hookcb demo: there is no hookcb-demo" in capsys.readouterr().err
 
 
-def test_the_same_seed_gives_the_same_numbers(capsys):
+def test_the_same_seed_gives_the_same_numbers(capsys, without_matplotlib):
     ends = []
     for _ in range(2):
         main(["demo", "--epochs", "1", "--seed", "3"])

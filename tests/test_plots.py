@@ -59,6 +59,11 @@ def charts():
     ]
 
 
+def laid_out(fig):
+    fig.draw_without_rendering()
+    return fig
+
+
 def same(a, b):
     assert torch.equal(a.isnan(), b.isnan())
     assert torch.allclose(a.nan_to_num(), b.nan_to_num())
@@ -133,10 +138,18 @@ def test_layers_share_one_colour_scale():
         assert image.get_cmap().name == "viridis"
 
 
+LONG_NAMES = [f"encoder.layers.{i // 5}.attention.self.{'qkvoz'[i % 5] * 20}.projection" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def sixty_layers():
+    """Many layers with long names; to lay them out takes seconds."""
+    return laid_out(color_dim(dict.fromkeys(LONG_NAMES, (counts(), -1.0, 1.0))))
+
+
 @pytest.mark.parametrize("n", [1, 2, 60])
-def test_the_colour_bar_is_as_wide_beside_many_layers_as_beside_one(n):
-    fig = color_dim(hists(n))
-    fig.draw_without_rendering()
+def test_the_colour_bar_is_as_wide_beside_many_layers_as_beside_one(n, request):
+    fig = request.getfixturevalue("sixty_layers") if n == 60 else laid_out(color_dim(hists(n)))
     (bar,) = bars_of(fig)
     assert 0.15 <= bar.bbox.width / fig.dpi <= 0.3
     assert bar.bbox.x0 - max(panel.bbox.x1 for panel in panels_of(fig)) < 0.5 * fig.dpi
@@ -179,11 +192,8 @@ def test_thousands_of_records_are_averaged_pixel_by_pixel(n):
     assert panel.get_xlim() == (-0.5, 9_999.5)
 
 
-def test_long_titles_do_not_overlap():
-    names = [f"encoder.layers.{i // 5}.attention.self.{'qkvoz'[i % 5] * 20}.projection" for i in range(60)]
-    fig = color_dim(dict.fromkeys(names, (counts(), -1.0, 1.0)))
-    fig.draw_without_rendering()
-    titles = [panel.title for panel in panels_of(fig)]
+def test_long_titles_do_not_overlap(sixty_layers):
+    titles = [panel.title for panel in panels_of(sixty_layers)]
     boxes = [title.get_window_extent() for title in titles]
     for i in range(59):
         assert boxes[i].x1 <= boxes[i + 1].x0 or boxes[i].y0 > boxes[i + 1].y1, titles[i].get_text()

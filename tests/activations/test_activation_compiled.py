@@ -15,17 +15,11 @@ from hookcb import ActivationStats, Learner, assert_no_hooks
 
 # at each graph break dynamo looks at .grad of the tensors it goes on with, and silences the warning only
 # where there is none
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 WAYS = ["torch.compile", "model.compile"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(model, way="torch.compile", backend="eager", **kwargs):

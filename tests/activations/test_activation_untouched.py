@@ -242,7 +242,6 @@ def traced():
     tracemalloc.start()
     yield
     tracemalloc.stop()
-    gc.unfreeze()
 
 
 def test_memory_is_flat_over_hundreds_of_batches(traced):

@@ -11,14 +11,8 @@ from torch._dynamo.testing import CompileCounter
 
 from hookcb import ActivationStats, Callback, Compile, HookCallback
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Own(nn.Module):

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-import torchmetrics
 from support import (
     Takes,
     X,
@@ -20,7 +19,6 @@ from support import (
 )
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from hookcb import (
     ActivationStats,
@@ -229,6 +227,9 @@ def test_accuracy_is_the_share_of_right_classes_of_any_shape():
 
 
 def test_metrics_of_torchmetrics_are_computed_over_all_of_the_validation():
+    import torchmetrics  # not above: every worker imports this file, and this takes seconds
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
     scores = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
     target = torch.arange(30) % 3
     batches = list(zip(scores.split(7), target.split(7), strict=True))

@@ -20,16 +20,10 @@ WAYS_AND_BACKENDS = [
 ]
 # at each graph break dynamo looks at .grad of the tensors it goes on with, and silences the warning only
 # where there is none
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 def compiled(model, way, backend, **kwargs):

@@ -207,6 +207,7 @@ def test_a_summary_in_the_middle_of_a_fit_does_not_take_its_batches():
 
         fit(learn, 2, cbs=Looks)
         assert seen == [0, 1, 2, 0, 1, 2], type(loader)
+    loader._iterator = None  # ends its worker; a collection of garbage would wait 5 s for it, in another test
 
 
 @pytest.mark.parametrize(

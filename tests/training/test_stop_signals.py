@@ -270,10 +270,13 @@ def test_a_fit_inside_a_fit_is_stopped_with_it(tmp_path):
 
 
 def test_a_process_begun_in_a_fit_can_be_ended_as_usual(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    begun = fork.Event()
+
     def begin_and_end(cb):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child = fork.Process(target=lambda: begun.set() or time.sleep(30))
         child.start()
-        time.sleep(0.1)
+        assert begun.wait(60)  # Python forgets a signal that comes while it forks
         child.terminate()
         child.join(5)
         alive.append(child.is_alive())
