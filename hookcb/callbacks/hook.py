@@ -144,7 +144,7 @@ class HookCallback(SamplingCallback):
         return Coverage.of(self.hooks or (), self.left_out, self.n_batches, self.n_skipped)
 
     def _acts(self) -> bool:
-        return self._acts_in is self.learn.training and self.learn.is_here  # not in a validation in mid-batch
+        return self._acts_in is self.learn.training and self.learn.is_here  # no validation inside a batch
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"layers": {}, "_names": {}}  # the model is not its to take along
