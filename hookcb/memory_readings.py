@@ -1,26 +1,24 @@
 """What can be read of watched batches: memory by layer, how it grows, and what would free some."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from hookcb.memory_growth import Growth, Look, growth_of
 from hookcb.memory_sums import Advice, LayerUse, Params, advise, bytes_by_layer, sum_layers
 from hookcb.memory_watch import Forward
 from hookcb.modules import listed
-from hookcb.printed import Printed, indented
+from hookcb.printed import Column, LayerTable, Printed
 from hookcb.tensor_bytes import tensors_in
 
 KEEP = 1000  # of the latest looks growth is told
 COMPILED = ", compiled"
 OF_ITS_OWN = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
-NARROW = 100  # columns of a terminal, below which the table leaves out some of its own
 CHECKPOINT = "_checkpoint_hook"  # torch's own, of activation checkpointing that is not reentrant
 Bytes = Mapping[str | None, int]  # by layer; None is of none of them
 
@@ -107,59 +105,28 @@ class Watched:
         return cls(step, *sums, uses, advice, seen.other_hooks, seen.why_unknown)
 
 
-class Column(NamedTuple):
-    """Of the table: shown where any row has something there, and in a narrow terminal if `always`."""
-
-    title: str
-    n_bytes: Callable[[LayerMemory], int]
-    always: bool = True
-
-
-COLUMNS = (
-    Column("kept", lambda row: row.kept),
-    Column("self", lambda row: row.kept_self, always=False),
-    Column("allocated", lambda row: row.allocated, always=False),
-    Column("peak", lambda row: row.peak),
-    Column("output", lambda row: row.output_bytes, always=False),
-    Column("params", lambda row: row.param_bytes),
-    Column("grads", lambda row: row.grad_bytes, always=False),
-    Column("optimizer", lambda row: row.optimizer_bytes, always=False),
-)
-
-
-class LayerMemories(Printed):
+class LayerMemories(LayerTable[LayerMemory]):
     """The memory of layers, each under the one it is inside of; `totals` is of all."""
 
-    def __init__(self, rows: Sequence[LayerMemory], totals: MemoryTotals, title: str) -> None:
-        self.rows, self.totals, self.title = list(rows), totals, title
+    missing = "no layer was watched that is called"
+    columns = (
+        Column("kept", lambda row: bytes_text(row.kept)),
+        Column("self", lambda row: bytes_text(row.kept_self), always=False),
+        Column("allocated", lambda row: bytes_text(row.allocated), always=False),
+        Column("peak", lambda row: bytes_text(row.peak)),
+        Column("output", lambda row: bytes_text(row.output_bytes), always=False),
+        Column("params", lambda row: bytes_text(row.param_bytes)),
+        Column("grads", lambda row: bytes_text(row.grad_bytes), always=False),
+        Column("optimizer", lambda row: bytes_text(row.optimizer_bytes), always=False),
+    )
 
-    def __iter__(self) -> Iterator[LayerMemory]:
-        return iter(self.rows)
+    def __init__(self, rows: Iterable[LayerMemory], totals: MemoryTotals, title: str) -> None:
+        super().__init__(rows, title)
+        self.totals = totals
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, name: str) -> LayerMemory:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise LookupError(f"no layer {name!r} was watched; there are {listed([x.name for x in self.rows])}")
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=self.title)
-        table.add_column("layer", overflow="fold")
-        table.add_column("type", overflow="fold")
-        shown = [column for column in COLUMNS if self._has(column, options.max_width)]
-        for column in shown:
-            table.add_column(column.title, justify="right", no_wrap=True)
-        for row, name in zip(self.rows, indented(self.rows), strict=True):
-            times = f" ×{row.calls}" if row.calls > 1 else ""
-            cells = (bytes_text(column.n_bytes(row)) for column in shown)
-            table.add_row(*map(Text, [name, row.type + times, *cells]))
-        yield table
-
-    def _has(self, column: Column, width: int) -> bool:
-        return (column.always or width >= NARROW) and any(map(column.n_bytes, self.rows))
+    def type_text(self, row: LayerMemory) -> str:
+        """Its class, and how often it was called."""
+        return row.type + (f" ×{row.calls}" if row.calls > 1 else "")
 
 
 class MemoryReport(Printed):

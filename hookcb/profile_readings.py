@@ -1,9 +1,8 @@
 """What can be read of profiled steps: by phase, by layer, by operator, and in words."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from hookcb.events import PHASES
 from hookcb.modules import listed
-from hookcb.printed import Printed, indented
+from hookcb.printed import NARROW, Column, LayerTable, Printed, Rows
 from hookcb.profile_sums import COMPILED_TYPE, OperatorSums, Profile
 from hookcb.profile_window import Windows
 from hookcb.step_times import MUCH_DATA
@@ -37,7 +36,6 @@ HEADS = {
     "self_cpu_memory_usage": "self memory",
 }
 N_SLOWEST = 5
-NARROW = 90  # columns of a terminal, below which a table leaves out some of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,77 +102,31 @@ class PhaseTime:
     device_seconds: float | None
 
 
-class LayerTimes(Printed):
+class LayerTimes(LayerTable[LayerTime]):
     """The layers that were called, each under the one it is inside of."""
 
-    def __init__(self, rows: Sequence[LayerTime], title: str) -> None:
-        self.rows, self.title = list(rows), title
-
-    def __iter__(self) -> Iterator[LayerTime]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, name: str) -> LayerTime:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise LookupError(f"no layer {name!r} was profiled; there are {listed([x.name for x in self.rows])}")
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=self.title)
-        table.add_column("layer", overflow="fold")
-        table.add_column("type", overflow="fold")
-        shown = [column for column in COLUMNS if self._has(column, options.max_width)]
-        for column in shown:
-            table.add_column(column.title, justify="right", no_wrap=True)
-        for row, name in zip(self.rows, indented(self.rows), strict=True):
-            table.add_row(*map(Text, [name, row.type, *(column.text(row) for column in shown)]))
-        yield table
-
-    def _has(self, column: "Column", width: int) -> bool:
-        return (column.always or width >= NARROW) and any(map(column.text, self.rows))
+    missing = "no layer was profiled that is called"
+    columns = (
+        Column("calls", lambda row: f"{row.calls:.3g}", always=False),
+        Column("forward", lambda row: duration(row.forward)),
+        Column("self", lambda row: duration(row.forward_self), always=False),
+        Column("backward", lambda row: duration(row.backward)),
+        Column("device", lambda row: duration(_sum(row.device_forward, row.device_backward))),
+        Column("share", lambda row: f"{row.share:.1%}"),
+        Column("output", lambda row: _bytes(row.output_bytes), always=False),
+        Column("memory", lambda row: _bytes(row.memory), always=False),
+        Column("FLOP/s", lambda row: short_number(row.flops_per_second), always=False),
+    )
 
 
-class Column(NamedTuple):
-    """Of the table of layers: shown where any row has a text for it, and in a narrow terminal if `always`."""
-
-    title: str
-    text: Callable[[LayerTime], str]
-    always: bool = True
-
-
-COLUMNS = (
-    Column("calls", lambda row: f"{row.calls:.3g}", always=False),
-    Column("forward", lambda row: duration(row.forward)),
-    Column("self", lambda row: duration(row.forward_self), always=False),
-    Column("backward", lambda row: duration(row.backward)),
-    Column("device", lambda row: duration(_sum(row.device_forward, row.device_backward))),
-    Column("share", lambda row: f"{row.share:.1%}"),
-    Column("output", lambda row: _bytes(row.output_bytes), always=False),
-    Column("memory", lambda row: _bytes(row.memory), always=False),
-    Column("FLOP/s", lambda row: short_number(row.flops_per_second), always=False),
-)
-
-
-class PhaseTimes(Printed):
+class PhaseTimes(Rows[PhaseTime]):
     """What a step is made of; `step` is what it takes, in seconds."""
 
-    def __init__(self, rows: Sequence[PhaseTime], step: float, title: str) -> None:
-        self.rows, self.step, self.title = list(rows), step, title
+    missing = "there is no phase"
 
-    def __iter__(self) -> Iterator[PhaseTime]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, name: str) -> PhaseTime:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise LookupError(f"there is no phase {name!r}; there are {listed([row.name for row in self.rows])}")
+    def __init__(self, rows: Iterable[PhaseTime], step: float, title: str) -> None:
+        super().__init__(rows, title)
+        self.step = step
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=self.title)
