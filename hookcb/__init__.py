@@ -32,6 +32,8 @@ from hookcb.callbacks import (
     WarmupCosine,
 )
 from hookcb.coverage import Coverage
+from hookcb.diagnosis.callback import Diagnose
+from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.dryrun import dummy_eval, model_sizes, num_features_model
 from hookcb.events import (
     CancelBackwardException,
@@ -87,9 +89,11 @@ __all__ = [
     "Compile",
     "Coverage",
     "DetectAnomaly",
+    "Diagnose",
     "EarlyStopping",
     "EarlyStoppingCallback",
     "Event",
+    "Finding",
     "Freeze",
     "GradientAccumulation",
     "GradientClip",
@@ -121,6 +125,7 @@ __all__ = [
     "TensorBoardLogger",
     "TerminateOnNaN",
     "TerminateOnNaNCallback",
+    "Verdict",
     "WarmupCosine",
     "Watch",
     "accuracy",

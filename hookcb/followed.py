@@ -50,6 +50,7 @@ class Followed(Loop):
         super().__init__(model)
         del self.__dict__["loss"], self.__dict__["epoch"]  # methods here
         self._loss: Tensor | None = None
+        self._told: Tensor | None = None  # the same with its graph, while it is told
         self._epoch = 0
         self.opt, self.scaler = opt, scaler
         self.stop_asked = False
@@ -91,6 +92,11 @@ class Followed(Loop):
     def batch_loss(self) -> Tensor | None:
         """The loss of the batch, where it was told."""
         return self._loss
+
+    @property
+    def loss_with_graph(self) -> Tensor | None:
+        """The loss with its graph, at `after_loss`."""
+        return self._told
 
     @property
     def epoch_index(self) -> int:
@@ -141,8 +147,11 @@ class Followed(Loop):
         if not self.has_batch:
             self.facts.n_losses_outside += 1
             return loss
-        self._loss = detached(loss)
-        self.emit("after_loss")
+        self._loss, self._told = detached(loss), loss
+        try:
+            self.emit("after_loss")
+        finally:
+            self._told = None  # its graph is theirs, and not to be kept
         if self.training:
             self._follow_backward(loss)
         return loss

@@ -79,6 +79,10 @@ class GradientReadings(SavedReadings):
         self.output_stats = OutputGradients(self.keep) if self.activations else None
         self.skips = SkipCount()
 
+    def wants(self, i: int) -> bool:
+        """Whether step `i`, counted from 0, is looked at."""
+        return i % self.every == 0
+
     @property
     def skipped(self) -> int:
         """Number of steps without an update, in all of the fit; to look waits for the device."""

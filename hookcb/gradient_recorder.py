@@ -82,7 +82,7 @@ class GradientRecorder:
     @property
     def _is_looking(self) -> bool:
         """Whether the next step is looked at."""
-        return self._n_steps % self._readings.every == 0
+        return self._readings.wants(self._n_steps)
 
     @torch.no_grad()
     def begin_step(self, opt: Optimizer, scaler: GradScaler | None) -> None:

@@ -11,6 +11,8 @@ from rich.console import Console
 from torch import nn
 
 from hookcb.callback import Callback
+from hookcb.diagnosis.of_loop import diagnose_loop
+from hookcb.diagnosis.verdict import Verdict
 from hookcb.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.report.terminal import loop_tree
 
@@ -74,6 +76,11 @@ class Loop:
     @property
     def batch_loss(self) -> Any:
         """The loss of the batch, under a name that every loop has."""
+        return self.loss
+
+    @property
+    def loss_with_graph(self) -> Any:
+        """The loss with its graph; in a loop that is not ours at `after_loss` only."""
         return self.loss
 
     @property
@@ -389,6 +396,16 @@ class Loop:
             raise error
         if error is not None:
             _note_failures(error, failures)
+
+    def diagnose(self) -> Verdict:
+        """What is wrong with the training, in which layer, why, and what next; or that it is healthy.
+
+        It reads what callbacks have recorded: `Diagnose`, else `ActivationStats` and `GradientHealth`.
+
+        Raises:
+            RuntimeError: where nothing is recorded.
+        """
+        return diagnose_loop(self)
 
     def position(self, event: str) -> list[str]:
         """Where the loop is at `event`, for a message; epochs and batches count from 0, as `iter`."""

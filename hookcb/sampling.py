@@ -50,7 +50,11 @@ class SamplingCallback(Callback):
     def before_batch(self) -> None:
         if not self.is_aside:
             i = self.train_iter if self.training else self.iter
-            self.is_looking = self.every is None or i % self.every == 0
+            self.is_looking = self.wants(i)
+
+    def wants(self, i: int) -> bool:
+        """Whether batch `i`, counted from 0, is looked at; called once a batch."""
+        return self.every is None or i % self.every == 0
 
     def after_cancel_batch(self) -> None:
         self.is_looking = self.is_looking and self.is_aside

@@ -81,7 +81,7 @@ FLOORS = [
         "sampling",
     },
     {"callbacks"},
-    {"loggers", "lr_find", "report", "resume", "summary"},
+    {"diagnosis", "loggers", "lr_find", "report", "resume", "summary"},
     {"followed", "learner", "loop", "watch", "watch_limits", "watch_taps"},
     {"adapters", "cli", "demo", "testing"},
 ]

@@ -1,0 +1,153 @@
+"""What the inputs and targets of a batch tell."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookcb.batch import parts
+from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.loss_graph import LossGraph
+from hookcb.stats import has_stats
+
+COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two samples do
+FEWEST = 3  # batches that must be constant
+
+
+def input_numbers(xb: Any) -> Tensor | None:
+    """`COLUMNS` of the inputs of a batch, float32 `(4,)` on their device; None where there is no tensor.
+
+    Standard deviation and root mean square of the first float tensor, NaN without one; the number of elements
+    that are not finite, of all; whether samples differ, NaN of a single one.
+    """
+    tensors = [x.detach() for _, x in parts(xb) if isinstance(x, Tensor) and has_stats(x) and x.numel()]
+    if not tensors:
+        return None
+    floats = [x for x in tensors if x.is_floating_point()]
+    nothing = torch.full((), math.nan, device=tensors[0].device)
+    std = rms = nothing
+    bad = torch.zeros((), device=tensors[0].device)
+    if floats:
+        first = floats[0].float()
+        std, rms = first.std(correction=0), first.square().mean().sqrt()
+        bad = torch.stack([x.isfinite().logical_not().sum().to(bad.device) for x in floats]).sum().float()
+    several = [x for x in tensors if x.ndim and len(x) > 1]
+    differs = [(x != x[:1]).any().to(bad.device) for x in several]
+    return torch.stack([std, rms, bad, torch.stack(differs).any().float() if differs else nothing])
+
+
+def look_at_inputs(steps: list[int], numbers: list[list[float]]) -> Iterator[Sighting]:
+    """What the numbers of the batches looked at say."""
+    bad = [(step, row[2]) for step, row in zip(steps, numbers, strict=True) if row[2] > 0]
+    if bad:
+        step, n = bad[0]
+        yield nonfinite_input(step, n)
+    known = [(step, row[3]) for step, row in zip(steps, numbers, strict=True) if not math.isnan(row[3])]
+    if len(known) >= FEWEST and not any(differs for _, differs in known):
+        yield Sighting(
+            "input.constant",
+            step=known[0][0],
+            value=0.0,
+            text=f"all samples of a batch are the same, in each of the {len(known)} batches looked at, so "
+            "there is nothing to tell them apart by.",
+            causes=("the dataset gives the same item each time, or inputs are cleared or scaled to nothing",),
+            next_steps=("print two samples of your dataset, and follow them through your transforms",),
+        )
+
+
+def nonfinite_input(step: int, n: float) -> Sighting:
+    """NaN or infinities in the inputs."""
+    return Sighting(
+        "input.nonfinite",
+        step=step,
+        value=n,
+        text=f"the inputs of batch {step} hold {n:,.0f} NaN or infinite number{'s' * (n != 1)}.",
+        causes=("missing values in the data, or a division by zero in a transform",),
+        next_steps=("find these samples with torch.isfinite(x), then fill or drop them",),
+    )
+
+
+def look_at_labels(pred: Any, yb: Any, step: int, refused: bool) -> Iterator[Sighting]:
+    """Class indices that the scores have no place for.
+
+    Args:
+        pred: scores, `(N, C, …)`.
+        yb: targets; the first integer tensor counts.
+        step: number of the batch.
+        refused: whether the loss has raised, so that indices below 0 are wrong too.
+    """
+    scores = next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    labels = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.dtype == torch.int64), None)
+    n_classes = None if scores is None or labels is None else _n_classes(scores, labels)
+    if n_classes is None or labels is None or not labels.numel():
+        return
+    low, high = (int(end) for end in torch.aminmax(labels))
+    if high >= n_classes or (refused and low < 0):
+        worst = high if high >= n_classes else low
+        yield Sighting(
+            "label.out_of_range",
+            step=step,
+            value=float(worst),
+            text=f"a label of batch {step} is {worst}; the model gives scores of {n_classes} classes, so "
+            f"labels are 0 to {n_classes - 1}.",
+            causes=("labels that count from 1, or a last layer with too few outputs",),
+            next_steps=(f"give the last layer {worst + 1} outputs, or map labels to 0 … {n_classes - 1}",),
+        )
+
+
+def _n_classes(scores: Tensor, labels: Tensor) -> int | None:
+    if scores.ndim == labels.ndim + 1:
+        of_first, of_last = scores.shape[:1] + scores.shape[2:], scores.shape[:-1]
+        return (
+            scores.shape[1]
+            if of_first == labels.shape
+            else scores.shape[-1]
+            if of_last == labels.shape
+            else None
+        )
+    return None
+
+
+def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
+    """The loss of guessing: ln C of cross-entropy, of MSE the mean square of the targets; else NaN."""
+    scores = next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    targets = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
+    if scores is None or targets is None or not graph.is_pure:
+        return math.nan
+    if graph.kind == "cross-entropy":
+        n = _n_classes(scores, targets) or (scores.shape[-1] if scores.ndim == 2 else None)
+        return math.log(n) if n else math.nan
+    if graph.kind.startswith("binary"):
+        return math.log(2)
+    if graph.kind == "mse" and targets.is_floating_point() and targets.shape == scores.shape:
+        return float(targets.float().square().mean())
+    return math.nan
+
+
+HEAD_ADVICE = {
+    "cross-entropy": ("cross-entropy applies a softmax itself", "give it the scores as they are, logits"),
+    "binary cross-entropy with logits": (
+        "this loss applies a sigmoid itself",
+        "give it the scores as they are, or use binary_cross_entropy",
+    ),
+    "nll": ("NLLLoss takes logarithms of probabilities", "use log_softmax, or cross_entropy on the scores"),
+}
+
+
+def look_at_head(graph: LossGraph, layer: str, step: int) -> Iterator[Sighting]:
+    """An activation whose output goes to a loss that applies its own, or needs another."""
+    wrong = graph.head and graph.kind in HEAD_ADVICE and not (graph.kind == "nll" and graph.head == "Relu")
+    if not wrong:
+        return
+    why, what = HEAD_ADVICE[graph.kind]
+    name = {"Relu": "ReLU"}.get(graph.head, graph.head.lower())
+    yield Sighting(
+        "head.activation",
+        layer,
+        step=step,
+        text=f"the model ends in a {name}, and its output goes to {graph.kind}; {why}.",
+        causes=(f"the {name} squeezes the scores, and gradients with them",),
+        next_steps=(f"take the {name} away: {what}",),
+    )

@@ -1,0 +1,183 @@
+"""Diagnose: watches a training, and says at its end what is wrong with it."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from hookcb.callbacks import ActivationStats, GradientHealth, Progress
+from hookcb.callbacks.hook import HookCallback
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.probes import Probes, raised
+from hookcb.diagnosis.schedule import Schedule
+from hookcb.diagnosis.verdict import Verdict
+from hookcb.events import CancelFitException
+
+FIRST_LOOK, LATER = 20, 2.5  # the number of batches after which the state is judged, and how that grows
+
+
+class Diagnose(HookCallback):
+    """Watches a training closely at its beginning, then ever more rarely, and says what is wrong with it.
+
+    It brings `ActivationStats` and `GradientHealth`, where these are not there, and looks at inputs, targets,
+    modes, loss, optimizers and time by itself. The verdict is printed at the end of the fit; `diagnose()` of
+    the learner, or of the watch, gives it at any time. The training is to the bit what it is without.
+
+    Args:
+        on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit. It
+            is looked for after batches 20, 50, 125 …, and when the loss or a gradient is not finite.
+        budget: share of the training's time that it may take, 0..1; the first 20 batches come on top.
+        show: whether to print the verdict at the end; within `learn.no_logging()` it is not.
+        name: what the learner calls it.
+
+    Attributes:
+        verdict: of the last fit, None before its end.
+
+    Raises:
+        ValueError: for an `on_sick` or `budget` that cannot be.
+
+    >>> from hookcb import Diagnose, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(4, cbs=Diagnose())
+    >>> learn.diagnose().status
+    'healthy'
+    """
+
+    order = -5  # ahead of those that it brings
+    run_lr_find = False  # which looks for a rate that is too high on purpose
+
+    def __init__(
+        self, on_sick: str = "warn", *, budget: float = 0.02, show: bool = True, name: str = "diagnosis"
+    ) -> None:
+        if on_sick not in ("warn", "stop"):
+            raise ValueError(f"on_sick is {on_sick!r}; give 'warn' or 'stop'")
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+            raise ValueError(f"budget is {budget!r}; give a share of the training's time, 0 to 1")
+        super().__init__(include_paramless=True, detach=False, name=name)
+        self.on_sick, self.budget, self.show = on_sick, float(budget), show
+        self.verdict: Verdict | None = None
+        self._evidence: Evidence | None = None
+        self._probes: Probes | None = None
+        self._brought: list[ActivationStats | GradientHealth] = []
+
+    def before_fit(self) -> None:
+        self.verdict = self._evidence = None
+        self._schedule, self._next_look, self._is_new_step = Schedule(self.budget), FIRST_LOOK, True
+        self._is_wanted = self._has_warned = False
+        super().before_fit()
+        self._probes = Probes(self.learn, self.layer_name, self._acts)
+        wanted = ActivationStats(include_paramless=True), GradientHealth()
+        self._brought = [cb for cb in wanted if not any(isinstance(x, type(cb)) for x in self.learn.cbs)]
+        for cb in self._brought:
+            cb.wants = self._wants_too  # type: ignore[method-assign]
+        self.learn.add_cbs(self._brought)
+
+    def wants(self, i: int) -> bool:
+        """Decided once for all batches of a step."""
+        if self._is_new_step or not (self._probes and self._probes.n_steps):
+            self._is_new_step, self._is_wanted = False, self._schedule.is_due()
+        return self._is_wanted
+
+    def _wants_too(self, i: int) -> bool:
+        return self._is_wanted
+
+    def before_batch(self) -> None:
+        super().before_batch()
+        self._probe(Probes.begin_batch)
+
+    def hook(self, m: nn.Module, i: Any, o: Any) -> None:
+        if self._probes:
+            self._probes.guarded(self._probes.layers.look, m, o)
+
+    def after_pred(self) -> None:
+        self._probe(Probes.see_pred)
+
+    def after_loss(self) -> None:
+        self._probe(Probes.see_loss)
+
+    def before_backward(self) -> None:
+        super().before_backward()
+        self._probe(Probes.begin_backward)
+
+    def after_backward(self) -> None:
+        super().after_backward()
+        self._probe(Probes.see_gradients)
+
+    def before_step(self) -> None:
+        self._probe(Probes.begin_step)
+
+    def after_step(self) -> None:
+        self._is_new_step = True
+        self._probe(Probes.end_step)
+
+    def after_batch(self) -> None:
+        super().after_batch()
+        probes = self._probes
+        if probes is None or not self.training:
+            return
+        self._probe(Probes.end_batch)
+        self._schedule.took(probes.took, self.is_looking)
+        if probes.is_alarmed or probes.n_batches >= self._next_look:
+            if not probes.is_alarmed:
+                self._next_look = int(self._next_look * LATER)
+            probes.is_alarmed = False
+            self._react()
+
+    def after_train(self) -> None:
+        self._probe(Probes.pause)
+
+    def after_fit(self) -> None:
+        super().after_fit()
+        if self._probes is None:
+            return
+        self._probes.guarded(self._probes.look_at_end, self.learn, raised())
+        self.verdict = self.judge()
+        self._probes.close()
+        self._evidence, self._probes = self.evidence(), None
+        brought, self._brought = self._brought, []
+        self.learn.remove_cbs([cb for cb in brought if any(cb is x for x in self.learn.cbs)])
+        is_quiet = hasattr(self.learn, "no_logging") and not any(
+            isinstance(x, Progress) for x in self.learn.cbs
+        )
+        if self.show and not is_quiet:
+            Console().print(self.verdict)
+
+    def evidence(self) -> Evidence:
+        """What was recorded so far, or in the last fit.
+
+        Raises:
+            RuntimeError: before the first fit.
+        """
+        if self._evidence is not None:
+            return self._evidence
+        if self._probes is None:
+            raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
+        frame = Frame.of(self.model, self._probes.optimizers.values())
+        return gather(self.learn.cbs, frame, self._probes.evidence(frame))
+
+    def judge(self) -> Verdict:
+        """The verdict on what was recorded so far, or in the last fit."""
+        return judge(self.evidence())
+
+    def _probe(self, look: Callable[[Probes, Any, bool], object]) -> None:
+        if self._probes and self.training:
+            self._probes.guarded(look, self._probes, self.learn, self.is_looking)
+
+    def _react(self) -> None:
+        verdict = self.judge()
+        if verdict.status != "sick" or verdict.primary is None:
+            return
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{verdict.primary.head}: {verdict.primary.message}", stacklevel=2)
+        if self.on_sick == "stop":
+            raise CancelFitException
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_probes": None, "_brought": []}

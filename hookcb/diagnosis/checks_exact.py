@@ -1,0 +1,112 @@
+"""Exact checks of parameters: who gets no gradient, and who is never updated."""
+
+import math
+from collections.abc import Callable, Iterator
+
+from hookcb.diagnosis.evidence import Evidence, Param
+from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.verdict import Finding
+from hookcb.modules import listed
+
+FEW = 5  # steps that a parameter must have been without gradient
+
+
+@check("param.unreachable", site=Site.BACKWARD, needs=("gradients",), exact=True, leads_to=("loss.flat",))
+def unreachable(evidence: Evidence) -> Iterator[Result]:
+    """A layer that was called in the forward, and to which no gradient has ever come.
+
+    Formula: `requires_grad`, and `.grad` None in at least five steps looked at. Parameters that are frozen,
+    that had a gradient at some step, and those of layers that were not called, are left out.
+    """
+    steps = evidence.steps.get("total_norm")
+    if steps is None or len(steps) < FEW:
+        yield Unable(f"fewer than {FEW} steps were looked at")
+        return
+    without = [p for p in evidence.params.values() if not p.stats and p.layer in evidence.layers]
+    if not without:
+        yield RuledOut("layers without gradient")
+        return
+    last = max(without, key=lambda p: evidence.layers[p.layer].place)  # nearest to where it was cut
+    layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
+    more = f", nor to {listed(layers, 3)}" if layers else ""
+    yield Finding(
+        "param.unreachable",
+        "error",
+        last.layer,
+        last.name,
+        steps.steps[0],
+        float(len(without)),
+        0.0,
+        f"no gradient has come to {last.name} in {len(steps)} steps{more}; the layer is used in the forward.",
+        ("a .detach(), .data, no_grad or a step in NumPy behind this layer cuts it off from the loss",),
+        (f"look at what happens to the output of {last.layer or 'the model'} on its way to the loss",),
+        kind=last.about,
+        last_step=steps.steps[-1],
+    )
+
+
+@check("param.not_in_optimizer", site=Site.OPTIMIZER, needs=("gradients",), exact=True, leads_to=("loss.*",))
+def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
+    """A parameter that gets gradients and that no optimizer has: it is never updated."""
+    params = [p for p in evidence.params.values() if p.stats and not p.is_optimized]
+    if not params:
+        yield RuledOut("parameters outside the optimizer")
+        return
+    first, names = params[0], [p.name for p in params]
+    yield Finding(
+        "param.not_in_optimizer",
+        "error",
+        first.layer,
+        first.name,
+        None,
+        float(len(params)),
+        0.0,
+        f"{len(params)} of {len(evidence.params)} parameters get gradients and are in no optimizer, so they "
+        f"are never updated: {listed(names, 4)}.",
+        ("the optimizer was made from a part of the model, or before layers were added",),
+        ("give the optimizer all of model.parameters(), or freeze these with requires_grad_(False)",),
+        kind=first.about,
+    )
+
+
+@check(
+    "init.symmetric",
+    site=Site.MODULES,
+    needs=("gradients",),
+    exact=True,
+    leads_to=("loss.flat", "unit.dead", "grad.attenuated", "act.collapse"),
+)
+def zero_layer(evidence: Evidence) -> Iterator[Result]:
+    """A hidden layer whose weight is all zero and gets no gradient, so that it stays so.
+
+    A branch that begins with zeros on purpose gets gradients.
+    """
+    weights = [p for p in evidence.params.values() if p.is_weight and p.stats]
+    zero = [p for p in weights[:-1] if _is(p, "weight_norm", _is_zero) and _is(p, "norm", _is_zero)]
+    if not zero:
+        return
+    first, names = zero[0], [p.name for p in zero]
+    yield Finding(
+        "init.symmetric",
+        "error",
+        first.layer,
+        first.name,
+        first.series("norm").steps[0],
+        0.0,
+        math.nan,
+        f"the weight of {first.layer} is all zero and no gradient comes to it, so it stays zero"
+        f"{'' if len(names) == 1 else f'; the same of {listed(names[1:], 3)}'}.",
+        ("all weights were initialised with zeros",),
+        ("initialise weights at random, torch.nn.init.kaiming_normal_(layer.weight); zeros are for biases",),
+        kind=first.about,
+        last_step=first.series("norm").steps[-1],
+    )
+
+
+def _is(param: Param, stat: str, holds: Callable[[float], bool]) -> bool:
+    series = param.series(stat)
+    return len(series) >= FEW and all(holds(x) for _, x in series)
+
+
+def _is_zero(x: float) -> bool:
+    return x == 0

@@ -1,0 +1,273 @@
+"""Exact checks that pass on what was seen as it happened, in `Evidence.sightings`."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from hookcb.diagnosis.evidence import Evidence, Sighting
+from hookcb.diagnosis.registry import Result, RuledOut, Site, check
+from hookcb.diagnosis.verdict import Finding, Severity
+from hookcb.modules import listed
+
+EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
+
+
+@check("input.nonfinite", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
+def input_nonfinite(evidence: Evidence) -> Iterator[Result]:
+    """NaN or infinity in the inputs of a batch.
+
+    Formula: any element that is not finite, of the batches looked at and of one whose loss is not.
+    """
+    return _seen(evidence, "input.nonfinite", "error", "NaN in the inputs")
+
+
+@check("input.constant", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
+def input_constant(evidence: Evidence) -> Iterator[Result]:
+    """All samples of a batch are the same, in each of at least three batches looked at.
+
+    Formula: no element differs from that of the first sample; batches of one sample are left out.
+    """
+    return _seen(evidence, "input.constant", "error", "constant inputs")
+
+
+@check("label.out_of_range", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
+def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
+    """A class index at or above the number of classes, or below 0 where torch has refused it.
+
+    Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
+    """
+    return _seen(evidence, "label.out_of_range", "error", "labels out of range")
+
+
+@check("data.labels", site=Site.INPUT, needs=("batches", "loss"), exact=True, leads_to=("loss.flat",))
+def data_labels(evidence: Evidence) -> Iterator[Result]:
+    """Nothing is learned although one batch by itself can be: the labels do not follow from the inputs.
+
+    Formula: a flat loss and no other finding, and a copy of the model halves its loss on one batch.
+    """
+    return _seen(evidence, "data.labels", "info", "labels that do not follow from the inputs")
+
+
+@check(
+    "init.symmetric",
+    site=Site.MODULES,
+    needs=("batches",),
+    exact=True,
+    leads_to=(*EVERYTHING, "param.not_stepped"),
+)
+def init_symmetric(evidence: Evidence) -> Iterator[Result]:
+    """Units of a hidden layer that begin equal, up to sign: they get equal gradients, and stay one unit.
+
+    Formula: ≥ 99 % of pairs of rows of the weight are equal up to sign, fan-in and fan-out ≥ 4, in a linear
+    or convolutional layer that is trained and is not the last.
+
+    Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 8.4.
+    """
+    return _seen(evidence, "init.symmetric", "error", "symmetric initialisation")
+
+
+@check("mode.mismatch", site=Site.MODULES, needs=("batches",), exact=True, leads_to=EVERYTHING)
+def mode_mismatch(evidence: Evidence) -> Iterator[Result]:
+    """A batch norm that is trained and is in eval mode, or that normalises by a single sample.
+
+    One whose parameters are frozen is meant to be in eval mode, as in fine-tuning. An error where there is
+    one value per channel, a warning where the values of a channel come from one sample.
+
+    Source: torch.nn.BatchNorm2d.
+    """
+    return _seen(evidence, "mode.mismatch", "error", "train and eval modes")
+
+
+@check(
+    "dropout.extreme",
+    site=Site.MODULES,
+    needs=("batches",),
+    exact=True,
+    leads_to=("loss.flat", "unit.dead", "loss.init", "act.scale"),
+)
+def dropout_extreme(evidence: Evidence) -> Iterator[Result]:
+    """A dropout that drops nine in ten or more.
+
+    Formula: p ≥ 0.9.
+    """
+    return _seen(evidence, "dropout.extreme", "warning", "extreme dropout")
+
+
+@check(
+    "attn.collapse",
+    site=Site.MODULES,
+    needs=("batches",),
+    exact=True,
+    leads_to=("grad.*", "loss.*", "update.too_small"),
+)
+def attn_collapse(evidence: Evidence) -> Iterator[Result]:
+    """Attention that looks at one place only.
+
+    Formula: mean entropy of the attention weights / ln T below 0.05 in more than half of the heads, in each
+    of at least three batches looked at; T ≥ 4 keys.
+
+    Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
+    """
+    return _seen(evidence, "attn.collapse", "warning", "attention that looks at one place")
+
+
+@check(
+    "unit.saturated",
+    site=Site.MODULES,
+    needs=("batches",),
+    exact=True,
+    leads_to=("grad.*", "loss.*", "act.collapse", "update.too_small"),
+)
+def gates_shut(evidence: Evidence) -> Iterator[Result]:
+    """A gate of an LSTM or GRU that its bias shuts.
+
+    Formula: median over units of sigmoid(bias) below 0.03, of a GRU's update gate above 0.97. A large
+    positive bias of the forget gate, which keeps it open, is usual.
+
+    Source: Jozefowicz et al., An Empirical Exploration of Recurrent Network Architectures, 2015.
+    """
+    return _seen(evidence, "unit.saturated", "error", "gates that are shut")
+
+
+@check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
+def hook_silent(evidence: Evidence) -> Iterator[Result]:
+    """Layers with a hook that were never called, so that nothing is known of them."""
+    return _seen(evidence, "hook.silent", "info", "layers that were never called")
+
+
+@check("nonfinite.first", site=Site.MODULES, needs=("batches",), exact=True, leads_to=EVERYTHING)
+def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
+    """The first module that makes NaN or infinity of finite inputs, or of finite gradients.
+
+    Formula: the batch is run again, see `hookcb.nan_search`.
+    """
+    return _seen(evidence, "nonfinite.first", "error", "NaN and infinities")
+
+
+@check("nonfinite.contained", site=Site.BACKWARD, needs=("batches", "gradients"), exact=True)
+def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
+    """The gradient of a layer's output is NaN or infinite, and those of all parameters are finite."""
+    return _seen(evidence, "nonfinite.contained", "warning", "NaN inside the backward")
+
+
+@check(
+    "head.activation",
+    site=Site.LOSS,
+    needs=("batches",),
+    exact=True,
+    leads_to=("loss.*", "grad.*", "unit.*", "update.too_small", "act.collapse"),
+)
+def head_activation(evidence: Evidence) -> Iterator[Result]:
+    """A softmax, sigmoid or ReLU whose output goes to a loss that applies its own.
+
+    Formula: the nodes of the autograd graph next to the loss.
+
+    Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss take unnormalised scores, NLLLoss logarithms.
+    """
+    return _seen(evidence, "head.activation", "error", "an activation before the loss")
+
+
+@check("loss.detached", site=Site.LOSS, needs=("batches",), exact=True, leads_to=("param.*", "loss.flat"))
+def loss_detached(evidence: Evidence) -> Iterator[Result]:
+    """A loss that does not depend on any parameter.
+
+    Formula: it has no `grad_fn`.
+    """
+    return _seen(evidence, "loss.detached", "error", "a loss without gradients")
+
+
+@check("grad.stale", site=Site.GRADIENTS, needs=("batches",), exact=True, leads_to=EVERYTHING)
+def grad_stale(evidence: Evidence) -> Iterator[Result]:
+    """Gradients of a step are still there when the next ones are added to them, step after step.
+
+    Formula: at no backward between two steps of an optimizer were its gradients zero or None, each time.
+    """
+    return _seen(evidence, "grad.stale", "error", "gradients left over from the step before")
+
+
+@check("param.duplicated", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("update.*", "loss.*"))
+def param_duplicated(evidence: Evidence) -> Iterator[Result]:
+    """A parameter that is in the optimizers' groups more than once: it gets several updates a step."""
+    return _seen(evidence, "param.duplicated", "error", "parameters twice in the optimizer")
+
+
+@check(
+    "update.swallowed",
+    site=Site.OPTIMIZER,
+    needs=("steps",),
+    exact=True,
+    leads_to=("param.not_stepped", "loss.flat", "update.too_small"),
+)
+def update_swallowed(evidence: Evidence) -> Iterator[Result]:
+    """Weights in low precision whose updates are smaller than the distance to the next number.
+
+    Formula: share of weights with a gradient that a step has not changed by a bit > 0.5, in each of
+    three steps looked at or more.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
+    """
+    return _seen(evidence, "update.swallowed", "error", "updates lost to rounding")
+
+
+@check("replica.diverged", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("loss.*",))
+def replica_diverged(evidence: Evidence) -> Iterator[Result]:
+    """Replicas of DistributedDataParallel whose parameters differ.
+
+    Formula: sum and norm of all parameters, gathered from all ranks at the end of an epoch.
+    """
+    return _seen(evidence, "replica.diverged", "error", "replicas that differ")
+
+
+@check("memory.growth", site=Site.RUN, needs=("batches",), exact=True)
+def graphs_kept(evidence: Evidence) -> Iterator[Result]:
+    """The graphs of past batches stay in memory, one more each batch.
+
+    Formula: the nodes of the last 58 losses are all alive, but those of the last two.
+    """
+    return _seen(evidence, "memory.growth", "warning", "graphs that are kept")
+
+
+def _seen(evidence: Evidence, code: str, severity: Severity, fine: str) -> Iterator[Result]:
+    """One finding of all sightings with this code: of the first, with the number of the others.
+
+    Args:
+        evidence: where they are.
+        code: whose.
+        severity: of the finding, where the sighting has none of its own.
+        fine: what is ruled out where there is none.
+    """
+    sightings = [sighting for sighting in evidence.sightings if sighting.code == code]
+    if not sightings:
+        yield RuledOut(fine)
+        return
+    for own in dict.fromkeys(sighting.severity for sighting in sightings):
+        first, *others = [sighting for sighting in sightings if sighting.severity == own]
+        yield _finding(evidence, first, others, own or severity)  # type: ignore[arg-type]
+
+
+def _finding(evidence: Evidence, first: Sighting, others: Sequence[Sighting], severity: Severity) -> Finding:
+    places = [
+        x.layer or x.param for x in others if (x.layer or x.param) not in ("", first.layer, first.param)
+    ]
+    more = f" The same of {listed(list(dict.fromkeys(places)), 4)}." if places else ""
+    steps = [x.step for x in (first, *others) if x.step is not None]
+    return Finding(
+        first.code,
+        severity,
+        first.layer,
+        first.param,
+        first.step,
+        first.value,
+        math.nan,
+        first.text + more,
+        first.causes,
+        first.next_steps,
+        kind=_about(evidence, first),
+        last_step=max(steps, default=None),
+    )
+
+
+def _about(evidence: Evidence, sighting: Sighting) -> str:
+    if sighting.layer in evidence.layers:
+        return evidence.layers[sighting.layer].about
+    of = (p for p in evidence.params.values() if sighting.param == p.name or sighting.layer == p.layer != "")
+    return next((param.about for param in of), "")

@@ -1,0 +1,218 @@
+"""Evidence: what was recorded of a training, as plain numbers, for checks to read."""
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+# Kinds of modules whose gradients are small by their nature: of rows that few samples ask for.
+SPARSE_KINDS = ("Embedding", "EmbeddingBag")
+WINDOW = 10  # batches whose mean loss is taken for the loss at the beginning
+CONVERGED = 0.2  # of that; below it a statistical check is silent
+
+
+@dataclass(slots=True)
+class Series:
+    """A number over the training: `values[i]` is of training batch `steps[i]`; NaN values are left out."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, steps: Iterable[int], values: Iterable[float]) -> "Series":
+        """Of the values that are numbers."""
+        pairs = [(step, x) for step, x in zip(steps, values, strict=True) if not math.isnan(x)]
+        return cls([step for step, _ in pairs], [x for _, x in pairs])
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.steps, self.values, strict=True)
+
+    def add(self, step: int, value: float) -> None:
+        """Adds a value, at the end."""
+        self.steps.append(step)
+        self.values.append(value)
+
+    def between(self, first: int, last: int) -> "Series":
+        """Of the steps from `first` to `last`, both included."""
+        pairs = [(step, x) for step, x in self if first <= step <= last]
+        return Series([step for step, _ in pairs], [x for _, x in pairs])
+
+    def median(self, n: int | None = None) -> float:
+        """Of the last `n`, by default of all; NaN where there is none."""
+        values = self.values if n is None else self.values[-n:]
+        return statistics.median(values) if values else math.nan
+
+
+@dataclass(slots=True)
+class Layer:
+    """A layer that puts something out.
+
+    Attributes:
+        name: qualified name of the module; `place` is its place in the order of execution.
+        kind, about: its type, `Linear`, and with sizes, `Linear 64→64`.
+        stats: series by name, over the batches looked at: `mean`, `std`, `abs_max`, `zeros` (share),
+            `nonfinite` (number) of `ActivationStats`; of `Diagnose` `spread`, the variance across the batch
+            relative to the second moment, and `saturated` (share) of tanh and sigmoid.
+        largest: of numbers that the output's dtype has.
+    """
+
+    name: str
+    kind: str
+    about: str
+    place: int
+    stats: dict[str, Series] = field(default_factory=dict)
+    largest: float = math.inf
+
+    def series(self, stat: str) -> Series:
+        """One of `stats`, empty where it was not recorded."""
+        return self.stats.get(stat, Series())
+
+
+@dataclass(slots=True)
+class Param:
+    """A parameter.
+
+    Attributes:
+        name, layer: qualified names, of it and of its module; `about` has the module's type and sizes.
+        kind: type of the module; `place` of the parameter in the model; `place_of_layer` that of its
+            module in the order of execution, None where that was not seen.
+        shape: of it; `resolution` of its dtype, the relative distance of neighbouring numbers.
+        stats: series by name of the statistic, those of `GradientHealth`, and `swallowed`, of weights in low
+            precision the share of elements with a gradient that a step has left as they were.
+        is_optimized: whether an optimizer has it; `lr` and `weight_decay` are those of its group at the end.
+        is_adaptive: whether that scales gradients by their size, as Adam does.
+        dead: share of rows of the weight whose gradient was exactly zero each time; NaN where not looked at.
+        n_looked, n_examples: how often and at how many examples.
+    """
+
+    name: str
+    layer: str
+    kind: str
+    about: str
+    place: int
+    shape: tuple[int, ...]
+    place_of_layer: int | None = None
+    resolution: float = 2.0**-23
+    stats: dict[str, Series] = field(default_factory=dict)
+    is_optimized: bool = True
+    lr: float = math.nan
+    weight_decay: float = 0.0
+    is_adaptive: bool = False
+    dead: float = math.nan
+    n_looked: int = 0
+    n_examples: int = 0
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether its size can be compared: matrices and filters, not biases, norms and embeddings."""
+        return len(self.shape) > 1 and self.kind not in SPARSE_KINDS
+
+    def series(self, stat: str) -> Series:
+        """One of `stats`, empty where it was not recorded."""
+        return self.stats.get(stat, Series())
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """Something that was seen as it happened, which needs no statistics.
+
+    Attributes:
+        code: of the finding that it leads to.
+        layer, param: where.
+        step: number of the training batch.
+        value: the number that tells, NaN where there is none.
+        text: what was seen, the finding's message.
+        causes, next_steps: see `Finding`.
+        severity: of the finding, "" for the usual one of its code.
+    """
+
+    code: str
+    layer: str = ""
+    param: str = ""
+    step: int | None = None
+    value: float = math.nan
+    text: str = ""
+    causes: tuple[str, ...] = ()
+    next_steps: tuple[str, ...] = ()
+    severity: str = ""
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What was recorded of a training.
+
+    Attributes:
+        sources: what recorded it: "activations", "gradients", "loss", "batches" (what `Diagnose` sees of
+            inputs, targets and modules), "steps" (of optimizers and their groups), "time", "memory".
+        n_batches: number of training batches; `n_looked` how many of them were looked at closely.
+        layers: by name, in the order of execution.
+        params: by name, in the order of the model.
+        steps: series over the steps looked at: `total_norm`, `clipped_total_norm`, `clip_coef`, `lr`,
+            `scale` of a GradScaler and `skipped` (0 or 1).
+        lr: largest learning rate of all groups, at each batch.
+        loss: of each batch.
+        loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" where it is not known.
+        guess: the loss of guessing: ln C of cross-entropy over C classes, of MSE the mean square of the
+            targets; NaN where it is not known.
+        input_std: standard deviation of the first float input, batch by batch; `input_rms` its RMS.
+        waits: seconds from the end of a batch to the beginning of the next; `batches` seconds of a batch
+            with that.
+        memory: bytes in use after each step, as far as it is known.
+        n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
+        sightings: what was seen as it happened.
+        notes: what could not be looked at, in words.
+    """
+
+    sources: set[str] = field(default_factory=set)
+    n_batches: int = 0
+    n_looked: int = 0
+    layers: dict[str, Layer] = field(default_factory=dict)
+    params: dict[str, Param] = field(default_factory=dict)
+    steps: dict[str, Series] = field(default_factory=dict)
+    lr: Series = field(default_factory=Series)
+    loss: Series = field(default_factory=Series)
+    loss_kind: str = ""
+    guess: float = math.nan
+    input_std: Series = field(default_factory=Series)
+    input_rms: Series = field(default_factory=Series)
+    waits: Series = field(default_factory=Series)
+    batches: Series = field(default_factory=Series)
+    memory: Series = field(default_factory=Series)
+    n_steps: int = 0
+    n_skipped: int = 0
+    sightings: list[Sighting] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def first_loss(self) -> float:
+        """Mean loss of the first ten batches, NaN where it is not known or not finite."""
+        first = self.loss.values[:WINDOW]
+        return sum(first) / len(first) if first and all(map(math.isfinite, first)) else math.nan
+
+    def smooth_loss(self) -> Series:
+        """Exponential moving average of the loss over about ten batches, of what is finite."""
+        smooth, now = Series(), math.nan
+        for step, x in self.loss:
+            if math.isfinite(x):
+                now = x if math.isnan(now) else now + (x - now) / WINDOW
+                smooth.add(step, now)
+        return smooth
+
+    def converged_at(self) -> float:
+        """The step from which on the loss is below a fifth of its beginning; infinity where it never is.
+
+        Of a loss that may be negative: where it has come down by half of its size at the beginning. Where
+        the loss is not known, the norm of all gradients stands for it, and a twentieth of its beginning.
+        """
+        first = self.first_loss
+        if not len(self.loss):
+            norms = self.steps.get("total_norm", Series())
+            usual = statistics.median(norms.values[:5]) if len(norms) else math.nan
+            return next((step for step, x in norms if x < usual / 20), math.inf)
+        if math.isnan(first):
+            return math.inf
+        low = CONVERGED * first if first > 0 and min(self.loss.values) >= 0 else first - abs(first) / 2
+        return next((step for step, x in self.smooth_loss() if x < low), math.inf)

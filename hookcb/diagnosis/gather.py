@@ -1,0 +1,104 @@
+"""Evidence out of what callbacks have recorded."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hookcb.callback import Callback
+from hookcb.callbacks import ActivationStats, GradientHealth, MemoryStats, Recorder
+from hookcb.diagnosis.evidence import Evidence, Layer, Series
+from hookcb.diagnosis.frame import Frame
+from hookcb.grad_stats import STEP_STATS
+from hookcb.stats import LAYER_STATS
+
+
+def gather(cbs: Iterable[Callback], frame: Frame, own: Evidence | None = None) -> Evidence:
+    """What these have recorded, of a model that is made of `frame`.
+
+    Args:
+        cbs: of which the first `ActivationStats`, `GradientHealth`, `Recorder` and `MemoryStats` count.
+        frame: names, types and sizes.
+        own: what `Diagnose` has recorded by itself; it is completed.
+    """
+    evidence = own or Evidence()
+    found: dict[type, Any] = {}
+    for cb in cbs:
+        for kind in (ActivationStats, GradientHealth, Recorder, MemoryStats):
+            if isinstance(cb, kind):
+                found.setdefault(kind, cb)
+    evidence.params = frame.params
+    if stats := found.get(ActivationStats):
+        _add_activations(evidence, stats, frame)
+    if health := found.get(GradientHealth):
+        _add_gradients(evidence, health)
+    if own is None and (recorder := found.get(Recorder)):
+        _add_losses(evidence, recorder)
+    return evidence
+
+
+def module_of(name: str) -> str:
+    """The module of a recorded output: `lstm` of `lstm[0]` and of `lstm#1`."""
+    return name.partition("#")[0].partition("[")[0]
+
+
+def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:
+    evidence.sources.add("activations")
+    steps, store = stats.steps(), stats.store_of("train")
+    evidence.n_looked = max(evidence.n_looked, len(steps))
+    evidence.n_batches = max(evidence.n_batches, 1 + max(steps, default=-1))
+    for path in stats.names:
+        name = module_of(path)
+        if name in evidence.layers and evidence.layers[name].stats.get("std"):
+            continue  # of several outputs or calls the first
+        layer = _layer(evidence, name, frame, stats.outputs.get(path, ("", ()))[0])
+        columns = store.series(path).T.tolist()
+        for stat, values in zip(LAYER_STATS, columns, strict=False):
+            layer.stats[stat] = Series.of(steps, values)
+    for place, layer in enumerate(evidence.layers.values()):
+        layer.place = place
+    for param in evidence.params.values():
+        if param.layer in evidence.layers:
+            param.place_of_layer = evidence.layers[param.layer].place
+    silent = tuple(stats.coverage.silent) if stats.hooks is not None else ()
+    if silent and steps:
+        evidence.notes.append(f"{len(silent)} layers were never called: {', '.join(silent[:3])}")
+
+
+def _layer(evidence: Evidence, name: str, frame: Frame, kind: str) -> Layer:
+    if name not in evidence.layers:
+        about = frame.about.get(name, kind)
+        evidence.layers[name] = Layer(name, about.partition(" ")[0], about, len(evidence.layers))
+    return evidence.layers[name]
+
+
+def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
+    evidence.sources.add("gradients")
+    steps, store = health.steps(), health.store_of("train")
+    evidence.n_looked = max(evidence.n_looked, len(steps))
+    evidence.n_batches = max(evidence.n_batches, 1 + max(steps, default=-1))
+    for stat in STEP_STATS:
+        evidence.steps[stat] = Series.of(steps, health.step_series(stat))
+    if not len(evidence.lr):
+        evidence.lr = evidence.steps["lr"]
+    for name in health.names:
+        if name in evidence.params:
+            columns = zip(health.columns, store.series(name).T.tolist(), strict=False)
+            evidence.params[name].stats = {stat: Series.of(steps, values) for stat, values in columns}
+    for name in health.not_optimized:
+        if name in evidence.params:
+            evidence.params[name].is_optimized = False
+    evidence.n_skipped = max(evidence.n_skipped, health.skipped)
+    evidence.n_steps = max(evidence.n_steps, len(steps))
+
+
+def _add_losses(evidence: Evidence, recorder: Recorder) -> None:
+    losses = [float(x) if isinstance(x, torch.Tensor) else x for x in recorder.losses]
+    if losses:
+        evidence.sources.add("loss")
+        evidence.loss = Series.of(range(len(losses)), losses)
+        evidence.n_batches = max(evidence.n_batches, len(losses))
+        rates = [float(x) for x in recorder.lrs]
+        if len(rates) == len(losses):
+            evidence.lr = Series.of(range(len(rates)), [x if math.isfinite(x) else math.nan for x in rates])

@@ -1,0 +1,122 @@
+"""From evidence to a verdict: all checks, and which finding follows from which."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from hookcb.diagnosis import (
+    checks_exact,
+    checks_gradients,
+    checks_layers,
+    checks_loss,
+    checks_optimizer,
+    checks_runtime,
+    checks_seen,
+)
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.registry import CHECKS, Check, Result, RuledOut, Unable, check_of
+from hookcb.diagnosis.verdict import Finding, Status, Verdict
+
+# Where the checks are, which register themselves when these are imported.
+SECTIONS = (
+    checks_seen,
+    checks_exact,
+    checks_layers,
+    checks_loss,
+    checks_gradients,
+    checks_optimizer,
+    checks_runtime,
+)
+SOURCES = {  # what brings them
+    "activations": "ActivationStats",
+    "gradients": "GradientHealth",
+    "loss": "a loss that is known: under watch, w.loss(loss)",
+    "batches": "Diagnose",
+    "steps": "Diagnose",
+    "time": "Diagnose",
+    "memory": "Diagnose, or MemoryStats",
+}
+RANK = {"error": 0, "warning": 1, "info": 2}
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Runs all checks; the earliest cause is primary, what follows from it is said to.
+
+    A check that cannot run says so in the verdict's `coverage`; none raises.
+    """
+    findings: list[Finding] = []
+    fine: list[tuple[Check, str]] = []
+    unable: dict[str, list[str]] = {}  # codes by reason
+    for check in CHECKS:
+        for result in _run(check, evidence):
+            if isinstance(result, Finding):
+                findings.append(result)
+            elif isinstance(result, RuledOut):
+                fine.append((check, result.text))
+            else:
+                unable.setdefault(result.reason, []).extend(check.codes)
+    findings = explained(findings, evidence)
+    primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
+    ruled_out = _in_order(fine, primary)
+    return Verdict(_status(findings), primary, tuple(findings), ruled_out, _coverage(evidence, unable))
+
+
+def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
+    if missing := [need for need in check.needs if need not in evidence.sources]:
+        return [Unable(f"needs {' and '.join(SOURCES[need] for need in missing)}")]
+    try:
+        return list(check.function(evidence))
+    except Exception as error:  # a verdict without it is better than none
+        return [Unable(f"failed by itself, please report it: {error!r}")]
+
+
+def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
+    """Findings in the order of the flow, causes first; what follows from another says so.
+
+    One follows from another where that kind of finding can lead to it, was seen no later, and stands
+    earlier in this order: by step, then by site, then by the place of its layer.
+    """
+    in_order = sorted(findings, key=lambda finding: _key(finding, evidence))
+    told: list[Finding] = []
+    for finding in in_order:
+        cause = next((other for other in told if _leads_to(other, finding)), None)
+        told.append(finding if cause is None else replace(finding, consequence_of=cause.code))
+    return sorted(told, key=lambda f: (bool(f.consequence_of), *_weight(f), *_key(f, evidence)))
+
+
+def _leads_to(cause: Finding, finding: Finding) -> bool:
+    if cause.severity == "info" or cause.code == finding.code:
+        return False
+    return any(fnmatchcase(finding.code, pattern) for pattern in check_of(cause.code).leads_to)
+
+
+def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float]:
+    layer = evidence.layers.get(finding.layer)
+    step = -1 if finding.step is None else finding.step
+    return step, check_of(finding.code).site, math.inf if layer is None else layer.place
+
+
+def _weight(finding: Finding) -> tuple[int, bool]:
+    return RANK[finding.severity], not check_of(finding.code).exact
+
+
+def _status(findings: Sequence[Finding]) -> Status:
+    severities = {finding.severity for finding in findings}
+    return "sick" if "error" in severities else "suspect" if "warning" in severities else "healthy"
+
+
+def _in_order(fine: Sequence[tuple[Check, str]], primary: Finding | None) -> tuple[str, ...]:
+    """What is fine; first what could have led to the primary finding, and has not."""
+    if primary is None:
+        return tuple(text for _, text in fine)
+    could = [check for check, _ in fine if any(fnmatchcase(primary.code, x) for x in check.leads_to)]
+    return tuple(text for _, text in sorted(fine, key=lambda pair: pair[0] not in could))
+
+
+def _coverage(evidence: Evidence, unable: dict[str, list[str]]) -> tuple[str, ...]:
+    n = evidence.n_batches
+    looked = f"{n} batch{'es' * (n != 1)}, {evidence.n_looked} of them closely"
+    size = f"{len(evidence.layers)} layers, {len(evidence.params)} parameters"
+    gaps = [f"not checked: {', '.join(dict.fromkeys(codes))} ({why})" for why, codes in unable.items()]
+    return (looked, size, *evidence.notes, *gaps)

@@ -1,0 +1,91 @@
+"""What a loss is made of, as its autograd graph tells."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+# Nodes that only scale, reshape or sum up what they are given.
+SCALING = ("Div", "Mul", "Neg", "Mean", "Sum", "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone")
+SHAPING = ("View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute", "T", "Alias")
+KINDS = {
+    "NllLoss": "nll",
+    "NllLoss2D": "nll",
+    "MseLoss": "mse",
+    "L1Loss": "l1",
+    "SmoothL1Loss": "huber",
+    "HuberLoss": "huber",
+    "BinaryCrossEntropy": "binary cross-entropy",
+    "BinaryCrossEntropyWithLogits": "binary cross-entropy with logits",
+}
+APPLY_OWN = ("cross-entropy", "binary cross-entropy with logits")  # a softmax or a sigmoid
+HEADS = ("Softmax", "Sigmoid", "Relu")
+MOST_NODES = 64
+
+
+class LossGraph(NamedTuple):
+    """What a loss is.
+
+    Attributes:
+        kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", the same "with
+            logits", "mse", "l1", "huber", or "" where it is something else.
+        is_pure: whether the loss is that and nothing else, but for its scale and sign.
+        head: what the loss is given by, "Softmax", "Sigmoid", "Relu", or "".
+    """
+
+    kind: str = ""
+    is_pure: bool = False
+    head: str = ""
+
+
+def read_loss(node: Any) -> LossGraph:
+    """Looks at the nodes next to the loss; runs nothing and keeps nothing.
+
+    Args:
+        node: `loss.grad_fn`, None where there is none.
+    """
+    is_pure = True
+    for depth_node, pure in _around(node):
+        name = node_name(depth_node)
+        if name in KINDS or name == "LogSoftmax":
+            is_pure, found = pure, depth_node
+            break
+    else:
+        return LossGraph()
+    name, given = node_name(found), _behind(found)
+    if name == "LogSoftmax":  # of soft targets, which have no node of their own
+        return LossGraph("cross-entropy", is_pure, _head(given))
+    if KINDS[name] == "nll" and node_name(given) == "LogSoftmax":
+        return LossGraph("cross-entropy", is_pure, _head(_behind(given)))
+    return LossGraph(KINDS[name], is_pure, _head(given))
+
+
+def node_name(node: Any) -> str:
+    """Of a node the operation: `Softmax` of `SoftmaxBackward0`."""
+    name = "" if node is None else str(node.name()).rpartition("::")[2]
+    return name.partition("Backward")[0]
+
+
+def _around(node: Any) -> Iterator[tuple[Any, bool]]:
+    """Nodes from the loss backwards, nearest first, with whether only scaling lies between."""
+    waiting, n = deque([(node, True)]), 0
+    while waiting and n < MOST_NODES:
+        now, is_pure = waiting.popleft()
+        if now is None:
+            continue
+        n += 1
+        yield now, is_pure
+        pure = is_pure and node_name(now) in SCALING
+        waiting.extend((behind, pure) for behind, _ in now.next_functions)
+
+
+def _behind(node: Any) -> Any:
+    """What a node is given by, without what only reshapes it."""
+    while True:
+        node = next((behind for behind, _ in node.next_functions if behind is not None), None)
+        if node is None or node_name(node) not in SHAPING:
+            return node
+
+
+def _head(node: Any) -> str:
+    name = node_name(node)
+    return name if name in HEADS else ""

@@ -1,0 +1,28 @@
+"""The verdict on a loop, from what its callbacks have recorded."""
+
+from typing import Any
+
+from hookcb.callback import Callback
+from hookcb.diagnosis.callback import Diagnose
+from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.verdict import Verdict
+
+
+def diagnose_loop(loop: Any) -> Verdict:
+    """What is wrong with the training of a loop; by its `Diagnose`, else by what other callbacks recorded.
+
+    Raises:
+        RuntimeError: where nothing is recorded.
+    """
+    # those of fits that have ended are attributes still
+    named = [cb for cb in vars(loop).values() if isinstance(cb, Callback)]
+    cbs = [*loop.cbs, *(cb for cb in named if not any(cb is other for other in loop.cbs))]
+    own = next((cb for cb in cbs if isinstance(cb, Diagnose)), None)
+    if own is not None:
+        return own.judge()
+    evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+    if not evidence.n_batches:
+        raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
+    return judge(evidence)

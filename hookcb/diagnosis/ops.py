@@ -1,0 +1,69 @@
+"""OpHooks: has operations inside a model's forward looked at, in the batches that are."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookcb.diagnosis.op_probe import OpProbe
+from hookcb.hooks import Hook
+from hookcb.modules import is_compiled, named_modules
+
+
+class OpHooks:
+    """Enters an `OpProbe` when the model is called, and leaves it when the call ends, however it does.
+
+    A model that is compiled, in whole or in part, is left alone: it would run uncompiled.
+
+    Args:
+        model: whose forward.
+        acts: whether a call that begins is looked at.
+        found: takes a layer's name and what `OpProbe` has found there.
+    """
+
+    def __init__(
+        self, model: nn.Module, acts: Callable[[], bool], found: Callable[[str, Tensor], object]
+    ) -> None:
+        self._acts, self._found = acts, found
+        self._names = {id(m): name for name, m in named_modules(model).items()}
+        self._open: list[OpProbe] = []
+        self.is_left_out = any(map(is_compiled, model.modules()))
+        self._hooks = (
+            []
+            if self.is_left_out
+            else [
+                Hook(model, self._enter, pre=True, detach=False),
+                Hook(model, self._leave, always_call=True, detach=False),
+            ]
+        )
+
+    def _enter(self, m: nn.Module, args: Any) -> None:
+        if self._acts() and not self._open:
+            probe = OpProbe(self._layer, self._found)
+            probe.__enter__()  # type: ignore[no-untyped-call]
+            self._open.append(probe)
+
+    def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _layer(self) -> str:
+        """The innermost module of the model whose code is running."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            names = frame.f_code.co_varnames
+            if (
+                names
+                and names[0] == "self"
+                and (name := self._names.get(id(frame.f_locals["self"]))) is not None
+            ):
+                return name
+            frame = frame.f_back
+        return ""
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()

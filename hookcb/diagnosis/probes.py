@@ -1,0 +1,292 @@
+"""Probes: all that Diagnose looks at by itself, in one place."""
+
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookcb.batch import batch_size, parts
+from hookcb.diagnosis.batch_probe import (
+    COLUMNS,
+    guess_of,
+    input_numbers,
+    look_at_head,
+    look_at_inputs,
+    look_at_labels,
+)
+from hookcb.diagnosis.evidence import Evidence, Series, Sighting
+from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.keeping import KeptGraphs
+from hookcb.diagnosis.layer_probe import KEEP, BatchNorm, LayerProbe
+from hookcb.diagnosis.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.model_probe import look_at_model, look_at_optimizers
+from hookcb.diagnosis.nan_probe import look_for_origin
+from hookcb.diagnosis.op_probe import look_at_attention
+from hookcb.diagnosis.ops import OpHooks
+from hookcb.diagnosis.records import Curve, largest_lr
+from hookcb.diagnosis.step_probe import DeadRows, StaleGradients, Swallowed
+from hookcb.hooks import Hook
+from hookcb.store import StatStore
+
+FIRST = 3  # batches at whose batch norms is looked
+SMALL = 65_536  # elements of an output up to which it is looked at in each batch
+
+
+class Probes:
+    """What is recorded of a training beyond activations and gradients.
+
+    Each method takes the loop, and whether the batch is one that is looked at closely.
+
+    Args:
+        loop: whose.
+        name_of: the name of a layer.
+        acts: whether a call of the model is looked at.
+
+    Attributes:
+        took: seconds that the last batch has taken.
+        is_alarmed: whether something was seen that should be told at once.
+    """
+
+    def __init__(self, loop: Any, name_of: Callable[[nn.Module], str], acts: Callable[[], bool]) -> None:
+        self.layers = LayerProbe(name_of)
+        self.sightings: list[Sighting] = []
+        self.notes: list[str] = []
+        self.took, self.is_alarmed = 0.0, False
+        self._step = 0
+        self.dead, self.swallowed = DeadRows(loop.model), Swallowed(loop.model)
+        self.stale, self.kept = StaleGradients(), KeptGraphs()
+        self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
+        self._attention: dict[str, list[tuple[int, Tensor]]] = {}
+        self._ops = OpHooks(loop.model, acts, self.see_attention)
+        self._norms = [
+            Hook(m, partial(self._see_norm, loop), pre=True, detach=False)
+            for m in loop.model.modules()
+            if isinstance(m, BatchNorm)
+        ]
+        self.optimizers: dict[int, Optimizer] = {}
+        self.graph: LossGraph | None = None
+        self.guess = math.nan
+        self.n_batches = self.n_looked = self.n_steps = self.n_examples = 0
+        self._is_followed = not hasattr(loop, "loss_func")
+        self._inputs = StatStore(COLUMNS, KEEP)
+        self._has_origin = False
+        self._first_param: nn.Parameter | None = None
+        self._ended = math.nan
+        self.guarded(self._look_at_model, loop)
+
+    def guarded(self, look: Callable[..., object], *args: Any) -> None:
+        """Looks; where that fails, the training goes on and the verdict says so."""
+        try:
+            look(*args)
+        except Exception as error:  # whatever it is, it is not the training's fault
+            note = f"a part of Diagnose failed, please report it: {error!r} in {_place(error)}"
+            if note not in self.notes:
+                self.notes.append(note)
+
+    def _look_at_model(self, loop: Any) -> None:
+        self.sightings += look_at_model(loop.model)
+
+    def _see_norm(self, loop: Any, m: nn.Module, args: tuple[Any, ...]) -> None:
+        if loop.training and loop.is_here and self.n_batches < FIRST:
+            self.guarded(self.layers.look_at_input, m, args, loop.train_iter)
+
+    def see_attention(self, layer: str, share: Tensor) -> None:
+        """A layer's attention, in the batch in progress."""
+        self._attention.setdefault(layer, []).append((self._step, share))
+
+    def close(self) -> None:
+        """Takes its hooks off."""
+        self._ops.remove()
+        for hook in self._norms:
+            hook.remove()
+
+    # ---- a batch
+
+    def begin_batch(self, loop: Any, looking: bool) -> None:
+        """Its inputs are known."""
+        now, self._step = time.perf_counter(), loop.train_iter
+        if loop.train_iter and not math.isnan(self._ended):
+            self.wait.add(loop.train_iter, now - self._ended)
+        if looking:
+            self.layers.begin(loop.train_iter)
+            numbers = input_numbers(loop.xb)
+            if numbers is not None:
+                self._inputs.put("x", [self._inputs.begin(0, loop.train_iter)], numbers[None].float())
+
+    def see_pred(self, loop: Any, looking: bool) -> None:
+        """The model has given its output, and nobody may tell the loss."""
+        if self._is_followed and not self._has_origin:
+            outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
+            at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= SMALL]
+            if not all(bool(x.isfinite().all()) for x in at_hand):
+                self._look_for_origin(loop, "the model's output is not finite", gradient=False)
+
+    def see_loss(self, loop: Any, looking: bool) -> None:
+        """The loss is known."""
+        loss = loop.loss_with_graph
+        if self.graph is None or looking:
+            self._see_graph(loop, loss)
+        self.kept.note(loss.grad_fn, loop.train_iter)
+        self.n_examples += batch_size((*loop.yb, loop.xb))
+        value = loss.detach()
+        if not value.is_cpu:
+            self.loss.add(loop.train_iter, value.clone())
+            return
+        number = float(value)
+        self.loss.add(loop.train_iter, number)
+        if not math.isfinite(number):
+            self._look_for_origin(loop, f"the loss is {number}", gradient=False)
+
+    def _see_graph(self, loop: Any, loss: Tensor) -> None:
+        graph = read_loss(loss.grad_fn)
+        if self.graph is None:
+            self.graph, self.guess = graph, guess_of(graph, loop.pred, loop.yb)
+            if loss.grad_fn is None:
+                self.sightings.append(_detached(loop.train_iter))
+            heads = [*self.layers.largest][-1:]
+            self.sightings += look_at_head(graph, heads[0] if heads else "", loop.train_iter)
+
+    def _look_for_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
+        """Once, of the first that is not finite."""
+        if not self._has_origin:
+            self._has_origin = self.is_alarmed = True
+            where = loop.train_iter
+            self.sightings.append(look_for_origin(loop, self._is_followed, noticed, gradient, where))
+
+    def begin_backward(self, loop: Any, looking: bool) -> None:
+        """Gradients are as they were left."""
+        self.stale.before_backward()
+
+    def see_gradients(self, loop: Any, looking: bool) -> None:
+        """The backward is over; what is not finite in it reaches the first layer."""
+        if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
+            return
+        if self._first_param is None:
+            self._first_param = self._smallest_first(loop.model)
+        grad = None if self._first_param is None else self._first_param.grad
+        if grad is not None and grad.is_cpu and not math.isfinite(float(grad.detach().sum())):
+            self._look_for_origin(loop, "a gradient is not finite", gradient=True)
+
+    def _smallest_first(self, model: nn.Module) -> nn.Parameter | None:
+        """Of the first layer with a gradient the smallest parameter."""
+        for m in model.modules():
+            params = [p for p in m.parameters(recurse=False) if p.grad is not None]
+            dense = [p for p in params if p.layout is torch.strided and p.grad.layout is torch.strided]  # type: ignore[union-attr]
+            if dense:
+                return min(dense, key=Tensor.numel)
+        return None
+
+    def begin_step(self, loop: Any, looking: bool) -> None:
+        """Gradients are whole."""
+        if looking:
+            self.dead.look(self.n_examples)
+            self.swallowed.before_step()
+
+    def end_step(self, loop: Any, looking: bool) -> None:
+        """The step is made."""
+        self.n_steps += 1
+        self.swallowed.after_step(loop.train_iter)
+        self.n_examples = 0
+        if loop.opt is not None:
+            self.optimizers[id(loop.opt)] = loop.opt
+            self.stale.after_step(loop.opt)
+            self.lr.add(loop.train_iter, largest_lr(loop.opt))
+
+    def end_batch(self, loop: Any, looking: bool) -> None:
+        """The batch is over."""
+        now = time.perf_counter()
+        if not math.isnan(self._ended):
+            self.took = now - self._ended
+            self.length.add(loop.train_iter, self.took)
+        self._ended = now
+        self.n_batches += 1
+        self.n_looked += looking
+        if looking:
+            self.kept.look()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self.memory.add(loop.train_iter, float(torch.cuda.memory_allocated()))
+
+    def pause(self, loop: Any, looking: bool) -> None:
+        """What comes until the next batch is no waiting for data."""
+        self._ended = math.nan
+
+    # ---- all of it
+
+    def evidence(self, frame: Frame) -> Evidence:
+        """What was recorded so far."""
+        evidence = Evidence(sources={"batches", "steps", "time"}, params=frame.params)
+        evidence.n_batches, evidence.n_looked = self.n_batches, self.n_looked
+        evidence.loss, evidence.lr = self.loss.series(), self.lr.series()
+        if len(evidence.loss):
+            evidence.sources.add("loss")
+        evidence.loss_kind = self.graph.kind if self.graph and self.graph.is_pure else ""
+        evidence.guess = self.guess
+        evidence.waits, evidence.batches, evidence.memory = (
+            curve.series() for curve in (self.wait, self.length, self.memory)
+        )
+        if len(evidence.memory):
+            evidence.sources.add("memory")
+        evidence.n_steps = self.n_steps
+        self.layers.add_to(evidence.layers, frame.about)
+        steps = [info.step for info in self._inputs.infos]
+        rows = self._inputs.series("x").tolist()
+        evidence.input_std = Series.of(steps, [row[0] for row in rows])
+        evidence.input_rms = Series.of(steps, [row[1] for row in rows])
+        for name, share in self.dead.shares().items():
+            if name in evidence.params:
+                param = evidence.params[name]
+                param.dead, param.n_looked = share, self.dead.n_looked[name]
+                param.n_examples = self.dead.n_examples[name]
+        evidence.notes += self.notes
+        if self._ops.is_left_out:
+            evidence.notes.append("attention was not looked at, as the model is compiled")
+        evidence.sightings = [*self.sightings, *self._late_sightings(steps, rows)]
+        return evidence
+
+    def _late_sightings(self, steps: list[int], rows: list[list[float]]) -> Iterator[Sighting]:
+        seen = {sighting.code for sighting in self.sightings}
+        yield from (x for x in look_at_inputs(steps, rows) if x.code not in seen)
+        yield from self.layers.sightings(self.n_batches)
+        yield from look_at_attention(self._attention)
+        yield from self.swallowed.sightings()
+        yield from self.stale.sightings()
+        yield from self.kept.sightings()
+
+    def look_at_end(self, loop: Any, error: BaseException | None) -> None:
+        """The training is over; with what it has raised, None where it ended well."""
+        self.sightings += look_at_optimizers(loop.model, self.optimizers.values())
+        if error is not None and not isinstance(error, KeyboardInterrupt):
+            with suppress(RuntimeError):  # of a GPU that has failed
+                refused = isinstance(error, IndexError)
+                self.sightings += look_at_labels(loop.pred, loop.yb, loop.train_iter, refused)
+
+
+def raised() -> BaseException | None:
+    """What is being handled: in after_fit, what has ended the fit."""
+    return sys.exception()
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.name}, {last.filename.rpartition('/')[2]}:{last.lineno}"
+
+
+def _detached(step: int) -> Sighting:
+    return Sighting(
+        "loss.detached",
+        step=step,
+        text="the loss does not depend on any parameter, so there is nothing to train.",
+        causes=(
+            "a .detach(), .item() or no_grad between the model and the loss, or all parameters are frozen",
+        ),
+        next_steps=("follow the model's output to the loss, and print .requires_grad on the way",),
+    )

@@ -1,0 +1,101 @@
+"""The registry of checks: each a pure function from evidence to findings."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.verdict import Finding
+
+
+class Site(IntEnum):
+    """Where in the flow of a training step something is; what is earlier can cause what is later."""
+
+    INPUT = 0
+    MODULES = 1
+    LOSS = 2
+    BACKWARD = 3
+    GRADIENTS = 4
+    OPTIMIZER = 5
+    RUN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class RuledOut:
+    """What a check has found to be fine, in words, with the number that says so: "dead units (0 %)"."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unable:
+    """Why a check could not run: "fewer than 8 batches were looked at"."""
+
+    reason: str
+
+
+Result = Finding | RuledOut | Unable
+CheckFunction = Callable[[Evidence], Iterator[Result]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A registered check.
+
+    Attributes:
+        codes: of the findings it may give.
+        site: where in the flow these are.
+        exact: whether it has no threshold.
+        needs: what must have been recorded, see `Evidence.sources`.
+        function: what looks.
+        leads_to: codes of findings that may follow from one of these; a trailing `*` stands for any ending.
+        margin: how far apart healthy and faulty trainings were on the planted suite, "" of an exact check.
+    """
+
+    codes: tuple[str, ...]
+    site: Site
+    exact: bool
+    needs: tuple[str, ...]
+    function: CheckFunction
+    leads_to: tuple[str, ...]
+    margin: str
+
+    @property
+    def doc(self) -> str:
+        """What it looks at, its formula, source and limit."""
+        return inspect.getdoc(self.function) or ""
+
+
+CHECKS: list[Check] = []
+
+
+def check(
+    *codes: str,
+    site: Site,
+    needs: tuple[str, ...],
+    exact: bool = False,
+    leads_to: tuple[str, ...] = (),
+    margin: str = "",
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Registers a check; see `Check` for the arguments."""
+
+    def register(function: CheckFunction) -> CheckFunction:
+        CHECKS.append(Check(codes, site, exact, needs, function, leads_to, margin))
+        return function
+
+    return register
+
+
+def check_of(code: str) -> Check:
+    """The check that gives findings of this code.
+
+    Raises:
+        LookupError: where there is none.
+    """
+    for found in CHECKS:
+        if code in found.codes:
+            return found
+    raise LookupError(
+        f"there is no check {code!r}; there are {', '.join(c for f in CHECKS for c in f.codes)}"
+    )

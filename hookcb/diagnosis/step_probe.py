@@ -1,0 +1,163 @@
+"""What gradients and weights tell around a step, beyond what GradientHealth records."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.model_probe import Convolution
+from hookcb.grad_stats import sketch, sketch_copy
+from hookcb.modules import named_modules
+
+LOW = (torch.bfloat16, torch.float16)
+SWALLOWED = 0.5  # share of weights
+FEWEST = 3  # steps that must swallow
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class DeadRows:
+    """Which rows of linear and convolutional weights have ever had a gradient, in the steps looked at.
+
+    A row is what one unit is made of: without gradient it has not been active for any sample.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = {
+            f"{name}.weight" if name else "weight": m.weight
+            for name, m in named_modules(model).items()
+            if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED) and m.weight.ndim > 1
+        }
+        self.alive: dict[str, Tensor] = {}  # by name of the weight, of each row
+        self.n_looked: dict[str, int] = {}
+        self.n_examples: dict[str, int] = {}
+
+    def look(self, n_examples: int) -> None:
+        """Gradients are whole, of so many examples."""
+        for name, weight in self._weights.items():
+            grad = weight.grad
+            if grad is None or grad.layout is not torch.strided or hasattr(grad, "full_tensor"):
+                continue
+            alive = grad.detach().flatten(1).any(1)
+            before = self.alive.get(name)
+            self.alive[name] = alive if before is None else before | alive
+            self.n_looked[name] = self.n_looked.get(name, 0) + 1
+            self.n_examples[name] = self.n_examples.get(name, 0) + n_examples
+
+    def shares(self) -> dict[str, float]:
+        """Of each weight the share of rows without any gradient; waits for the device."""
+        return {name: 1 - float(alive.float().mean()) for name, alive in self.alive.items()}
+
+
+class Swallowed:
+    """How many weights in low precision a step leaves as they were, of those with a gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = [(name, p) for name, p in model.named_parameters() if p.dtype in LOW and p.ndim > 1]
+        self._before: list[tuple[str, nn.Parameter, Tensor, Tensor]] = []
+        self.shares: dict[str, list[tuple[int, Tensor]]] = {}
+
+    def before_step(self) -> None:
+        """Gradients are there."""
+        self._before = [
+            (name, p, _elements(p), _elements(p.grad) != 0) for name, p in self._params if p.grad is not None
+        ]
+
+    def after_step(self, step: int) -> None:
+        """Weights are updated."""
+        for name, p, before, asked in self._before:
+            same = (_elements(p) == before) & asked
+            share = same.sum() / asked.sum().clamp(min=1)
+            self.shares.setdefault(name, []).append((step, share.float()))
+        self._before = []
+
+    def sightings(self) -> Iterator[Sighting]:
+        """Weights that lose most of their updates, each time."""
+        for name, shares in self.shares.items():
+            values = [(step, float(share)) for step, share in shares]
+            if len(values) >= FEWEST and all(share > SWALLOWED for _, share in values):
+                usual = sorted(share for _, share in values)[len(values) // 2]
+                dtype = str(next(p.dtype for of, p in self._params if of == name)).removeprefix("torch.")
+                yield Sighting(
+                    "update.swallowed",
+                    name.rpartition(".")[0],
+                    name,
+                    values[0][0],
+                    usual,
+                    f"{usual:.0%} of the weights of {name} that have a gradient stay exactly as they are in a "
+                    f"step (limit {SWALLOWED:.0%}): {dtype} has no number that near, and the update is lost.",
+                    (f"weights are kept in {dtype}, and the learning rate is small beside them",),
+                    ("keep weights in float32 and use autocast for the forward, MixedPrecision('bf16')",),
+                )
+
+
+def _elements(x: Tensor) -> Tensor:
+    view = sketch(x)
+    return sketch_copy(x) if view is None else view.clone()
+
+
+class _Of(NamedTuple):
+    """What is followed of one optimizer."""
+
+    dirty: Tensor | float | None  # largest gradient found at the cleanest backward since its last step
+    n_steps: int
+    n_stale: Tensor | float
+
+
+class StaleGradients:
+    """Whether gradients of the last step are still there when the next backward adds to them.
+
+    Told by a few parameters of each optimizer. Where any backward between two steps of it finds them zero or
+    None, somebody has cleared them.
+    """
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Optimizer, _Of] = WeakKeyDictionary()
+
+    def before_backward(self) -> None:
+        """A backward begins."""
+        for opt, (dirty, n_steps, n_stale) in self._of.items():
+            if n_steps and dirty != 0.0:
+                now = _smaller(_largest(opt), dirty)
+                self._of[opt] = _Of(now, n_steps, n_stale)
+
+    def after_step(self, opt: Optimizer) -> None:
+        """It has made a step."""
+        dirty, n_steps, n_stale = self._of.get(opt, _Of(None, 0, 0.0))
+        if dirty is not None:
+            n_stale = n_stale + (dirty > 0)
+        self._of[opt] = _Of(None, n_steps + 1, n_stale)
+
+    def sightings(self) -> Iterator[Sighting]:
+        """Where each step since the first found them."""
+        for _, n_steps, n_stale in list(self._of.values()):
+            if n_steps >= FEWEST and float(n_stale) >= n_steps - 1:
+                yield Sighting(
+                    "grad.stale",
+                    step=1,
+                    value=float(n_stale),
+                    text=f"in {float(n_stale):.0f} of {n_steps} steps the gradients of the step before were "
+                    "still there, and the new ones were added to them.",
+                    causes=("nobody clears gradients after a step",),
+                    next_steps=("call optimizer.zero_grad() after each optimizer.step()",),
+                )
+
+
+def _smaller(found: Tensor | float, before: Tensor | float | None) -> Tensor | float:
+    if isinstance(found, Tensor) and isinstance(before, Tensor):
+        return torch.minimum(found, before)
+    return found if before is None or not isinstance(found, Tensor) else before
+
+
+def _largest(opt: Optimizer) -> Tensor | float:
+    """The largest gradient of its first and last parameter with one; 0.0 where it is known that there is none."""
+    grads = [p.grad for group in opt.param_groups for p in group["params"] if p.grad is not None]
+    dense = [g.detach() for g in grads if g.layout is torch.strided and g.numel()]
+    if not dense:
+        return 0.0
+    ends = [dense[0], dense[-1]] if dense[0].device == dense[-1].device else dense[:1]
+    found = torch.stack([g.abs().amax().float() for g in ends]).amax()
+    return float(found) if found.is_cpu else found
