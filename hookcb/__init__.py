@@ -32,6 +32,7 @@ from hookcb.callbacks import (
     WarmupCosine,
 )
 from hookcb.coverage import Coverage
+from hookcb.diagnose import assert_healthy, diagnose
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.dryrun import dummy_eval, model_sizes, num_features_model
@@ -129,10 +130,12 @@ __all__ = [
     "WarmupCosine",
     "Watch",
     "accuracy",
+    "assert_healthy",
     "assert_no_hooks",
     "check_callback",
     "check_gradients",
     "count_hooks",
+    "diagnose",
     "dummy_eval",
     "find_modules",
     "freeze",

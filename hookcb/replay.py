@@ -160,7 +160,7 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
     with (
         learn.restored(),
         start.buffers.swapped_in(plain),
-        _counts_kept(plain),
+        counts_kept(plain),
         _taps_closed(plain),
         _uncompiled(),
         torch.enable_grad(),
@@ -175,7 +175,8 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
 
 
 @contextmanager
-def _counts_kept(model: nn.Module) -> Iterator[None]:
+def counts_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back afterwards what modules count in attributes that are no buffers."""
     kept = [(m, {key: x for key, x in vars(m).items() if type(x) in COUNTS}) for m in model.modules()]
     try:
         yield

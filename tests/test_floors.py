@@ -69,6 +69,7 @@ FLOORS = [
         "tensor_bytes",
         "trace_file",
         "units",
+        "untouched",
     },
     {
         "callback",
@@ -83,7 +84,7 @@ FLOORS = [
     {"callbacks"},
     {"diagnosis", "loggers", "lr_find", "report", "resume", "summary"},
     {"followed", "learner", "loop", "watch", "watch_limits", "watch_taps"},
-    {"adapters", "cli", "demo", "testing"},
+    {"adapters", "cli", "diagnose", "demo", "testing"},
 ]
 
 

@@ -83,6 +83,15 @@ def test_a_fault_is_seen_soon_within_twenty_steps_of_where_it_was_planted(step, 
     assert of(FAULT, replace(DEAD, step=step), primary=DEAD).is_soon is is_soon
 
 
+def test_an_exact_finding_without_a_step_is_of_what_was_there_from_the_start():
+    groups = Finding("param.not_in_optimizer", "error")
+    case = replace(FAULT, codes=frozenset({groups.code}), planted_at=0)
+    assert of(case, groups, primary=groups).is_soon
+    assert not of(replace(case, planted_at=40), groups, primary=groups).is_soon
+    dead = replace(DEAD, step=None)
+    assert not of(replace(FAULT, planted_at=0), dead, primary=dead).is_soon
+
+
 def test_wrong_errors_are_no_consequences_no_warnings_and_not_of_the_case():
     wrong = Finding("act.scale", "error")
     follows = Finding("nonfinite.first", "error", consequence_of="unit.dead")

@@ -127,7 +127,7 @@ class Diagnose(HookCallback):
             if not probes.is_alarmed:
                 self._next_look = int(self._next_look * LATER)
             probes.is_alarmed = False
-            self._react()
+            self.react()
 
     def after_train(self) -> None:
         self._probe(Probes.pause)
@@ -169,7 +169,8 @@ class Diagnose(HookCallback):
         if self._probes and self.training:
             self._probes.guarded(look, self._probes, self.learn, self.is_looking)
 
-    def _react(self) -> None:
+    def react(self) -> None:
+        """Says at once that the training is sick, once; or ends it."""
         verdict = self.judge()
         if verdict.status != "sick" or verdict.primary is None:
             return

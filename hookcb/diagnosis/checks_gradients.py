@@ -10,6 +10,7 @@ from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
+    converged_at,
     finite,
     median,
     place,
@@ -67,7 +68,7 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
     """
-    until = evidence.converged_at()
+    until = converged_at(evidence)
     sizes = {p.name: _rms(p, until) for p in weights(evidence)}
     params = [p for p in weights(evidence) if len(sizes[p.name]) >= LATEST]
     if len(params) < 2:
@@ -182,7 +183,7 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
-    until = evidence.converged_at()
+    until = converged_at(evidence)
     layers = _by_layer(evidence, until)
     norms = before(evidence.steps.get("total_norm", Series()), until)
     if max((len(series) for _, series in layers), default=0) < LATEST and len(norms) <= ENOUGH_BEFORE:

@@ -9,6 +9,7 @@ from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
+    converged_at,
     finite,
     median,
     persistent,
@@ -53,7 +54,7 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
     """
-    until, head = evidence.converged_at(), _head(evidence)
+    until, head = converged_at(evidence), _head(evidence)
     layers = [x for x in _in_order(evidence) if x.place < head and len(x.series("saturated"))]
     found = [(layer, before(layer.series("saturated"), until)) for layer in layers]
     found = [(layer, series) for layer, series in found if len(series) >= LATEST]
@@ -103,7 +104,7 @@ def activation_scale(evidence: Evidence) -> Iterator[Result]:
     scale has 1, see He et al., "Delving Deep into Rectifiers", 2015. Or max |output| above a tenth of the
     largest number of its dtype in two records, for an error: a sum of ten of these is infinite.
     """
-    until = evidence.converged_at()
+    until = converged_at(evidence)
     layers = [x for x in _in_order(evidence) if len(x.series("std")) and not _is_masked(x)]
     stds = {x.name: _scale(before(x.series("std"), until)) for x in layers}
     stds = {name: std for name, std in stds.items() if std > 0}
@@ -199,7 +200,7 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
     query), or is pulled apart again by batch norm, has something alive behind it. Not told of the head
     alone: a regression on targets of 2,000 ± 2 has such outputs.
     """
-    until = evidence.converged_at()
+    until = converged_at(evidence)
     layers = [x for x in _in_order(evidence) if x.kind not in SPARSE_KINDS]
     spans, lowest, n_looked = {}, math.inf, 0
     for layer in layers:

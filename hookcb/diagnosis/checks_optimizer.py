@@ -10,6 +10,7 @@ from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
+    converged_at,
     finite,
     is_warming_up,
     loss_left,
@@ -18,6 +19,7 @@ from hookcb.diagnosis.trends import (
     rates,
     ratio,
     times,
+    trailing,
     weights,
 )
 from hookcb.diagnosis.verdict import Finding
@@ -63,7 +65,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
-    until = evidence.converged_at()
+    until = converged_at(evidence)
     found = [(p, _updates(p, until)) for p in weights(evidence)]
     found = [(p, series) for p, series in found if len(series)]
     if max((len(series) for _, series in found), default=0) < PERSISTS_AT_FIRST:
@@ -141,7 +143,7 @@ def _too_large(found: _Large, is_error: bool) -> Finding:
 
 def _divisor(size: float) -> str:
     """The power of ten by which the updates come near 0.01."""
-    return f"{10 ** min(6, max(1, round(math.log10(size / 0.01)))):,}"
+    return f"{10 ** min(6, max(1, round(math.log10(min(size, 1e6) / 0.01)))):,}"
 
 
 @check(
@@ -160,7 +162,7 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
-    until, lr = evidence.converged_at(), dict(rates(evidence))
+    until, lr = converged_at(evidence), dict(rates(evidence))
     if is_warming_up(evidence):
         yield Unable("the learning rate still rises")
         return
@@ -170,7 +172,8 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
         steps = [at for at in before(p.series("update_ratio"), until) if not lr.get(at[0], top) < top / 2]
         if p.is_optimized and len(steps) >= WINDOW:
             sizes.append(median(x for _, x in steps[-WINDOW:]))
-            spans.append((steps[-WINDOW][0], steps[-1][0]))
+            small = trailing(Series(*map(list, zip(*steps, strict=True))), lambda x: x < TOO_SMALL)
+            spans.append((small.first if small else steps[-WINDOW][0], steps[-1][0]))
     if not sizes or top == 0:
         yield Unable(f"fewer than {WINDOW} steps with the full learning rate before convergence")
         return
@@ -205,7 +208,7 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, who take the mean
     norm of a while for the limit.
     """
-    coefs = before(evidence.steps.get("clip_coef", Series()), evidence.converged_at())
+    coefs = before(evidence.steps.get("clip_coef", Series()), converged_at(evidence))
     if len(coefs) < WINDOW:
         yield Unable(f"fewer than {WINDOW} records of clipping before convergence")
         return
@@ -255,7 +258,7 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
 
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, for the two kinds.
     """
-    until, lr = evidence.converged_at(), dict(rates(evidence))
+    until, lr = converged_at(evidence), dict(rates(evidence))
     params = [p for p in weights(evidence) if p.is_optimized and p.weight_decay > 0]
     if not params:
         yield RuledOut("weight decay (none)")
@@ -403,7 +406,7 @@ def _without_rate(evidence: Evidence) -> Span | None:
     lr = rates(evidence)
     zeros = [step for step, _ in takewhile(lambda at: at[1] == 0, reversed(list(lr)))]
     is_long = len(zeros) >= NO_RATE and (len(zeros) >= NO_RATE_SHARE * len(lr) or len(zeros) >= NO_RATE_MANY)
-    if not is_long or evidence.converged_at() <= zeros[-1]:
+    if not is_long or converged_at(evidence) <= zeros[-1]:
         return None
     return Span(zeros[-1], zeros[0], len(zeros))
 

@@ -82,14 +82,18 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
         evidence.steps[stat] = Series.of(steps, health.step_series(stat))
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
+    was_made = [not skipped for skipped in health.step_series("skipped")]
     for name in health.names:
         if name in evidence.params:
-            columns = zip(health.columns, store.series(name).T.tolist(), strict=False)
-            evidence.params[name].stats = {stat: Series.of(steps, values) for stat, values in columns}
+            columns = dict(zip(health.columns, store.series(name).T.tolist(), strict=False))
+            ratios = zip(columns["update_ratio"], was_made, strict=True)
+            columns["update_ratio"] = [x if made else math.nan for x, made in ratios]
+            evidence.params[name].stats = {stat: Series.of(steps, of) for stat, of in columns.items()}
     for name in health.not_optimized:
         if name in evidence.params:
             evidence.params[name].is_optimized = False
-    evidence.n_skipped = max(evidence.n_skipped, health.skipped)
+    if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else somebody else has left them out
+        evidence.n_skipped = health.skipped
     evidence.n_steps = max(evidence.n_steps, len(steps))
 
 

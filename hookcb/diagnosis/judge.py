@@ -16,7 +16,7 @@ from hookcb.diagnosis import (
 )
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import CHECKS, Check, Result, RuledOut, Unable, check_of
-from hookcb.diagnosis.verdict import Finding, Status, Verdict
+from hookcb.diagnosis.verdict import NOT_CHECKED, Finding, Status, Verdict
 
 # Where the checks are, which register themselves when these are imported.
 SECTIONS = (
@@ -118,5 +118,5 @@ def _coverage(evidence: Evidence, unable: dict[str, list[str]]) -> tuple[str, ..
     n = evidence.n_batches
     looked = f"{n} batch{'es' * (n != 1)}, {evidence.n_looked} of them closely"
     size = f"{len(evidence.layers)} layers, {len(evidence.params)} parameters"
-    gaps = [f"not checked: {', '.join(dict.fromkeys(codes))} ({why})" for why, codes in unable.items()]
+    gaps = [f"{NOT_CHECKED}{', '.join(dict.fromkeys(codes))} ({why})" for why, codes in unable.items()]
     return (looked, size, *evidence.notes, *gaps)

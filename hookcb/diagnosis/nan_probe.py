@@ -1,6 +1,5 @@
 """Where the first NaN or infinity was made, found by running the batch again."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,8 +67,13 @@ def look_for_origin(loop: Any, is_followed: bool, noticed: str, gradient: bool, 
     learn = SeenBatch(loop) if is_followed else loop
     report = search(learn, BatchStarts().note(learn), noticed, gradient)
     if report.where == BATCH:
-        return nonfinite_input(step, math.nan)
+        return nonfinite_input(step, _n_bad(learn.xb))
     return _of_report(report, is_followed, noticed, step)
+
+
+def _n_bad(xb: Any) -> int:
+    inputs = [x for _, x in parts(xb) if isinstance(x, Tensor) and x.is_floating_point()]
+    return sum(int(x.isfinite().logical_not().sum()) for x in inputs)
 
 
 def _worn(model: nn.Module) -> list[str]:

@@ -99,8 +99,8 @@ def look_at_attention(seen: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Sig
                 layer,
                 step=known[0][0],
                 value=least,
-                text=f"at least {least:.0%} of the heads of {layer or 'the model'} look at one place only: the "
-                f"entropy of their attention is below {LOW:.0%} of that of looking everywhere alike.",
+                text=f"at least {least:.0%} of the heads of {layer or 'the model'} look at one place only: "
+                f"the entropy of their attention is below {LOW:.0%} of that of looking everywhere alike.",
                 causes=("scores before the softmax that are far too large, or not divided by √d",),
                 next_steps=("divide the scores by √d, and look at the size of query and key weights",),
             )

@@ -36,6 +36,7 @@ from hookcb.diagnosis.step_probe import DeadRows, StaleGradients, Swallowed
 from hookcb.hooks import Hook
 from hookcb.store import StatStore
 
+OFTEN = 64  # steps at the beginning in which dead rows are looked for each time, as it costs little
 FIRST = 3  # batches at whose batch norms is looked
 SMALL = 65_536  # elements of an output up to which it is looked at in each batch
 
@@ -186,8 +187,9 @@ class Probes:
 
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Gradients are whole."""
-        if looking:
+        if looking or self.n_steps < OFTEN:
             self.dead.look(self.n_examples)
+        if looking:
             self.swallowed.before_step()
 
     def end_step(self, loop: Any, looking: bool) -> None:

@@ -87,8 +87,8 @@ class Swallowed:
                     name,
                     values[0][0],
                     usual,
-                    f"{usual:.0%} of the weights of {name} that have a gradient stay exactly as they are in a "
-                    f"step (limit {SWALLOWED:.0%}): {dtype} has no number that near, and the update is lost.",
+                    f"{usual:.0%} of the weights of {name} that have a gradient stay exactly as they are in "
+                    f"a step (limit {SWALLOWED:.0%}): {dtype} has no number that near.",
                     (f"weights are kept in {dtype}, and the learning rate is small beside them",),
                     ("keep weights in float32 and use autocast for the forward, MixedPrecision('bf16')",),
                 )
@@ -153,7 +153,7 @@ def _smaller(found: Tensor | float, before: Tensor | float | None) -> Tensor | f
 
 
 def _largest(opt: Optimizer) -> Tensor | float:
-    """The largest gradient of its first and last parameter with one; 0.0 where it is known that there is none."""
+    """The largest gradient of its first and last parameter with one; 0.0 where there is none."""
     grads = [p.grad for group in opt.param_groups for p in group["params"] if p.grad is not None]
     dense = [g.detach() for g in grads if g.layout is torch.strided and g.numel()]
     if not dense:

@@ -17,6 +17,7 @@ Status = Literal["healthy", "suspect", "sick"]
 
 WIDTH = 100  # columns that the text is filled to
 MOST_LINES = 15
+NOT_CHECKED = "not checked: "  # begins what is left out of the text
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
 STATUS_STYLES = {"sick": "bold red", "suspect": "bold yellow", "healthy": "bold green"}
 
@@ -115,7 +116,7 @@ class Verdict(Printed):
     def lines(self) -> list[str]:
         """The verdict as text, at most 15 lines of at most 100 columns."""
         if self.primary is None:
-            fine = f"Looked at and fine: {', '.join(self.ruled_out)}." if self.ruled_out else ""
+            fine = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
             notes = [line for finding in self.findings[:2] for line in finding.lines()]
             body = [*notes, *_filled(fine)]
             return self._ended(["HEALTHY  nothing wrong was found", *body])
@@ -129,7 +130,10 @@ class Verdict(Printed):
         return self._ended(lines)
 
     def _ended(self, lines: list[str]) -> list[str]:
-        coverage = _filled(f"Looked at: {'; '.join(self.coverage)}.", most=2) if self.coverage else []
+        told = [text for text in self.coverage if not text.startswith(NOT_CHECKED)]
+        gaps = len(self.coverage) - len(told)
+        more = f"; {gaps} reasons why something was not checked are in .coverage" if gaps else ""
+        coverage = _filled(f"Looked at: {'; '.join(told)}{more}.", most=2) if self.coverage else []
         return [*lines[: MOST_LINES - len(coverage)], *coverage]
 
     def __str__(self) -> str:

@@ -75,7 +75,7 @@ def test_gradients_that_are_small_by_nature_are_no_finding(params):
 
 def test_records_after_convergence_do_not_count():
     loss = series([1.0] * 10 + [0.001] * 90)
-    late = [0.1] * 12 + [1e-9] * 80
+    late = [0.1] * 26 + [1e-9] * 66  # the moving average takes a while
     params = [weight("body", 0, late), weight("head", 1, [1.0] * 92)]
     assert isinstance(only(attenuated_gradients, evidence(*params, loss=loss)), RuledOut)
     assert only(attenuated_gradients, evidence(*params)).layer == "body"

@@ -15,7 +15,9 @@ def evidence(*layers, heads=(), **kwargs):
     """Layers in this order; those named in `heads` have weights."""
     for i, layer in enumerate(layers):
         layer.place = i
-    params = [Param(f"{x.name}.w", x.name, "Linear", "", 0, (8, 8), x.place) for x in layers if x.name in heads]
+    params = [
+        Param(f"{x.name}.w", x.name, "Linear", "", 0, (8, 8), x.place) for x in layers if x.name in heads
+    ]
     return Evidence(layers={x.name: x for x in layers}, params={p.name: p for p in params}, **kwargs)
 
 

@@ -1,0 +1,63 @@
+"""Training for a look, and putting everything back afterwards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
+from torch.optim import Optimizer
+
+from hookcb.randomness import random_state, set_random_state
+from hookcb.replay import counts_kept
+
+
+@contextmanager
+def unchanged(model: nn.Module, opt: Optimizer | None) -> Iterator[None]:
+    """Lets a model be trained in a `with` block, and puts it back as it was.
+
+    That is parameters, buffers, gradients, modes, what modules count in attributes, random numbers, and what
+    the optimizer keeps.
+    """
+    params = list(model.parameters())
+    tensors = [x for x in (*params, *model.buffers()) if not isinstance(x, UninitializedTensorMixin)]
+    copies = [(x, x.detach().clone()) for x in tensors]
+    grads = [(p, p.grad) for p in params]
+    modes = [(m, m.training) for m in model.modules()]
+    numbers = random_state()
+    kept = None if opt is None else _kept(opt)
+    for p in params:
+        p.grad = None
+    try:
+        with counts_kept(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for x, copy in copies:
+                x.copy_(copy)
+        for p, grad in grads:
+            p.grad = grad
+        for m, mode in modes:
+            m.training = mode
+        set_random_state(numbers)
+        if opt is not None and kept is not None:
+            _put_back(opt, *kept)
+
+
+def _kept(opt: Optimizer) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    state = {p: {key: _copy(x) for key, x in of.items()} for p, of in opt.state.items()}
+    return state, [
+        {key: _copy(x) if key != "params" else x for key, x in g.items()} for g in opt.param_groups
+    ]
+
+
+def _put_back(opt: Optimizer, state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    opt.state.clear()
+    opt.state.update(state)
+    for group, before in zip(opt.param_groups, groups, strict=True):
+        group.update(before)
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x

@@ -1,0 +1,175 @@
+"""Where losses begin, whether they fall, rise or jump: on numbers that are made up."""
+
+import math
+import random
+
+import pytest
+
+from hookcb.diagnosis.checks_loss import diverging_loss, first_loss, flat_loss, loss_spikes, unbounded_loss
+from hookcb.diagnosis.evidence import Evidence, Series
+from hookcb.diagnosis.registry import RuledOut, Unable
+
+NAN, INF = math.nan, math.inf
+CE = "cross-entropy"
+
+
+def evidence(values, kind=CE, guess=NAN, **kwargs):
+    return Evidence(loss=Series.of(range(len(values)), values), loss_kind=kind, guess=guess, **kwargs)
+
+
+def noisy(values, size=0.1):
+    random_ = random.Random(0)
+    return [x + random_.gauss(0, size) for x in values]
+
+
+def only(check, given):
+    (found,) = check(given)
+    return found
+
+
+# ---- loss.init
+
+
+@pytest.mark.parametrize(
+    ("first", "kind", "guess", "severity"),
+    [
+        (6.0, CE, 2.3, "info"),
+        (30.0, CE, 2.3, "warning"),
+        (3.5, "mse", 1.0, "info"),
+        (90.0, "mse", 1.0, "warning"),
+    ],
+)
+def test_a_loss_far_above_guessing_is_told(first, kind, guess, severity):
+    found = only(first_loss, evidence([first, 1.0], kind, guess))
+    assert (found.code, found.severity, found.step, found.value) == ("loss.init", severity, 0, first)
+
+
+@pytest.mark.parametrize(("first", "kind", "guess"), [(4.2, CE, 2.3), (2.5, CE, 0.69), (2.9, "mse", 1.0)])
+def test_a_loss_near_guessing_is_no_finding(first, kind, guess):
+    assert isinstance(only(first_loss, evidence([first], kind, guess)), RuledOut)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "guess"),
+    [([99.0], CE, NAN), ([99.0], "", 1.0), ([], CE, 1.0), ([INF], CE, 1.0), ([9.0], "mse", 0.0)],
+)
+def test_without_a_guess_nothing_is_said_of_the_beginning(values, kind, guess):
+    assert isinstance(only(first_loss, evidence(values, kind, guess)), Unable)
+
+
+# ---- loss.flat
+
+
+@pytest.mark.parametrize(
+    ("level", "guess", "severity"),
+    [(2.35, 2.3, "warning"), (9.0, 2.3, "warning"), (0.7, 2.3, "info"), (2.3, NAN, "info")],
+)
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_loss_that_stays_is_told(level, guess, severity, noise):
+    found = only(flat_loss, evidence(noisy([level] * 100, noise), guess=guess))
+    assert (found.code, found.severity) == ("loss.flat", severity)
+    assert (found.step, found.last_step) == (0, 99)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        noisy([2.3 - 0.005 * i for i in range(100)]),
+        [2.3] * 60 + [1.0] * 40,
+        [2.3 - 0.3 * i / 100 for i in range(60)],
+        [-0.1 - 0.01 * i for i in range(60)],
+        [2.3] + [0.5] * 99,
+    ],
+)
+def test_a_loss_that_falls_is_not_flat(values):
+    assert isinstance(only(flat_loss, evidence(values, guess=2.3)), RuledOut)
+
+
+def test_a_short_run_or_a_warm_up_is_not_called_flat():
+    assert isinstance(only(flat_loss, evidence([2.3] * 49)), Unable)
+    rising = Series(list(range(60)), [1e-4 * i for i in range(60)])
+    assert isinstance(only(flat_loss, evidence([2.3] * 60, lr=rising)), Unable)
+
+
+# ---- loss.diverging
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0] * 20 + [5.0] * 80,
+        [1.0] * 10 + [9.0] * 15,
+        [1.0, 90.0, 400.0] + [50.0] * 60,
+        [-1.0] * 10 + [3.0] * 90,
+    ],
+)
+def test_a_loss_that_rises_and_stays_high_is_told(values):
+    found = only(diverging_loss, evidence(values))
+    assert (found.code, found.severity, found.last_step) == ("loss.diverging", "error", len(values) - 1)
+    assert found.value > found.limit
+    assert found.step > 0 or values[1] > 5
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0] * 10 + [1e-5] * 50 + [3e-5] * 40,  # noise of what is learned by heart
+        [1.0] * 100,
+        [1.0] * 50 + [9.0] * 5 + [1.0] * 60,
+        noisy([1.0] * 100, 0.4),
+        [3.0] * 10 + [1.0] * 50 + [3.5] * 60,  # higher than its minimum, not than its beginning
+        [-1.0 - 0.1 * i for i in range(60)],
+    ],
+)
+def test_a_loss_that_rises_for_a_while_or_a_little_does_not_diverge(values):
+    assert isinstance(only(diverging_loss, evidence(values)), RuledOut)
+
+
+def test_a_loss_of_unknown_kind_may_be_one_side_of_a_game():
+    assert isinstance(only(diverging_loss, evidence([0.7] * 10 + [2.5] * 90, kind="")), RuledOut)
+    assert only(diverging_loss, evidence([0.7] * 10 + [9.0] * 90, kind="")).severity == "error"
+
+
+def test_nineteen_batches_are_too_few_to_diverge():
+    assert isinstance(only(diverging_loss, evidence([1.0] * 9 + [99.0] * 10)), Unable)
+
+
+# ---- loss.unbounded
+
+
+def test_a_loss_below_what_it_can_be_is_told_at_the_first_step():
+    found = only(unbounded_loss, evidence([0.5, 0.1, -0.2, -0.1]))
+    assert (found.code, found.severity, found.step, found.value) == ("loss.unbounded", "error", 2, -0.2)
+    assert "log_softmax" in only(unbounded_loss, evidence([-0.5], "nll")).next_steps[0]
+
+
+def test_rounding_below_zero_is_no_finding():
+    assert isinstance(only(unbounded_loss, evidence([0.5, -1e-8])), RuledOut)
+
+
+@pytest.mark.parametrize(("values", "kind"), [([-5.0], ""), ([-5.0], "cosine"), ([], CE)])
+def test_a_loss_of_another_kind_may_be_below_zero(values, kind):
+    assert isinstance(only(unbounded_loss, evidence(values, kind)), Unable)
+
+
+# ---- loss.spike
+
+
+def test_two_jumps_are_a_note():
+    values = noisy([1.0] * 200, 0.05)
+    values[80], values[150] = 5.0, 9.0
+    found = only(loss_spikes, evidence(values))
+    assert (found.code, found.severity) == ("loss.spike", "info")
+    assert (found.step, found.last_step, found.value) == (80, 150, 9.0)
+
+
+@pytest.mark.parametrize("at", [(), (80,), (5, 10)])
+def test_noise_one_jump_and_the_beginning_are_no_spikes(at):
+    values = noisy([1.0] * 200, 0.05)
+    for i in at:
+        values[i] = 5.0
+    assert isinstance(only(loss_spikes, evidence(values)), RuledOut)
+
+
+def test_thirty_two_batches_are_too_few_for_spikes():
+    assert isinstance(only(loss_spikes, evidence([1.0] * 31 + [9.0])), Unable)

@@ -1,0 +1,161 @@
+"""Waiting for data and growing memory on made-up numbers; and that no check raises, whatever it is given."""
+
+import math
+import random
+
+import pytest
+
+from hookcb.diagnosis import checks_gradients, checks_layers, checks_loss, checks_optimizer, checks_runtime
+from hookcb.diagnosis.checks_runtime import growing_memory, waiting_for_data
+from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
+from hookcb.diagnosis.registry import CHECKS, Finding, RuledOut, Unable
+
+MODULES = (checks_gradients, checks_layers, checks_loss, checks_optimizer, checks_runtime)
+OURS = [c for c in CHECKS if c.function.__module__ in {module.__name__ for module in MODULES}]
+BY_NAME = [pytest.param(c, id=c.function.__name__) for c in OURS]
+MB = 1e6
+
+
+def series(values):
+    return Series.of(range(len(values)), values)
+
+
+def only(check, given):
+    (found,) = check(given)
+    return found
+
+
+# ---- time.data_bound
+
+
+def timed(wait, batch, n=20):
+    return Evidence(waits=series([1.0] * 5 + [wait] * (n - 5)), batches=series([9.0] * 5 + [batch] * (n - 5)))
+
+
+@pytest.mark.parametrize(("wait", "severity"), [(0.045, "warning"), (0.08, "error")])
+def test_waiting_for_data_is_told(wait, severity):
+    found = only(waiting_for_data, timed(wait, 0.1))
+    assert (found.code, found.severity) == ("time.data_bound", severity)
+    assert found.value == pytest.approx(10 * wait)
+    assert "ms" in found.message
+
+
+@pytest.mark.parametrize(("wait", "batch"), [(0.02, 0.1), (0.002, 0.003), (0.0, 0.0)])
+def test_short_waits_are_no_finding(wait, batch):
+    assert isinstance(only(waiting_for_data, timed(wait, batch)), RuledOut)
+
+
+def test_fourteen_batches_are_too_few_to_be_timed():
+    assert isinstance(only(waiting_for_data, timed(0.09, 0.1, n=14)), Unable)
+    assert isinstance(only(waiting_for_data, Evidence(batches=series([1.0] * 50))), Unable)
+
+
+# ---- memory.growth
+
+
+def memory(values):
+    return Evidence(memory=series(values))
+
+
+def test_memory_that_grows_is_told():
+    random_ = random.Random(0)
+    found = only(growing_memory, memory([100 * MB + 3 * MB * i + random_.random() * MB for i in range(100)]))
+    assert (found.code, found.severity, found.step) == ("memory.growth", "warning", 10)
+    assert found.value == pytest.approx(3 * MB, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [100 * MB] * 100,
+        [100 * MB + 0.5 * MB * i for i in range(100)],
+        [30 * MB * i for i in range(10)] + [300 * MB] * 90,
+        [100 * MB] * 60 + [900 * MB] * 40,
+        [100 * MB + 500 * MB * (i % 2) for i in range(100)],
+    ],
+)
+def test_memory_that_stays_jumps_once_or_swings_is_no_finding(values):
+    assert isinstance(only(growing_memory, memory(values)), RuledOut)
+
+
+def test_fifty_nine_steps_are_too_few_for_growth():
+    assert isinstance(only(growing_memory, memory([9 * MB * i for i in range(59)])), Unable)
+
+
+# ---- whatever the numbers
+
+
+ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-320, 1e308, -1e308, 1.0, -1.0, 1e-9)
+STATS = ("rms", "norm", "clipped_norm", "weight_norm", "update_ratio", "drift", "zero_rows", "abs_max")
+OUTPUTS = ("std", "abs_max", "zeros", "spread", "saturated")
+OF_STEPS = ("total_norm", "clip_coef", "lr", "scale", "skipped")
+SHAPES = ((), (0,), (4,), (0, 3), (1, 1), (8, 8), (64, 64))
+
+
+class Odd:
+    """Makes up evidence of odd numbers; `values` are what is drawn from."""
+
+    def __init__(self, seed, values, n):
+        self.random, self.values, self.n = random.Random(seed), values, n
+
+    def number(self):
+        return self.random.choice(self.values)
+
+    def series(self):
+        n = self.n if self.n < 2 else self.random.choice((0, 1, self.n, self.n))
+        steps = range(n) if self.random.random() < 0.8 else [0] * n
+        return Series(list(steps), [self.number() for _ in range(n)])
+
+    def param(self, i):
+        name, shape = f"l{i % 4}.w{i}", self.random.choice(SHAPES)
+        kind, place = self.random.choice(("Linear", "RNN", "Embedding")), self.random.choice((None, i))
+        stats = {stat: self.series() for stat in STATS if self.random.random() < 0.9}
+        numbers = {key: self.number() for key in ("resolution", "lr", "weight_decay", "dead")}
+        flags = {"is_optimized": bool(i % 3), "is_adaptive": bool(i % 2), "n_looked": 40, "n_examples": 0}
+        return Param(name, name[:2], kind, "", i, shape, place, stats=stats, **numbers, **flags)
+
+    def layer(self, i):
+        kind = self.random.choice(("Sigmoid", "Linear", "Embedding"))
+        return Layer(f"l{i}", kind, "", i, {stat: self.series() for stat in OUTPUTS}, self.number())
+
+    def evidence(self):
+        given = ("lr", "loss", "input_std", "input_rms", "waits", "batches", "memory")
+        return Evidence(
+            layers={x.name: x for x in map(self.layer, range(5))},
+            params={x.name: x for x in map(self.param, range(8))},
+            steps={stat: self.series() for stat in OF_STEPS},
+            loss_kind=self.random.choice(("", "cross-entropy", "nll", "mse")),
+            guess=self.number(),
+            n_steps=self.random.choice((0, 1, 100)),
+            n_skipped=self.random.choice((0, 50)),
+            **{name: self.series() for name in given},
+        )
+
+
+@pytest.mark.parametrize("check", BY_NAME)
+def test_no_check_raises_and_each_says_one_thing(check):
+    given = [Evidence()]
+    for seed in range(12):
+        for n in (0, 1, 2, 12, 70):
+            draws = ODD if seed % 3 else [random.Random(seed).choice(ODD)]
+            given.append(Odd(seed, draws, n).evidence())
+    for evidence in given:
+        (found,) = check.function(evidence)
+        assert isinstance(found, Finding | RuledOut | Unable)
+        if isinstance(found, Finding):
+            assert found.code in check.codes
+            assert found.message
+            assert found.next_steps
+            assert str(found)
+
+
+@pytest.mark.parametrize("check", BY_NAME)
+def test_without_any_number_a_check_is_unable(check):
+    (found,) = check.function(Evidence())
+    is_unable = isinstance(found, Unable)
+    assert is_unable or found == RuledOut("weight decay (none)")
+
+
+def test_all_checks_of_these_files_are_registered_with_a_text():
+    assert len(OURS) == 19
+    assert all(c.doc and len(c.codes) == 1 for c in OURS)
