@@ -21,6 +21,7 @@ SMALL = 65_536  # elements up to which a buffer is copied at each batch, larger 
 MT19937_BYTES = 625 * 4  # of its state: 624 words, and where in them it is
 COUNTS = (bool, int, float, str)  # what modules count with, in attributes that are no buffers
 
+Autocast = tuple[str, bool, torch.dtype]  # the kind of device, whether it is on, and to what it casts
 Place = tuple[dict[str, Tensor | None], str, Tensor]  # where a module has a buffer: among its own, as what
 
 
@@ -83,7 +84,7 @@ class BatchStart:
     """
 
     random: dict[str, Any]
-    autocasts: list[tuple[str, bool, torch.dtype]]
+    autocasts: list[Autocast]
     buffers: BufferCopies
     versions: list[int]
 
@@ -112,14 +113,7 @@ class BatchStarts:
     def note(self, learn: Any) -> BatchStart:
         """How the batch begins that `learn` is about to put through the model, until the next is noted."""
         self.buffers.take(learn.model)
-        param = next(learn.model.parameters(), None)
-        devices = {"cpu"} if param is None else {"cpu", param.device.type}
-        autocasts = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in devices
-            if torch.amp.is_autocast_available(kind)
-        ]
-        return BatchStart(self._random(), autocasts, self.buffers, versions_of(learn))
+        return BatchStart(self._random(), autocasts(learn.model), self.buffers, versions_of(learn))
 
     def _random(self) -> dict[str, Any]:
         """`random_state` without its lists, which take ten times as long as the rest."""
@@ -140,6 +134,17 @@ class BatchStarts:
         if self._numpy is None or self._numpy[0] != raw or self._numpy[1]["has_gauss"]:
             self._numpy = raw, numpy.random.get_state(legacy=False)
         return self._numpy[1]
+
+
+def autocasts(model: nn.Module) -> list[Autocast]:
+    """Of each kind of device that a model may run on, whether autocast is on, and to which dtype."""
+    param = next(model.parameters(), None)
+    devices = {"cpu"} if param is None else {"cpu", param.device.type}
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in devices
+        if torch.amp.is_autocast_available(kind)
+    ]
 
 
 def versions_of(learn: Any) -> list[int]:

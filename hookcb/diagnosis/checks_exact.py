@@ -22,7 +22,8 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     if steps is None or len(steps) < FEW:
         yield Unable(f"fewer than {FEW} steps were looked at")
         return
-    without = [p for p in evidence.params.values() if not p.stats and p.layer in evidence.layers]
+    params = [p for p in evidence.params.values() if not p.stats and p.layer in evidence.layers]
+    without = [p for p in params if p.n_without >= FEW]
     if not without:
         yield RuledOut("layers without gradient")
         return

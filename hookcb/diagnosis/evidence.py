@@ -80,12 +80,13 @@ class Param:
         kind: type of the module; `place` of the parameter in the model; `place_of_layer` that of its
             module in the order of execution, None where that was not seen.
         shape: of it; `resolution` of its dtype, the relative distance of neighbouring numbers.
-        stats: series by name of the statistic, those of `GradientHealth`, and `swallowed`, of weights in low
-            precision the share of elements with a gradient that a step has left as they were.
+        stats: series by name of the statistic, those of `GradientHealth`.
         is_optimized: whether an optimizer has it; `lr` and `weight_decay` are those of its group at the end.
         is_adaptive: whether that scales gradients by their size, as Adam does.
         dead: share of rows of the weight whose gradient was exactly zero each time; NaN where not looked at.
         n_looked, n_examples: how often and at how many examples.
+        n_without: in how many steps looked at it required a gradient and had none.
+        optimizer: index of the one that has it, None where none is known.
     """
 
     name: str
@@ -104,6 +105,8 @@ class Param:
     dead: float = math.nan
     n_looked: int = 0
     n_examples: int = 0
+    n_without: int = 0
+    optimizer: int | None = None
 
     @property
     def is_weight(self) -> bool:

@@ -32,8 +32,11 @@ class Frame:
         """Of a model and the optimizers that are known of."""
         modules = named_modules(model)
         frame = cls({name: about(m) for name, m in modules.items()})
-        groups: dict[int, tuple[Optimizer, dict[str, Any]]] = {
-            id(p): (opt, group) for opt in optimizers for group in opt.param_groups for p in group["params"]
+        groups: dict[int, tuple[int, Optimizer, dict[str, Any]]] = {
+            id(p): (i, opt, group)
+            for i, opt in enumerate(optimizers)
+            for group in opt.param_groups
+            for p in group["params"]
         }
         kinds = {name: type(m).__name__ for name, m in modules.items()}
         for place, (name, p) in enumerate(unwrapped(model).named_parameters()):
@@ -47,7 +50,7 @@ class Frame:
             if p.dtype.is_floating_point:
                 param.resolution = torch.finfo(p.dtype).eps
             if id(p) in groups:
-                opt, group = groups[id(p)]
+                param.optimizer, opt, group = groups[id(p)]
                 rate = kept(group["lr"])
                 param.lr = rate if isinstance(rate, float) else largest_lr(opt)
                 param.weight_decay, param.is_adaptive = (

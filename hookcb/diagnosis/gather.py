@@ -89,6 +89,9 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
             ratios = zip(columns["update_ratio"], was_made, strict=True)
             columns["update_ratio"] = [x if made else math.nan for x, made in ratios]
             evidence.params[name].stats = {stat: Series.of(steps, of) for stat, of in columns.items()}
+    for name in set(health.without_grad) & evidence.params.keys():
+        param = evidence.params[name]
+        param.n_without = param.n_without or len(steps)
     for name in health.not_optimized:
         if name in evidence.params:
             evidence.params[name].is_optimized = False

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from hookcb.diagnosis import (
     checks_exact,
+    checks_flow,
     checks_gradients,
     checks_layers,
     checks_loss,
@@ -22,6 +23,7 @@ from hookcb.diagnosis.verdict import NOT_CHECKED, Finding, Status, Verdict
 SECTIONS = (
     checks_seen,
     checks_exact,
+    checks_flow,
     checks_layers,
     checks_loss,
     checks_gradients,

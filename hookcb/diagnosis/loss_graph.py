@@ -4,8 +4,23 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# Nodes that only scale, reshape or sum up what they are given.
-SCALING = ("Div", "Mul", "Neg", "Mean", "Sum", "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone")
+from torch import Tensor
+
+# Nodes that only scale, reshape, choose from or sum up what they are given; these two by a single number.
+SCALING = (
+    "Neg",
+    "Mean",
+    "Sum",
+    "View",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Clone",
+    "Index",
+    "Gather",
+)
+BY_A_NUMBER = ("Div", "Mul")
 SHAPING = ("View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute", "T", "Alias")
 KINDS = {
     "NllLoss": "nll",
@@ -74,8 +89,16 @@ def _around(node: Any) -> Iterator[tuple[Any, bool]]:
             continue
         n += 1
         yield now, is_pure
-        pure = is_pure and node_name(now) in SCALING
+        pure = is_pure and _only_scales(now)
         waiting.extend((behind, pure) for behind, _ in now.next_functions)
+
+
+def _only_scales(node: Any) -> bool:
+    name = node_name(node)
+    if name not in BY_A_NUMBER:
+        return name in SCALING
+    other = getattr(node, "_saved_other", None)  # advantages and weights of samples may be negative
+    return not isinstance(other, Tensor) or other.numel() == 1
 
 
 def _behind(node: Any) -> Any:

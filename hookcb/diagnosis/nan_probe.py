@@ -1,6 +1,6 @@
 """Where the first NaN or infinity was made, found by running the batch again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from hookcb.diagnosis.evidence import Sighting
 from hookcb.modules import named_modules
 from hookcb.nan_report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nan_search import search
-from hookcb.replay import BatchStarts
+from hookcb.replay import Autocast, BatchStarts
 
 WORN = "they were not finite before this batch"
 
@@ -52,23 +52,26 @@ class SeenBatch:
                 m.training = mode
 
 
-def look_for_origin(loop: Any, is_followed: bool, noticed: str, gradient: bool, step: int) -> Sighting:
+def look_for_origin(
+    learn: Any, noticed: str, gradient: bool, step: int, autocast: Sequence[Autocast] | None
+) -> Sighting:
     """Runs the batch again, and names what made the first number that is not finite.
 
     Args:
-        loop: in the middle of a training batch; it is left as it was found.
-        is_followed: whether the loop is not ours, so that its loss function is not known.
+        learn: the learner in the middle of a training batch, which is left as it was found, or a `SeenBatch`.
         noticed: what was seen, for the message.
         gradient: whether it was a gradient.
         step: number of the batch.
+        autocast: how that was in the forward, where it is known.
     """
-    if worn := _worn(loop.model):
+    if worn := _worn(learn.model):
         return _of_weights(worn, noticed, step)
-    learn = SeenBatch(loop) if is_followed else loop
-    report = search(learn, BatchStarts().note(learn), noticed, gradient)
+    start = BatchStarts().note(learn)
+    start.autocasts = list(autocast or start.autocasts)
+    report = search(learn, start, noticed, gradient)
     if report.where == BATCH:
         return nonfinite_input(step, _n_bad(learn.xb))
-    return _of_report(report, is_followed, noticed, step)
+    return _of_report(report, isinstance(learn, SeenBatch), noticed, step)
 
 
 def _n_bad(xb: Any) -> int:

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -25,19 +26,20 @@ from hookcb.diagnosis.batch_probe import (
 from hookcb.diagnosis.evidence import Evidence, Series, Sighting
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.keeping import KeptGraphs
-from hookcb.diagnosis.layer_probe import KEEP, BatchNorm, LayerProbe
+from hookcb.diagnosis.layer_probe import KEEP, LayerProbe
 from hookcb.diagnosis.loss_graph import LossGraph, read_loss
 from hookcb.diagnosis.model_probe import look_at_model, look_at_optimizers
-from hookcb.diagnosis.nan_probe import look_for_origin
+from hookcb.diagnosis.nan_probe import SeenBatch, look_for_origin
+from hookcb.diagnosis.norm_probe import NormProbe
 from hookcb.diagnosis.op_probe import look_at_attention
 from hookcb.diagnosis.ops import OpHooks
-from hookcb.diagnosis.records import Curve, largest_lr
+from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.step_probe import DeadRows, StaleGradients, Swallowed
-from hookcb.hooks import Hook
+from hookcb.modules import unwrapped
+from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore
 
 OFTEN = 64  # steps at the beginning in which dead rows are looked for each time, as it costs little
-FIRST = 3  # batches at whose batch norms is looked
 SMALL = 65_536  # elements of an output up to which it is looked at in each batch
 
 
@@ -67,15 +69,15 @@ class Probes:
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self._attention: dict[str, list[tuple[int, Tensor]]] = {}
         self._ops = OpHooks(loop.model, acts, self.see_attention)
-        self._norms = [
-            Hook(m, partial(self._see_norm, loop), pre=True, detach=False)
-            for m in loop.model.modules()
-            if isinstance(m, BatchNorm)
-        ]
+        self._norms = NormProbe(loop.model, partial(self._see_norm, loop))
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess = math.nan
         self.n_batches = self.n_looked = self.n_steps = self.n_examples = 0
+        self.n_without: Counter[str] = Counter()
+        self._params = [(name, p) for name, p in unwrapped(loop.model).named_parameters()]
+        self._autocasts: list[Autocast] | None = None
+        self._resident = ResidentMemory()
         self._is_followed = not hasattr(loop, "loss_func")
         self._inputs = StatStore(COLUMNS, KEEP)
         self._has_origin = False
@@ -95,9 +97,9 @@ class Probes:
     def _look_at_model(self, loop: Any) -> None:
         self.sightings += look_at_model(loop.model)
 
-    def _see_norm(self, loop: Any, m: nn.Module, args: tuple[Any, ...]) -> None:
-        if loop.training and loop.is_here and self.n_batches < FIRST:
-            self.guarded(self.layers.look_at_input, m, args, loop.train_iter)
+    def _see_norm(self, loop: Any, see: Callable[..., object], *args: Any) -> None:
+        if loop.training and loop.is_here:
+            self.guarded(see, loop.train_iter, *args)
 
     def see_attention(self, layer: str, share: Tensor) -> None:
         """A layer's attention, in the batch in progress."""
@@ -106,8 +108,8 @@ class Probes:
     def close(self) -> None:
         """Takes its hooks off."""
         self._ops.remove()
-        for hook in self._norms:
-            hook.remove()
+        self._norms.remove()
+        self._resident.close()
 
     # ---- a batch
 
@@ -124,6 +126,7 @@ class Probes:
 
     def see_pred(self, loop: Any, looking: bool) -> None:
         """The model has given its output, and nobody may tell the loss."""
+        self._autocasts = autocasts(loop.model)
         if self._is_followed and not self._has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= SMALL]
@@ -159,8 +162,8 @@ class Probes:
         """Once, of the first that is not finite."""
         if not self._has_origin:
             self._has_origin = self.is_alarmed = True
-            where = loop.train_iter
-            self.sightings.append(look_for_origin(loop, self._is_followed, noticed, gradient, where))
+            batch = SeenBatch(loop) if self._is_followed else loop
+            self.sightings.append(look_for_origin(batch, noticed, gradient, loop.train_iter, self._autocasts))
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Gradients are as they were left."""
@@ -189,6 +192,7 @@ class Probes:
         """Gradients are whole."""
         if looking or self.n_steps < OFTEN:
             self.dead.look(self.n_examples)
+            self.n_without.update(name for name, p in self._params if p.requires_grad and p.grad is None)
         if looking:
             self.swallowed.before_step()
 
@@ -213,8 +217,8 @@ class Probes:
         self.n_looked += looking
         if looking:
             self.kept.look()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self.memory.add(loop.train_iter, float(torch.cuda.memory_allocated()))
+        if (used := self._resident.read()) is not None:
+            self.memory.add(loop.train_iter, used)
 
     def pause(self, loop: Any, looking: bool) -> None:
         """What comes until the next batch is no waiting for data."""
@@ -242,6 +246,9 @@ class Probes:
         rows = self._inputs.series("x").tolist()
         evidence.input_std = Series.of(steps, [row[0] for row in rows])
         evidence.input_rms = Series.of(steps, [row[1] for row in rows])
+        for name, n in self.n_without.items():
+            if (plain := name.replace("_orig_mod.", "")) in evidence.params:
+                evidence.params[plain].n_without = n
         for name, share in self.dead.shares().items():
             if name in evidence.params:
                 param = evidence.params[name]
@@ -256,7 +263,7 @@ class Probes:
     def _late_sightings(self, steps: list[int], rows: list[list[float]]) -> Iterator[Sighting]:
         seen = {sighting.code for sighting in self.sightings}
         yield from (x for x in look_at_inputs(steps, rows) if x.code not in seen)
-        yield from self.layers.sightings(self.n_batches)
+        yield from self._norms.sightings(self.n_batches)
         yield from look_at_attention(self._attention)
         yield from self.swallowed.sightings()
         yield from self.stale.sightings()

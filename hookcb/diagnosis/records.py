@@ -1,7 +1,9 @@
 """What Diagnose records by itself, batch by batch."""
 
 import math
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch.optim import Optimizer
 from hookcb.diagnosis.evidence import Series
 from hookcb.store import kept
 
+STATM = Path("/proc/self/statm")  # in pages
 MOST = 8_192  # numbers of a curve; then every second one goes
 
 
@@ -39,6 +42,29 @@ class Curve:
             read: Iterator[float] = iter(torch.stack([x.float().reshape(()) for x in waiting]).tolist())
             self._values = [next(read) if isinstance(x, Tensor) else x for x in self._values]
         return Series(list(self._steps), [float(x) for x in self._values])
+
+
+class ResidentMemory:
+    """Bytes in use: of the GPU, where one is in use, else what the process holds, on Linux."""
+
+    def __init__(self) -> None:
+        self._page = resource.getpagesize()
+        self._file = STATM.open("rb", buffering=0) if STATM.exists() else None
+
+    def read(self) -> float | None:
+        """Without what files are mapped to; None where it is not known."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return float(torch.cuda.memory_allocated())
+        if self._file is None:
+            return None
+        self._file.seek(0)
+        _, resident, shared, *_ = self._file.read().split()
+        return float((int(resident) - int(shared)) * self._page)
+
+    def close(self) -> None:
+        """Reads no more."""
+        if self._file is not None:
+            self._file.close()
 
 
 def largest_lr(opt: Optimizer) -> float:

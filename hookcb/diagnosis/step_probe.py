@@ -29,7 +29,9 @@ class DeadRows:
         self._weights = {
             f"{name}.weight" if name else "weight": m.weight
             for name, m in named_modules(model).items()
-            if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED) and m.weight.ndim > 1
+            if isinstance(m, nn.Linear | Convolution)
+            and not isinstance(m, TRANSPOSED)
+            and isinstance(m._parameters.get("weight"), nn.Parameter)  # not made of others at each call
         }
         self.alive: dict[str, Tensor] = {}  # by name of the weight, of each row
         self.n_looked: dict[str, int] = {}

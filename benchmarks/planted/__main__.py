@@ -1,0 +1,274 @@
+"""Planted faults and healthy trainings, what the diagnosis says of them, and what the rules of others say.
+
+`python benchmarks/planted --seeds 0 1 2`, `--only 'batch norm*'`, `--mutations`, see `--help`.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from baselines import BASELINES, RuleRecorder
+from case import Case
+from controls import CONTROLS
+from faults import FAULTS
+from more_controls import MORE_CONTROLS
+from mutations import MUTATIONS, Mutated, mutate, sample
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+from score import (
+    Flags,
+    Outcome,
+    Row,
+    baseline_score,
+    broken,
+    misfiring,
+    outcome,
+    rows,
+    rule_counts,
+    score,
+    share,
+)
+
+from hookcb import Diagnose
+
+CASES = {case.name: case for case in (*FAULTS, *CONTROLS, *MORE_CONTROLS)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case with one seed."""
+
+    case: str
+    seed: int
+    with_baselines: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a job; `flags` are None where baselines were not asked for, or their training failed."""
+
+    outcome: Outcome
+    flags: Flags | None
+    error: str = ""
+
+
+def work(job: Job) -> Result:
+    """Trains once with `Diagnose`, and once for the baselines."""
+    case = CASES[job.case]
+    with quiet():
+        found = diagnosed(case, job.seed)
+        if not job.with_baselines:
+            return Result(found, None)
+        try:
+            return Result(found, flagged(case, job.seed, found.has_learned))
+        except Exception as error:  # shown at the end, and in the exit status
+            return Result(found, None, told(error))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what a diagnosis says by itself: its verdict is in the table."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(ERROR|WARNING)  ")
+        yield
+
+
+def diagnosed(case: Case, seed: int) -> Outcome:
+    try:
+        run = case.train(seed, [Diagnose(show=False)])
+        return outcome(case, seed, run.loop.diagnose(), run.losses)
+    except Exception as error:  # one case that fails is a result too, shown in its row
+        return broken(case, seed, told(error))
+
+
+def flagged(case: Case, seed: int, has_learned: bool) -> Flags:
+    recorder = RuleRecorder()
+    run = case.train(seed, [recorder])
+    recorded = recorder.recorded
+    recorded.losses = recorded.losses or run.losses  # a loop may tell its watch of none
+    fired = {baseline.name: tuple(baseline.fired(recorded)) for baseline in BASELINES}
+    return Flags(case.name, seed, not case.codes, fired, has_learned)
+
+
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def results(jobs: Sequence[Job], n_processes: int) -> Iterator[Result]:
+    if n_processes == 1:
+        yield from map(work, jobs)
+        return
+    # forked: cases are closures, and cannot be sent to a process that begins anew
+    with multiprocessing.get_context("fork").Pool(n_processes, torch.set_num_threads, (1,)) as pool:
+        yield from pool.imap(work, jobs)
+
+
+# ---- what is printed
+
+
+def console() -> Console:
+    found = Console()
+    if not found.is_terminal:
+        found.width = 160  # a file has none of its own, and rich takes it for 80 and cuts names
+    return found
+
+
+def case_table(title: str, of: Sequence[Row]) -> Table:
+    table = Table(title=title)
+    for column in ("", "case", "primary", "layer", "first step", "extra findings", "verdict", "right"):
+        table.add_column(column, overflow="fold")
+    for row in of:
+        x = row.shown
+        step = "" if x.step is None else str(x.step)
+        verdict = x.status if x.has_learned else f"{x.status}, has not learned"
+        right, mark = f"{row.n_right}/{row.n_seeds}", "✗" if row.fails else ""
+        cells = [mark, x.case, x.primary, x.layer, step, ", ".join(x.extra), verdict, right]
+        table.add_row(*map(Text, cells), style="red" if row.fails else "")
+    return table
+
+
+def score_table(outcomes: Sequence[Outcome], flags: Sequence[Flags]) -> Table:
+    table = Table(title="by seed")
+    seeds = sorted({of.seed for of in outcomes})
+    scores = [score(seed, outcomes) for seed in seeds]
+    for column in ("", *(f"seed {seed}" for seed in seeds)):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row("hookcb: false alarms", *(f"{len(of.false_alarms)}/{of.n_controls}" for of in scores))
+    for line in ("recall", "named", "cause_first", "layer_right", "soon"):
+        table.add_row(f"hookcb: {line.replace('_', ' ')}", *(part(getattr(of, line)) for of in scores))
+    table.add_row("hookcb: wrong errors", *(str(of.wrong) for of in scores), end_section=True)
+    for baseline in BASELINES if flags else ():
+        noisy = misfiring(baseline.name, flags)
+        by_seed = ([f for f in flags if f.seed == seed] for seed in seeds)
+        of_seed = [baseline_score(baseline.name, of, noisy) for of in by_seed]
+        name = f"{baseline.name} (re-implemented rules)"
+        table.add_row(f"{name}: controls flagged", *(f"{of.controls}/{of.n_controls}" for of in of_seed))
+        table.add_row("  faults flagged", *(part(of.faults / max(1, of.n_faults)) for of in of_seed))
+        silent = (part(of.silent / max(1, of.n_faults)) for of in of_seed)
+        table.add_row("  … by rules that flag no control", *silent, end_section=True)
+    return table
+
+
+def part(of: float) -> str:
+    return "" if math.isnan(of) else f"{of:.2f}"
+
+
+def rule_table(flags: Sequence[Flags]) -> Table:
+    table = Table(title="re-implemented rules: how many trainings each flags, of all seeds")
+    for column in ("tool", "rule", "faults", "controls"):
+        table.add_column(column, justify="left" if column in ("tool", "rule") else "right")
+    for baseline in BASELINES:
+        total = baseline_score(baseline.name, flags, ())
+        table.add_row(baseline.name, "of", str(total.n_faults), str(total.n_controls), style="bold")
+        for rule, n_faults, n_controls in rule_counts(baseline.name, flags):
+            table.add_row("", rule, str(n_faults), str(n_controls))
+    return table
+
+
+def mutation_table(of: Sequence[Mutated]) -> Table:
+    table = Table(title="the same in another manner: what the verdict becomes; = where it stays")
+    for column in ("case", "as it is", *MUTATIONS):
+        table.add_column(column, overflow="fold")
+    for row in of:
+        cells = ["=" if told == row.plain else str(told) for told in row.told.values()]
+        table.add_row(row.case, str(row.plain), *cells)
+    stay = [share(row.told[name] == row.plain for row in of) for name in MUTATIONS]
+    table.add_row("stay", "", *map(part, stay), style="bold")
+    return table
+
+
+def as_json(outcomes: Sequence[Outcome], flags: Sequence[Flags]) -> str:
+    seeds = sorted({of.seed for of in outcomes})
+    state: dict[str, Any] = {
+        "outcomes": [asdict(of) for of in outcomes],
+        "scores": [asdict(score(seed, outcomes)) for seed in seeds],
+        "flags": [asdict(of) for of in flags],
+        "baselines": [
+            asdict(baseline_score(b.name, flags, misfiring(b.name, flags))) for b in BASELINES if flags
+        ],
+    }
+    for of in state["scores"]:
+        of.update({key: None for key, x in of.items() if isinstance(x, float) and math.isnan(x)})
+    return json.dumps(state, ensure_ascii=False, indent=1)
+
+
+# ---- the command
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/planted", description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--only", default="*", metavar="GLOB", help="cases whose name fits")
+    parser.add_argument("--no-baselines", action="store_true", help="without the rules of others")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all of it")
+    parser.add_argument("--mutations", action="store_true", help="instead, a sample in other manners")
+    return parser.parse_args()
+
+
+def chosen(cases: Sequence[Case], only: str) -> list[Case]:
+    return [case for case in cases if fnmatch(case.name, only)]
+
+
+def main() -> int:
+    """Runs what is asked for, prints it, and tells whether all of it could be run."""
+    torch.set_num_threads(1)
+    args, to = arguments(), console()
+    faults, controls = chosen(FAULTS, args.only), chosen([*CONTROLS, *MORE_CONTROLS], args.only)
+    if not faults and not controls:
+        print(f"no case is named {args.only!r}; there are: {', '.join(CASES)}")
+        return 2
+    if args.mutations:
+        cases = sample(faults, controls) if args.only == "*" else [*faults, *controls]
+        with quiet():
+            found = list(mutate(cases, args.seeds[0]))
+        to.print(mutation_table(found))
+        return 0
+    return run_all(faults, controls, args, to)
+
+
+def run_all(faults: list[Case], controls: list[Case], args: argparse.Namespace, to: Console) -> int:
+    jobs = [Job(c.name, seed, not args.no_baselines) for c in (*faults, *controls) for seed in args.seeds]
+    bar = Console(stderr=True)
+    done = list(
+        track(results(jobs, args.jobs), "training", len(jobs), console=bar, disable=not bar.is_terminal)
+    )
+    outcomes, flags = [of.outcome for of in done], [of.flags for of in done if of.flags is not None]
+    for title, is_control in (("faults", False), ("controls", True)):
+        if of := rows(x for x in outcomes if x.is_control == is_control):
+            to.print(case_table(title, of))
+    to.print(score_table(outcomes, flags))
+    if flags:
+        to.print(rule_table(flags))
+        for baseline in BASELINES:
+            to.print(f"{baseline.name}, rules re-implemented from {baseline.source}")
+    errors: dict[str, list[str]] = {}
+    for result in done:
+        for what, error in (("", result.outcome.error), (", baselines", result.error)):
+            if error:
+                errors.setdefault(error, []).append(
+                    f"{result.outcome.case} (seed {result.outcome.seed}{what})"
+                )
+    for error, of_cases in errors.items():
+        others = f" and {len(of_cases) - 5} more" if len(of_cases) > 5 else ""
+        to.print(Text(f"failed: {error}\n  {', '.join(of_cases[:5])}{others}", style="red"))
+    if args.json is not None:
+        args.json.write_text(as_json(outcomes, flags), encoding="utf-8")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

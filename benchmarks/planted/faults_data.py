@@ -1,0 +1,81 @@
+"""Faults of inputs, labels and the loader."""
+
+import time
+
+import torch
+from case import Callbacks, Case, Run, fault, fit, follow
+from data import batched, digit_batches, digits, generator, image_batches, raw_digits, table
+from nets import Cnn, Mlp
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader, Dataset
+
+DATA_FAULTS: list[Case] = []
+
+
+@fault(DATA_FAULTS, "inputs ×1000", codes=["input.scale", "loss.init"])
+def large_inputs(seed: int, cbs: Callbacks) -> Run:
+    batches = [(1000 * x, y) for x, y in digit_batches(seed)]
+    model = Mlp()
+    return fit(model, F.cross_entropy, SGD(model.parameters(), lr=0.05), batches, cbs, seed)
+
+
+@fault(DATA_FAULTS, "shuffled labels", codes=["data.labels", "loss.flat"])
+def shuffled_labels(seed: int, cbs: Callbacks) -> Run:
+    """Inputs and labels have been put in two different orders."""
+    x, y = digits(seed)
+    y = y[torch.randperm(len(y), generator=generator(seed))]
+    model = Mlp()
+    opt = Adam(model.parameters(), lr=1e-3)
+    return fit(model, F.cross_entropy, opt, batched(x, y, seed=seed), cbs, seed)
+
+
+@fault(DATA_FAULTS, "constant input", codes=["input.constant"])
+def constant_input(seed: int, cbs: Callbacks) -> Run:
+    """A dataset that gives its first image whatever it is asked for."""
+    batches = image_batches(seed)
+    first = batches[0][0][:1]
+    batches = [(first.expand_as(x).clone(), y) for x, y in batches]
+    model = Cnn(norm=None)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@fault(DATA_FAULTS, "label out of range", codes=["label.out_of_range"])
+def label_out_of_range(seed: int, cbs: Callbacks) -> Run:
+    """Labels of 1 to 10 for ten classes."""
+    batches = [(x, y + 1) for x, y in digit_batches(seed)]
+    model = Mlp()
+    opt = Adam(model.parameters(), lr=2e-3)
+    return fit(model, F.cross_entropy, opt, batches, cbs, seed, raises=IndexError)
+
+
+@fault(DATA_FAULTS, "NaN in one input column at step 13", codes=["input.nonfinite"], planted_at=13)
+def nan_column(seed: int, cbs: Callbacks) -> Run:
+    x, y = table(seed)
+    batches = batched(x, y, seed=seed)
+    batches[13][0][:, 7] = torch.nan
+    model = Mlp(n_in=16, n_out=1)
+    return follow(model, F.mse_loss, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
+
+
+class SlowDigits(Dataset[tuple[Tensor, Tensor]]):
+    """Digits that take 0.8 ms each to be read."""
+
+    def __init__(self, seed: int, n: int) -> None:
+        x, self.y = raw_digits(seed, n)
+        self.x = x / 16
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        time.sleep(8e-4)
+        return self.x[i], self.y[i]
+
+
+@fault(DATA_FAULTS, "sleep in the dataset", codes=["time.data_bound"])
+def slow_dataset(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+    batches = DataLoader(SlowDigits(seed, 16 * 50), batch_size=16, shuffle=True)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)

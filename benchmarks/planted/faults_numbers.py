@@ -1,0 +1,134 @@
+"""Faults of numbers: not finite, of too low a precision, and kept in memory."""
+
+from collections import OrderedDict
+
+import torch
+from case import Callbacks, Case, Run, fault, fit, follow
+from data import (
+    batched,
+    digit_batches,
+    digits,
+    image_batches,
+    images,
+    padded_batches,
+    raw_digits,
+    table,
+)
+from nets import Cnn, Mlp, Siamese, TextClassifier, contrastive_loss, stack
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW
+
+from hookcb import MixedPrecision, watch
+
+NUMBER_FAULTS: list[Case] = []
+
+
+class Log(nn.Module):
+    """The logarithm of features that are thought to be positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+@fault(NUMBER_FAULTS, "log(0) at step 40", codes=["nonfinite.first"], layers=["log"], planted_at=40)
+def log_of_zero(seed: int, cbs: Callbacks) -> Run:
+    x, y = table(seed)
+    batches = batched(x.exp(), y, seed=seed)
+    batches[40][0][5, 3] = 0
+    model = nn.Sequential(OrderedDict(log=Log(), net=Mlp(n_in=16, n_out=1)))
+    return fit(model, F.mse_loss, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
+
+
+@fault(NUMBER_FAULTS, "sqrt(0) in backward", codes=["nonfinite.first"], layers=["distance"], planted_at=25)
+def sqrt_of_zero(seed: int, cbs: Callbacks) -> Run:
+    """Pairs of digits, one of which is twice the same image: the distance is 0, its gradient 0/0."""
+    x, y = digits(seed)
+    batches = batched(x, x.roll(1, 0), (y == y.roll(1)).float(), seed=seed, n_step=100)
+    a, b, same = batches[25]
+    b[3], same[3] = a[3], 1
+    model = Siamese(stack(64, 64, 8))
+    return fit(model, contrastive_loss, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@fault(NUMBER_FAULTS, "bfloat16 weights with SGD 1e-3", codes=["update.swallowed", "update.too_small"])
+def low_precision(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp().bfloat16()
+    batches = [(x.bfloat16(), y) for x, y in digit_batches(seed)]
+    return follow(model, F.cross_entropy, SGD(model.parameters(), lr=1e-3), batches, cbs, seed)
+
+
+@fault(
+    NUMBER_FAULTS,
+    "mask row all -inf",
+    codes=["nonfinite.first"],
+    layers=["blocks.0.attn", "blocks.0.attn.attn_drop"],
+    planted_at=20,
+)
+def empty_sequence(seed: int, cbs: Callbacks) -> Run:
+    """One sequence of padding only, which has no token to look at."""
+    batches = padded_batches(seed, n_step=80)
+    batches[20][0][2] = 0
+    model = TextClassifier()
+    return follow(model, F.cross_entropy, AdamW(model.parameters(), lr=3e-3), batches, cbs, seed)
+
+
+class Power(nn.Module):
+    """The square of an amplitude."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+class Log1p(nn.Module):
+    """The logarithm of one more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log1p()
+
+
+@fault(
+    NUMBER_FAULTS,
+    "fp16 overflow",
+    codes=["nonfinite.first", "act.scale", "amp.scale_collapse"],
+    layers=["power"],
+)
+def fp16_overflow(seed: int, cbs: Callbacks) -> Run:
+    """Squares of amplitudes in the hundreds, which float16 has no room for."""
+    x, y = raw_digits(seed)
+    layers = {"filters": nn.Linear(64, 32), "power": Power(), "log": Log1p(), "head": nn.Linear(32, 10)}
+    model = nn.Sequential(OrderedDict(layers))
+    batches = batched(40 * x, y, seed=seed, n_step=100)
+    opt = Adam(model.parameters(), lr=1e-3)
+    return fit(model, F.cross_entropy, opt, batches, [*cbs, MixedPrecision("fp16")], seed)
+
+
+@fault(NUMBER_FAULTS, "GradScaler at 2^24", codes=["amp.scale_collapse"])
+def large_scale(seed: int, cbs: Callbacks) -> Run:
+    """And growing again after every other step."""
+    model = Mlp()
+    mixed = MixedPrecision("fp16", init_scale=2.0**24, growth_interval=2)
+    opt = Adam(model.parameters(), lr=1e-3)
+    return fit(model, F.cross_entropy, opt, digit_batches(seed, n_step=120), [*cbs, mixed], seed)
+
+
+@fault(NUMBER_FAULTS, "a list of losses that keeps graphs", codes=["memory.growth"])
+def kept_graphs(seed: int, cbs: Callbacks) -> Run:
+    """The loss on held-out images is computed after each step, with its graph, for a curve to draw."""
+    held_out = images(seed, n=256)
+    model = Cnn()
+    opt = Adam(model.parameters(), lr=2e-3)
+    torch.manual_seed(seed)
+    curve = []
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for x, y in image_batches(seed, n_step=100):
+            loss = w.loss(F.cross_entropy(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            model.eval()
+            curve.append(F.cross_entropy(model(held_out[0]), held_out[1]))
+            model.train()
+    return run

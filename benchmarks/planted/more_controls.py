@@ -1,0 +1,8 @@
+"""Further kinds of healthy training, of which a diagnosis might misread one or another."""
+
+from case import Case
+from more_controls_losses import LOSS_CONTROLS
+from more_controls_nets import NET_CONTROLS
+from more_controls_steps import STEP_CONTROLS
+
+MORE_CONTROLS: list[Case] = [*NET_CONTROLS, *LOSS_CONTROLS, *STEP_CONTROLS]
