@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -92,7 +93,11 @@ class Diagnose(HookCallback):
         self._probe(Probes.begin_batch)
 
     def hook(self, m: nn.Module, i: Any, o: Any) -> None:
-        if self._probes:
+        if self._probes is None:
+            return
+        if torch.compiler.is_compiling():
+            self._probes.layers.look(m, o)
+        else:
             self._probes.guarded(self._probes.layers.look, m, o)
 
     def after_pred(self) -> None:
@@ -130,13 +135,15 @@ class Diagnose(HookCallback):
             self.react()
 
     def after_train(self) -> None:
-        self._probe(Probes.pause)
+        self._probe(Probes.end_epoch)
 
     def after_fit(self) -> None:
         super().after_fit()
         if self._probes is None:
             return
         self._probes.guarded(self._probes.look_at_end, self.learn, raised())
+        if hasattr(self.learn, "get_loss") and raised() is None:
+            self._probes.guarded(self._probes.look_at_labels, self.learn, self.judge().findings)
         self.verdict = self.judge()
         self._probes.close()
         self._evidence, self._probes = self.evidence(), None

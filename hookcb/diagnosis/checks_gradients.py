@@ -10,7 +10,6 @@ from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
-    converged_at,
     finite,
     median,
     place,
@@ -68,7 +67,7 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
     """
-    until = converged_at(evidence)
+    until = evidence.converged_at()
     sizes = {p.name: _rms(p, until) for p in weights(evidence)}
     params = [p for p in weights(evidence) if len(sizes[p.name]) >= LATEST]
     if len(params) < 2:
@@ -183,7 +182,7 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
-    until = converged_at(evidence)
+    until = evidence.converged_at()
     layers = _by_layer(evidence, until)
     norms = before(evidence.steps.get("total_norm", Series()), until)
     if max((len(series) for _, series in layers), default=0) < LATEST and len(norms) <= ENOUGH_BEFORE:

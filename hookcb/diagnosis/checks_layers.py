@@ -9,7 +9,6 @@ from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
-    converged_at,
     finite,
     median,
     persistent,
@@ -24,6 +23,7 @@ SATURATED, SATURATED_ERROR = 0.5, 0.9  # share of units
 GROWN, AT_FIRST = 1e3, 3  # std of an output to that of the input, in the first records and in all
 SMALLEST_INPUT = 0.01  # std that an input counts with at least: a norm may blow up a small one, and should
 NEAR_OVERFLOW = 0.1  # of the largest number of the dtype
+GRADUAL = 1e-3  # a layer that takes away less of the spread is one of many that do
 COLLAPSED = 1e-6  # variance across the batch to the second moment; float32 resolves 1e-14 of a square
 
 
@@ -54,7 +54,7 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
     """
-    until, head = converged_at(evidence), _head(evidence)
+    until, head = evidence.converged_at(), _head(evidence)
     layers = [x for x in _in_order(evidence) if x.place < head and len(x.series("saturated"))]
     found = [(layer, before(layer.series("saturated"), until)) for layer in layers]
     found = [(layer, series) for layer, series in found if len(series) >= LATEST]
@@ -104,7 +104,7 @@ def activation_scale(evidence: Evidence) -> Iterator[Result]:
     scale has 1, see He et al., "Delving Deep into Rectifiers", 2015. Or max |output| above a tenth of the
     largest number of its dtype in two records, for an error: a sum of ten of these is infinite.
     """
-    until = converged_at(evidence)
+    until = evidence.converged_at()
     layers = [x for x in _in_order(evidence) if len(x.series("std")) and not _is_masked(x)]
     stds = {x.name: _scale(before(x.series("std"), until)) for x in layers}
     stds = {name: std for name, std in stds.items() if std > 0}
@@ -149,11 +149,12 @@ def _grown(layers: list[Layer], worst: Layer, stds: dict[str, float], base: floa
     at = next(i for i, x in enumerate(growth) if x >= max(growth) / 2)
     layer, most = upto[at], stds[worst.name] / base
     steps = worst.series("std").steps
+    first = next((step for step, x in worst.series("std") if x > GROWN * base), steps[0])
     return Finding(
         "act.scale",
         "warning",
         layer=layer.name,
-        step=steps[0],
+        step=first,
         value=most,
         limit=GROWN,
         message=f"The output of {worst.name} varies {times(most)} times as much as the input (standard "
@@ -198,9 +199,10 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
     Limit: 1e-6, a difference of a thousandth between samples. Told of the first layer from which on
     everything to the end of the model has collapsed: what sees a constant by design (positions, a learned
     query), or is pulled apart again by batch norm, has something alive behind it. Not told of the head
-    alone: a regression on targets of 2,000 ± 2 has such outputs.
+    alone: a regression on targets of 2,000 ± 2 has such outputs. A note only where the spread gets lost
+    little by little, by less than a thousandfold in any one layer, which gradients tell more of.
     """
-    until = converged_at(evidence)
+    until = evidence.converged_at()
     layers = [x for x in _in_order(evidence) if x.kind not in SPARSE_KINDS]
     spans, lowest, n_looked = {}, math.inf, 0
     for layer in layers:
@@ -212,13 +214,18 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
     if not n_looked:
         yield Unable("no layer's outputs were compared across the batch five times")
         return
+    known = [layer for layer in layers if layer.name in spans]
     first: tuple[Layer, Span] | None = None
-    for layer in reversed([layer for layer in layers if layer.name in spans]):
+    previous = math.inf
+    for layer in reversed(known):
+        usual = median(before(_spread(layer), until).values)
         if (span := spans[layer.name]) is None:
+            previous = usual
             break
         first = layer, span
     if first and first[0].place < _head(evidence):
-        yield _collapsed(first[0], median(before(_spread(first[0]), until).values), first[1])
+        spread = median(before(_spread(first[0]), until).values)
+        yield _collapsed(first[0], spread, first[1], is_gradual=spread > GRADUAL * previous)
     else:
         yield RuledOut(f"outputs that are all the same (spread {lowest:.1g} or more)")
 
@@ -231,10 +238,10 @@ def _spread(layer: Layer) -> Series:
     return Series([step for step, _ in pairs], [x for _, x in pairs])
 
 
-def _collapsed(layer: Layer, spread: float, span: Span) -> Finding:
+def _collapsed(layer: Layer, spread: float, span: Span, is_gradual: bool) -> Finding:
     return Finding(
         "act.collapse",
-        "error",
+        "info" if is_gradual else "error",
         layer=layer.name,
         step=span.first,
         value=spread,

@@ -12,8 +12,8 @@ ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
 NEVER_NEGATIVE = (*ENTROPIES, "mse", "l1", "huber", "smooth l1")
 INIT, INIT_ABOVE, INIT_MSE, INIT_WARNING = 2.0, 2.0, 3.0, 5.0  # times the guess; and by so much above it
 ENOUGH = 50  # batches to tell a flat or rising loss from
-FLAT, NEAR_GUESS, NOISE = 0.97, 0.8, 3.0  # of the first loss, of the guess; standard errors
-HARDLY = 0.01  # of the first loss; what it falls by, whatever the noise
+FLAT, NEAR_GUESS, NOISE = 0.95, 0.8, 3.0  # of the first loss, of the guess; standard errors
+HARDLY = 0.05  # of the first loss; what it falls by, whatever the noise
 RISEN, OF_MINIMUM, FEWEST = 0.5, 2.0, 20
 RISEN_UNKNOWN = 4.0  # of a loss that may be one side of a game
 INFLATED = 5.0  # times the first batch: the first ten already diverge
@@ -58,12 +58,12 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("loss.flat", site=Site.LOSS, needs=("loss",))
+@check("loss.flat", site=Site.RUN, needs=("loss",))
 def flat_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that has not fallen since the beginning.
 
     Over 50 batches or more: the drop by the median slope (Theil-Sen) within three standard errors of noise or
-    1 % of the loss, and the moving average never below 0.97 of the first ten. A warning where the loss is no
+    5 % of the loss, and the moving average never below 0.95 of the first ten. A warning where the loss is no
     better than 0.8 of guessing; else a note, as a model that was trained before may begin at its end.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968; the standard
@@ -101,7 +101,7 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("loss.diverging", site=Site.LOSS, needs=("loss",))
+@check("loss.diverging", site=Site.RUN, needs=("loss",))
 def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that is higher than at the beginning, and stays there.
 
@@ -186,7 +186,7 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("loss.spike", site=Site.LOSS, needs=("loss",))
+@check("loss.spike", site=Site.RUN, needs=("loss",))
 def loss_spikes(evidence: Evidence) -> Iterator[Result]:
     """Single losses far above those before them: a note, never an alarm.
 

@@ -10,7 +10,6 @@ from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
-    converged_at,
     finite,
     is_warming_up,
     loss_left,
@@ -65,7 +64,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
-    until = converged_at(evidence)
+    until = evidence.converged_at()
     found = [(p, _updates(p, until)) for p in weights(evidence)]
     found = [(p, series) for p, series in found if len(series)]
     if max((len(series) for _, series in found), default=0) < PERSISTS_AT_FIRST:
@@ -162,7 +161,7 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
-    until, lr = converged_at(evidence), dict(rates(evidence))
+    until, lr = evidence.converged_at(), dict(rates(evidence))
     if is_warming_up(evidence):
         yield Unable("the learning rate still rises")
         return
@@ -208,7 +207,7 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, who take the mean
     norm of a while for the limit.
     """
-    coefs = before(evidence.steps.get("clip_coef", Series()), converged_at(evidence))
+    coefs = before(evidence.steps.get("clip_coef", Series()), evidence.converged_at())
     if len(coefs) < WINDOW:
         yield Unable(f"fewer than {WINDOW} records of clipping before convergence")
         return
@@ -258,7 +257,7 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
 
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, for the two kinds.
     """
-    until, lr = converged_at(evidence), dict(rates(evidence))
+    until, lr = evidence.converged_at(), dict(rates(evidence))
     params = [p for p in weights(evidence) if p.is_optimized and p.weight_decay > 0]
     if not params:
         yield RuledOut("weight decay (none)")
@@ -406,7 +405,7 @@ def _without_rate(evidence: Evidence) -> Span | None:
     lr = rates(evidence)
     zeros = [step for step, _ in takewhile(lambda at: at[1] == 0, reversed(list(lr)))]
     is_long = len(zeros) >= NO_RATE and (len(zeros) >= NO_RATE_SHARE * len(lr) or len(zeros) >= NO_RATE_MANY)
-    if not is_long or converged_at(evidence) <= zeros[-1]:
+    if not is_long or evidence.converged_at() <= zeros[-1]:
         return None
     return Span(zeros[-1], zeros[0], len(zeros))
 

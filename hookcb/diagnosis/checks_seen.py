@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis.evidence import Evidence, Sighting
-from hookcb.diagnosis.registry import Result, RuledOut, Site, check
+from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.verdict import Finding, Severity
 from hookcb.modules import listed
 
@@ -130,8 +130,22 @@ def gates_shut(evidence: Evidence) -> Iterator[Result]:
 
 @check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
 def hook_silent(evidence: Evidence) -> Iterator[Result]:
-    """Layers with a hook that were never called, so that nothing is known of them."""
-    return _seen(evidence, "hook.silent", "info", "layers that were never called")
+    """Layers with a hook that were never called, so that nothing is known of them: a note."""
+    if not evidence.silent:
+        yield RuledOut("layers that were never called")
+        return
+    first, *others = evidence.silent
+    more = f", nor were {listed(others, 3)}" if others else ""
+    yield Finding(
+        "hook.silent",
+        "info",
+        first,
+        value=float(len(evidence.silent)),
+        limit=0.0,
+        message=f"{first} was never called{more}: {evidence.silent[first]}.",
+        causes=("a layer that is not used, or used in another way than by calling it",),
+        next_steps=("take it away, or call it in forward",),
+    )
 
 
 @check("nonfinite.first", site=Site.MODULES, needs=("batches",), exact=True, leads_to=EVERYTHING)
@@ -143,10 +157,36 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
     return _seen(evidence, "nonfinite.first", "error", "NaN and infinities")
 
 
-@check("nonfinite.contained", site=Site.BACKWARD, needs=("batches", "gradients"), exact=True)
+@check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)
 def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
-    """The gradient of a layer's output is NaN or infinite, and those of all parameters are finite."""
-    return _seen(evidence, "nonfinite.contained", "warning", "NaN inside the backward")
+    """The gradient of a layer's output is NaN or infinite, and those of all parameters are finite.
+
+    Known where `GradientHealth(activations=True)` records gradients of outputs.
+    """
+    known = [layer for layer in evidence.layers.values() if "grad_nonfinite" in layer.stats]
+    if not known:
+        yield Unable("gradients of outputs are recorded by GradientHealth(activations=True)")
+        return
+    bad = {step for p in evidence.params.values() for step, n in p.series("nonfinite") if n > 0}
+    found = [(step, n, x) for x in known for step, n in x.series("grad_nonfinite") if n > 0]
+    found = [of for of in found if of[0] not in bad]
+    if not found:
+        yield RuledOut("NaN inside the backward")
+        return
+    step, n, layer = min(found, key=lambda of: of[0])
+    yield Finding(
+        "nonfinite.contained",
+        "warning",
+        layer.name,
+        step=step,
+        value=n,
+        limit=0.0,
+        message=f"the gradient of the output of {layer.name} has {n:,.0f} NaN or infinite numbers at step "
+        f"{step}, while those of all parameters are finite.",
+        causes=("an operation whose slope is infinite, behind a mask or a choice of elements",),
+        next_steps=("mask the input of that operation rather than its output",),
+        kind=layer.about,
+    )
 
 
 @check(

@@ -55,7 +55,8 @@ class Layer:
         kind, about: its type, `Linear`, and with sizes, `Linear 64→64`.
         stats: series by name, over the batches looked at: `mean`, `std`, `abs_max`, `zeros` (share),
             `nonfinite` (number) of `ActivationStats`; of `Diagnose` `spread`, the variance across the batch
-            relative to the second moment, and `saturated` (share) of tanh and sigmoid.
+            relative to the second moment, and `saturated` (share) of tanh and sigmoid; `grad_nonfinite`
+            (number) in the gradient of the output.
         largest: of numbers that the output's dtype has.
     """
 
@@ -166,6 +167,7 @@ class Evidence:
         memory: bytes in use after each step, as far as it is known.
         n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
         sightings: what was seen as it happened.
+        silent: layers with a hook that was never called, with the likely reason.
         notes: what could not be looked at, in words.
     """
 
@@ -187,6 +189,7 @@ class Evidence:
     n_steps: int = 0
     n_skipped: int = 0
     sightings: list[Sighting] = field(default_factory=list)
+    silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -207,14 +210,18 @@ class Evidence:
     def converged_at(self) -> float:
         """The step from which on the loss is below a fifth of its beginning; infinity where it never is.
 
-        Of a loss that may be negative: where it has come down by half of its size at the beginning. Where
-        the loss is not known, the norm of all gradients stands for it, and a twentieth of its beginning.
+        The beginning is the mean of the first ten batches, but at most twice the first one, as those of a
+        loss that rises at once would make any later one seem converged. Of a loss that may be negative: where
+        it has come down by half of its size at the beginning. Where the loss is not known, the norm of all
+        gradients stands for it, and a twentieth of its beginning.
         """
-        first = self.first_loss
         if not len(self.loss):
             norms = self.steps.get("total_norm", Series())
             usual = statistics.median(norms.values[:5]) if len(norms) else math.nan
             return next((step for step, x in norms if x < usual / 20), math.inf)
+        first, start = self.first_loss, self.loss.values[0]
+        if 0 < 2 * start < first:
+            first = 2 * start
         if math.isnan(first):
             return math.inf
         low = CONVERGED * first if first > 0 and min(self.loss.values) >= 0 else first - abs(first) / 2

@@ -11,6 +11,7 @@ from hookcb.callbacks import ActivationStats, GradientHealth, MemoryStats, Recor
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.grad_stats import STEP_STATS
+from hookcb.gradient_outputs import OutputGradients
 from hookcb.stats import LAYER_STATS
 
 
@@ -61,9 +62,8 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
     for param in evidence.params.values():
         if param.layer in evidence.layers:
             param.place_of_layer = evidence.layers[param.layer].place
-    silent = tuple(stats.coverage.silent) if stats.hooks is not None else ()
-    if silent and steps:
-        evidence.notes.append(f"{len(silent)} layers were never called: {', '.join(silent[:3])}")
+    if stats.hooks is not None and steps:
+        evidence.silent = dict(stats.coverage.silent)
 
 
 def _layer(evidence: Evidence, name: str, frame: Frame, kind: str) -> Layer:
@@ -95,9 +95,19 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
     for name in health.not_optimized:
         if name in evidence.params:
             evidence.params[name].is_optimized = False
+    if health.output_stats is not None:
+        _add_output_gradients(evidence, health.output_stats)
     if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else somebody else has left them out
         evidence.n_skipped = health.skipped
     evidence.n_steps = max(evidence.n_steps, len(steps))
+
+
+def _add_output_gradients(evidence: Evidence, stats: OutputGradients) -> None:
+    steps = stats.steps()
+    for path in stats.names:
+        if (name := module_of(path)) in evidence.layers:
+            series = Series.of(steps, stats.series(path, "nonfinite"))
+            evidence.layers[name].stats.setdefault("grad_nonfinite", series)
 
 
 def _add_losses(evidence: Evidence, recorder: Recorder) -> None:

@@ -24,23 +24,32 @@ class LayerProbe:
     def __init__(self, name_of: Callable[[nn.Module], str]) -> None:
         self._name_of = name_of
         self._store = StatStore(COLUMNS, KEEP)
-        self._record = 0
+        self._step = 0
+        self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # of the batch in progress
         self.largest: dict[str, float] = {}
 
     def begin(self, step: int) -> None:
         """A batch begins that is looked at."""
-        self._record = self._store.begin(0, step)
+        self._step, self._taken = step, []
 
     def look(self, m: nn.Module, output: Any) -> None:
         """A layer has put something out, in training."""
         x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
         if x is None or not x.is_floating_point() or not x.numel():
             return
-        x, name = x.detach(), self._name_of(m)
-        self.largest[name] = torch.finfo(x.dtype).max
+        x = x.detach()
         saturated = saturated_share(m, x)
         values = [spread(x), x.new_full((), math.nan) if saturated is None else saturated]
-        self._store.put(name, [self._record], torch.stack([value.float() for value in values])[None])
+        # a list, as what else changes from batch to batch would have compiled code compile each time
+        self._taken.append((self._name_of(m), x.dtype, torch.stack([value.float() for value in values])))
+
+    def end(self) -> None:
+        """The batch has ended: adds its record."""
+        record = self._store.begin(0, self._step)
+        for name, dtype, values in self._taken:
+            self.largest[name] = torch.finfo(dtype).max
+            self._store.put(name, [record], values[None])
+        self._taken = []
 
     def add_to(self, layers: dict[str, Layer], about: dict[str, str]) -> None:
         """Puts what was taken into the evidence."""

@@ -44,8 +44,8 @@ def look_at_model(model: nn.Module) -> Iterator[Sighting]:
 def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Sighting]:
     layers = [(name, m) for name, m in modules.items() if isinstance(m, nn.Linear | Convolution)]
     for name, m in layers[:-1]:  # units of the last one differ by their targets
-        weight = m.weight
-        if isinstance(weight, UninitializedParameter) or not weight.requires_grad or weight.is_meta:
+        weight = own_weight(m)
+        if weight is None or not weight.requires_grad or weight.is_meta:
             continue
         share = share_alike(weight.detach())
         if share >= ALIKE and bool(weight.any()):
@@ -61,6 +61,12 @@ def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Sighting]:
                     "initialise weights at random, as torch does by itself; constants are for biases",
                 ),
             )
+
+
+def own_weight(m: nn.Module) -> nn.Parameter | None:
+    """Its weight, where that is a parameter of its own: one that is made of others may change when read."""
+    weight = m._parameters.get("weight")
+    return None if isinstance(weight, UninitializedParameter) else weight
 
 
 def share_alike(weight: Tensor) -> float:
@@ -79,7 +85,7 @@ def share_alike(weight: Tensor) -> float:
 
 
 def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Sighting]:
-    if not m.bias:
+    if not m.bias or "bias_ih_l0" not in m._parameters:
         return
     gates = GATES[type(m).__name__ if type(m).__name__ in GATES else "LSTM"]
     for layer in range(m.num_layers):

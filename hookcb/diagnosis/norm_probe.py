@@ -1,53 +1,41 @@
-"""NormProbe: batch norms whose mode or batch does not fit, looked at in each batch as it costs little."""
+"""NormProbe: batch norms whose mode or batch does not fit."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import traceback
+from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookcb.diagnosis.evidence import Sighting
-from hookcb.hooks import Hook
 from hookcb.modules import named_modules
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 MOSTLY = 0.9  # of the batches have a single sample, where that is how the model is trained
+REFUSED = "Expected more than 1 value per channel"  # how torch begins to say so
 
 
 class NormProbe:
-    """Hooks on the batch norms of a model.
+    """Looks at the batch norms of a model when a training batch begins; no hook is needed for that."""
 
-    Args:
-        model: whose.
-        look: called as `look(function, *args)`; it calls the function, in training only.
-    """
-
-    def __init__(self, model: nn.Module, look: Callable[..., object]) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._norms = {name: m for name, m in named_modules(model).items() if isinstance(m, BatchNorm)}
         self._in_eval: dict[str, int] = {}  # those that are trained, and were in eval mode, with the step
-        # those that had a single sample: the first step, the fewest values a channel, how often
-        self._single: dict[str, tuple[int, int, int]] = {}
-        norms = {name: m for name, m in named_modules(model).items() if isinstance(m, BatchNorm)}
-        self._names = {id(m): name for name, m in norms.items()}
-        self._hooks = [
-            Hook(m, lambda m, args: look(self._see, m, args), pre=True, detach=False) for m in norms.values()
-        ]
+        self._n_single = 0  # batches of one sample that they saw
+        self._refused: tuple[str, int] | None = None  # the one that has raised, and the step
 
-    def _see(self, step: int, m: BatchNorm, args: tuple[Any, ...]) -> None:
-        """A batch norm is about to be called in training."""
-        name = self._names[id(m)]
-        if not m.training:
-            if m.track_running_stats and any(p.requires_grad for p in m.parameters(recurse=False)):
-                self._in_eval.setdefault(name, step)
-            return
-        x = args[0] if args and isinstance(args[0], Tensor) else None
-        if x is not None and x.ndim > 1 and len(x) == 1 and x.numel():
-            values = x.numel() // x.shape[1]
-            first, fewest, n = self._single.get(name, (step, values, 0))
-            self._single[name] = first, min(fewest, values), n + 1
+    def begin_batch(self, step: int, n_samples: int) -> None:
+        """A training batch begins."""
+        for name, m in self._norms.items():
+            if not m.training and m.track_running_stats and name not in self._in_eval and _is_trained(m):
+                self._in_eval[name] = step
+        self._n_single += n_samples == 1
 
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
+    def look_at_error(self, error: BaseException, step: int) -> None:
+        """What has ended the training may be a batch norm that had a single value for each channel."""
+        if isinstance(error, ValueError) and str(error).startswith(REFUSED):
+            names = {id(m): name for name, m in self._norms.items()}
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                if (name := names.get(id(frame.f_locals.get("self")))) is not None:
+                    self._refused = name, step
 
     def sightings(self, n_batches: int) -> Iterator[Sighting]:
         """Modes that do not fit."""
@@ -61,18 +49,27 @@ class NormProbe:
                 causes=(".eval() was called on the model or on this layer, and no .train() since",),
                 next_steps=("call model.train() before training; to freeze it, freeze its parameters too",),
             )
-        for name, (step, per_channel, n) in self._single.items():
-            alone = per_channel == 1
-            if not alone and n < MOSTLY * n_batches:
-                continue
-            yield Sighting(
-                "mode.mismatch",
-                name,
-                step=step,
-                value=float(per_channel),
-                text=f"{name} normalises by {'one value' if alone else 'a single sample'} per channel"
-                + (", which leaves nothing of it." if alone else f" ({per_channel} values), no batch."),
-                causes=("a batch of one sample", "a last batch that is left over"),
-                next_steps=("use larger batches, drop_last=True, or GroupNorm in place of batch norm",),
-                severity="error" if alone else "warning",
+        if self._refused is not None:
+            name, step = self._refused
+            yield _single(name, step, "one value per channel, which leaves nothing of it", "error")
+        elif self._norms and n_batches and self._n_single >= MOSTLY * n_batches:
+            yield _single(
+                next(iter(self._norms)), 0, "a single sample, as each batch has only one", "warning"
             )
+
+
+def _is_trained(m: nn.Module) -> bool:
+    return any(p.requires_grad for p in m.parameters(recurse=False))
+
+
+def _single(name: str, step: int, by: str, severity: str) -> Sighting:
+    return Sighting(
+        "mode.mismatch",
+        name,
+        step=step,
+        value=1.0,
+        text=f"{name} normalises by {by}.",
+        causes=("a batch of one sample", "a last batch that is left over"),
+        next_steps=("use larger batches, drop_last=True, or GroupNorm in place of batch norm",),
+        severity=severity,
+    )

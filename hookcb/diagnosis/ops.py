@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hookcb.diagnosis.op_probe import OpProbe
@@ -40,13 +41,15 @@ class OpHooks:
         )
 
     def _enter(self, m: nn.Module, args: Any) -> None:
-        if self._acts() and not self._open:
+        if torch.compiler.is_compiling() or self._open or not self._acts():
+            return
+        if not any(map(is_compiled, m.modules())):  # it may have been compiled since
             probe = OpProbe(self._layer, self._found)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
-        if self._open:
+        if not torch.compiler.is_compiling() and self._open:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> str:

@@ -7,7 +7,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +30,13 @@ from hookcb.diagnosis.loss_graph import LossGraph, read_loss
 from hookcb.diagnosis.model_probe import look_at_model, look_at_optimizers
 from hookcb.diagnosis.nan_probe import SeenBatch, look_for_origin
 from hookcb.diagnosis.norm_probe import NormProbe
+from hookcb.diagnosis.overfit import look_at_labels_by_heart
 from hookcb.diagnosis.op_probe import look_at_attention
 from hookcb.diagnosis.ops import OpHooks
 from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
+from hookcb.diagnosis.replicas import look_at_replicas
 from hookcb.diagnosis.step_probe import DeadRows, StaleGradients, Swallowed
+from hookcb.diagnosis.verdict import Finding
 from hookcb.modules import unwrapped
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore
@@ -69,7 +71,7 @@ class Probes:
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self._attention: dict[str, list[tuple[int, Tensor]]] = {}
         self._ops = OpHooks(loop.model, acts, self.see_attention)
-        self._norms = NormProbe(loop.model, partial(self._see_norm, loop))
+        self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess = math.nan
@@ -97,10 +99,6 @@ class Probes:
     def _look_at_model(self, loop: Any) -> None:
         self.sightings += look_at_model(loop.model)
 
-    def _see_norm(self, loop: Any, see: Callable[..., object], *args: Any) -> None:
-        if loop.training and loop.is_here:
-            self.guarded(see, loop.train_iter, *args)
-
     def see_attention(self, layer: str, share: Tensor) -> None:
         """A layer's attention, in the batch in progress."""
         self._attention.setdefault(layer, []).append((self._step, share))
@@ -108,7 +106,6 @@ class Probes:
     def close(self) -> None:
         """Takes its hooks off."""
         self._ops.remove()
-        self._norms.remove()
         self._resident.close()
 
     # ---- a batch
@@ -118,6 +115,7 @@ class Probes:
         now, self._step = time.perf_counter(), loop.train_iter
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, now - self._ended)
+        self._norms.begin_batch(loop.train_iter, batch_size(loop.xb))
         if looking:
             self.layers.begin(loop.train_iter)
             numbers = input_numbers(loop.xb)
@@ -216,13 +214,15 @@ class Probes:
         self.n_batches += 1
         self.n_looked += looking
         if looking:
+            self.layers.end()
             self.kept.look()
         if (used := self._resident.read()) is not None:
             self.memory.add(loop.train_iter, used)
 
-    def pause(self, loop: Any, looking: bool) -> None:
-        """What comes until the next batch is no waiting for data."""
+    def end_epoch(self, loop: Any, looking: bool) -> None:
+        """The training of an epoch is over; what comes until the next batch is no waiting for data."""
         self._ended = math.nan
+        self.sightings += look_at_replicas(loop.model, loop.train_iter)
 
     # ---- all of it
 
@@ -269,10 +269,15 @@ class Probes:
         yield from self.stale.sightings()
         yield from self.kept.sightings()
 
+    def look_at_labels(self, learn: Any, findings: tuple[Finding, ...]) -> None:
+        """The fit of a learner is over, and this was found."""
+        self.sightings += look_at_labels_by_heart(learn, findings, self.n_batches)
+
     def look_at_end(self, loop: Any, error: BaseException | None) -> None:
         """The training is over; with what it has raised, None where it ended well."""
         self.sightings += look_at_optimizers(loop.model, self.optimizers.values())
         if error is not None and not isinstance(error, KeyboardInterrupt):
+            self._norms.look_at_error(error, loop.train_iter)
             with suppress(RuntimeError):  # of a GPU that has failed
                 refused = isinstance(error, IndexError)
                 self.sightings += look_at_labels(loop.pred, loop.yb, loop.train_iter, refused)

@@ -10,7 +10,10 @@ from hookcb.diagnosis.verdict import Finding
 
 
 class Site(IntEnum):
-    """Where in the flow of a training step something is; what is earlier can cause what is later."""
+    """Where in the flow of a training step something is; what is earlier can cause what is later.
+
+    What the whole run comes to, time, memory and the course of the loss, is last: it is an outcome.
+    """
 
     INPUT = 0
     MODULES = 1

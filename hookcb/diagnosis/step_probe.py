@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.diagnosis.evidence import Sighting
-from hookcb.diagnosis.model_probe import Convolution
+from hookcb.diagnosis.model_probe import Convolution, own_weight
 from hookcb.grad_stats import sketch, sketch_copy
 from hookcb.modules import named_modules
 
@@ -27,11 +27,10 @@ class DeadRows:
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {
-            f"{name}.weight" if name else "weight": m.weight
+            f"{name}.weight" if name else "weight": weight
             for name, m in named_modules(model).items()
-            if isinstance(m, nn.Linear | Convolution)
-            and not isinstance(m, TRANSPOSED)
-            and isinstance(m._parameters.get("weight"), nn.Parameter)  # not made of others at each call
+            if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED)
+            if (weight := own_weight(m)) is not None
         }
         self.alive: dict[str, Tensor] = {}  # by name of the weight, of each row
         self.n_looked: dict[str, int] = {}

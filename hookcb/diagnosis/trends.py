@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hookcb.diagnosis.evidence import CONVERGED, WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
 
 LATEST = 5  # records that a median is taken of: one batch says little
 MOST_POINTS = 200  # of a robust slope, which is of all pairs
@@ -61,7 +61,9 @@ def trailing(series: Series, holds: Callable[[float], bool], n: int = LATEST) ->
         start = i
     if start is None:
         return None
-    return Span(series.steps[start], series.steps[-1], len(series) - start)
+    # the first median may begin with records that do not hold yet
+    first = next((i for i in range(start, len(series)) if holds(series.values[i])), start)
+    return Span(series.steps[first], series.steps[-1], len(series) - start)
 
 
 def persistent(series: Series, holds: Callable[[float], bool], n: int, of: int) -> Span | None:
@@ -103,18 +105,6 @@ def place(param: Param) -> tuple[float, int]:
 def weights(evidence: Evidence) -> list[Param]:
     """The parameters whose size can be compared, from the input to the head."""
     return sorted((p for p in evidence.params.values() if p.is_weight), key=place)
-
-
-def converged_at(evidence: Evidence) -> float:
-    """As `Evidence.converged_at`, but for a loss that rises at once.
-
-    The mean of its first ten values is so large that the very first one would pass for converged, and a loss
-    that comes back to where it began, too. So the beginning is taken for twice the first value at most.
-    """
-    first = evidence.loss.values[0] if len(evidence.loss) else math.nan
-    if not 0 < 2 * first < evidence.first_loss or min(evidence.loss.values) < 0:
-        return evidence.converged_at()
-    return next((step for step, x in evidence.smooth_loss() if x < CONVERGED * 2 * first), math.inf)
 
 
 def loss_left(evidence: Evidence, first: float) -> float:
