@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -125,5 +126,5 @@ def running_stats(model: nn.Module) -> dict[str, Tensor]:
         f"{prefix}.{name}" if prefix else name: b
         for prefix, m in named_modules(model).items()
         for name, b in m._buffers.items()
-        if b is not None and name in RUNNING and b.numel()
+        if b is not None and name in RUNNING and not isinstance(b, UninitializedBuffer) and b.numel()
     }

@@ -84,7 +84,7 @@ FLOORS = [
     {"callbacks"},
     {"diagnosis", "loggers", "lr_find", "report", "resume", "summary"},
     {"followed", "learner", "loop", "watch", "watch_limits", "watch_taps"},
-    {"adapters", "cli", "diagnose", "demo", "testing"},
+    {"adapters", "cli", "diagnose", "demo", "demo_faults", "script", "testing"},
 ]
 
 

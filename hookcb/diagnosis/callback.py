@@ -2,14 +2,16 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from hookcb.callbacks import ActivationStats, GradientHealth, Progress
+from hookcb.callbacks import Progress
 from hookcb.callbacks.hook import HookCallback
+from hookcb.diagnosis.brought import BroughtHealth, BroughtStats
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
@@ -65,7 +67,7 @@ class Diagnose(HookCallback):
         self.verdict: Verdict | None = None
         self._evidence: Evidence | None = None
         self._probes: Probes | None = None
-        self._brought: list[ActivationStats | GradientHealth] = []
+        self._brought: list[BroughtStats | BroughtHealth] = []
 
     def before_fit(self) -> None:
         self.verdict = self._evidence = None
@@ -73,10 +75,10 @@ class Diagnose(HookCallback):
         self._is_wanted = self._has_warned = False
         super().before_fit()
         self._probes = Probes(self.learn, self.layer_name, self._acts)
-        wanted = ActivationStats(include_paramless=True), GradientHealth()
-        self._brought = [cb for cb in wanted if not any(isinstance(x, type(cb)) for x in self.learn.cbs)]
-        for cb in self._brought:
-            cb.wants = self._wants_too  # type: ignore[method-assign]
+        self._frame = Frame.of(self.model, [])
+        wanted = BroughtStats(self._leads), BroughtHealth(self._leads)
+        there = [type(cb).__mro__ for cb in self.learn.cbs]
+        self._brought = [cb for cb in wanted if not any(type(cb).__base__ in kinds for kinds in there)]
         self.learn.add_cbs(self._brought)
 
     def wants(self, i: int) -> bool:
@@ -85,7 +87,7 @@ class Diagnose(HookCallback):
             self._is_new_step, self._is_wanted = False, self._schedule.is_due()
         return self._is_wanted
 
-    def _wants_too(self, i: int) -> bool:
+    def _leads(self) -> bool:
         return self._is_wanted
 
     def before_batch(self) -> None:
@@ -148,6 +150,8 @@ class Diagnose(HookCallback):
         self._probes.close()
         self._evidence, self._probes = self.evidence(), None
         brought, self._brought = self._brought, []
+        for cb in brought:
+            cb.leader = None  # who reads its records does not need us
         self.learn.remove_cbs([cb for cb in brought if any(cb is x for x in self.learn.cbs)])
         is_quiet = hasattr(self.learn, "no_logging") and not any(
             isinstance(x, Progress) for x in self.learn.cbs
@@ -165,8 +169,9 @@ class Diagnose(HookCallback):
             return self._evidence
         if self._probes is None:
             raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
-        frame = Frame.of(self.model, self._probes.optimizers.values())
-        return gather(self.learn.cbs, frame, self._probes.evidence(frame))
+        with suppress(RuntimeError):  # a model that was watched, and is gone
+            self._frame = Frame.of(self.model, self._probes.optimizers.values())
+        return gather(self.learn.cbs, self._frame, self._probes.evidence(self._frame))
 
     def judge(self) -> Verdict:
         """The verdict on what was recorded so far, or in the last fit."""
@@ -186,6 +191,13 @@ class Diagnose(HookCallback):
             warnings.warn(f"{verdict.primary.head}: {verdict.primary.message}", stacklevel=2)
         if self.on_sick == "stop":
             raise CancelFitException
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: a resumed fit is looked at anew."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes in nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_probes": None, "_brought": []}

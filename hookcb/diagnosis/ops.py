@@ -41,15 +41,20 @@ class OpHooks:
         )
 
     def _enter(self, m: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or self._open or not self._acts():
+        if torch.compiler.is_compiling() or not self._acts():
             return
+        self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
             probe = OpProbe(self._layer, self._found)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._open:
+        if not torch.compiler.is_compiling():
+            self._close()
+
+    def _close(self) -> None:
+        while self._open:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> str:
@@ -67,6 +72,7 @@ class OpHooks:
         return ""
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Takes the hooks off; Ctrl-C in a forward has left one open, as torch then calls no hook."""
+        self._close()
         for hook in self._hooks:
             hook.remove()

@@ -30,9 +30,9 @@ from hookcb.diagnosis.loss_graph import LossGraph, read_loss
 from hookcb.diagnosis.model_probe import look_at_model, look_at_optimizers
 from hookcb.diagnosis.nan_probe import SeenBatch, look_for_origin
 from hookcb.diagnosis.norm_probe import NormProbe
-from hookcb.diagnosis.overfit import look_at_labels_by_heart
 from hookcb.diagnosis.op_probe import look_at_attention
 from hookcb.diagnosis.ops import OpHooks
+from hookcb.diagnosis.overfit import look_at_labels_by_heart
 from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.replicas import look_at_replicas
 from hookcb.diagnosis.step_probe import DeadRows, StaleGradients, Swallowed

