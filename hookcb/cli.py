@@ -1,4 +1,4 @@
-"""The command line: `hookcb demo`."""
+"""The command line: `hookcb demo` and `hookcb diagnose`."""
 
 import argparse
 import sys

@@ -55,16 +55,17 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
     for title, verdict in shown:
         console.print(f"\n{title}", style="bold", highlight=False, markup=False)
         console.print(verdict, soft_wrap=True)
-    for note in models.notes if shown else [_nothing_in(path), *models.notes]:
+    for note in models.notes if shown else [_nothing_in(path, code), *models.notes]:
         console.print(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
     is_well = bool(shown) and all(verdict.status == "healthy" for _, verdict in shown)
     return code or (0 if is_well else 1)
 
 
-def _nothing_in(path: str | Path) -> str:
+def _nothing_in(path: str | Path, code: int) -> str:
+    when = "before the script ended, " if code else ""
     return (
-        f"nothing was trained in {os.fspath(path)}, so there is no verdict; a model is seen when it is "
-        "called with gradients on and backward is called on its loss, in the script's main thread"
+        f"nothing was trained in {os.fspath(path)}, {when}so there is no verdict; a model is seen when it is "
+        "called with gradients on, and its loss's backward, in the script's main thread"
     )
 
 
@@ -368,7 +369,7 @@ class Models:
     # ---- losses
 
     def _tell(self, loss: Tensor) -> None:
-        """Tells a loss to the model it is of: of those that it depends on the last, whose output it is made of.
+        """Tells a loss to the model whose output it is made of, the last of those that it depends on.
 
         Where these have optimizers of their own it is told to none: in a game the loss of one player depends
         on the other's parameters too.
@@ -378,7 +379,8 @@ class Models:
         loss, scaler = self._unscaled.get(loss, (loss, None))
         waiting = [model for model in self._open if model.watch is not None and model.watch.is_waiting]
         concerned = waiting if len(waiting) < 2 else _concerned(loss, waiting)
-        is_common = len({frozenset(model.watch.optimizers) for model in concerned if model.watch}) < 2
+        optimizers = {frozenset(model.watch.optimizers) for model in concerned if model.watch}
+        is_common = len(concerned) < 2 or (len(optimizers) == 1 and optimizers != {frozenset()})
         for model in concerned:
             watch: Any = model.watch
             watch.scaler = scaler or watch.scaler
@@ -435,7 +437,7 @@ def _owner_at_work(m: nn.Module) -> nn.Module | None:
 
 
 def _concerned(loss: Tensor, waiting: list[_Model]) -> list[_Model]:
-    """Of several models that wait for a backward those that the loss depends on, the one called last at the end."""
+    """Of several models that wait for a backward those that the loss depends on, in the order of calls."""
     params = {id(p): model for model in waiting if model.model for p in model.model.parameters()}
     reached = {id(model) for leaf in _leaves(loss.grad_fn) if (model := params.get(id(leaf)))}
     return [model for model in waiting if id(model) in reached]

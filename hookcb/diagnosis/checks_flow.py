@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.diagnosis.evidence import Evidence, Series
+from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.trends import median, times
 from hookcb.diagnosis.verdict import Finding
@@ -13,7 +13,7 @@ AT_FIRST = 3  # records
 LARGE_STEP, LARGE_LOSS = 0.2, 3.0  # update ratio, and times the loss of guessing
 FALLEN = 100.0  # times that gradients of one network fall, and those of the other do not
 WON = 0.05  # loss of the discriminator
-ENDS = 5  # records at the beginning and at the end
+ENDS, LAST = 5, 2  # records at the beginning, and at the end, where they are rare
 
 
 @check(
@@ -60,65 +60,66 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("gan.balance", site=Site.RUN, needs=("gradients", "steps"))
+@check("gan.balance", site=Site.RUN, needs=("gradients", "steps", "loss"))
 def balance(evidence: Evidence) -> Iterator[Result]:
     """A discriminator so good that its generator learns nothing any more.
 
-    Of two networks with an optimizer each, the gradient norm of one falls to a hundredth of what it began
-    with, while losses that were told come below 0.05, a quarter of the last twenty at least.
+    Of two networks with an optimizer each: the loss of one comes below 0.05, while the gradient norm of the
+    other falls to a hundredth of what it began with, and its loss is no lower than at the beginning.
 
     Source: Arjovsky & Bottou, Towards Principled Methods for Training Generative Adversarial Networks, 2017.
     """
     norms = _norms_by_optimizer(evidence)
-    if len(norms) != 2 or any(len(series) < 2 * ENDS for series in norms.values()):
-        yield Unable("there are no two optimizers of which ten steps were looked at")
+    if len(norms) != 2 or set(norms) != set(evidence.losses):
+        yield Unable("there are no two optimizers, each with a loss")
         return
-    falls = {i: _fall(series) for i, series in norms.items()}
-    fallen = max(falls, key=lambda i: falls[i])
-    last = sorted(abs(x) for x in evidence.loss.values[-20:])
-    is_won = not last or last[len(last) // 4] < WON
-    if falls[fallen] < FALLEN or not is_won:
-        yield RuledOut(f"balance of two networks (gradients fall ×{times(max(falls.values()))})")
-        return
-    params = [p for p in evidence.params.values() if p.optimizer == fallen and p.stats]
-    name = params[0].name.partition(".")[0]
-    yield Finding(
-        "gan.balance",
-        "warning",
-        layer=name if name in {p.layer.partition(".")[0] for p in params} else "",
-        step=_since(norms[fallen]),
-        value=falls[fallen],
-        limit=FALLEN,
-        message=f"the gradients of {name} have fallen {times(falls[fallen])}-fold, and the loss of what "
-        f"it plays against has come below {WON}: it has won, and {name} learns nothing any more.",
-        causes=("a discriminator that learns much faster than its generator",),
-        next_steps=("lower the learning rate of the discriminator, or use the non-saturating loss",),
-        last_step=norms[fallen].steps[-1],
-    )
+    a, b = norms
+    for winner, loser in ((a, b), (b, a)):
+        fall = _fall(norms[loser])
+        if fall > FALLEN and _has_won(evidence.losses[winner]) and not _has_fallen(evidence.losses[loser]):
+            yield _lost(evidence, loser, fall, norms[loser])
+            return
+    yield RuledOut("balance of two networks")
 
 
 def _norms_by_optimizer(evidence: Evidence) -> dict[int, Series]:
-    """The gradient norm of all that an optimizer has, at the larger of two records, as they take turns."""
-    squares: dict[int, dict[int, float]] = {}
+    """The largest gradient norm of what an optimizer has."""
+    found: dict[int, dict[int, float]] = {}
     for p in evidence.params.values():
         if p.optimizer is not None:
-            of = squares.setdefault(p.optimizer, {})
+            of = found.setdefault(p.optimizer, {})
             for step, x in p.series("norm"):
                 of[step] = max(of.get(step, 0.0), x)
-    return {i: Series(list(of), list(of.values())) for i, of in squares.items()}
+    return {i: Series(list(of), list(of.values())) for i, of in found.items() if len(of) > ENDS}
 
 
 def _fall(series: Series) -> float:
-    first, last = median(series.values[:ENDS]), median(series.values[-ENDS:])
+    first, last = median(series.values[:ENDS]), max(series.values[-LAST:])
     return first / last if last > 0 else math.inf if first > 0 else 1.0
 
 
-def _since(series: Series) -> int:
-    """The first step from which on it is below a hundredth."""
-    limit = median(series.values[:ENDS]) / FALLEN
-    since = series.steps[-1]
-    for step, x in reversed(list(series)):
-        if x > limit:
-            break
-        since = step
-    return since
+def _has_won(loss: Series) -> bool:
+    return max((abs(x) for x in loss.values[-WINDOW:]), default=math.inf) < WON
+
+
+def _has_fallen(loss: Series) -> bool:
+    return median(loss.values[-WINDOW:]) < median(loss.values[:WINDOW])
+
+
+def _lost(evidence: Evidence, loser: int, fall: float, norms: Series) -> Finding:
+    params = [p for p in evidence.params.values() if p.optimizer == loser and p.stats]
+    tops = list(dict.fromkeys(p.name.partition(".")[0] for p in params))
+    limit = median(norms.values[:ENDS]) / FALLEN
+    return Finding(
+        "gan.balance",
+        "warning",
+        layer=tops[0] if len(tops) == 1 and "." in params[0].name else "",
+        step=next((step for step, x in norms if x < limit), None),
+        value=fall,
+        limit=FALLEN,
+        message=f"the gradients of {tops[0]} have fallen {times(fall)}-fold (limit {FALLEN:g}), and the loss of "
+        f"what it plays against is below {WON}: that has won, and {tops[0]} learns nothing any more.",
+        causes=("a discriminator that learns much faster than its generator",),
+        next_steps=("lower the learning rate of the discriminator, or use the non-saturating loss",),
+        last_step=norms.steps[-1],
+    )

@@ -157,7 +157,7 @@ class Evidence:
         steps: series over the steps looked at: `total_norm`, `clipped_total_norm`, `clip_coef`, `lr`,
             `scale` of a GradScaler and `skipped` (0 or 1).
         lr: largest learning rate of all groups, at each batch.
-        loss: of each batch.
+        loss: of each batch; `losses` that before a step of each optimizer, by its index.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" where it is not known.
         guess: the loss of guessing: ln C of cross-entropy over C classes, of MSE the mean square of the
             targets; NaN where it is not known.
@@ -179,6 +179,7 @@ class Evidence:
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
+    losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
     guess: float = math.nan
     input_std: Series = field(default_factory=Series)

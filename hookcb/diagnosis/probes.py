@@ -39,7 +39,7 @@ from hookcb.diagnosis.step_probe import DeadRows, StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
 from hookcb.modules import unwrapped
 from hookcb.replay import Autocast, autocasts
-from hookcb.store import StatStore
+from hookcb.store import StatStore, kept
 
 OFTEN = 64  # steps at the beginning in which dead rows are looked for each time, as it costs little
 SMALL = 65_536  # elements of an output up to which it is looked at in each batch
@@ -76,6 +76,8 @@ class Probes:
         self.graph: LossGraph | None = None
         self.guess = math.nan
         self.n_batches = self.n_looked = self.n_steps = self.n_examples = 0
+        self.losses: dict[int, Curve] = {}  # by id of the optimizer
+        self._last_loss: float | Tensor | None = None
         self.n_without: Counter[str] = Counter()
         self._params = [(name, p) for name, p in unwrapped(loop.model).named_parameters()]
         self._autocasts: list[Autocast] | None = None
@@ -138,13 +140,9 @@ class Probes:
             self._see_graph(loop, loss)
         self.kept.note(loss.grad_fn, loop.train_iter)
         self.n_examples += batch_size((*loop.yb, loop.xb))
-        value = loss.detach()
-        if not value.is_cpu:
-            self.loss.add(loop.train_iter, value.clone())
-            return
-        number = float(value)
+        self._last_loss = number = kept(loss)
         self.loss.add(loop.train_iter, number)
-        if not math.isfinite(number):
+        if isinstance(number, float) and not math.isfinite(number):
             self._look_for_origin(loop, f"the loss is {number}", gradient=False)
 
     def _see_graph(self, loop: Any, loss: Tensor) -> None:
@@ -202,6 +200,8 @@ class Probes:
         if loop.opt is not None:
             self.optimizers[id(loop.opt)] = loop.opt
             self.stale.after_step(loop.opt)
+            if self._last_loss is not None:
+                self.losses.setdefault(id(loop.opt), Curve()).add(loop.train_iter, self._last_loss)
             self.lr.add(loop.train_iter, largest_lr(loop.opt))
 
     def end_batch(self, loop: Any, looking: bool) -> None:
@@ -231,6 +231,8 @@ class Probes:
         evidence = Evidence(sources={"batches", "steps", "time"}, params=frame.params)
         evidence.n_batches, evidence.n_looked = self.n_batches, self.n_looked
         evidence.loss, evidence.lr = self.loss.series(), self.lr.series()
+        places = {key: i for i, key in enumerate(self.optimizers)}
+        evidence.losses = {places[key]: curve.series() for key, curve in self.losses.items()}
         if len(evidence.loss):
             evidence.sources.add("loss")
         evidence.loss_kind = self.graph.kind if self.graph and self.graph.is_pure else ""

@@ -58,6 +58,8 @@ def of_process():
     """What of this process a diagnosis might leave changed."""
     return {
         "global hooks of optimizers": (list(_global_optimizer_pre_hooks), list(_global_optimizer_post_hooks)),
+        "modes of dispatch": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
+        "autocast and grad": (torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()),
         "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "anomaly mode": torch.is_anomaly_enabled(),
         "functions": [dict(vars(place)) for place in REACHED],
@@ -84,12 +86,17 @@ def loss_of(pred, y):
     return F.mse_loss(pred, y) if pred.shape == y.shape else pred.float().square().mean()
 
 
+def bits(t):
+    """NaN is equal to itself here, and 0 is not -0."""
+    return t.detach().to_dense().reshape(-1).contiguous().clone().view(torch.uint8)
+
+
 def state_after(model, losses, opt=None):
     return {
-        "losses": losses,
-        "weights": [p.detach().clone() for p in model.parameters()],
-        "grads": [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()],
-        "buffers": {name: b.clone() for name, b in model.named_buffers()},
+        "losses": [bits(loss) for loss in losses],
+        "weights": [bits(p) for p in model.parameters()],
+        "grads": [None if p.grad is None else bits(p.grad) for p in model.parameters()],
+        "buffers": {name: bits(b) for name, b in model.named_buffers()},
         "modes": [m.training for m in model.modules()],
         "attributes": [sorted(vars(m)) for m in model.modules()],
         "requires_grad": [p.requires_grad for p in model.parameters()],
@@ -331,8 +338,7 @@ def test_weights_that_go_to_nan_do_so_to_the_bit_as_without():
     plain, _ = fit(make_model(), make_batches(30), loss_func=loss_func)
     with pytest.warns(UserWarning, match="ERROR"):
         diagnosed, learn = fit(make_model(), make_batches(30), diagnose=[Diagnose()], loss_func=loss_func)
-    hexed = [[w.view(torch.int32).tolist() for w in state["weights"]] for state in (plain, diagnosed)]
-    assert hexed[0] == hexed[1]
+    assert differing(plain, diagnosed) == []
     assert learn.diagnose().status == "sick"
 
 
@@ -528,11 +534,8 @@ TARGETS = {
     "integers far out": torch.tensor([2**62, -(2**62), 0, 1]),
     "sparse": torch.eye(4).to_sparse(),
     "float8": torch.ones(4).to(torch.float8_e4m3fn),
-    "nested": zoo.quietly(torch.nested.nested_tensor, [torch.ones(2), torch.ones(3)]),
-    "meta": torch.ones(4, device="meta"),
     "of another class": torch.ones(4).as_subclass(zoo.Sub),
     "numpy": np.ones(4),
-    "an object that does not like to be looked at": zoo.Angry(torch.ones(4)),
 }
 
 
