@@ -2,14 +2,18 @@
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from rich.console import Console
 
 from hookcb import __version__
 from hookcb.callbacks import ActivationStats
 from hookcb.demo import train_digits
+from hookcb.demo_faults import Fault, fault_lines, find_fault
+from hookcb.script import run_script
 
 PICTURE = "activations.png"
 TRACE = "trace.json"
@@ -20,16 +24,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in `argv`, by default the process's own.
 
     Returns:
-        Exit code: 0, or 1 where something needed is not installed; a wrong option exits with 2 at once.
+        Exit code: 0, or 1 where something needed is not installed; a wrong option exits with 2 at once. Of
+        `diagnose` see `run_script`.
     """
     args = _parser().parse_args(argv)
+    if args.command == "diagnose":
+        return run_script(args.script, args.args)
+    if args.list_faults:
+        print("\n".join(fault_lines()))  # noqa: T201
+        return 0
+    return _demo(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
     console = Console()
     try:
         trace = TRACE if args.profile else None
-        learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume, trace)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "ERROR", UserWarning)  # the verdict comes at the end
+            learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume, trace, args.fault)
     except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
         print(f"hookcb {args.command}: {error}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
         return 1
+    if args.fault is not None:
+        console.print(f"planted: {args.fault.about}; what Diagnose says of it:", highlight=False)
+        console.print(learn.diagnose(), soft_wrap=True)
+        return 0
     console.print(learn.activation_stats.report())
     console.print(learn.gradient_health.report())
     console.print(_picture(learn.activation_stats), highlight=False, markup=False)
@@ -41,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(
         f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on"
     )
+    verdict = learn.diagnose()
+    console.print(verdict.lines()[0] if verdict.status == "healthy" else verdict, soft_wrap=True)
     return 0
 
 
@@ -73,7 +95,33 @@ def _parser() -> argparse.ArgumentParser:
         "--profile", action="store_true", help="tell what each layer and phase takes; write a trace.json"
     )
     demo.add_argument("--seed", type=_seed, default=0, help="of weights, split and order of batches")
+    demo.add_argument(
+        "--fault", type=_fault, metavar="NAME", help="do something wrong, and show the verdict on that"
+    )
+    demo.add_argument("--list-faults", action="store_true", help="say which faults there are")
+    script = commands.add_parser(
+        "diagnose",
+        help="run a training script, and say whether what it trains is healthy",
+        description="Run a training script as `python SCRIPT ARGS...` does, watch each model that is trained "
+        "in it, and print the verdicts: sick, suspect or healthy, the cause, and what to do. The exit code is "
+        "0 where all are healthy, else 1; the script's own where that is not 0.",
+    )
+    script.add_argument("script", type=_file, help="the script, which need not know of hookcb")
+    script.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
+
+
+def _fault(name: str) -> Fault:
+    try:
+        return find_fault(name)
+    except LookupError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _file(path: str) -> str:
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path!r}")
+    return path
 
 
 def _positive(text: str) -> int:

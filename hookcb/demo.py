@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookcb.batch import Loaders
 from hookcb.callback import Callback
 from hookcb.callbacks import ActivationStats, Checkpoint, GradientHealth, MixedPrecision, ProfilerCallback
+from hookcb.demo_faults import Fault, Setup
+from hookcb.diagnosis.callback import Diagnose
 from hookcb.learner import Learner
 from hookcb.metrics import accuracy
 
@@ -47,7 +49,7 @@ def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
     )
 
 
-def build_model(kind: str = "cnn") -> nn.Module:
+def build_model(kind: str = "cnn") -> nn.Sequential:
     """A classifier of `(N, 1, 8, 8)` images, `"cnn"` or `"mlp"`; the output is scores `(N, 10)`.
 
     Raises:
@@ -79,8 +81,9 @@ def train_digits(
     folder: str | Path = "hookcb-demo",
     resume: bool = False,
     trace: str | Path | None = None,
+    fault: Fault | None = None,
 ) -> Learner:
-    """Trains in one cycle with `ActivationStats` and `GradientHealth`, on a GPU where there is one.
+    """Trains in one cycle with `ActivationStats`, `GradientHealth` and `Diagnose`, on a GPU where there is one.
 
     Args:
         model: see `build_model`.
@@ -89,34 +92,37 @@ def train_digits(
         folder: for the checkpoint after each epoch.
         resume: whether to go on from the newest checkpoint there.
         trace: profile some steps, and write a Chrome trace of them to this file; see `ProfilerCallback`.
+        fault: what to do wrong; such a training writes no checkpoint.
 
     Returns:
         The learner: `recorder.rows` has the epochs, `activation_stats` the layers, `gradient_health` the
-        parameters.
+        parameters, and `diagnose()` gives the verdict.
 
     Raises:
         ValueError, FileNotFoundError: where there is nothing to resume, or not this training.
     """
+    if fault is not None and resume:
+        raise ValueError("a training with a fault begins anew; leave out --resume, or the fault")
     torch.manual_seed(seed)
     on_gpu = torch.cuda.is_available()
-    learn = Learner(
-        digits(seed=seed),
-        build_model(model),
-        F.cross_entropy,
-        torch.optim.AdamW,
-        metrics=accuracy,
-        device="cuda" if on_gpu else None,
-    )
+    dls = digits(seed=seed)
+    setup = Setup(dls.train, build_model(model), torch.optim.AdamW, lr=1e-2)
+    if fault is not None:
+        fault.plant(setup)
+    device = "cuda" if on_gpu else None
+    learn = Learner(dls, setup.model, F.cross_entropy, setup.opt_func, metrics=accuracy, device=device)
     cbs: list[Callback] = [
         ActivationStats(with_hist=True, include_paramless=True),
         GradientHealth(),
-        Checkpoint(folder),
+        Diagnose(show=False),
     ]
+    if fault is None:
+        cbs.append(Checkpoint(folder))
     if trace is not None:
         cbs.append(ProfilerCallback(wait=5, warmup=2, active=10, trace=trace))
     if on_gpu and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
         cbs.append(MixedPrecision())
-    learn.fit_one_cycle(epochs, lr_max=1e-2, cbs=cbs, resume=folder if resume else None)
+    learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
     return learn
 
 

@@ -13,7 +13,7 @@ AT_FIRST = 3  # records
 LARGE_STEP, LARGE_LOSS = 0.2, 3.0  # update ratio, and times the loss of guessing
 FALLEN = 100.0  # times that gradients of one network fall, and those of the other do not
 WON = 0.05  # loss of the discriminator
-ENDS, LAST = 5, 2  # records at the beginning, and at the end, where they are rare
+ENDS = 5  # records at the beginning; at the end they are rare
 
 
 @check(
@@ -94,7 +94,8 @@ def _norms_by_optimizer(evidence: Evidence) -> dict[int, Series]:
 
 
 def _fall(series: Series) -> float:
-    first, last = median(series.values[:ENDS]), max(series.values[-LAST:])
+    """How many times smaller the last is than the first ones; where the one before it is near that."""
+    first, last = median(series.values[:ENDS]), max(series.values[-1], series.values[-2] / 10)
     return first / last if last > 0 else math.inf if first > 0 else 1.0
 
 
@@ -117,8 +118,8 @@ def _lost(evidence: Evidence, loser: int, fall: float, norms: Series) -> Finding
         step=next((step for step, x in norms if x < limit), None),
         value=fall,
         limit=FALLEN,
-        message=f"the gradients of {tops[0]} have fallen {times(fall)}-fold (limit {FALLEN:g}), and the loss of "
-        f"what it plays against is below {WON}: that has won, and {tops[0]} learns nothing any more.",
+        message=f"the gradients of {tops[0]} have fallen {times(fall)}-fold (limit {FALLEN:g}), and the loss "
+        f"of what it plays against is below {WON}: that has won, and {tops[0]} learns nothing any more.",
         causes=("a discriminator that learns much faster than its generator",),
         next_steps=("lower the learning rate of the discriminator, or use the non-saturating loss",),
         last_step=norms.steps[-1],
