@@ -47,7 +47,7 @@ def _demo(args: argparse.Namespace) -> int:
         print(f"hookcb {args.command}: {error}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
         return 1
     if args.fault is not None:
-        console.print(f"planted: {args.fault.about}; what Diagnose says of it:", highlight=False)
+        console.print(f"planted: {args.fault.about}; the verdict:", soft_wrap=True, highlight=False)
         console.print(learn.diagnose(), soft_wrap=True)
         return 0
     console.print(learn.activation_stats.report())
@@ -103,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         "diagnose",
         help="run a training script, and say whether what it trains is healthy",
         description="Run a training script as `python SCRIPT ARGS...` does, watch each model that is trained "
-        "in it, and print the verdicts: sick, suspect or healthy, the cause, and what to do. The exit code is "
-        "0 where all are healthy, else 1; the script's own where that is not 0.",
+        "in it, and print the verdicts: sick, suspect or healthy, the cause, and what to do. The exit code "
+        "is 0 where all are healthy, else 1; the script's own where that is not 0.",
     )
     script.add_argument("script", type=_file, help="the script, which need not know of hookcb")
     script.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")

@@ -83,7 +83,7 @@ def train_digits(
     trace: str | Path | None = None,
     fault: Fault | None = None,
 ) -> Learner:
-    """Trains in one cycle with `ActivationStats`, `GradientHealth` and `Diagnose`, on a GPU where there is one.
+    """Trains in one cycle, on a GPU where there is one, with `Diagnose` and what it reads.
 
     Args:
         model: see `build_model`.
@@ -106,16 +106,16 @@ def train_digits(
     torch.manual_seed(seed)
     on_gpu = torch.cuda.is_available()
     dls = digits(seed=seed)
-    setup = Setup(dls.train, build_model(model), torch.optim.AdamW, lr=1e-2)
+    setup = Setup(dls, build_model(model), torch.optim.AdamW, lr=1e-2)
     if fault is not None:
         fault.plant(setup)
     device = "cuda" if on_gpu else None
     learn = Learner(dls, setup.model, F.cross_entropy, setup.opt_func, metrics=accuracy, device=device)
-    cbs: list[Callback] = [
-        ActivationStats(with_hist=True, include_paramless=True),
-        GradientHealth(),
-        Diagnose(show=False),
-    ]
+    cbs: list[Callback] = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth()]
+    if (
+        not resume
+    ):  # of one that goes on the others have all records, from its beginning, and Diagnose has not
+        cbs.append(Diagnose(show=False))
     if fault is None:
         cbs.append(Checkpoint(folder))
     if trace is not None:

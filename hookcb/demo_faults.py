@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
 
 @dataclass
@@ -14,13 +13,13 @@ class Setup:
     """What the demo trains, before it does.
 
     Attributes:
-        train: batches of `(x, y)`, whose dataset may be written to.
+        dls: loaders of `(x, y)`, see `hookcb.demo.digits`.
         model: the classifier, an `nn.Sequential` whose last layer is the head.
         opt_func: makes the optimizer.
         lr: the highest learning rate of the cycle.
     """
 
-    train: DataLoader[tuple[Tensor, ...]]
+    dls: Any
     model: nn.Sequential
     opt_func: Callable[..., torch.optim.Optimizer]
     lr: float
@@ -56,7 +55,7 @@ def _dead_units(setup: Setup) -> None:
 
 def _sigmoids(setup: Setup) -> None:
     layers: dict[str, nn.Module] = {"flat": nn.Flatten()}
-    for i in range(1, 9):
+    for i in range(1, 11):
         layers |= {f"hidden{i}": nn.Linear(64, 64), f"act{i}": nn.Sigmoid()}
     setup.model = nn.Sequential()
     for name, layer in (layers | {"head": nn.Linear(64, 10)}).items():
@@ -78,20 +77,19 @@ def _kept_gradients(setup: Setup) -> None:
     setup.opt_func = forgetful
 
 
-def _unscaled(setup: Setup) -> None:
-    x = _images(setup)
-    x.mul_(1000)
+def _head_only(setup: Setup) -> None:
+    make = setup.opt_func
+
+    def forgetful(params: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+        *_, weight, bias = params
+        return make([weight, bias], lr=lr)
+
+    setup.opt_func = forgetful
 
 
 def _nan(setup: Setup) -> None:
-    x = _images(setup)
-    x[len(x) // 2, 0, 0, 0] = float("nan")
-
-
-def _images(setup: Setup) -> Tensor:
-    dataset: Any = setup.train.dataset
-    assert isinstance(dataset, TensorDataset)
-    return dataset.tensors[0]
+    images = setup.dls.train.dataset.tensors[0]
+    images[len(images) // 2, 0, 0, 0] = float("nan")
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -99,13 +97,13 @@ FAULTS: Mapping[str, Fault] = {
     "lr-too-low": Fault("the learning rate is 1e-8, not 0.01", "update.too_small", _low_rate),
     "dead-relu": Fault("a bias of -10 before a ReLU leaves its units at zero", "unit.dead", _dead_units),
     "sigmoid-stack": Fault(
-        "eight sigmoid layers in series, where a gradient fades", "grad.attenuated", _sigmoids
+        "ten sigmoid layers in series, where a gradient fades", "grad.attenuated", _sigmoids
     ),
     "softmax-before-loss": Fault(
         "the model ends in a softmax, and cross_entropy applies its own", "head.activation", _softmax
     ),
     "no-zero-grad": Fault("gradients are never set to zero, and add up", "grad.stale", _kept_gradients),
-    "unscaled-inputs": Fault("the images are a thousand times too bright", "input.scale", _unscaled),
+    "not-in-optimizer": Fault("the optimizer was given the head alone", "param.not_in_optimizer", _head_only),
     "nan-input": Fault("one pixel of one image is NaN", "input.nonfinite", _nan),
 }
 

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hookcb.watch_taps import in_backward
 MOST = 4  # models that are watched at a time, as their memory is held until their verdict
 MOST_NODES = 50_000  # of a loss's graph, to tell which models it is of
 OURS = (__file__, str(Path(__file__).with_name("diagnosis")))  # files whose frames no traceback shows
+UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 
 
@@ -49,43 +51,43 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
         script has raised; its own where that is not 0; 130 after Ctrl-C.
     """
     models = Models()
-    code = _run(os.fspath(path), list(args), models)
+    code, has_failed = _run(os.fspath(path), list(args), models)
     console = Console()
-    shown = models.trained()
+    shown = models.verdicts()
     for title, verdict in shown:
-        console.print(f"\n{title}", style="bold", highlight=False, markup=False)
+        until = ", until the script failed" if has_failed else ""
+        console.print(f"\n{title}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
         console.print(verdict, soft_wrap=True)
-    for note in models.notes if shown else [_nothing_in(path, code), *models.notes]:
+    for note in [*([] if shown else [_nothing_in(path)]), *models.notes]:
         console.print(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
     is_well = bool(shown) and all(verdict.status == "healthy" for _, verdict in shown)
     return code or (0 if is_well else 1)
 
 
-def _nothing_in(path: str | Path, code: int) -> str:
-    when = "before the script ended, " if code else ""
+def _nothing_in(path: str | Path) -> str:
     return (
-        f"nothing was trained in {os.fspath(path)}, {when}so there is no verdict; a model is seen when it is "
-        "called with gradients on, and its loss's backward, in the script's main thread"
+        f"no training was seen in {os.fspath(path)}, so there is no verdict; a model is seen when it is called "
+        "with gradients on, in the script's main thread, and an optimizer makes steps of its parameters"
     )
 
 
-def _run(path: str, args: list[str], models: "Models") -> int:
-    """Runs the script to its end, whatever that is; the exit code that Python would give."""
+def _run(path: str, args: list[str], models: "Models") -> tuple[int, bool]:
+    """Runs the script to its end, whatever that is; the exit code of Python, and whether it has raised."""
     try:
         with models.watched(), _as_main(path, args) as main:
             exec(compile(Path(path).read_bytes(), main["__file__"], "exec"), main)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
-            return ended.code or 0
+            return ended.code or 0, False
         sys.stdout.flush()
         sys.stderr.write(f"{ended.code}\n")
-        return 1
+        return 1, False
     except BaseException as error:
         sys.stdout.flush()  # what the script has printed comes first
         _forget_ours(error)
         sys.excepthook(type(error), error, error.__traceback__)
-        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, True
+    return 0, False
 
 
 @contextmanager
@@ -178,6 +180,7 @@ class _Model:
     watch: _ScriptWatch | None = None
     verdict: Verdict | None = None
     is_trained: bool = False
+    has_gradients: bool = False
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends its watch, takes its verdict, and lets go of it."""
@@ -186,7 +189,7 @@ class _Model:
             return
         watch.close(error)
         self.verdict = watch.diagnose()
-        self.is_trained = bool(watch.seen["before_backward"] or watch.seen["after_step"])
+        self.is_trained, self.has_gradients = watch.seen["after_step"] > 0, watch.seen["before_backward"] > 0
         self.model = None
 
     @property
@@ -212,16 +215,25 @@ class Models:
         self._is_inside = self._is_backward = False  # a call, or a backward
         self._n_fits = 0  # of a Learner, in progress
 
-    def trained(self) -> list[tuple[str, Verdict]]:
-        """Each model that was trained, by its title; where none was, those that something is wrong with."""
+    def verdicts(self) -> list[tuple[str, Verdict]]:
+        """Of each model that was trained, by its title; where none was, of those that something is wrong with."""
         judged = [(m, m.verdict) for m in self._all if m.verdict is not None]
         shown = [x for x in judged if x[0].is_trained] or [x for x in judged if x[1].primary]
         return [(m.title, verdict) for m, verdict in shown]
+
+    def _note_unmoved(self) -> None:
+        for title in [m.title for m in self._all if m.has_gradients and not m.is_trained]:
+            self.notes.append(
+                f"{title} got gradients, and no optimizer made a step of its parameters; if it is to be trained, "
+                "make the optimizer from this model's parameters()"
+            )
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Follows all that is trained in a `with` block; afterwards torch is as it was."""
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", UNSEEN, UserWarning)  # a verdict says what was not looked at
             stack.enter_context(_replaced(nn.Module, "__call__", self._calling))
             stack.enter_context(_replaced(Tensor, "backward", self._going_back))
             stack.enter_context(_replaced(torch.amp.GradScaler, "scale", self._scaling))
@@ -365,6 +377,7 @@ class Models:
     def _close_all(self, error: BaseException | None) -> None:
         for model in list(self._open):
             self._close(model, error)
+        self._note_unmoved()
 
     # ---- losses
 

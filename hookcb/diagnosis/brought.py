@@ -1,23 +1,38 @@
 """The callbacks that Diagnose brings along: they look at the batches that it looks at."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+from torch import nn
 
 from hookcb.callbacks import ActivationStats, GradientHealth
 
-Leader = Callable[[], bool]  # whether the batch in progress is looked at
+
+class Leader(Protocol):
+    """Who brings them."""
+
+    def is_wanted(self) -> bool:
+        """Whether the batch in progress, and the step that it leads to, are looked at."""
+
+    def see_layer(self, m: nn.Module, output: Any) -> None:
+        """A layer has put something out, in a batch that is looked at."""
 
 
 class BroughtStats(ActivationStats):
     """`ActivationStats` of all layers; a resumed fit does not go on with its records."""
 
-    def __init__(self, leader: Leader) -> None:
-        super().__init__(include_paramless=True, name="activation_stats")
+    def __init__(self, leader: Leader, name: str) -> None:
+        super().__init__(include_paramless=True, name=name)
         self.leader: Leader | None = leader
 
     def wants(self, i: int) -> bool:
         """As who has brought it says."""
-        return self.leader is not None and self.leader()
+        return self.leader is not None and self.leader.is_wanted()
+
+    def hook(self, m: nn.Module, *seen: Any) -> None:
+        """Has who has brought it look too, so that one hook does for both."""
+        super().hook(m, *seen)
+        if self.leader is not None:
+            self.leader.see_layer(m, seen[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
@@ -27,13 +42,13 @@ class BroughtStats(ActivationStats):
 class BroughtHealth(GradientHealth):
     """`GradientHealth` of all parameters; a resumed fit does not go on with its records."""
 
-    def __init__(self, leader: Leader) -> None:
-        super().__init__(name="gradient_health")
+    def __init__(self, leader: Leader, name: str) -> None:
+        super().__init__(name=name)
         self.leader: Leader | None = leader
 
     def wants(self, i: int) -> bool:
         """As who has brought it says."""
-        return self.leader is not None and self.leader()
+        return self.leader is not None and self.leader.is_wanted()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""

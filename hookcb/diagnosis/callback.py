@@ -10,7 +10,6 @@ from rich.console import Console
 from torch import nn
 
 from hookcb.callbacks import Progress
-from hookcb.callbacks.hook import HookCallback
 from hookcb.diagnosis.brought import BroughtHealth, BroughtStats
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
@@ -20,11 +19,13 @@ from hookcb.diagnosis.probes import Probes, raised
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.events import CancelFitException
+from hookcb.modules import has_params
+from hookcb.sampling import SamplingCallback
 
-FIRST_LOOK, LATER = 20, 2.5  # the number of batches after which the state is judged, and how that grows
+FIRST_LOOK, LATER = 20, 5  # the number of batches after which the state is judged, and how that grows
 
 
-class Diagnose(HookCallback):
+class Diagnose(SamplingCallback):
     """Watches a training closely at its beginning, then ever more rarely, and says what is wrong with it.
 
     It brings `ActivationStats` and `GradientHealth`, where these are not there, and looks at inputs, targets,
@@ -33,7 +34,7 @@ class Diagnose(HookCallback):
 
     Args:
         on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit. It
-            is looked for after batches 20, 50, 125 …, and when the loss or a gradient is not finite.
+            is looked for after batches 20, 100, 500 …, and when the loss or a gradient is not finite.
         budget: share of the training's time that it may take, 0..1; the first 20 batches come on top.
         show: whether to print the verdict at the end; within `learn.no_logging()` it is not.
         name: what the learner calls it.
@@ -62,7 +63,7 @@ class Diagnose(HookCallback):
             raise ValueError(f"on_sick is {on_sick!r}; give 'warn' or 'stop'")
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
             raise ValueError(f"budget is {budget!r}; give a share of the training's time, 0 to 1")
-        super().__init__(include_paramless=True, detach=False, name=name)
+        super().__init__(name=name)
         self.on_sick, self.budget, self.show = on_sick, float(budget), show
         self.verdict: Verdict | None = None
         self._evidence: Evidence | None = None
@@ -70,15 +71,19 @@ class Diagnose(HookCallback):
         self._brought: list[BroughtStats | BroughtHealth] = []
 
     def before_fit(self) -> None:
+        super().before_fit()
         self.verdict = self._evidence = None
         self._schedule, self._next_look, self._is_new_step = Schedule(self.budget), FIRST_LOOK, True
-        self._is_wanted = self._has_warned = False
-        super().before_fit()
-        self._probes = Probes(self.learn, self.layer_name, self._acts)
+        self._is_wanted = self._has_warned = self._is_forward = False
+        self._is_followed = not hasattr(self.learn, "get_loss")  # a loop that is not ours
+        self._probes = Probes(self.learn, self._looks_inside, self._is_followed)
         self._frame = Frame.of(self.model, [])
-        wanted = BroughtStats(self._leads), BroughtHealth(self._leads)
-        there = [type(cb).__mro__ for cb in self.learn.cbs]
-        self._brought = [cb for cb in wanted if not any(type(cb).__base__ in kinds for kinds in there)]
+        names = {cb.name for cb in self.learn.cbs}
+        own = "activation_stats", "gradient_health"
+        stats, health = (f"{self.name}_{name}" if name in names else name for name in own)
+        self._brought = [BroughtHealth(self, health)]
+        if any(m is not self.model for m in self.model.modules()) or has_params(self.model):
+            self._brought.insert(0, BroughtStats(self, stats))
         self.learn.add_cbs(self._brought)
 
     def wants(self, i: int) -> bool:
@@ -87,33 +92,40 @@ class Diagnose(HookCallback):
             self._is_new_step, self._is_wanted = False, self._schedule.is_due()
         return self._is_wanted
 
-    def _leads(self) -> bool:
+    def is_wanted(self) -> bool:
+        """Whether the batch in progress, and the step that it leads to, are looked at."""
         return self._is_wanted
 
-    def before_batch(self) -> None:
-        super().before_batch()
-        self._probe(Probes.begin_batch)
+    def _looks_inside(self) -> bool:
+        """Whether a call of the model that begins now is looked at."""
+        return self._is_forward and self.learn.training and self.learn.is_here
 
-    def hook(self, m: nn.Module, i: Any, o: Any) -> None:
+    def see_layer(self, m: nn.Module, output: Any) -> None:
+        """A layer has put something out, in a batch that is looked at."""
         if self._probes is None:
             return
         if torch.compiler.is_compiling():
-            self._probes.layers.look(m, o)
+            self._probes.layers.look(m, output)
         else:
-            self._probes.guarded(self._probes.layers.look, m, o)
+            self._probes.guarded(self._probes.layers.look, m, output)
+
+    def before_batch(self) -> None:
+        super().before_batch()
+        self._is_forward = self.is_looking and self.training
+        self._probe(Probes.begin_batch)
 
     def after_pred(self) -> None:
-        self._probe(Probes.see_pred)
+        if self.is_looking or self._is_followed:  # nobody may tell the loss
+            self._probe(Probes.see_pred)
 
     def after_loss(self) -> None:
         self._probe(Probes.see_loss)
 
     def before_backward(self) -> None:
-        super().before_backward()
+        self._is_forward = False  # a forward from here on is recomputation under activation checkpointing
         self._probe(Probes.begin_backward)
 
     def after_backward(self) -> None:
-        super().after_backward()
         self._probe(Probes.see_gradients)
 
     def before_step(self) -> None:
@@ -125,14 +137,16 @@ class Diagnose(HookCallback):
 
     def after_batch(self) -> None:
         super().after_batch()
+        self._is_forward = False
         probes = self._probes
         if probes is None or not self.training:
             return
         self._probe(Probes.end_batch)
         self._schedule.took(probes.took, self.is_looking)
-        if probes.is_alarmed or probes.n_batches >= self._next_look:
-            if not probes.is_alarmed:
-                self._next_look = int(self._next_look * LATER)
+        if probes.n_batches >= self._next_look:
+            self._next_look *= LATER
+            probes.is_alarmed = True
+        if probes.is_alarmed:
             probes.is_alarmed = False
             self.react()
 
@@ -140,24 +154,27 @@ class Diagnose(HookCallback):
         self._probe(Probes.end_epoch)
 
     def after_fit(self) -> None:
-        super().after_fit()
         if self._probes is None:
             return
         self._probes.guarded(self._probes.look_at_end, self.learn, raised())
-        if hasattr(self.learn, "get_loss") and raised() is None:
-            self._probes.guarded(self._probes.look_at_labels, self.learn, self.judge().findings)
-        self.verdict = self.judge()
+        verdict = self.judge()
+        if self._probes.look_at_labels(self.learn, verdict.findings):
+            verdict = self.judge()
         self._probes.close()
-        self._evidence, self._probes = self.evidence(), None
+        self._evidence, self.verdict, self._probes = self.evidence(), verdict, None
+        self._send_away()
+        if self.show and not self._is_quiet():
+            Console().print(verdict)
+
+    def _send_away(self) -> None:
         brought, self._brought = self._brought, []
         for cb in brought:
             cb.leader = None  # who reads its records does not need us
         self.learn.remove_cbs([cb for cb in brought if any(cb is x for x in self.learn.cbs)])
-        is_quiet = hasattr(self.learn, "no_logging") and not any(
-            isinstance(x, Progress) for x in self.learn.cbs
-        )
-        if self.show and not is_quiet:
-            Console().print(self.verdict)
+
+    def _is_quiet(self) -> bool:
+        can_be = hasattr(self.learn, "no_logging")
+        return can_be and not any(isinstance(cb, Progress) for cb in self.learn.cbs)
 
     def evidence(self) -> Evidence:
         """What was recorded so far, or in the last fit.
@@ -175,7 +192,7 @@ class Diagnose(HookCallback):
 
     def judge(self) -> Verdict:
         """The verdict on what was recorded so far, or in the last fit."""
-        return judge(self.evidence())
+        return self.verdict or judge(self.evidence())
 
     def _probe(self, look: Callable[[Probes, Any, bool], object]) -> None:
         if self._probes and self.training:

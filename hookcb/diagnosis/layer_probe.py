@@ -1,7 +1,6 @@
 """What outputs of layers tell, beyond what ActivationStats records."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from hookcb.batch import parts
 from hookcb.diagnosis.evidence import Layer, Series
 from hookcb.diagnosis.op_probe import saturated_share
+from hookcb.modules import named_modules
 from hookcb.stats import has_stats
 from hookcb.store import StatStore
 
@@ -21,8 +21,8 @@ KEEP = 1_000  # records
 class LayerProbe:
     """Takes the spread and saturation of layers' outputs."""
 
-    def __init__(self, name_of: Callable[[nn.Module], str]) -> None:
-        self._name_of = name_of
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(m): name or type(m).__name__ for name, m in named_modules(model).items()}
         self._store = StatStore(COLUMNS, KEEP)
         self._step = 0
         self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # of the batch in progress
@@ -41,7 +41,7 @@ class LayerProbe:
         saturated = saturated_share(m, x)
         values = [spread(x), x.new_full((), math.nan) if saturated is None else saturated]
         # a list, as what else changes from batch to batch would have compiled code compile each time
-        self._taken.append((self._name_of(m), x.dtype, torch.stack([value.float() for value in values])))
+        self._taken.append((self._names[id(m)], x.dtype, torch.stack([value.float() for value in values])))
 
     def end(self) -> None:
         """The batch has ended: adds its record."""

@@ -35,13 +35,13 @@ from hookcb.diagnosis.ops import OpHooks
 from hookcb.diagnosis.overfit import look_at_labels_by_heart
 from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.replicas import look_at_replicas
-from hookcb.diagnosis.step_probe import DeadRows, StaleGradients, Swallowed
+from hookcb.diagnosis.step_probe import DeadUnits, StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
 from hookcb.modules import unwrapped
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore, kept
 
-OFTEN = 64  # steps at the beginning in which dead rows are looked for each time, as it costs little
+OFTEN = 64  # steps at the beginning in which dead units are looked for each time, as it costs little
 SMALL = 65_536  # elements of an output up to which it is looked at in each batch
 
 
@@ -52,21 +52,21 @@ class Probes:
 
     Args:
         loop: whose.
-        name_of: the name of a layer.
-        acts: whether a call of the model is looked at.
+        acts: whether a call of the model that begins now is looked at.
+        is_followed: whether the loop is not ours, so that its loss function is not known.
 
     Attributes:
         took: seconds that the last batch has taken.
         is_alarmed: whether something was seen that should be told at once.
     """
 
-    def __init__(self, loop: Any, name_of: Callable[[nn.Module], str], acts: Callable[[], bool]) -> None:
-        self.layers = LayerProbe(name_of)
+    def __init__(self, loop: Any, acts: Callable[[], bool], is_followed: bool) -> None:
+        self.layers = LayerProbe(loop.model)
         self.sightings: list[Sighting] = []
         self.notes: list[str] = []
         self.took, self.is_alarmed = 0.0, False
         self._step = 0
-        self.dead, self.swallowed = DeadRows(loop.model), Swallowed(loop.model)
+        self.dead, self.swallowed = DeadUnits(loop.model), Swallowed(loop.model)
         self.stale, self.kept = StaleGradients(), KeptGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self._attention: dict[str, list[tuple[int, Tensor]]] = {}
@@ -82,7 +82,7 @@ class Probes:
         self._params = [(name, p) for name, p in unwrapped(loop.model).named_parameters()]
         self._autocasts: list[Autocast] | None = None
         self._resident = ResidentMemory()
-        self._is_followed = not hasattr(loop, "loss_func")
+        self._is_followed = is_followed
         self._inputs = StatStore(COLUMNS, KEEP)
         self._has_origin = False
         self._first_param: nn.Parameter | None = None
@@ -126,7 +126,8 @@ class Probes:
 
     def see_pred(self, loop: Any, looking: bool) -> None:
         """The model has given its output, and nobody may tell the loss."""
-        self._autocasts = autocasts(loop.model)
+        if looking:
+            self._autocasts = autocasts(loop.model)
         if self._is_followed and not self._has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= SMALL]
@@ -163,7 +164,8 @@ class Probes:
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Gradients are as they were left."""
-        self.stale.before_backward()
+        if self.n_steps < OFTEN:
+            self.stale.before_backward()
 
     def see_gradients(self, loop: Any, looking: bool) -> None:
         """The backward is over; what is not finite in it reaches the first layer."""
@@ -199,7 +201,8 @@ class Probes:
         self.n_examples = 0
         if loop.opt is not None:
             self.optimizers[id(loop.opt)] = loop.opt
-            self.stale.after_step(loop.opt)
+            if self.n_steps <= OFTEN:
+                self.stale.after_step(loop.opt)
             if self._last_loss is not None:
                 self.losses.setdefault(id(loop.opt), Curve()).add(loop.train_iter, self._last_loss)
             self.lr.add(loop.train_iter, largest_lr(loop.opt))
@@ -271,8 +274,14 @@ class Probes:
         yield from self.stale.sightings()
         yield from self.kept.sightings()
 
-    def look_at_labels(self, learn: Any, findings: tuple[Finding, ...]) -> None:
-        """The fit of a learner is over, and this was found."""
+    def look_at_labels(self, learn: Any, findings: tuple[Finding, ...]) -> bool:
+        """The fit is over, and this was found; whether there is something to add."""
+        before = len(self.sightings)
+        if not self._is_followed and raised() is None:
+            self.guarded(self._look_by_heart, learn, findings)
+        return len(self.sightings) > before
+
+    def _look_by_heart(self, learn: Any, findings: tuple[Finding, ...]) -> None:
         self.sightings += look_at_labels_by_heart(learn, findings, self.n_batches)
 
     def look_at_end(self, loop: Any, error: BaseException | None) -> None:

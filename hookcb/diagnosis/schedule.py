@@ -3,9 +3,9 @@
 import statistics
 from collections import deque
 
-DENSE = 8  # batches at the beginning that are all looked at
-ALTERNATE = 20  # up to here every second one
-GROWTH = 1.3  # from there on the distance between two grows with the batches that have passed
+DENSE = 6  # batches at the beginning that are all looked at
+GROWTH = 1.35  # from there on the distance between two grows with the batches that have passed
+FREE = 20  # batches up to which it does so whatever it costs
 AT_LEAST = 2.0  # the same, whatever it costs
 KEPT = 64  # durations that are remembered
 
@@ -13,10 +13,9 @@ KEPT = 64  # durations that are remembered
 class Schedule:
     """Says which batches are looked at, so that looking costs no more than `budget` of the training.
 
-    The first 8 batches are, up to batch 20 every second one; after that one when the number of batches has
-    grown by 30 %, if what looking has cost is within the budget, else when it has doubled. What it costs is
-    the median duration of batches looked at less that of the others, as a clock in the hooks would cost
-    itself.
+    The first 6 batches are; then one when the number of batches has grown by 35 %, from batch 20 on only if
+    what looking has cost is within the budget, else when it has doubled. What it costs is the median duration
+    of batches looked at less that of the others, as a clock in the hooks would cost itself.
 
     Args:
         budget: share of the training's time, 0..1.
@@ -33,9 +32,8 @@ class Schedule:
     def is_due(self) -> bool:
         """Whether the batch that begins is looked at; counts it."""
         n, self.n_batches = self.n_batches, self.n_batches + 1
-        due = n < DENSE or (n < ALTERNATE and n % 2 == 1)
-        if n >= ALTERNATE and n >= self._last * (GROWTH if self._is_affordable() else AT_LEAST):
-            due = True
+        growth = GROWTH if n < FREE or self._is_affordable() else AT_LEAST
+        due = n < DENSE or n >= self._last * growth
         if due:
             self._last = n
         self.n_looked += due

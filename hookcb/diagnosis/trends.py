@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
 
 LATEST = 5  # records that a median is taken of: one batch says little
-MOST_POINTS = 200  # of a robust slope, which is of all pairs
+MOST_POINTS = 80  # of a robust slope, which is of all pairs
 SIGMA = 1.4826  # median absolute deviations to the standard deviation of normal numbers
 WARMING = 0.95  # of the largest learning rate; a rate that was below it ten records ago still rises
 
@@ -76,7 +76,7 @@ def persistent(series: Series, holds: Callable[[float], bool], n: int, of: int) 
 
 
 def slope(series: Series) -> float:
-    """Median of the slopes between all pairs of at most 200 points; NaN of fewer than two.
+    """Median of the slopes between all pairs of at most 80 points; NaN of fewer than two.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """

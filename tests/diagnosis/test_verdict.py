@@ -1,0 +1,428 @@
+"""A verdict says what is wrong within one screen, whatever is in its findings, and can be written to a file."""
+
+import copy
+import dataclasses
+import io
+import json
+import math
+import pickle
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.cells import cell_len
+from rich.console import Console
+from support import fit, make_batches, make_model
+from torch import nn
+
+import hookcb
+from hookcb import Diagnose, Finding, Learner, Verdict
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.judge import explained, judge
+from hookcb.diagnosis.registry import CHECKS, check_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
+
+NAN, INF = math.nan, math.inf
+PLAIN = ["gradient", "0.12", "[bold]", "[/]", "", " ", "–", "encoder_layers"]
+WORDS = {
+    "plain words": PLAIN,
+    "words without an end": [*PLAIN, "x" * 300],
+    "line breaks and tabs": [*PLAIN, "line\nbreak", "\r\n", "tab\there"],
+    "escapes": [*PLAIN, "\x1b[31m", "\x1b]8;;http://x\x07"],
+    "wide characters": [*PLAIN, "層" * 60, "層"],
+}
+NUMBERS = [0.0, -0.0, 1e-45, 3e38, NAN, INF, -INF, 1 / 3, 10.0**30]
+STATUS = {"error": "sick", "warning": "suspect"}
+
+
+def finding(code="grad.attenuated", severity="error", **kwargs):
+    return Finding(code, severity, **kwargs)
+
+
+def verdict_of(*findings, status=None, ruled_out=(), coverage=()):
+    alone = [f for f in findings if not f.consequence_of and f.severity != "info"]
+    primary = alone[0] if alone else None
+    return Verdict(status or STATUS[primary.severity] if primary else "healthy", primary, findings, ruled_out, coverage)
+
+
+def texts(rng, n, words=PLAIN):
+    return tuple(" ".join(rng.choices(words, k=rng.randint(0, 30))) for _ in range(rng.randint(0, n)))
+
+
+def anything(rng, words=PLAIN):
+    """A finding of whatever length, of these words."""
+    first = rng.choice([None, 0, 10**12])
+    return Finding(
+        rng.choice([code for check in CHECKS for code in check.codes]),
+        rng.choice(["error", "warning", "info"]),
+        layer=".".join(rng.choices(words, k=rng.randint(0, 40))),
+        param=".".join(rng.choices(words, k=rng.randint(0, 40))),
+        step=first,
+        value=rng.choice(NUMBERS),
+        limit=rng.choice(NUMBERS),
+        message=" ".join(rng.choices(words, k=rng.randint(0, 200))),
+        causes=texts(rng, 9, words),
+        next_steps=texts(rng, 9, words),
+        consequence_of=rng.choice(["", "", "loss.flat"]),
+        kind=rng.choice(["", "Linear 64→64", max(words, key=len)]),
+        last_step=None if first is None else first + rng.choice([0, 1, 10**15]),
+    )
+
+
+def rendered(what, width):
+    console = Console(file=io.StringIO(), width=width, legacy_windows=False)
+    console.print(what)
+    return console.file.getvalue().removesuffix("\n").split("\n")
+
+
+def nan_learner(show=False):
+    """Trained until something in it is NaN."""
+
+    def loss_func(pred, y):
+        return (pred - y).square().mean() * (NAN if len(calls) > 1 else 1)
+
+    calls = []
+    model = make_model()
+    model.register_forward_hook(lambda *args: calls.append(1))
+    return fit(Learner(make_batches(4), model, loss_func, torch.optim.SGD, lr=0.01), cbs=Diagnose(show=show))
+
+
+# ---- its text
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_any_verdict_is_at_most_15_lines_of_at_most_100_columns(words):
+    rng = random.Random(words)
+    for n in [0, 1, 2, 7, 40] * 4:
+        findings = [anything(rng, WORDS[words]) for _ in range(n)]
+        more = [texts(rng, 40, WORDS[words]) for _ in range(2)]
+        verdict = verdict_of(*findings, ruled_out=more[0], coverage=more[1])
+        for lines in (verdict.lines(), str(verdict).splitlines()):
+            assert 1 <= len(lines) <= 15
+            assert max(map(cell_len, lines)) <= 100
+        assert "\x1b" not in str(verdict)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_any_finding_has_no_line_of_more_than_100_columns(words):
+    rng = random.Random(words)
+    for _ in range(20):
+        assert max(map(cell_len, str(anything(rng, WORDS[words])).splitlines())) <= 100
+
+
+def example(**kwargs):
+    options = {
+        "layer": "blocks.0.linear",
+        "param": "blocks.0.linear.weight",
+        "step": 20,
+        "last_step": 60,
+        "value": 1.8e-07,
+        "limit": 1e-04,
+        "kind": "Linear 64→64",
+        "message": "gradient RMS is 1.8e-07 of the largest layer's (head); limit 1e-04.",
+        "causes": ("8 sigmoids in series",),
+        "next_steps": ("ReLU or GELU instead of Sigmoid",),
+    }
+    return finding(**{**options, **kwargs})
+
+
+def test_the_text_names_layer_numbers_limit_cause_and_next_step():
+    for text in (str(example()), str(verdict_of(example()))):
+        for what in ("ERROR", "grad.attenuated", "blocks.0.linear", "Linear 64→64", "20", "60", "1.8e-07", "1e-04"):
+            assert what in text
+        assert "8 sigmoids in series" in text
+        assert "ReLU or GELU instead of Sigmoid" in text
+    assert str(verdict_of(example())).startswith("SICK")
+
+
+def test_the_first_next_step_is_in_the_text_even_where_the_message_is_long():
+    text = str(verdict_of(example(message="word " * 2000, causes=("cause " * 500,)), coverage=("covered " * 300,)))
+    assert "ReLU or GELU" in text
+    assert "blocks.0.linear" in text
+
+
+def test_the_primary_is_told_first_and_its_consequences_after_it():
+    other = finding("loss.flat", "warning", consequence_of="grad.attenuated", message="flat.")
+    text = str(verdict_of(example(), other))
+    assert 0 <= text.find("grad.attenuated") < text.find("loss.flat")
+
+
+def test_two_causes_are_both_named():
+    text = str(verdict_of(example(), finding("unit.dead", "warning", layer="head", message="dead.")))
+    assert "unit.dead" in text
+
+
+def test_a_long_layer_name_keeps_its_end_which_tells_layers_apart():
+    text = str(verdict_of(example(layer="model.encoder.layers." + "deeply." * 40 + "out_proj", param="")))
+    assert "out_proj" in text
+
+
+def test_the_text_of_a_healthy_one_says_so():
+    text = str(Verdict("healthy", None, (), ("dead units (0%)",), ("30 batches",)))
+    assert text.startswith("HEALTHY")
+    assert "dead units (0%)" in text
+    assert "30 batches" in text
+
+
+def test_an_empty_verdict_has_a_text():
+    assert "HEALTHY" in str(Verdict("healthy", None, (), (), ()))
+
+
+def test_a_finding_with_nothing_but_a_code_has_a_text():
+    text = str(Finding("loss.flat", "info"))
+    assert "loss.flat" in text
+    assert "None" not in text
+    assert "nan" not in text
+
+
+def test_rich_shows_the_same_words_without_reading_them_as_markup():
+    verdict = verdict_of(example(layer="a[bold]b", param="", message="[red]x[/red] and [/nothing] and :warning:"))
+    shown = "\n".join(rendered(verdict, 100))
+    assert re.sub(r"\s+", " ", shown).strip() == re.sub(r"\s+", " ", str(verdict)).strip()
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_rich_wraps_to_a_narrow_terminal_once_and_keeps_indents(width):
+    long = example(message="a sentence of plain words that goes on for a while " * 5)
+    lines = rendered(verdict_of(long, coverage=("30 batches, 14 of them closely",) * 4), width)
+    heads = [line for line in lines if line and not line.startswith(" ")]
+    assert all(len(line) <= width for line in lines)
+    assert all(re.match(r"SICK|ERROR", line) for line in heads)
+
+
+def test_rich_shows_it_on_any_console():
+    for width in (1, 5, 20, 1000):
+        assert rendered(verdict_of(example()), width)
+
+
+# ---- its values
+
+
+def values_of(what):
+    if isinstance(what, dict):
+        return [v for item in what.values() for v in values_of(item)]
+    return [v for item in what for v in values_of(item)] if isinstance(what, list) else [what]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e-45, 0.0])
+def test_numbers_that_are_not_finite_are_none_in_json_and_the_rest_comes_back(value):
+    verdict = verdict_of(example(value=value, limit=value), ruled_out=("a",), coverage=("b", "c"))
+    back = json.loads(verdict.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert back == verdict.to_dict()
+    assert back["findings"][0]["value"] == (value if math.isfinite(value) else None)
+    assert back["primary"]["code"] == "grad.attenuated"
+    assert (back["status"], back["ruled_out"], back["coverage"]) == ("sick", ["a"], ["b", "c"])
+    assert all(isinstance(v, str | int | float | None) for v in values_of(back))
+
+
+def test_the_dict_has_all_fields_and_is_the_callers_own():
+    verdict = verdict_of(example())
+    given = verdict.to_dict()
+    assert set(given) == {f.name for f in dataclasses.fields(Verdict)}
+    assert set(given["findings"][0]) == {f.name for f in dataclasses.fields(Finding)}
+    given["findings"][0]["code"] = "changed"
+    given["findings"].clear()
+    given["ruled_out"] = None
+    assert verdict.to_dict()["findings"][0]["code"] == "grad.attenuated"
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_any_verdict_becomes_json(words):
+    rng = random.Random(words)
+    findings = [anything(rng, WORDS[words]) for _ in range(20)]
+    verdict = verdict_of(*findings, ruled_out=texts(rng, 5, WORDS[words]))
+    assert json.loads(verdict.to_json()) == verdict.to_dict()
+
+
+def test_a_verdict_on_a_real_training_becomes_json():
+    verdict = nan_learner().diagnose()
+    back = json.loads(verdict.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert back == verdict.to_dict()
+    assert all(v is None or isinstance(v, str | int | float) for v in values_of(back))
+    for item in (verdict, *verdict.findings):
+        for field in dataclasses.fields(item):
+            assert not isinstance(getattr(item, field.name), torch.Tensor | list | dict)
+
+
+def test_verdict_and_finding_are_frozen_hashable_and_can_be_copied_and_pickled():
+    verdict = verdict_of(example())
+    for what, name in ((verdict, "status"), (verdict, "findings"), (verdict.primary, "code"), (verdict.primary, "value")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(what, name, "healthy")
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            delattr(what, name)
+    for made in (copy.deepcopy(verdict), copy.copy(verdict), pickle.loads(pickle.dumps(verdict))):
+        assert made == verdict
+        assert hash(made) == hash(verdict)
+        assert str(made) == str(verdict)
+    assert pickle.loads(pickle.dumps(nan_learner().diagnose())).status == "sick"
+
+
+# ---- how it comes about
+
+
+def test_without_any_evidence_nothing_is_found_and_it_says_what_could_not_be_looked_at():
+    verdict = judge(Evidence())
+    assert (verdict.status, verdict.primary, verdict.findings) == ("healthy", None, ())
+    assert verdict.coverage
+    assert all(isinstance(line, str) for line in (*verdict.coverage, *verdict.ruled_out))
+
+
+def cleared(found):
+    return dataclasses.replace(found, consequence_of="")
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_it(seed):
+    rng = random.Random(seed)
+    codes = sorted({code for check in CHECKS for code in check.codes})
+    layers = ["", "0", "1", "2.3"]
+    given = [
+        Finding(
+            rng.choice(codes),
+            rng.choice(["error", "warning", "info"]),
+            layer=rng.choice(layers),
+            step=rng.choice([None, 0, 3, 50]),
+        )
+        for _ in range(rng.randint(1, 9))
+    ]
+    out = explained(list(given), Evidence())
+    assert sorted(map(repr, map(cleared, out))) == sorted(map(repr, given))
+    for k, found in enumerate(out):
+        if found.consequence_of:
+            assert found.consequence_of in [f.code for f in out[:k]]
+            assert any(
+                found.code == to or (to.endswith("*") and found.code.startswith(to[:-1]))
+                for check in CHECKS
+                if found.consequence_of in check.codes
+                for to in check.leads_to
+            )
+    assert not out[0].consequence_of
+    shuffled = rng.sample(given, len(given))
+    assert sorted(map(repr, explained(shuffled, Evidence()))) == sorted(map(repr, out))
+
+
+def test_info_is_nobodys_cause():
+    for check in CHECKS:
+        for to in ("loss.flat", "update.too_small", "grad.attenuated"):
+            out = explained([Finding(check.codes[0], "info", step=0), Finding(to, "error", step=5)], Evidence())
+            assert [f.consequence_of for f in out if f.severity == "error"] == [""]
+
+
+def check_verdict(verdict):
+    """What holds of any verdict."""
+    alone = [f for f in verdict.findings if not f.consequence_of]
+    severities = {f.severity for f in alone}
+    worst = "sick" if "error" in severities else "suspect" if "warning" in severities else "healthy"
+    assert verdict.status == worst
+    if worst == "healthy":
+        assert verdict.primary is None
+    else:
+        assert verdict.primary in verdict.findings
+        assert not verdict.primary.consequence_of
+        assert verdict.primary.severity != "info"
+        assert verdict.primary.message
+        assert verdict.primary.next_steps
+        assert verdict.primary.code in str(verdict)
+    assert set(verdict.consequences) == {f for f in verdict.findings if f.consequence_of}
+    for k, found in enumerate(verdict.findings):
+        assert check_of(found.code)
+        assert found.message
+        if found.consequence_of:
+            assert found.consequence_of in [f.code for f in verdict.findings[:k]]
+    lines = str(verdict).splitlines()
+    assert len(lines) <= 15
+    assert max(map(len, lines)) <= 100
+
+
+def spoiled(what):
+    """A training with something wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    batches = [(torch.randn(32, 4), torch.randint(3, (32,))) for _ in range(30)]
+    loss_func, lr = F.cross_entropy, 0.01
+    if what == "a learning rate of 1e4":
+        lr = 1e4
+    elif what == "a softmax too many":
+        model.append(nn.Softmax(dim=1))
+    elif what == "NaN in the input":
+        batches[3][0][:, 1] = NAN
+    elif what == "a label out of range":
+        batches[2][1][5] = 3
+    elif what == "dead units":
+        nn.init.constant_(model[0].bias, -50.0)
+    elif what == "inputs times 1e6":
+        batches = [(x * 1e6, y) for x, y in batches]
+    elif what == "constant weights":
+        for p in model.parameters():
+            nn.init.constant_(p, 0.1)
+    elif what == "a detached trunk":
+        model[1] = Detaches()
+    return Learner(batches, model, loss_func, torch.optim.SGD, lr=lr)
+
+
+class Detaches(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+EXPECTED = {
+    "nothing": set(),
+    "a learning rate of 1e4": {"update.too_large"},
+    "a softmax too many": {"head.activation"},
+    "NaN in the input": {"input.nonfinite"},
+    "a label out of range": {"label.out_of_range"},
+    "dead units": {"unit.dead"},
+    "inputs times 1e6": {"input.scale"},
+    "constant weights": {"init.symmetric"},
+    "a detached trunk": {"param.unreachable"},
+}
+
+
+@pytest.mark.parametrize("what", EXPECTED)
+def test_a_fault_is_the_primary_finding_and_the_rest_follows(what):
+    learn = spoiled(what)
+    if what == "a label out of range":
+        with pytest.raises(IndexError):
+            fit(learn, cbs=Diagnose())
+    else:
+        fit(learn, cbs=Diagnose())
+    verdict = learn.diagnose()
+    check_verdict(verdict)
+    assert ({verdict.primary.code} if verdict.primary else set()) == EXPECTED[what]
+
+
+def test_the_layer_of_a_fault_is_named():
+    assert fit(spoiled("dead units"), cbs=Diagnose()).diagnose().primary.layer in ("0", "1")
+    assert fit(spoiled("a softmax too many"), cbs=Diagnose()).diagnose().primary.layer == "5"
+    (primary,) = [fit(spoiled("a detached trunk"), cbs=Diagnose()).diagnose().primary]
+    assert primary.param.startswith("0.") or primary.layer == "0"
+
+
+def test_the_layer_of_a_softmax_before_cross_entropy_is_named_before_training_too():
+    learn = spoiled("a softmax too many")
+    primary = hookcb.diagnose(learn.model, learn.dls.train[0], F.cross_entropy).primary
+    assert (primary.code, primary.layer) == ("head.activation", "5")
+
+
+def test_a_loss_that_only_varies_between_batches_does_not_diverge():
+    """The first batch has a small loss by chance; with a rate of almost nothing, nothing happens."""
+    model = make_model()
+    learn = Learner(make_batches(24), model, F.mse_loss, torch.optim.SGD, lr=1e-6)
+    codes = [f.code for f in fit(learn, cbs=Diagnose()).diagnose().findings]
+    assert "loss.diverging" not in codes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_small_regression_that_learns_is_not_sick(seed):
+    g = torch.Generator().manual_seed(seed)
+    xs = [torch.randn(16, 3, generator=g) for _ in range(40)]
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    batches = [(x, x[:, :1].sin() + 0.1 * torch.randn(16, 1, generator=g)) for x in xs]
+    learn = fit(Learner(batches, model, F.mse_loss, torch.optim.Adam, lr=3e-3), 3, cbs=Diagnose())
+    check_verdict(learn.diagnose())
+    assert learn.diagnose().status == "healthy"
