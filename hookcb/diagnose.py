@@ -1,6 +1,6 @@
 """diagnose: looks at a model, a batch and a loss before a training begins, and leaves no trace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import torch
@@ -77,12 +77,12 @@ def diagnose(
         raise ValueError(f"steps is {steps!r}; give a whole number of steps, 0 or more")
     if steps and opt is None:
         raise ValueError(f"steps is {steps}, and there is no optimizer to make them; pass opt=")
-    given = batch if isinstance(batch, list) else [batch]
-    if not given:
-        raise ValueError("batch is an empty list; give a batch, or a list of batches")
+    if opt is not None and not isinstance(opt, Optimizer):
+        raise TypeError(f"opt is {opt!r:.80}; give a torch optimizer that is made, or None")
+    given = _batches(batch)
     batches = [given[i % len(given)] for i in range(steps or PASSES)]
+    learn = Learner(batches, model, loss_func, opt or torch.optim.SGD, n_inp=n_inp)
     with unchanged(model, opt):
-        learn = Learner(batches, model, loss_func, opt or torch.optim.SGD, n_inp=n_inp)
         watching = _Quiet(budget=1.0, show=False)
         try:
             with learn.no_logging():
@@ -91,6 +91,15 @@ def diagnose(
             if watching.verdict is None or watching.verdict.primary is None:
                 raise
         return watching.judge()
+
+
+def _batches(batch: Any) -> list[Any]:
+    """A list of tensors is a batch, as torch's own loader gives it; one of anything else several batches."""
+    is_one = not isinstance(batch, list) or any(isinstance(x, Tensor) for x in batch)
+    found = [tuple(batch) if isinstance(batch, list) else batch] if is_one else batch
+    if not found or any(isinstance(x, Sized) and not isinstance(x, Tensor) and not len(x) for x in found):
+        raise ValueError(f"batch is {batch!r:.80}, with nothing in it; give one as your loader does: (x, y)")
+    return found
 
 
 def assert_healthy(

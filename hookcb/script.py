@@ -66,8 +66,8 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
 
 def _nothing_in(path: str | Path) -> str:
     return (
-        f"no training was seen in {os.fspath(path)}, so there is no verdict; a model is seen when it is called "
-        "with gradients on, in the script's main thread, and an optimizer makes steps of its parameters"
+        f"no training was seen in {os.fspath(path)}, so there is no verdict; a model is seen when it is "
+        "called with gradients on, in the main thread, and an optimizer makes steps of its parameters"
     )
 
 
@@ -152,6 +152,10 @@ class _ScriptWatch(Watch):
         except Exception as error:  # it is ours, and not the script's to bear
             self.failure = self.failure or error
 
+    def close_failed(self) -> bool:
+        """See `Followed`; its hooks stay until the end, as the failure may be within one of torch's loops."""
+        return self._error is not None
+
     @property
     def is_waiting(self) -> bool:
         """Whether a training batch is open whose backward has yet to come."""
@@ -189,7 +193,8 @@ class _Model:
             return
         watch.close(error)
         self.verdict = watch.diagnose()
-        self.is_trained, self.has_gradients = watch.seen["after_step"] > 0, watch.seen["before_backward"] > 0
+        self.is_trained = watch.seen["after_step"] > 0 or watch.failure is not None
+        self.has_gradients = watch.seen["before_backward"] > 0
         self.model = None
 
     @property
@@ -216,7 +221,7 @@ class Models:
         self._n_fits = 0  # of a Learner, in progress
 
     def verdicts(self) -> list[tuple[str, Verdict]]:
-        """Of each model that was trained, by its title; where none was, of those that something is wrong with."""
+        """Of each model that was trained, by title; where none was, of those that something is wrong with."""
         judged = [(m, m.verdict) for m in self._all if m.verdict is not None]
         shown = [x for x in judged if x[0].is_trained] or [x for x in judged if x[1].primary]
         return [(m.title, verdict) for m, verdict in shown]
@@ -224,8 +229,8 @@ class Models:
     def _note_unmoved(self) -> None:
         for title in [m.title for m in self._all if m.has_gradients and not m.is_trained]:
             self.notes.append(
-                f"{title} got gradients, and no optimizer made a step of its parameters; if it is to be trained, "
-                "make the optimizer from this model's parameters()"
+                f"{title} got gradients, and no optimizer made a step of its parameters; if it is to be "
+                "trained, make the optimizer from this model's parameters()"
             )
 
     @contextmanager
@@ -372,7 +377,10 @@ class Models:
         watch = model.watch
         self._guarded(model.close, error)
         if watch is not None and watch.failure is not None:
-            self._note(watch.failure)
+            self.notes.append(
+                f"the verdict on {model.title} is of what was seen until a part of hookcb failed, please "
+                f"report it: {watch.failure!r}"
+            )
 
     def _close_all(self, error: BaseException | None) -> None:
         for model in list(self._open):
@@ -413,7 +421,7 @@ class Models:
             return self._note(error)
 
     def _note(self, error: Exception) -> None:
-        note = f"a part of it failed, please report it: {error!r}"
+        note = f"a part of hookcb failed, please report it: {error!r}"
         if note not in self.notes:
             self.notes.append(note)
 

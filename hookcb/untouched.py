@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
 from torch.optim import Optimizer
 
 from hookcb.randomness import random_state, set_random_state
-from hookcb.replay import counts_kept
+from hookcb.replay import BufferCopies, counts_kept
 
 
 @contextmanager
@@ -21,8 +20,9 @@ def unchanged(model: nn.Module, opt: Optimizer | None) -> Iterator[None]:
     the optimizer keeps.
     """
     params = list(model.parameters())
-    tensors = [x for x in (*params, *model.buffers()) if not isinstance(x, UninitializedTensorMixin)]
-    copies = [(x, x.detach().clone()) for x in tensors]
+    copies = [(x, x.detach().clone()) for x in params if not isinstance(x, UninitializedTensorMixin)]
+    buffers = BufferCopies()
+    buffers.take(model)
     grads = [(p, p.grad) for p in params]
     modes = [(m, m.training) for m in model.modules()]
     numbers = random_state()
@@ -30,12 +30,12 @@ def unchanged(model: nn.Module, opt: Optimizer | None) -> Iterator[None]:
     for p in params:
         p.grad = None
     try:
-        with counts_kept(model):
+        with counts_kept(model), buffers.swapped_in(model):
             yield
     finally:
-        with torch.no_grad():
-            for x, copy in copies:
-                x.copy_(copy)
+        for x, copy in copies:
+            if not same_bits(x, copy):
+                x.data.copy_(copy)  # which no graph of the user's counts as a change
         for p, grad in grads:
             p.grad = grad
         for m, mode in modes:
@@ -61,3 +61,8 @@ def _put_back(opt: Optimizer, state: dict[Any, dict[str, Any]], groups: list[dic
 
 def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors hold the same, NaN among it."""
+    return bool(((x == y) | ((x != x) & (y != y))).all())

@@ -1,8 +1,10 @@
 """Diagnose: watches a training, and says at its end what is wrong with it."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from hookcb.events import CancelFitException
 from hookcb.modules import has_params
 from hookcb.sampling import SamplingCallback
 
+FOLDER = str(Path(__file__).parents[1])
 FIRST_LOOK, LATER = 20, 5  # the number of batches after which the state is judged, and how that grows
 
 
@@ -33,8 +36,8 @@ class Diagnose(SamplingCallback):
     the learner, or of the watch, gives it at any time. The training is to the bit what it is without.
 
     Args:
-        on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit. It
-            is looked for after batches 20, 100, 500 …, and when the loss or a gradient is not finite.
+        on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit,
+            or, of a loop that is not ours, sets `stop_asked` of the watch. It is looked for after batches 20, 100, 500 …, and when the loss or a gradient is not finite.
         budget: share of the training's time that it may take, 0..1; the first 20 batches come on top.
         show: whether to print the verdict at the end; within `learn.no_logging()` it is not.
         name: what the learner calls it.
@@ -205,8 +208,11 @@ class Diagnose(SamplingCallback):
             return
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{verdict.primary.head}: {verdict.primary.message}", stacklevel=2)
-        if self.on_sick == "stop":
+            text = f"{verdict.primary.head}: {verdict.primary.message}"
+            warnings.warn(text, stacklevel=frames_of_ours())
+        if self.on_sick == "stop" and self._is_followed:
+            self.learn.stop_asked = True  # for the loop to look at, as it is not ours to end
+        elif self.on_sick == "stop":
             raise CancelFitException
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,3 +224,11 @@ class Diagnose(SamplingCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_probes": None, "_brought": []}
+
+
+def frames_of_ours() -> int:
+    """How many frames up the first is that is not of this package, for `warnings.warn`."""
+    frame, n = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(FOLDER):
+        frame, n = frame.f_back, n + 1
+    return n

@@ -106,15 +106,16 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that is higher than at the beginning, and stays there.
 
     Moving average above the beginning by 50 % of its size, and above twice its minimum where it is positive,
-    for the last 50 batches, or the last third of a shorter run of 20 or more. Of a loss of unknown kind by
-    400 %: one side of a game (a GAN's generator) rises as the other learns.
+    for the last 50 batches, or the last third of a shorter run of 20 or more. Of a loss of unknown kind,
+    or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator) rises as the other learns.
     """
     smooth, first = evidence.smooth_loss(), _beginning(evidence)
     if len(smooth) < FEWEST or not math.isfinite(first):
         yield Unable(f"fewer than {FEWEST} batches with a finite loss")
         return
     lowest = min(smooth.values)
-    limit = first + (RISEN if evidence.loss_kind else RISEN_UNKNOWN) * abs(first)
+    is_sure = evidence.loss_kind and len(smooth) >= ENOUGH
+    limit = first + (RISEN if is_sure else RISEN_UNKNOWN) * abs(first)
     limit = max(limit, OF_MINIMUM * lowest) if lowest > 0 else limit
     span = trailing(smooth, lambda x: x > limit, 1)
     last = smooth.values[-1]

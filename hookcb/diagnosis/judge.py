@@ -1,7 +1,7 @@
 """From evidence to a verdict: all checks, and which finding follows from which."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -58,7 +58,9 @@ def judge(evidence: Evidence) -> Verdict:
                 fine.append((check, result.text))
             else:
                 unable.setdefault(result.reason, []).extend(check.codes)
-    findings = explained(findings, evidence)
+    findings = list(_as_bad_as_they_lead_to(explained(findings, evidence)))
+    if not evidence.n_batches:
+        fine = []  # where nothing was seen nothing is ruled out
     primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
     ruled_out = _in_order(fine, primary)
     return Verdict(_status(findings), primary, tuple(findings), ruled_out, _coverage(evidence, unable))
@@ -87,6 +89,14 @@ def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
     return sorted(told, key=lambda f: (bool(f.consequence_of), *_weight(f), *_key(f, evidence)))
 
 
+def _as_bad_as_they_lead_to(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """A warning from which an error follows is one itself."""
+    to_blame = {f.consequence_of for f in findings if f.severity == "error"}
+    for finding in findings:
+        is_worse = finding.severity == "warning" and finding.code in to_blame
+        yield replace(finding, severity="error") if is_worse else finding
+
+
 def _leads_to(cause: Finding, finding: Finding) -> bool:
     if cause.severity == "info" or cause.code == finding.code:
         return False
@@ -104,7 +114,7 @@ def _weight(finding: Finding) -> tuple[int, bool]:
 
 
 def _status(findings: Sequence[Finding]) -> Status:
-    severities = {finding.severity for finding in findings}
+    severities = {finding.severity for finding in findings if not finding.consequence_of}
     return "sick" if "error" in severities else "suspect" if "warning" in severities else "healthy"
 
 

@@ -43,6 +43,11 @@ class LayerProbe:
         # a list, as what else changes from batch to batch would have compiled code compile each time
         self._taken.append((self._names[id(m)], x.dtype, torch.stack([value.float() for value in values])))
 
+    @property
+    def last(self) -> str:
+        """The last layer that has put something out in this batch, "" before any."""
+        return self._taken[-1][0] if self._taken else ""
+
     def end(self) -> None:
         """The batch has ended: adds its record."""
         record = self._store.begin(0, self._step)

@@ -3,7 +3,9 @@
 from typing import Any
 
 from hookcb.callback import Callback
+from hookcb.callbacks import ActivationStats, GradientHealth
 from hookcb.diagnosis.callback import Diagnose
+from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
@@ -22,7 +24,10 @@ def diagnose_loop(loop: Any) -> Verdict:
     own = next((cb for cb in cbs if isinstance(cb, Diagnose)), None)
     if own is not None:
         return own.judge()
-    evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+    records = [cb for cb in cbs if isinstance(cb, ActivationStats | GradientHealth)]
+    evidence = Evidence()
+    if records:
+        evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
     if not evidence.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
     return judge(evidence)

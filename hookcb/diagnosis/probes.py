@@ -152,8 +152,7 @@ class Probes:
             self.graph, self.guess = graph, guess_of(graph, loop.pred, loop.yb)
             if loss.grad_fn is None:
                 self.sightings.append(_detached(loop.train_iter))
-            heads = [*self.layers.largest][-1:]
-            self.sightings += look_at_head(graph, heads[0] if heads else "", loop.train_iter)
+            self.sightings += look_at_head(graph, self.layers.last, loop.train_iter)
 
     def _look_for_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Once, of the first that is not finite."""

@@ -1,12 +1,13 @@
 """Finding and Verdict: what a diagnosis says, in words, as text, dict and JSON."""
 
+import io
 import json
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
@@ -16,7 +17,7 @@ Severity = Literal["error", "warning", "info"]
 Status = Literal["healthy", "suspect", "sick"]
 
 WIDTH = 100  # columns that the text is filled to
-MOST_LINES = 15
+MOST_LINES, NARROWEST, LONGEST_NAME = 15, 20, 60  # columns, but for the first
 NOT_CHECKED = "not checked: "  # begins what is left out of the text
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
 STATUS_STYLES = {"sick": "bold red", "suspect": "bold yellow", "healthy": "bold green"}
@@ -55,11 +56,20 @@ class Finding:
     kind: str = ""
     last_step: int | None = None
 
+    def __post_init__(self) -> None:
+        # one NaN for all, as each is equal to itself only; copies of a finding are then equal to it
+        for name in ("value", "limit"):
+            if math.isnan(getattr(self, name)):
+                object.__setattr__(self, name, math.nan)
+
+    def __reduce__(self) -> tuple[type["Finding"], tuple[Any, ...]]:
+        return Finding, tuple(getattr(self, field.name) for field in fields(self))
+
     @property
     def head(self) -> str:
         """Severity, code, where and when."""
-        kind = f" ({self.kind})" if self.kind else ""
-        where = f"{self.layer}{kind}" if self.layer else self.param
+        kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
+        where = f"{_plain_text(self.layer)}{kind}" if self.layer else _plain_text(self.param)
         return "  ".join(part for part in (self.severity.upper(), self.code, where, self._when) if part)
 
     @property
@@ -69,15 +79,15 @@ class Finding:
         is_one = self.last_step is None or self.last_step == self.step
         return f"step {self.step}" if is_one else f"steps {self.step}–{self.last_step}"
 
-    def lines(self, ruled_out: Sequence[str] = ()) -> Iterator[str]:
+    def lines(self, ruled_out: Sequence[str] = (), width: int = WIDTH) -> Iterator[str]:
         """The finding as text; `ruled_out` is said beside the likely causes."""
-        yield self.head
-        yield from _filled(self.message)
+        yield from _filled(self.head, width, 2, indent="")
+        yield from _filled(_sentence(self.message), width)
         likely = f"Likely: {'; '.join(self.causes)}." if self.causes else ""
         others = f"Ruled out: {', '.join(ruled_out)}." if ruled_out else ""
-        yield from _filled("  ".join(part for part in (likely, others) if part))
+        yield from _filled("  ".join(part for part in (likely, others) if part), width, 3)
         if self.next_steps:
-            yield from _filled(f"Next: {self.next_steps[0]}.")
+            yield from _filled(f"Next: {self.next_steps[0]}.", width, 2)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -113,34 +123,39 @@ class Verdict(Printed):
         """The findings that follow from others."""
         return tuple(finding for finding in self.findings if finding.consequence_of)
 
-    def lines(self) -> list[str]:
-        """The verdict as text, at most 15 lines of at most 100 columns."""
+    def lines(self, width: int = WIDTH) -> list[str]:
+        """The verdict as text, at most 15 lines of at most `width` columns."""
+        end = _filled(self._looked_at(), width, 2)
         if self.primary is None:
+            notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
             fine = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
-            notes = [line for finding in self.findings[:2] for line in finding.lines()]
-            body = [*notes, *_filled(fine)]
-            return self._ended(["HEALTHY  nothing wrong was found", *body])
-        others = [f for f in self.findings if f is not self.primary and not f.consequence_of]
-        lines = [f"{self.status.upper()}  {_summary(self.primary)}"]
-        lines += self.primary.lines(self.ruled_out[:3])
+            body = ["HEALTHY  nothing wrong was found", *notes]
+            return [*body, *_filled(fine, width, MOST_LINES - len(body) - len(end)), *end]
+        lines = _filled(f"{self.status.upper()}  {_summary(self.primary)}", width, 1, indent="")
+        lines += self.primary.lines(self.ruled_out[:3], width)
         if told := self.consequences:
-            lines += _filled(f"Follows from it: {', '.join(dict.fromkeys(map(_short, told)))}.", most=2)
-        for other in [f for f in others if f.severity != "info"][:2]:
-            lines += [other.head, *_filled(other.message, most=1)]
-        return self._ended(lines)
+            lines += _filled(f"Follows from it: {', '.join(dict.fromkeys(map(_short, told)))}.", width, 2)
+        for other in self._other_causes()[:2]:
+            lines += _filled(f"{other.head}: {_sentence(other.message)}", width, 2, indent="")
+        return [*lines[: MOST_LINES - len(end)], *end]
 
-    def _ended(self, lines: list[str]) -> list[str]:
+    def _other_causes(self) -> list[Finding]:
+        alone = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
+        return [finding for finding in alone if finding is not self.primary]
+
+    def _looked_at(self) -> str:
         told = [text for text in self.coverage if not text.startswith(NOT_CHECKED)]
         gaps = len(self.coverage) - len(told)
-        more = f"; {gaps} reasons why something was not checked are in .coverage" if gaps else ""
-        coverage = _filled(f"Looked at: {'; '.join(told)}{more}.", most=2) if self.coverage else []
-        return [*lines[: MOST_LINES - len(coverage)], *coverage]
+        more = (
+            f"; for {gaps} reason{'s' * (gaps != 1)} some checks could not run, see .coverage" if gaps else ""
+        )
+        return f"Looked at: {'; '.join(told)}{more}." if self.coverage else ""
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for i, line in enumerate(self.lines()):
+        for i, line in enumerate(self.lines(min(WIDTH, max(NARROWEST, options.max_width)))):
             text = Text(line)
             if i == 0:
                 text.stylize(STATUS_STYLES[self.status], 0, len(self.status))
@@ -171,7 +186,7 @@ def _plain(finding: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(finding: Finding) -> str:
-    where = finding.layer or finding.param
+    where = _plain_text(finding.layer or finding.param)
     return f"{finding.code}{f' in {where}' if where else ''}"
 
 
@@ -179,14 +194,25 @@ def _short(finding: Finding) -> str:
     return " ".join(part for part in (finding.code, finding.layer or finding.param) if part)
 
 
-def _filled(text: str, most: int = 4) -> list[str]:
-    """`text` in lines that are indented by two."""
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent="  ",
-        subsequent_indent="  ",
-        max_lines=most,
-        placeholder=" …",
-        break_on_hyphens=False,
-    )
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _plain_text(text: str, most: int = LONGEST_NAME) -> str:
+    """On one line and without what a terminal would obey; of a long name the end, which tells it apart."""
+    shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return shown if cell_len(shown) <= most else f"…{shown[len(shown) - most // 2 :]}"
+
+
+def _filled(text: str, width: int, most: int = 4, indent: str = "  ") -> list[str]:
+    """`text` in at most so many lines, indented; counted in columns, of which some characters take two."""
+    shown = _plain_text(text, most=10**9)
+    if not shown or most < 1:
+        return []
+    console = Console(width=width, color_system=None, file=io.StringIO())
+    lines = [line.plain.rstrip() for line in Text(shown).wrap(console, width - len(indent))]
+    if len(lines) > most:
+        last = Text(lines[most - 1])
+        last.truncate(max(1, width - len(indent) - 2))
+        lines = [*lines[: most - 1], f"{last.plain.rstrip()} …"]
+    return [f"{indent}{line}" for line in lines]

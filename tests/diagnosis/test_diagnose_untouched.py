@@ -39,7 +39,8 @@ from hookcb import (
 # many of these trainings are sick, on purpose or as tiny models with large steps are
 pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
 REACHED = (torch, F, torch.Tensor, nn.Module, torch.optim.Optimizer, torch.optim.SGD, torch.autograd)
-ENDS = {"an error": SaysSo(1, 2), "Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(3), "a cancel": CANCELS["fit"]()}
+ENDS = {"an error": SaysSo(1, 2), "Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(3)}
+ENDS["a cancel"] = CANCELS["fit"]()
 STATUSES = ("healthy", "suspect", "sick")
 SCALE = {"init_scale": 2.0**8, "growth_interval": 2}
 
@@ -147,7 +148,8 @@ def fit(model, batches, cbs=(), diagnose=(), n_epoch=1, valid=None, make_opt=Non
 
 # ---- to the bit the same
 
-ZOO = [name for name in zoo.MODELS if name != "frozen_all_but_the_input"]  # nothing of that one is trained
+# every second; nothing is trained of the one left out
+ZOO = [name for name in zoo.MODELS if name != "frozen_all_but_the_input"][::2]
 BATCHES = [(zoo.make_input(k), zoo.make_input(k + 9)) for k in range(2)]
 
 
@@ -194,7 +196,7 @@ def encoder():
 def cnn():
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout2d(0.2), nn.Conv2d(4, 6, 3), *head
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Dropout2d(0.2), nn.Conv2d(4, 6, 3), *head
     )
 
 
@@ -208,8 +210,9 @@ NETS = {
 }
 
 
-def net(name, n=21):
-    """A model and batches for it, always the same; long enough for the first look at whether it is sick."""
+def net(name, n=None):
+    """A model and batches for it, always the same; for one up to the look at whether it is sick, after 20."""
+    n = n or (21 if name == "mlp" else 8)
     make, inputs = NETS[name]
     torch.manual_seed(2)
     return make(), [(inputs(6), torch.randint(3, (6,))) for _ in range(n)]
@@ -227,7 +230,9 @@ def test_usual_networks_train_to_the_bit_as_without(name):
 def test_usual_networks_are_fitted_to_the_bit_as_without(name):
     def fitted(diagnose):
         model, batches = net(name)
-        return fit(model, batches, (), diagnose, valid=batches[:2], make_opt=momentum, loss_func=F.cross_entropy)
+        return fit(
+            model, batches, (), diagnose, valid=batches[:2], make_opt=momentum, loss_func=F.cross_entropy
+        )
 
     plain, _ = fitted([])
     with leaving_no_trace():
@@ -245,7 +250,10 @@ TOGETHER = {
     "clipping by value": lambda: [GradientClip(value=0.01)],
     "an average of weights": lambda: [EMA(0.9)],
     "a compiled model": lambda: [Compile(backend="eager")],
-    "its own callbacks given too": lambda: [ActivationStats(with_hist=True), GradientHealth(every=2, activations=True)],
+    "its own callbacks given too": lambda: [
+        ActivationStats(with_hist=True),
+        GradientHealth(every=2, activations=True),
+    ],
     "all at once": lambda: [
         MixedPrecision(torch.float16, **SCALE),
         GradientAccumulation(2),
@@ -273,14 +281,13 @@ def test_what_else_takes_part_in_the_training_goes_on_to_the_bit(name):
     assert_no_hooks(two.model)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_model_in_a_watched_loop_trains_to_the_bit_as_without(backend):
+def test_a_compiled_model_in_a_watched_loop_trains_to_the_bit_as_without():
     states = []
     for with_watch in (False, True):
         torch._dynamo.reset()
         model, batches = net("mlp", n=5)
-        compiled = torch.compile(model, backend=backend)
+        compiled = torch.compile(model, backend="aot_eager")
         states.append(train(compiled, batches, with_watch, loss_func=F.cross_entropy))
         assert_no_hooks(model)
     for state in states:  # torch keeps what it has compiled where it likes
@@ -340,6 +347,63 @@ def test_weights_that_go_to_nan_do_so_to_the_bit_as_without():
         diagnosed, learn = fit(make_model(), make_batches(30), diagnose=[Diagnose()], loss_func=loss_func)
     assert differing(plain, diagnosed) == []
     assert learn.diagnose().status == "sick"
+
+
+class Counts(nn.Module):
+    """What it does depends on how often it was called, on random numbers of all kinds and on a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = (
+            nn.Linear(2, 4),
+            nn.BatchNorm1d(4),
+            nn.Dropout(0.3),
+            nn.Linear(4, 1),
+        )
+        self.n = 0
+
+    def forward(self, x):
+        self.n += 1
+        h = (
+            self.drop(self.norm(self.a(x)))
+            * (1 + self.n / 100)
+            * (1 + random.random())
+            * (1 + np.random.rand())
+        )
+        return self.b(h)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_looking_for_the_origin_of_a_nan_leaves_the_training_to_the_bit(what):
+    """Whatever is done again for it: random numbers, buffers and a count of calls go on as without."""
+
+    def trained(diagnose):
+        calls = []
+
+        def loss_func(pred, y):
+            calls.append(1)
+            if len(calls) == 3:
+                return (
+                    pred.mean() * float("nan")
+                    if what == "loss"
+                    else (pred - pred.detach()).square().sum().sqrt()
+                )
+            return F.mse_loss(pred, y)
+
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            model = Counts()
+        # the step of a gradient that is not finite is left out
+        skip = Callback(
+            name="skip", before_step=lambda cb: [p.grad.nan_to_num_(0, 0, 0) for p in model.parameters()]
+        )
+        state, learn = fit(model, make_batches(12), [skip], diagnose, loss_func=loss_func)
+        return state, model.n, learn
+
+    (plain, n, _), (diagnosed, n_diagnosed, learn) = trained([]), trained([Diagnose()])
+    assert differing(plain, diagnosed) == []
+    assert n_diagnosed == n
+    assert "nonfinite.first" in [f.code for f in learn.diagnose().findings]
 
 
 def test_gradients_and_graphs_that_the_loop_keeps_are_its_own():
@@ -444,18 +508,25 @@ def test_nothing_is_left_on_however_a_watched_loop_ends(how, where):
     error = ENDS[how].with_traceback(None)
     model = FailsIn(error, 3, where)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    with leaving_no_trace(), pytest.raises(type(error)) as raised, watch(model, opt, Diagnose(show=False)) as w:
-        for x, y in make_batches(5):
-            opt.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            if model.n == 3 and where == "loop":
-                raise error
-            opt.step()
+    verdicts = []
+
+    def looped():
+        with watch(model, opt, Diagnose(show=False)) as w:
+            verdicts.append(w.diagnose)
+            for x, y in make_batches(5):
+                opt.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                if model.n == 3 and where == "loop":
+                    raise error
+                opt.step()
+
+    with leaving_no_trace(), pytest.raises(type(error)) as raised:
+        looped()
     assert raised.value is error
     assert_no_hooks(model)
     assert not opt._optimizer_step_pre_hooks
     assert not opt._optimizer_step_post_hooks
-    assert w.diagnose().status in STATUSES
+    assert verdicts[0]().status in STATUSES
 
 
 def test_nothing_is_left_on_where_the_diagnosis_ends_the_fit():
@@ -554,10 +625,14 @@ def test_a_target_may_be_whatever_it_likes(name):
 @pytest.mark.parametrize("name", ["cross_entropy", "nll_loss", "mse_loss", "bce", "ctc", "tuple"])
 def test_a_loss_may_be_whatever_it_likes(name):
     losses = {
-        "cross_entropy": lambda p, y: F.cross_entropy(p, y, reduction="sum", label_smoothing=0.1, ignore_index=2),
+        "cross_entropy": lambda p, y: F.cross_entropy(
+            p, y, reduction="sum", label_smoothing=0.1, ignore_index=2
+        ),
         "nll_loss": lambda p, y: F.nll_loss(p.log_softmax(1), y),
         "mse_loss": lambda p, y: F.mse_loss(p, y[:, None].float().expand_as(p)),
-        "bce": lambda p, y: F.binary_cross_entropy_with_logits(p, F.one_hot(y, 4).float(), pos_weight=torch.ones(4)),
+        "bce": lambda p, y: F.binary_cross_entropy_with_logits(
+            p, F.one_hot(y, 4).float(), pos_weight=torch.ones(4)
+        ),
         "ctc": lambda p, y: F.ctc_loss(
             p.log_softmax(-1)[:, None], y[None, :1] + 1, torch.tensor([4]), torch.tensor([1])
         ),
@@ -689,18 +764,18 @@ def test_no_model_lives_on_after_a_look_before_training():
 
 
 def test_memory_does_not_grow_with_the_batches():
-    """What is recorded is numbers, and few: no tensor more after 300 batches than after 100."""
+    """What is recorded is numbers, and few: no tensor more after 200 batches than after 100."""
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = []
     with watch(model, opt, Diagnose(show=False)) as w:
-        for k, (x, y) in enumerate(make_batches(2) * 150):
+        for k, (x, y) in enumerate(make_batches(2) * 100):
             opt.zero_grad()
             loss = F.mse_loss(model(x), y)
             w.loss(loss)
             loss.backward()
             opt.step()
-            if k in (99, 299):
+            if k in (99, 199):
                 gc.collect()
                 counts.append(sum(isinstance(t, torch.Tensor) for t in gc.get_objects()))
     assert counts[1] <= counts[0] + 10
@@ -719,7 +794,9 @@ def test_the_model_is_untouched_but_for_its_training():
 def test_a_checkpoint_of_a_diagnosed_fit_resumes_to_the_bit(tmp_path):
     def learner():
         torch.manual_seed(0)
-        return Learner((make_batches(12), make_batches(2, seed=1)), Wide(), F.mse_loss, torch.optim.Adam, lr=0.01)
+        return Learner(
+            (make_batches(12), make_batches(2, seed=1)), Wide(), F.mse_loss, torch.optim.Adam, lr=0.01
+        )
 
     whole, parts = learner(), learner()
     with whole.no_logging():

@@ -209,7 +209,7 @@ def test_a_model_that_gives_no_finite_number_leaves_no_trace(what):
 NOT_LOOKED_AT = {"frozen_all_but_the_input"}  # nothing of it is trained
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.MODELS) - NOT_LOOKED_AT)[::3])
+@pytest.mark.parametrize("name", sorted(set(zoo.MODELS) - NOT_LOOKED_AT)[::4])
 def test_odd_models_are_looked_at_without_a_trace(name):
     model = zoo.make(name)
     batch = zoo.make_input(1), zoo.make_input(2)
@@ -319,7 +319,11 @@ def wrong():
         ("steps without optimizer", {"steps": 1}, "opt"),
         ("no batches", {"batch": []}, "batch"),
         ("an empty batch", {"batch": ()}, "batch"),
-        ("a loader as batch", {"batch": torch.utils.data.DataLoader(list(zip(*BATCH, strict=True)))}, "batch"),
+        (
+            "a loader as batch",
+            {"batch": torch.utils.data.DataLoader(list(zip(*BATCH, strict=True)))},
+            "batch",
+        ),
         ("an iterator as batch", {"batch": iter([BATCH])}, "batch"),
         ("more inputs than items", {"n_inp": 3}, "n_inp"),
         ("0 inputs", {"n_inp": 0}, "n_inp"),

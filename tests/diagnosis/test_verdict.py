@@ -1,4 +1,4 @@
-"""A verdict says what is wrong within one screen, whatever is in its findings, and can be written to a file."""
+"""A verdict says what is wrong within one screen, whatever is in its findings, and goes into a file."""
 
 import copy
 import dataclasses
@@ -45,7 +45,9 @@ def finding(code="grad.attenuated", severity="error", **kwargs):
 def verdict_of(*findings, status=None, ruled_out=(), coverage=()):
     alone = [f for f in findings if not f.consequence_of and f.severity != "info"]
     primary = alone[0] if alone else None
-    return Verdict(status or STATUS[primary.severity] if primary else "healthy", primary, findings, ruled_out, coverage)
+    return Verdict(
+        status or STATUS[primary.severity] if primary else "healthy", primary, findings, ruled_out, coverage
+    )
 
 
 def texts(rng, n, words=PLAIN):
@@ -131,7 +133,16 @@ def example(**kwargs):
 
 def test_the_text_names_layer_numbers_limit_cause_and_next_step():
     for text in (str(example()), str(verdict_of(example()))):
-        for what in ("ERROR", "grad.attenuated", "blocks.0.linear", "Linear 64→64", "20", "60", "1.8e-07", "1e-04"):
+        for what in (
+            "ERROR",
+            "grad.attenuated",
+            "blocks.0.linear",
+            "Linear 64→64",
+            "20",
+            "60",
+            "1.8e-07",
+            "1e-04",
+        ):
             assert what in text
         assert "8 sigmoids in series" in text
         assert "ReLU or GELU instead of Sigmoid" in text
@@ -139,7 +150,9 @@ def test_the_text_names_layer_numbers_limit_cause_and_next_step():
 
 
 def test_the_first_next_step_is_in_the_text_even_where_the_message_is_long():
-    text = str(verdict_of(example(message="word " * 2000, causes=("cause " * 500,)), coverage=("covered " * 300,)))
+    text = str(
+        verdict_of(example(message="word " * 2000, causes=("cause " * 500,)), coverage=("covered " * 300,))
+    )
     assert "ReLU or GELU" in text
     assert "blocks.0.linear" in text
 
@@ -179,7 +192,9 @@ def test_a_finding_with_nothing_but_a_code_has_a_text():
 
 
 def test_rich_shows_the_same_words_without_reading_them_as_markup():
-    verdict = verdict_of(example(layer="a[bold]b", param="", message="[red]x[/red] and [/nothing] and :warning:"))
+    verdict = verdict_of(
+        example(layer="a[bold]b", param="", message="[red]x[/red] and [/nothing] and :warning:")
+    )
     shown = "\n".join(rendered(verdict, 100))
     assert re.sub(r"\s+", " ", shown).strip() == re.sub(r"\s+", " ", str(verdict)).strip()
 
@@ -249,7 +264,12 @@ def test_a_verdict_on_a_real_training_becomes_json():
 
 def test_verdict_and_finding_are_frozen_hashable_and_can_be_copied_and_pickled():
     verdict = verdict_of(example())
-    for what, name in ((verdict, "status"), (verdict, "findings"), (verdict.primary, "code"), (verdict.primary, "value")):
+    for what, name in (
+        (verdict, "status"),
+        (verdict, "findings"),
+        (verdict.primary, "code"),
+        (verdict.primary, "value"),
+    ):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(what, name, "healthy")
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -259,6 +279,14 @@ def test_verdict_and_finding_are_frozen_hashable_and_can_be_copied_and_pickled()
         assert hash(made) == hash(verdict)
         assert str(made) == str(verdict)
     assert pickle.loads(pickle.dumps(nan_learner().diagnose())).status == "sick"
+
+
+def test_findings_without_a_number_are_equal_too():
+    """NaN is not equal to itself; what says that there is no number should not make two findings differ."""
+    found = Finding("loss.flat", "warning", message="flat.")
+    assert pickle.loads(pickle.dumps(found)) == found
+    assert Finding("loss.flat", "warning", message="flat.", value=float("nan")) == found
+    assert pickle.loads(pickle.dumps(verdict_of(found))) == verdict_of(found)
 
 
 # ---- how it comes about
@@ -308,7 +336,9 @@ def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_i
 def test_info_is_nobodys_cause():
     for check in CHECKS:
         for to in ("loss.flat", "update.too_small", "grad.attenuated"):
-            out = explained([Finding(check.codes[0], "info", step=0), Finding(to, "error", step=5)], Evidence())
+            out = explained(
+                [Finding(check.codes[0], "info", step=0), Finding(to, "error", step=5)], Evidence()
+            )
             assert [f.consequence_of for f in out if f.severity == "error"] == [""]
 
 
@@ -416,7 +446,7 @@ def test_a_loss_that_only_varies_between_batches_does_not_diverge():
     assert "loss.diverging" not in codes
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_small_regression_that_learns_is_not_sick(seed):
     g = torch.Generator().manual_seed(seed)
     xs = [torch.randn(16, 3, generator=g) for _ in range(40)]

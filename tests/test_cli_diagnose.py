@@ -1,0 +1,405 @@
+"""`hookcb diagnose script.py` runs a script as Python does, and says whether what it trains is healthy."""
+
+import os
+import runpy
+import subprocess
+import sys
+import textwrap
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from hookcb import Learner
+from hookcb.callbacks import GradientHealth
+from hookcb.cli import main
+from hookcb.script import MOST
+
+BEGIN = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+W = torch.randn(16, 3)
+
+def batches(n=40):
+    for _ in range(n):
+        x = torch.randn(32, 16)
+        yield x, (x @ W).argmax(1)
+
+def make(lr=1e-2):
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+    return net, torch.optim.Adam(net.parameters(), lr)
+
+def train(net, opt, n=40):
+    for x, y in batches(n):
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    return loss
+"""
+HEALTHY = "train(*make())\n"
+SICK = "train(*make(lr=10.0))\n"
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs a script of these lines after `BEGIN`; gives exit code, output and complaints."""
+
+    def run(lines, *args):
+        script = tmp_path / "script.py"
+        script.write_text(BEGIN + textwrap.dedent(lines))
+        code = main(["diagnose", str(script), *args])
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return run
+
+
+def titles(out):
+    """The line above each verdict."""
+    lines = out.splitlines()
+    return [a for a, b in pairwise(lines) if b.startswith(("HEALTHY", "SUSPECT", "SICK"))]
+
+
+# ---- verdicts and exit codes
+
+
+def test_a_healthy_script_is_said_to_be_and_exits_with_0(run):
+    code, out, err = run(HEALTHY)
+    assert code == 0
+    assert titles(out) == ["Sequential"]
+    assert "HEALTHY  nothing wrong was found" in out
+    assert "40 batches" in out
+    assert not err
+
+
+def test_a_sick_script_gets_the_cause_at_once_and_at_the_end_and_exits_with_1(run):
+    code, out, err = run(SICK)
+    assert code == 1
+    assert "SICK  update.too_large" in out
+    assert err.startswith("hookcb diagnose: ERROR  update.too_large")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_suspect_script_exits_with_1(run):
+    code, out, _ = run("net, opt = make()\nnet.insert(2, nn.Dropout(0.95))\ntrain(net, opt)")
+    assert code == 1
+    assert "SUSPECT  dropout.extreme" in out
+
+
+def test_each_model_has_a_verdict_and_one_that_is_sick_decides(run):
+    code, out, _ = run(HEALTHY + SICK)
+    assert code == 1
+    assert titles(out) == ["Sequential", "Sequential (2)"]
+    assert out.index("HEALTHY") < out.index("SICK")
+
+
+def test_more_models_than_are_watched_at_a_time_all_have_verdicts(run):
+    _, out, _ = run(HEALTHY * (MOST + 2))
+    assert len(titles(out)) == MOST + 2
+
+
+@pytest.mark.parametrize("lines", ["print('no model here')", "with torch.no_grad():\n    make()[0](W.T)"])
+def test_a_script_that_trains_nothing_is_told_so(run, lines):
+    code, out, _ = run(lines)
+    assert code == 1
+    assert not titles(out)
+    assert "no training was seen in" in out
+
+
+def test_an_optimizer_of_another_copy_is_noticed(run):
+    code, out, _ = run("net, opt = make()\ntrain(make()[0], opt)")
+    assert code == 1
+    assert "Sequential got gradients, and no optimizer made a step of its parameters" in out
+
+
+# ---- as Python runs it
+
+
+def test_the_script_is_main_with_its_arguments_and_its_folder_to_import_from(run, tmp_path):
+    (tmp_path / "beside.py").write_text("found = 'beside'")
+    lines = "import beside, os\nprint(sys.argv[1:], __name__, __file__, beside.found)\nimport __main__\n"
+    _, out, _ = run(lines + "assert __main__.make is make", "--lr", "3", "--", "-x")
+    assert out.splitlines()[0] == f"['--lr', '3', '--', '-x'] __main__ {tmp_path / 'script.py'} beside"
+
+
+def test_the_numbers_are_those_of_python(run, tmp_path, capsys):
+    lines = "net, opt = make()\nprint(repr(train(net, opt).item()), torch.rand(1).item())"
+    _, out, _ = run(lines)
+    runpy.run_path(tmp_path / "script.py", run_name="__main__")
+    assert out.splitlines()[0] == capsys.readouterr().out.strip()
+
+
+def test_an_exception_is_shown_as_python_shows_it_and_the_verdict_follows(run):
+    code, out, err = run(SICK + "def last(net):\n    net(W)\nlast(make()[0])")
+    assert code == 1
+    told = err[err.index("Traceback") :].splitlines()
+    assert told[1].endswith("in <module>")
+    assert told[-1].startswith("RuntimeError: mat1 and mat2")
+    assert "hookcb" not in "".join(told)
+    assert titles(out) == ["Sequential, until the script failed"]
+
+
+def test_a_chain_of_exceptions_has_no_frame_of_ours(run):
+    lines = "try:\n    make()[0](W)\nexcept RuntimeError as error:\n    raise ValueError('other') from error"
+    _, _, err = run(lines)
+    assert "mat1 and mat2" in err
+    assert err.rstrip().endswith("ValueError: other")
+    assert "hookcb" not in err
+
+
+def test_a_script_that_cannot_be_compiled_is_shown_as_python_shows_it(run):
+    code, _, err = run("x = (")
+    assert code == 1
+    assert err.rstrip().endswith("SyntaxError: '(' was never closed")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (HEALTHY + "sys.exit()", 0),
+        (HEALTHY + "sys.exit(0)", 0),
+        (HEALTHY + "sys.exit(7)", 7),
+        (SICK + "sys.exit(0)", 1),
+        (SICK + "sys.exit(7)", 7),
+        (HEALTHY + "sys.exit('no more')", 1),
+    ],
+)
+def test_an_exit_of_the_script_is_honoured(run, lines, expected):
+    code, out, err = run(lines)
+    assert code == expected
+    assert titles(out) == ["Sequential"]
+    assert ("no more\n" in err) is ("no more" in lines)
+
+
+def test_after_ctrl_c_the_verdict_comes_all_the_same(run):
+    code, out, err = run(HEALTHY + "import signal\nsignal.raise_signal(signal.SIGINT)")
+    assert code == 130
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert titles(out) == ["Sequential, until the script failed"]
+
+
+def test_afterwards_all_is_as_it_was(run):
+    def state():
+        patched = nn.Module.__call__, torch.Tensor.backward, torch.amp.GradScaler.scale, Learner.fit
+        return patched, sys.argv, sys.path[:], sys.modules["__main__"], os.getcwd()
+
+    before = state()
+    run(HEALTHY)
+    run("raise ValueError")
+    assert state() == before
+
+
+def test_a_file_that_there_is_not_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["diagnose", "nowhere.py"])
+    assert ended.value.code == 2
+    assert "there is no file 'nowhere.py'" in capsys.readouterr().err
+
+
+def test_the_installed_command_runs_a_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + "print('lines of the script')\n" + SICK)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "hookcb.cli", "diagnose", script],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith("lines of the script\n\nSequential\nSICK  update.too_large")
+
+
+# ---- what is a model, and whose a loss is
+
+GAME = """
+G = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+D = nn.Sequential(nn.Linear(2, 32), nn.Linear(32, 1))
+g, d = torch.optim.Adam(G.parameters(), 1e-3), torch.optim.Adam(D.parameters(), 1e-3)
+bce = nn.BCEWithLogitsLoss()
+for i in range(40):
+    fake = G(torch.randn(64, 8))
+    real = bce(D(torch.randn(64, 2)), torch.ones(64, 1))
+    loss = real + bce(D(fake.detach()), torch.zeros(64, 1))
+    d.zero_grad(); loss.backward(); d.step()
+    loss = bce(D(fake), torch.ones(64, 1))
+    g.zero_grad(); loss.backward(); g.step()
+"""
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The losses that watches were told, by the number of parameters of their model."""
+    from hookcb.script import _ScriptWatch
+
+    told = {}
+    tell = _ScriptWatch.tell
+
+    def note(watch, loss):
+        told.setdefault(sum(p.numel() for p in watch.model.parameters()), []).append(loss.item())
+        tell(watch, loss)
+
+    monkeypatch.setattr(_ScriptWatch, "tell", note)
+    return told
+
+
+def test_two_players_have_verdicts_of_their_own_and_only_losses_of_their_own(run, told):
+    code, out, _ = run(GAME)
+    assert code == 0
+    assert titles(out) == ["Sequential", "Sequential (2)"]
+    assert {n: len(losses) for n, losses in told.items()} == {129: 40}  # of D on its turn
+
+
+def test_two_models_of_one_optimizer_are_healthy_and_the_last_has_the_loss(run, told):
+    code, out, _ = run(
+        """
+        a, b = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), nn.Linear(8, 3)
+        opt = torch.optim.Adam([*a.parameters(), *b.parameters()], 1e-2)
+        train(lambda x: b(a(x)), opt)
+        """
+    )
+    assert code == 0, out
+    assert titles(out) == ["Sequential", "Linear"]
+    assert {n: len(losses) for n, losses in told.items()} == {27: 39}  # the optimizer is known from a step on
+
+
+def test_a_model_whose_method_calls_its_parts_is_one_model(run, told):
+    code, out, _ = run(
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+                self.head = nn.Linear(self.body(torch.zeros(1, 16)).shape[1], 3)
+
+            def scores(self, x):
+                return self.head(self.body(x))
+
+        net = Net()
+        opt = torch.optim.Adam(net.parameters(), 1e-2)
+        train(net.scores, opt)
+        """
+    )
+    assert code == 0, out
+    assert titles(out) == ["Net"]
+    assert "40 batches" in out
+    assert [len(losses) for losses in told.values()] == [40]
+
+
+def test_a_part_that_was_tried_by_itself_belongs_to_its_model(run):
+    code, out, _ = run("net, opt = make()\nnet[0](torch.randn(2, 16))\nprint(train(net, opt).item())")
+    assert code == 0
+    assert titles(out) == ["Sequential"]
+
+
+def test_a_model_that_is_trained_in_eval_mode_is_seen(run):
+    code, out, _ = run(
+        """
+        net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)).eval()
+        train(net, torch.optim.Adam(net.parameters(), 1e-2))
+        """
+    )
+    assert code == 1
+    assert "SICK  mode.mismatch in 1" in out
+
+
+def test_a_model_with_keyword_arguments_only_is_seen_from_its_first_batch(run):
+    code, out, _ = run(
+        """
+        class Net(nn.Linear):
+            def forward(self, *, x):
+                return super().forward(x)
+
+        net = Net(16, 3)
+        train(lambda x: net(x=x), torch.optim.Adam(net.parameters(), 1e-2))
+        """
+    )
+    assert code == 0
+    assert "40 batches" in out
+
+
+def test_a_loss_without_graph_is_told(run):
+    code, out, err = run("net, opt = make()\nF.cross_entropy(net(W.T).detach(), torch.arange(3)).backward()")
+    assert code == 1
+    assert "does not require grad" in err
+    assert "SICK  loss.detached" in out
+
+
+def test_a_scaled_loss_is_told_unscaled(run, told):
+    code, out, _ = run(
+        """
+        scaler = torch.amp.GradScaler("cpu")
+        net, opt = make()
+        for x, y in batches():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(net(x), y)
+            opt.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        """
+    )
+    assert code == 0, out
+    (losses,) = told.values()
+    assert losses[0] < 2  # the scale is 65536
+
+
+@pytest.mark.parametrize("lines", ["f = torch.compile(net, **how)", "f = net\nnet.compile(**how)"])
+def test_compiled_models_are_seen_and_compile_as_they_would(run, lines):
+    how = "net, opt = make()\nhow = dict(backend='eager', fullgraph=True)\n"
+    strict = "import warnings\nwarnings.simplefilter('error')\n"
+    code, out, _ = run(strict + how + lines + "\ntrain(f, opt)")
+    assert code == 0, out
+    assert titles(out) == ["Sequential"]
+    assert "40 batches" in out
+
+
+# ---- a Learner in the script
+
+LEARN = "from hookcb import Diagnose, diagnose, synth_learner\nlearn = synth_learner()\n"
+
+
+@pytest.mark.parametrize("cbs", ["()", "Diagnose", "[Diagnose(show=False)]"])
+def test_a_learner_is_looked_at_from_inside_and_once(run, cbs):
+    code, out, _ = run(LEARN + f"with learn.no_logging():\n    learn.fit(4, cbs={cbs})")
+    assert code == 0, out
+    assert titles(out) == ["Sequential"]
+    assert "loss at the beginning" in out  # which needs the targets
+
+
+def test_a_search_for_a_rate_and_a_preflight_are_no_training(run):
+    look = "learn.lr_find()\ndiagnose(learn.model, next(iter(learn.dls.train)), learn.loss_func)\n"
+    code, out, _ = run(LEARN + look)
+    assert code == 1
+    assert not titles(out)
+
+
+# ---- nothing of ours breaks the script
+
+
+def test_what_fails_in_a_callback_of_ours_is_told_and_the_script_goes_on(run, monkeypatch):
+    def fail(health):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(GradientHealth, "before_step", fail)
+    _, out, err = run("train(*make())\nprint('to the end')")
+    assert out.startswith("to the end\n")
+    assert titles(out) == ["Sequential"]
+    assert "until a part of hookcb failed, please report it: RuntimeError('ours')" in out
+    assert not err
+
+
+def test_a_model_that_cannot_be_watched_is_told_and_the_script_goes_on(run, monkeypatch):
+    def refuse(health):
+        raise TypeError("not this one")
+
+    monkeypatch.setattr(GradientHealth, "before_fit", refuse)
+    code, out, _ = run("train(*make())\nprint('to the end')")
+    assert code == 1
+    assert out.startswith("to the end\n")
+    assert "Sequential could not be watched: TypeError('not this one')" in out
