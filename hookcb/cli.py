@@ -27,9 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0, or 1 where something needed is not installed; a wrong option exits with 2 at once. Of
         `diagnose` see `run_script`.
     """
-    args = _parser().parse_args(argv)
-    if args.command == "diagnose":
-        return run_script(args.script, args.args)
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(given)
+    if args.command == "diagnose":  # argparse would leave out a first "--" of the script's arguments
+        return run_script(args.script, given[given.index(args.script, 1) + 1 :])
     if args.list_faults:
         print("\n".join(fault_lines()))  # noqa: T201
         return 0

@@ -95,22 +95,18 @@ def train_digits(
         fault: what to do wrong; such a training writes no checkpoint.
 
     Returns:
-        The learner: `recorder.rows` has the epochs, `activation_stats` the layers, `gradient_health` the
-        parameters, and `diagnose()` gives the verdict.
+        The learner, whose `recorder`, `activation_stats` and `gradient_health` have the numbers.
 
     Raises:
         ValueError, FileNotFoundError: where there is nothing to resume, or not this training.
     """
     if fault is not None and resume:
         raise ValueError("a training with a fault begins anew; leave out --resume, or the fault")
-    torch.manual_seed(seed)
-    on_gpu = torch.cuda.is_available()
-    dls = digits(seed=seed)
-    setup = Setup(dls, build_model(model), torch.optim.AdamW, lr=1e-2)
+    setup = Setup(digits(seed=seed), _seeded_model(model, seed), torch.optim.AdamW, lr=1e-2)
     if fault is not None:
         fault.plant(setup)
-    device = "cuda" if on_gpu else None
-    learn = Learner(dls, setup.model, F.cross_entropy, setup.opt_func, metrics=accuracy, device=device)
+    device = "cuda" if torch.cuda.is_available() else None
+    learn = Learner(setup.dls, setup.model, F.cross_entropy, setup.opt_func, metrics=accuracy, device=device)
     cbs: list[Callback] = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth()]
     if (
         not resume
@@ -120,10 +116,15 @@ def train_digits(
         cbs.append(Checkpoint(folder))
     if trace is not None:
         cbs.append(ProfilerCallback(wait=5, warmup=2, active=10, trace=trace))
-    if on_gpu and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
+    if device and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
         cbs.append(MixedPrecision())
     learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
     return learn
+
+
+def _seeded_model(kind: str, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return build_model(kind)
 
 
 def _conv(n_in: int, n_out: int) -> dict[str, nn.Module]:

@@ -53,7 +53,6 @@ class Followed(Loop):
         self._told: Tensor | None = None  # the same with its graph, while it is told
         self._epoch = 0
         self.opt, self.scaler = opt, scaler
-        self.stop_asked = False
         self.seen: Counter[str] = Counter()
         self.facts = Facts()
         self._levels: list[str] = []  # that are open, outermost first

@@ -54,6 +54,7 @@ class Loop:
         self.accumulating = False  # whether gradients wait for those of the next batch, and no step is made
         # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        self.stop_asked = False  # whether a callback has asked to end a loop that is not ours
         self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
         self.cbs: list[Callback] = []

@@ -34,14 +34,15 @@ def test_a_planted_fault_is_taken_for_the_cause(name, model, capsys):
 def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monkeypatch):
     monkeypatch.setattr("hookcb.cli.find_spec", lambda name: None)  # saves drawing the picture
     assert main(["demo", "--model", model, "--epochs", "4"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "HEALTHY  nothing wrong was found"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert " ".join(last.split()) == "HEALTHY nothing wrong was found"
 
 
 def test_a_fault_is_told_with_its_verdict_and_leaves_no_checkpoint(capsys, tmp_path):
     assert main(["demo", "--model", "mlp", "--epochs", "2", "--fault", "dead-relu"]) == 0
     shown = capsys.readouterr().out
     assert "planted: a bias of -10" in shown
-    assert "SICK  unit.dead in hidden" in shown
+    assert "SICK unit.dead in hidden" in " ".join(shown.split())
     assert not list(tmp_path.iterdir())
 
 

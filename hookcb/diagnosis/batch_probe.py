@@ -1,7 +1,9 @@
 """What the inputs and targets of a batch tell."""
 
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from hookcb.diagnosis.loss_graph import LossGraph
 from hookcb.stats import has_stats
 
 COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two samples do
+REFUSED = re.compile(r"Target (-?\d+) is out of bounds")  # of cross-entropy
 FEWEST = 3  # batches that must be constant
 
 
@@ -38,12 +41,16 @@ def input_numbers(xb: Any) -> Tensor | None:
     return torch.stack([std, rms, bad, torch.stack(differs).any().float() if differs else nothing])
 
 
-def look_at_inputs(steps: list[int], numbers: list[list[float]]) -> Iterator[Sighting]:
-    """What the numbers of the batches looked at say."""
+def look_at_inputs(steps: list[int], numbers: list[list[float]], is_harmful: bool) -> Iterator[Sighting]:
+    """What the numbers of the batches looked at say; NaN is a note where nothing comes of it.
+
+    A model may take NaN for a value that is missing, and deal with it.
+    """
     bad = [(step, row[2]) for step, row in zip(steps, numbers, strict=True) if row[2] > 0]
     if bad:
         step, n = bad[0]
-        yield nonfinite_input(step, n)
+        found = nonfinite_input(step, n)
+        yield found if is_harmful else replace(found, severity="info")
     known = [(step, row[3]) for step, row in zip(steps, numbers, strict=True) if not math.isnan(row[3])]
     if len(known) >= FEWEST and not any(differs for _, differs in known):
         yield Sighting(
@@ -97,6 +104,20 @@ def look_at_labels(pred: Any, yb: Any, step: int, refused: bool) -> Iterator[Sig
         )
 
 
+def look_at_refusal(error: BaseException, step: int) -> Iterator[Sighting]:
+    """The same where the labels are not known, by what torch says of them."""
+    found = REFUSED.search(str(error)) if isinstance(error, IndexError) else None
+    if found is not None:
+        yield Sighting(
+            "label.out_of_range",
+            step=step,
+            value=float(found[1]),
+            text=f"a label of batch {step} is {found[1]}, and the model gives no score for such a class.",
+            causes=("labels that count from 1, or a last layer with too few outputs",),
+            next_steps=("compare the labels' range with the number of outputs of the last layer",),
+        )
+
+
 def _n_classes(scores: Tensor, labels: Tensor) -> int | None:
     if scores.ndim == labels.ndim + 1:
         of_first, of_last = scores.shape[:1] + scores.shape[2:], scores.shape[:-1]
@@ -114,34 +135,40 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
     """The loss of guessing: ln C of cross-entropy, of MSE the mean square of the targets; else NaN."""
     scores = next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
     targets = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
-    if scores is None or targets is None or not graph.is_pure:
+    if scores is None or not graph.is_pure or graph.is_scaled:
         return math.nan
     if graph.kind == "cross-entropy":
-        n = _n_classes(scores, targets) or (scores.shape[-1] if scores.ndim == 2 else None)
+        n = None if targets is None else _n_classes(scores, targets)
+        n = n or (scores.shape[-1] if scores.ndim == 2 else None)
         return math.log(n) if n else math.nan
-    if graph.kind.startswith("binary"):
+    if graph.kind == "binary cross-entropy":
         return math.log(2)
-    if graph.kind == "mse" and targets.is_floating_point() and targets.shape == scores.shape:
+    if (
+        targets is not None
+        and graph.kind == "mse"
+        and targets.is_floating_point()
+        and targets.shape == scores.shape
+    ):
         return float(targets.float().square().mean())
     return math.nan
 
 
-HEAD_ADVICE = {
-    "cross-entropy": ("cross-entropy applies a softmax itself", "give it the scores as they are, logits"),
-    "binary cross-entropy with logits": (
+HEAD_ADVICE = {  # by what the loss applies itself
+    "softmax": ("cross-entropy applies a softmax itself", "give it the scores as they are, logits"),
+    "sigmoid": (
         "this loss applies a sigmoid itself",
         "give it the scores as they are, or use binary_cross_entropy",
     ),
-    "nll": ("NLLLoss takes logarithms of probabilities", "use log_softmax, or cross_entropy on the scores"),
+    "": ("NLLLoss takes logarithms of probabilities", "use log_softmax, or cross_entropy on the scores"),
 }
 
 
 def look_at_head(graph: LossGraph, layer: str, step: int) -> Iterator[Sighting]:
     """An activation whose output goes to a loss that applies its own, or needs another."""
-    wrong = graph.head and graph.kind in HEAD_ADVICE and not (graph.kind == "nll" and graph.head == "Relu")
-    if not wrong:
+    is_nll = graph.kind == "nll" and graph.head in ("Softmax", "Sigmoid")
+    if not graph.head or not (graph.applies or is_nll):
         return
-    why, what = HEAD_ADVICE[graph.kind]
+    why, what = HEAD_ADVICE[graph.applies]
     name = {"Relu": "ReLU"}.get(graph.head, graph.head.lower())
     yield Sighting(
         "head.activation",

@@ -36,8 +36,9 @@ class Diagnose(SamplingCallback):
     the learner, or of the watch, gives it at any time. The training is to the bit what it is without.
 
     Args:
-        on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit,
-            or, of a loop that is not ours, sets `stop_asked` of the watch. It is looked for after batches 20, 100, 500 …, and when the loss or a gradient is not finite.
+        on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit, or
+            sets `stop_asked` of a watch, whose loop is not ours to end. It is looked for after batches 20,
+            100, 500 …, and when the loss or a gradient is not finite.
         budget: share of the training's time that it may take, 0..1; the first 20 batches come on top.
         show: whether to print the verdict at the end; within `learn.no_logging()` it is not.
         name: what the learner calls it.

@@ -8,6 +8,7 @@ from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.verdict import Finding
 from hookcb.modules import listed
 
+MANY, VISIBLE = 20, 1e-6  # steps, and an update ratio
 FEW = 5  # steps that a parameter must have been without gradient
 
 
@@ -102,6 +103,38 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
         kind=first.about,
         last_step=first.series("norm").steps[-1],
     )
+
+
+@check("param.not_stepped", site=Site.OPTIMIZER, needs=("gradients", "batches"), exact=True)
+def put_back(evidence: Evidence) -> Iterator[Result]:
+    """A weight that steps move, and that is at the end where it was at the beginning, to the bit.
+
+    Formula: update ratio above 1e-6 in the median of five steps looked at, twenty steps or more, and none of
+    64 elements has changed.
+    """
+    found = [p for p in evidence.params.values() if p.is_weight and not p.has_moved and _steps_move(p)]
+    if evidence.n_steps < MANY or not found:
+        return
+    first, names = found[0], [p.name for p in found]
+    yield Finding(
+        "param.not_stepped",
+        "error",
+        first.layer,
+        first.name,
+        first.series("update_ratio").steps[0],
+        0.0,
+        0.0,
+        f"each step moves {first.name}, and after {evidence.n_steps} steps it is what it was at the "
+        f"beginning, to the bit{'' if len(names) == 1 else f'; the same of {listed(names[1:], 3)}'}.",
+        ("something puts the old value back after each step",),
+        ("look for code that copies or loads weights inside the loop",),
+        kind=first.about,
+    )
+
+
+def _steps_move(param: Param) -> bool:
+    ratios = param.series("update_ratio")
+    return len(ratios) >= FEW and ratios.median() > VISIBLE
 
 
 def _is(param: Param, stat: str, holds: Callable[[float], bool]) -> bool:

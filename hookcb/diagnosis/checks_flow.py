@@ -8,9 +8,10 @@ from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.trends import median, times
 from hookcb.diagnosis.verdict import Finding
 
+RECURRENT = ("RNN", "LSTM", "GRU")
 INPUT_SCALE = 100.0  # standard deviation, or its inverse
 AT_FIRST = 3  # records
-LARGE_STEP, LARGE_LOSS = 0.2, 3.0  # update ratio, and times the loss of guessing
+LARGE_STEP, LARGE_LOSS, HALF = 0.2, 3.0, 0.5  # update ratio; times the loss of guessing; of units
 FALLEN = 100.0  # times that gradients of one network fall, and those of the other do not
 WON = 0.05  # loss of the discriminator
 ENDS = 5  # records at the beginning; at the end they are rare
@@ -26,7 +27,8 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     """Inputs on a scale far from 1, and a first step that is far too large for it.
 
     Median standard deviation of the first three batches looked at above 100, and in the first three records
-    an update above a fifth of a weight, or a first loss above three times that of guessing.
+    an update above a fifth of a weight, a first loss above three times that of guessing, or units that are
+    saturated or dead; or a recurrent layer that takes them in, whose gates saturate without being seen.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
@@ -34,30 +36,39 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     if math.isnan(std):
         yield Unable("no float input was looked at")
         return
-    ratios = [
-        x for p in evidence.params.values() if p.is_weight for x in p.series("update_ratio").values[:AT_FIRST]
-    ]
-    largest = max((x for x in ratios if math.isfinite(x)), default=0.0)
-    first = evidence.loss.values[0] if len(evidence.loss) else math.nan
-    too_large = largest > LARGE_STEP or first > LARGE_LOSS * evidence.guess
-    if std <= INPUT_SCALE or not too_large:
+    harm = _harm(evidence)
+    if std <= INPUT_SCALE or not harm:
         yield RuledOut(f"scale of the inputs (std {std:.2g})")
         return
-    told = f"a step changes weights by {times(largest)} of their size"
-    told = (
-        told if largest > LARGE_STEP else f"the first loss is {first:.3g}, guessing has {evidence.guess:.3g}"
-    )
     yield Finding(
         "input.scale",
         "error",
         step=evidence.input_std.steps[0],
         value=std,
         limit=INPUT_SCALE,
-        message=f"the inputs have a standard deviation of {std:.3g} (limit {INPUT_SCALE:g}), and {told}.",
+        message=f"the inputs have a standard deviation of {std:.3g} (limit {INPUT_SCALE:g}), and {harm}.",
         causes=("inputs that are not normalised",),
         next_steps=("subtract the mean of the training inputs and divide by their standard deviation",),
         last_step=evidence.input_std.steps[-1],
     )
+
+
+def _harm(evidence: Evidence) -> str:
+    """What large inputs have done, "" where nothing is seen of it."""
+    params = [p for p in evidence.params.values() if p.is_weight]
+    ratios = [x for p in params for x in p.series("update_ratio").values[:AT_FIRST] if math.isfinite(x)]
+    largest = max(ratios, default=0.0)
+    first = evidence.loss.values[0] if len(evidence.loss) else math.nan
+    saturated = [layer.series("saturated").values[:AT_FIRST] for layer in evidence.layers.values()]
+    if largest > LARGE_STEP:
+        return f"a step changes weights by {times(largest)} of their size"
+    if first > LARGE_LOSS * evidence.guess:
+        return f"the first loss is {first:.3g}, where guessing has {evidence.guess:.3g}"
+    if any(p.kind in RECURRENT and p.place == 0 for p in params):
+        return "they go to a recurrent layer, whose gates they drive to their ends"
+    if any(median(values) > HALF for values in saturated):
+        return "they drive units to their flat ends"
+    return "units get no gradient" if any(p.dead > HALF for p in params) else ""
 
 
 @check("gan.balance", site=Site.RUN, needs=("gradients", "steps", "loss"))

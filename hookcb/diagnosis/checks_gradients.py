@@ -27,8 +27,8 @@ DROP = 0.01  # to that of the next layer: by so much a single layer takes away
 EXPLODING = 1e3
 JUMP, JUMP_BEFORE, ENOUGH_BEFORE = 10.0, 50, 5  # the total norm to the median of the records before
 RISEN, ENOUGH_AFTER = 2.0, 3  # the loss after a jump to that before it, and batches to tell it from
-DEAD, DEAD_ERROR = 0.35, 0.8  # share of units; healthy trainings have some
-DEAD_LOOKS, DEAD_EXAMPLES, MANY_LOOKS, FEWEST_UNITS = 8, 512, 30, 4
+DEAD, DEAD_ERROR = 0.6, 0.8  # share of units; healthy trainings have up to 0.44
+DEAD_LOOKS, DEAD_EXAMPLES, MANY_LOOKS, FEWEST_UNITS = 8, 512, 30, 8
 ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in records, of zero activations
 RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
@@ -191,8 +191,10 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
         yield _exploding(*found)
     elif jump := _jump(evidence, norms):
         yield _jumping(evidence, *jump)
+    elif math.isnan(largest := _largest(layers)):
+        yield Unable("there is only one layer with weights")
     else:
-        yield RuledOut(f"exploding gradients (largest ×{times(_largest(layers))} of the usual)")
+        yield RuledOut(f"exploding gradients (largest ×{times(largest)} of the usual)")
 
 
 def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
@@ -320,14 +322,14 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
     """Units that no sample activates, so that their weights get no gradient and stay as they are.
 
     Share of rows of a weight whose gradient was exactly zero each time, over 8 looks and 512 examples or 30
-    looks; without `Diagnose` the smallest share of zero rows of 8 records, from 0.99 on. Limit: 0.35, and 0.8
-    for an error; healthy ReLU networks have some. A layer of which one weight gets gradients is not dead, as
-    recurrent weights of sequences of one. Where whole layers are dead, those before them get no gradient
-    either: then it is told of the layer at which the activations become zero.
+    looks; without `Diagnose` the smallest share of zero rows of 8 records, from 0.99 on. Limit: 0.6, and 0.8
+    for an error; healthy ReLU networks came to 0.44 in narrow layers. A layer of which one weight gets
+    gradients is not dead, as recurrent weights of sequences of one. Where whole layers are dead, those before
+    them get no gradient either: then it is told of the layer at which the activations become zero.
 
     Source: Lu et al., "Dying ReLU and Initialization", 2019.
     """
-    shares = _dead_shares(evidence)
+    shares = _dead_shares(evidence, has_converged=evidence.converged_at() < math.inf)
     if not shares:
         yield Unable(f"no weight was looked at {DEAD_LOOKS} times and at {DEAD_EXAMPLES} examples")
         return
@@ -348,22 +350,23 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
     yield _dead(param, max(worst if begins else 0.0, shares[param.layer][1]), others)
 
 
-def _dead_shares(evidence: Evidence) -> dict[str, tuple[Param, float]]:
+def _dead_shares(evidence: Evidence, has_converged: bool) -> dict[str, tuple[Param, float]]:
     """By layer, in order, the weight with the fewest dead rows, and their share."""
     found: dict[str, tuple[Param, float]] = {}
     for p in weights(evidence):
-        share = _dead_share(p)
+        share = _dead_share(p, has_converged)
         if not math.isnan(share) and (p.layer not in found or share < found[p.layer][1]):
             found[p.layer] = p, share
     return found
 
 
-def _dead_share(param: Param) -> float:
+def _dead_share(param: Param, has_converged: bool) -> float:
     if param.shape[0] < FEWEST_UNITS:
         return math.nan
     if not math.isnan(param.dead):
         is_enough = param.n_looked >= DEAD_LOOKS and param.n_examples >= DEAD_EXAMPLES
-        return param.dead if is_enough or param.n_looked >= MANY_LOOKS else math.nan
+        share = param.never_alive if has_converged and not math.isnan(param.never_alive) else param.dead
+        return share if is_enough or param.n_looked >= MANY_LOOKS else math.nan
     rows = finite(param.series("zero_rows").values)
     if len(rows) < DEAD_LOOKS:
         return math.nan
@@ -412,7 +415,7 @@ def _dead(param: Param, share: float, others: int) -> Finding:
         "error" if share >= DEAD_ERROR else "warning",
         layer=param.layer,
         param=param.name,
-        step=span.first if span else None,
+        step=param.dead_since if param.dead_since is not None else span.first if span else None,
         value=share,
         limit=DEAD,
         message=f"{share:.0%} of the units of {param.layer or param.name} ({n} of {param.shape[0]}) "

@@ -26,6 +26,8 @@ from hookcb.diagnosis.verdict import Finding
 TOO_LARGE_AT_FIRST, N_FIRST, PERSISTS_AT_FIRST = 0.2, 10, 3  # Adam with lr 1e-2 begins with 0.1 to 0.2
 TOO_LARGE, PERSISTS, OF = 0.05, 5, 8  # later; 1e-3 is usual
 LARGER_THAN_WEIGHTS = 1.0
+FAR_LARGER = 10.0  # one such step is enough
+LONG_WARM_UP = 80  # batches
 SMALL_START, GROWS = 0.2, 0.3  # of 1/sqrt(fan in), of the later norm: a weight that begins near zero
 LEARNED, LEARNED_WELL = 0.8, 0.05  # share of the first loss that is left; below it the updates do their work
 TOO_SMALL, TOO_SMALL_ERROR = 1e-5, 1e-6
@@ -75,7 +77,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     large = [x for x in (_large(p, series) for p, series in found) if x]
     if huge and not left < LEARNED_WELL:
         yield _too_large(max(huge, key=lambda x: x[1]), is_error=True)
-    elif large and not left < LEARNED:
+    elif large and left >= LEARNED:  # what is not known to harm may be meant
         yield _too_large(max(large, key=lambda x: x[1]), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in found)
@@ -104,6 +106,7 @@ def _updates(param: Param, until: float) -> Series:
 def _huge(param: Param, series: Series) -> _Large | None:
     first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
     span = persistent(first, lambda x: x > LARGER_THAN_WEIGHTS, 2, N_FIRST)
+    span = span or persistent(first, lambda x: x > FAR_LARGER, 1, N_FIRST)
     return (param, max(first.values), span, LARGER_THAN_WEIGHTS) if span else None
 
 
@@ -163,7 +166,7 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
     """
     until, lr = evidence.converged_at(), dict(rates(evidence))
     if is_warming_up(evidence):
-        yield Unable("the learning rate still rises")
+        yield from _never_warm(evidence)
         return
     top = max(finite(lr.values()), default=math.nan)
     sizes, spans = [], []
@@ -192,6 +195,27 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
         causes=("the learning rate is too low", "gradients that are very small, or clipped"),
         next_steps=("Multiply the learning rate by 100, or find one: learn.lr_find()",),
         last_step=max(last for _, last in spans),
+    )
+
+
+def _never_warm(evidence: Evidence) -> Iterator[Result]:
+    """A rate that rises all the time, and has come to nothing yet."""
+    sizes = [p.series("update_ratio").median(LATEST) for p in weights(evidence) if p.is_optimized]
+    size, lr = median(sizes), rates(evidence)
+    if not (size < TOO_SMALL_ERROR and evidence.n_batches >= LONG_WARM_UP):
+        yield Unable("the learning rate still rises")
+        return
+    yield Finding(
+        "update.too_small",
+        "warning",
+        step=lr.steps[0],
+        value=size,
+        limit=TOO_SMALL_ERROR,
+        message=f"The learning rate still rises after {evidence.n_batches} batches, to {lr.values[-1]:.1e}, "
+        f"where a step changes the usual weight by {size:.1e} of its size; 1e-03 is usual.",
+        causes=("a warm-up that is far too long, or counts in other units than it is stepped in",),
+        next_steps=("look at the number of warm-up steps of the scheduler",),
+        last_step=lr.steps[-1],
     )
 
 

@@ -17,7 +17,7 @@ def input_nonfinite(evidence: Evidence) -> Iterator[Result]:
 
     Formula: any element that is not finite, of the batches looked at and of one whose loss is not.
     """
-    return _seen(evidence, "input.nonfinite", "error", "NaN in the inputs")
+    return _seen(evidence, "input.nonfinite", "error", "NaN in the inputs", of="inputs")
 
 
 @check("input.constant", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
@@ -26,7 +26,7 @@ def input_constant(evidence: Evidence) -> Iterator[Result]:
 
     Formula: no element differs from that of the first sample; batches of one sample are left out.
     """
-    return _seen(evidence, "input.constant", "error", "constant inputs")
+    return _seen(evidence, "input.constant", "error", "constant inputs", of="inputs")
 
 
 @check("label.out_of_range", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
@@ -35,7 +35,7 @@ def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
 
     Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
     """
-    return _seen(evidence, "label.out_of_range", "error", "labels out of range")
+    return _seen(evidence, "label.out_of_range", "error", "labels out of range", of="labels")
 
 
 @check("data.labels", site=Site.INPUT, needs=("batches", "loss"), exact=True, leads_to=("loss.flat",))
@@ -107,7 +107,7 @@ def attn_collapse(evidence: Evidence) -> Iterator[Result]:
 
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
     """
-    return _seen(evidence, "attn.collapse", "warning", "attention that looks at one place")
+    return _seen(evidence, "attn.collapse", "warning", "attention that looks at one place", of="attention")
 
 
 @check(
@@ -154,7 +154,7 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
 
     Formula: the batch is run again, see `hookcb.nan_search`.
     """
-    return _seen(evidence, "nonfinite.first", "error", "NaN and infinities")
+    return _seen(evidence, "nonfinite.first", "error", "NaN and infinities", of="backward")
 
 
 @check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)
@@ -203,7 +203,7 @@ def head_activation(evidence: Evidence) -> Iterator[Result]:
 
     Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss take unnormalised scores, NLLLoss logarithms.
     """
-    return _seen(evidence, "head.activation", "error", "an activation before the loss")
+    return _seen(evidence, "head.activation", "error", "an activation before the loss", of="loss")
 
 
 @check("loss.detached", site=Site.LOSS, needs=("batches",), exact=True, leads_to=("param.*", "loss.flat"))
@@ -212,7 +212,7 @@ def loss_detached(evidence: Evidence) -> Iterator[Result]:
 
     Formula: it has no `grad_fn`.
     """
-    return _seen(evidence, "loss.detached", "error", "a loss without gradients")
+    return _seen(evidence, "loss.detached", "error", "a loss without gradients", of="loss")
 
 
 @check("grad.stale", site=Site.GRADIENTS, needs=("batches",), exact=True, leads_to=EVERYTHING)
@@ -221,7 +221,7 @@ def grad_stale(evidence: Evidence) -> Iterator[Result]:
 
     Formula: at no backward between two steps of an optimizer were its gradients zero or None, each time.
     """
-    return _seen(evidence, "grad.stale", "error", "gradients left over from the step before")
+    return _seen(evidence, "grad.stale", "error", "gradients left over from the step before", of="steps")
 
 
 @check("param.duplicated", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("update.*", "loss.*"))
@@ -245,7 +245,13 @@ def update_swallowed(evidence: Evidence) -> Iterator[Result]:
 
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
     """
-    return _seen(evidence, "update.swallowed", "error", "updates lost to rounding")
+    return _seen(evidence, "update.swallowed", "error", "updates lost to rounding", of="steps")
+
+
+@check("param.not_stepped", site=Site.OPTIMIZER, needs=("batches",), exact=True, leads_to=("loss.flat",))
+def never_stepped(evidence: Evidence) -> Iterator[Result]:
+    """No optimizer has made a step in twenty batches with a backward, and no weight has changed by a bit."""
+    return _seen(evidence, "param.not_stepped", "error", "steps that are never made", of="backward")
 
 
 @check("replica.diverged", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("loss.*",))
@@ -263,10 +269,10 @@ def graphs_kept(evidence: Evidence) -> Iterator[Result]:
 
     Formula: the nodes of the last 58 losses are all alive, but those of the last two.
     """
-    return _seen(evidence, "memory.growth", "warning", "graphs that are kept")
+    return _seen(evidence, "memory.growth", "warning", "graphs that are kept", of="loss")
 
 
-def _seen(evidence: Evidence, code: str, severity: Severity, fine: str) -> Iterator[Result]:
+def _seen(evidence: Evidence, code: str, severity: Severity, fine: str, of: str = "") -> Iterator[Result]:
     """One finding of all sightings with this code: of the first, with the number of the others.
 
     Args:
@@ -274,10 +280,12 @@ def _seen(evidence: Evidence, code: str, severity: Severity, fine: str) -> Itera
         code: whose.
         severity: of the finding, where the sighting has none of its own.
         fine: what is ruled out where there is none.
+        of: what must have been there to look at, see `Evidence.observed`.
     """
     sightings = [sighting for sighting in evidence.sightings if sighting.code == code]
     if not sightings:
-        yield RuledOut(fine)
+        is_there = not of or of in evidence.observed
+        yield RuledOut(fine) if is_there else Unable(f"there were no {of} to look at")
         return
     for own in dict.fromkeys(sighting.severity for sighting in sightings):
         first, *others = [sighting for sighting in sightings if sighting.severity == own]

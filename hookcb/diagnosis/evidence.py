@@ -84,8 +84,10 @@ class Param:
         stats: series by name of the statistic, those of `GradientHealth`.
         is_optimized: whether an optimizer has it; `lr` and `weight_decay` are those of its group at the end.
         is_adaptive: whether that scales gradients by their size, as Adam does.
-        dead: share of rows of the weight whose gradient was exactly zero each time; NaN where not looked at.
-        n_looked, n_examples: how often and at how many examples.
+        dead: share of units of the weight that had no gradient lately, in `n_looked` looks at `n_examples`
+            examples; `dead_since` the step it was so from; NaN and None where not looked at.
+        never_alive: share of those that had none at all.
+        has_moved: whether any of 64 elements is at the end another than at the beginning.
         n_without: in how many steps looked at it required a gradient and had none.
         optimizer: index of the one that has it, None where none is known.
     """
@@ -106,7 +108,10 @@ class Param:
     dead: float = math.nan
     n_looked: int = 0
     n_examples: int = 0
+    never_alive: float = math.nan
+    dead_since: int | None = None
     n_without: int = 0
+    has_moved: bool = True
     optimizer: int | None = None
 
     @property
@@ -165,6 +170,8 @@ class Evidence:
         waits: seconds from the end of a batch to the beginning of the next; `batches` seconds of a batch
             with that.
         memory: bytes in use after each step, as far as it is known.
+        stepped: by record of a step the index of the optimizer that made it, where that is known.
+        observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps".
         n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
         sightings: what was seen as it happened.
         silent: layers with a hook that was never called, with the likely reason.
@@ -187,6 +194,8 @@ class Evidence:
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
     memory: Series = field(default_factory=Series)
+    stepped: list[int] = field(default_factory=list)
+    observed: set[str] = field(default_factory=set)
     n_steps: int = 0
     n_skipped: int = 0
     sightings: list[Sighting] = field(default_factory=list)

@@ -83,11 +83,16 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
     was_made = [not skipped for skipped in health.step_series("skipped")]
+    is_known = len(evidence.stepped) == len(steps) and len(set(evidence.stepped)) > 1
+    stepped: list[int | None] = list(evidence.stepped) if is_known else [None] * len(steps)
     for name in health.names:
         if name in evidence.params:
             columns = dict(zip(health.columns, store.series(name).T.tolist(), strict=False))
-            ratios = zip(columns["update_ratio"], was_made, strict=True)
-            columns["update_ratio"] = [x if made else math.nan for x, made in ratios]
+            own = evidence.params[name].optimizer
+            columns["update_ratio"] = [
+                x if made and (by is None or by == own) else math.nan
+                for x, made, by in zip(columns["update_ratio"], was_made, stepped, strict=True)
+            ]
             evidence.params[name].stats = {stat: Series.of(steps, of) for stat, of in columns.items()}
     for name in set(health.without_grad) & evidence.params.keys():
         param = evidence.params[name]

@@ -30,10 +30,10 @@ KINDS = {
     "SmoothL1Loss": "huber",
     "HuberLoss": "huber",
     "BinaryCrossEntropy": "binary cross-entropy",
-    "BinaryCrossEntropyWithLogits": "binary cross-entropy with logits",
+    "BinaryCrossEntropyWithLogits": "binary cross-entropy",
 }
-APPLY_OWN = ("cross-entropy", "binary cross-entropy with logits")  # a softmax or a sigmoid
 HEADS = ("Softmax", "Sigmoid", "Relu")
+MEAN = 1  # of the reductions of torch
 MOST_NODES = 64
 
 
@@ -41,14 +41,18 @@ class LossGraph(NamedTuple):
     """What a loss is.
 
     Attributes:
-        kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", the same "with
-            logits", "mse", "l1", "huber", or "" where it is something else.
+        kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", "mse", "l1", "huber",
+            or "" where it is something else.
         is_pure: whether the loss is that and nothing else, but for its scale and sign.
+        is_scaled: whether it is no plain mean, but a sum, or multiplied by something.
+        applies: "softmax" or "sigmoid", where the loss does that itself.
         head: what the loss is given by, "Softmax", "Sigmoid", "Relu", or "".
     """
 
     kind: str = ""
     is_pure: bool = False
+    is_scaled: bool = False
+    applies: str = ""
     head: str = ""
 
 
@@ -58,20 +62,18 @@ def read_loss(node: Any) -> LossGraph:
     Args:
         node: `loss.grad_fn`, None where there is none.
     """
-    is_pure = True
-    for depth_node, pure in _around(node):
-        name = node_name(depth_node)
-        if name in KINDS or name == "LogSoftmax":
-            is_pure, found = pure, depth_node
-            break
-    else:
+    nodes = (at for at in _around(node) if node_name(at[0]) in (*KINDS, "LogSoftmax"))
+    found, is_pure, is_scaled = next(nodes, (None, False, False))
+    if found is None:
         return LossGraph()
     name, given = node_name(found), _behind(found)
+    is_scaled = is_scaled or getattr(found, "_saved_reduction", MEAN) != MEAN
     if name == "LogSoftmax":  # of soft targets, which have no node of their own
-        return LossGraph("cross-entropy", is_pure, _head(given))
+        return LossGraph("cross-entropy", is_pure, is_scaled, "softmax", _head(given))
     if KINDS[name] == "nll" and node_name(given) == "LogSoftmax":
-        return LossGraph("cross-entropy", is_pure, _head(_behind(given)))
-    return LossGraph(KINDS[name], is_pure, _head(given))
+        return LossGraph("cross-entropy", is_pure, is_scaled, "softmax", _head(_behind(given)))
+    applies = "sigmoid" if name == "BinaryCrossEntropyWithLogits" else ""
+    return LossGraph(KINDS[name], is_pure, is_scaled, applies, _head(given))
 
 
 def node_name(node: Any) -> str:
@@ -80,17 +82,17 @@ def node_name(node: Any) -> str:
     return name.partition("Backward")[0]
 
 
-def _around(node: Any) -> Iterator[tuple[Any, bool]]:
-    """Nodes from the loss backwards, nearest first, with whether only scaling lies between."""
-    waiting, n = deque([(node, True)]), 0
+def _around(node: Any) -> Iterator[tuple[Any, bool, bool]]:
+    """Nodes from the loss backwards, nearest first; whether only scaling lies between, whether any does."""
+    waiting, n = deque([(node, True, False)]), 0
     while waiting and n < MOST_NODES:
-        now, is_pure = waiting.popleft()
+        now, is_pure, is_scaled = waiting.popleft()
         if now is None:
             continue
         n += 1
-        yield now, is_pure
-        pure = is_pure and _only_scales(now)
-        waiting.extend((behind, pure) for behind, _ in now.next_functions)
+        yield now, is_pure, is_scaled
+        pure, scaled = is_pure and _only_scales(now), is_scaled or node_name(now) in (*BY_A_NUMBER, "Sum")
+        waiting.extend((behind, pure, scaled) for behind, _ in now.next_functions)
 
 
 def _only_scales(node: Any) -> bool:

@@ -63,6 +63,12 @@ def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Sighting]:
             )
 
 
+def is_of_torch(m: nn.Module) -> bool:
+    """Whether it is a layer of torch's own; its lists of parameters are what people build with."""
+    is_list = isinstance(m, nn.ParameterList | nn.ParameterDict)
+    return type(m).__module__.startswith("torch.nn") and not is_list
+
+
 def own_weight(m: nn.Module) -> nn.Parameter | None:
     """Its weight, where that is a parameter of its own: one that is made of others may change when read."""
     weight = m._parameters.get("weight")

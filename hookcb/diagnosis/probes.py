@@ -21,13 +21,16 @@ from hookcb.diagnosis.batch_probe import (
     look_at_head,
     look_at_inputs,
     look_at_labels,
+    look_at_refusal,
 )
+from hookcb.diagnosis.dead_units import DeadUnits
 from hookcb.diagnosis.evidence import Evidence, Series, Sighting
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.keeping import KeptGraphs
 from hookcb.diagnosis.layer_probe import KEEP, LayerProbe
 from hookcb.diagnosis.loss_graph import LossGraph, read_loss
 from hookcb.diagnosis.model_probe import look_at_model, look_at_optimizers
+from hookcb.diagnosis.motion import Motion
 from hookcb.diagnosis.nan_probe import SeenBatch, look_for_origin
 from hookcb.diagnosis.norm_probe import NormProbe
 from hookcb.diagnosis.op_probe import look_at_attention
@@ -35,7 +38,7 @@ from hookcb.diagnosis.ops import OpHooks
 from hookcb.diagnosis.overfit import look_at_labels_by_heart
 from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.replicas import look_at_replicas
-from hookcb.diagnosis.step_probe import DeadUnits, StaleGradients, Swallowed
+from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
 from hookcb.modules import unwrapped
 from hookcb.replay import Autocast, autocasts
@@ -67,6 +70,8 @@ class Probes:
         self.took, self.is_alarmed = 0.0, False
         self._step = 0
         self.dead, self.swallowed = DeadUnits(loop.model), Swallowed(loop.model)
+        self._motion, self._n_backward = Motion(loop.model), 0
+        self.stepped: list[int] = []  # optimizers of the steps looked at
         self.stale, self.kept = StaleGradients(), KeptGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self._attention: dict[str, list[tuple[int, Tensor]]] = {}
@@ -84,7 +89,7 @@ class Probes:
         self._resident = ResidentMemory()
         self._is_followed = is_followed
         self._inputs = StatStore(COLUMNS, KEEP)
-        self._has_origin = False
+        self._has_origin = self._has_labels = False
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
         self.guarded(self._look_at_model, loop)
@@ -141,6 +146,7 @@ class Probes:
             self._see_graph(loop, loss)
         self.kept.note(loss.grad_fn, loop.train_iter)
         self.n_examples += batch_size((*loop.yb, loop.xb))
+        self._has_labels = self._has_labels or len(loop.yb) > 0
         self._last_loss = number = kept(loss)
         self.loss.add(loop.train_iter, number)
         if isinstance(number, float) and not math.isfinite(number):
@@ -168,6 +174,7 @@ class Probes:
 
     def see_gradients(self, loop: Any, looking: bool) -> None:
         """The backward is over; what is not finite in it reaches the first layer."""
+        self._n_backward += 1
         if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
             return
         if self._first_param is None:
@@ -188,7 +195,7 @@ class Probes:
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Gradients are whole."""
         if looking or self.n_steps < OFTEN:
-            self.dead.look(self.n_examples)
+            self.dead.look(loop.train_iter, self.n_examples)
             self.n_without.update(name for name, p in self._params if p.requires_grad and p.grad is None)
         if looking:
             self.swallowed.before_step()
@@ -200,6 +207,8 @@ class Probes:
         self.n_examples = 0
         if loop.opt is not None:
             self.optimizers[id(loop.opt)] = loop.opt
+            if looking:
+                self.stepped.append(id(loop.opt))
             if self.n_steps <= OFTEN:
                 self.stale.after_step(loop.opt)
             if self._last_loss is not None:
@@ -253,24 +262,37 @@ class Probes:
         for name, n in self.n_without.items():
             if (plain := name.replace("_orig_mod.", "")) in evidence.params:
                 evidence.params[plain].n_without = n
-        for name, share in self.dead.shares().items():
+        for name, dead in self.dead.found().items():
             if name in evidence.params:
                 param = evidence.params[name]
-                param.dead, param.n_looked = share, self.dead.n_looked[name]
-                param.n_examples = self.dead.n_examples[name]
+                param.dead, param.never_alive, param.dead_since = dead.lately, dead.never, dead.since
+                param.n_looked, param.n_examples = dead.n_looked, dead.n_examples
+        for name, moved in self._motion.moved().items():
+            if (plain := name.replace("_orig_mod.", "")) in evidence.params:
+                evidence.params[plain].has_moved = moved
+        evidence.stepped = [places[key] for key in self.stepped]
+        evidence.observed = self._observed()
         evidence.notes += self.notes
         if self._ops.is_left_out:
             evidence.notes.append("attention was not looked at, as the model is compiled")
         evidence.sightings = [*self.sightings, *self._late_sightings(steps, rows)]
         return evidence
 
+    def _observed(self) -> set[str]:
+        """What there was to look at."""
+        seen = {"inputs": self._inputs.infos, "labels": self._has_labels, "loss": len(self.loss.series())}
+        seen |= {"attention": self._attention, "backward": self._n_backward, "steps": self.n_steps}
+        return {name for name, is_there in seen.items() if is_there}
+
     def _late_sightings(self, steps: list[int], rows: list[list[float]]) -> Iterator[Sighting]:
         seen = {sighting.code for sighting in self.sightings}
-        yield from (x for x in look_at_inputs(steps, rows) if x.code not in seen)
+        yield from (x for x in look_at_inputs(steps, rows, self._has_origin) if x.code not in seen)
         yield from self._norms.sightings(self.n_batches)
         yield from look_at_attention(self._attention)
         yield from self.swallowed.sightings()
-        yield from self.stale.sightings()
+        if len(self.optimizers) == 1:  # several clear the gradients of one another, at times not seen
+            yield from self.stale.sightings()
+        yield from self._motion.sightings(self.n_batches, self.n_steps, self._n_backward)
         yield from self.kept.sightings()
 
     def look_at_labels(self, learn: Any, findings: tuple[Finding, ...]) -> bool:
@@ -287,10 +309,12 @@ class Probes:
         """The training is over; with what it has raised, None where it ended well."""
         self.sightings += look_at_optimizers(loop.model, self.optimizers.values())
         if error is not None and not isinstance(error, KeyboardInterrupt):
+            self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
             self._norms.look_at_error(error, loop.train_iter)
             with suppress(RuntimeError):  # of a GPU that has failed
                 refused = isinstance(error, IndexError)
-                self.sightings += look_at_labels(loop.pred, loop.yb, loop.train_iter, refused)
+                found = list(look_at_labels(loop.pred, loop.yb, loop.train_iter, refused))
+                self.sightings += found or look_at_refusal(error, loop.train_iter)
 
 
 def raised() -> BaseException | None:

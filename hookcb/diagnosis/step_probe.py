@@ -9,52 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.diagnosis.evidence import Sighting
-from hookcb.diagnosis.model_probe import Convolution, own_weight
 from hookcb.grad_stats import sketch, sketch_copy
-from hookcb.modules import named_modules
 
 LOW = (torch.bfloat16, torch.float16)
 SWALLOWED = 0.5  # share of weights
 FEWEST = 3  # steps that must swallow
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-class DeadUnits:
-    """Which units of linear and convolutional layers have ever had a gradient, in the steps looked at.
-
-    A unit without any has not been active for any sample. Its bias tells quickest; where that has none, which
-    may also be as a loss of differences does not depend on it, its row of the weight is looked at.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers: dict[str, tuple[nn.Parameter, nn.Parameter | None]] = {}  # weight and bias, by its name
-        for name, m in named_modules(model).items():
-            if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED):
-                weight = own_weight(m)
-                if weight is not None:
-                    self._layers[f"{name}.weight" if name else "weight"] = weight, m._parameters.get("bias")
-        self.alive: dict[str, Tensor] = {}  # by name of the weight, of each row
-        self.n_looked: dict[str, int] = {}
-        self.n_examples: dict[str, int] = {}
-
-    def look(self, n_examples: int) -> None:
-        """Gradients are whole, of so many examples."""
-        for name, (weight, bias) in self._layers.items():
-            grad = weight.grad
-            if grad is None or grad.layout is not torch.strided or hasattr(grad, "full_tensor"):
-                continue
-            alive = None if bias is None or bias.grad is None else bias.grad.detach() != 0
-            if alive is None or not (alive.is_cpu and bool(alive.all())):
-                of_rows = grad.detach().flatten(1).any(1)
-                alive = of_rows if alive is None else alive | of_rows
-            before = self.alive.get(name)
-            self.alive[name] = alive if before is None else before | alive
-            self.n_looked[name] = self.n_looked.get(name, 0) + 1
-            self.n_examples[name] = self.n_examples.get(name, 0) + n_examples
-
-    def shares(self) -> dict[str, float]:
-        """Of each weight the share of units without any gradient; waits for the device."""
-        return {name: 1 - float(alive.float().mean()) for name, alive in self.alive.items()}
 
 
 class Swallowed:

@@ -107,7 +107,7 @@ class Verdict(Printed):
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
     >>> with learn.no_logging():
-    ...     learn.fit(4, cbs=Diagnose(quiet=True))
+    ...     learn.fit(4, cbs=Diagnose())
     >>> learn.diagnose().status
     'healthy'
     """
@@ -146,9 +146,7 @@ class Verdict(Printed):
     def _looked_at(self) -> str:
         told = [text for text in self.coverage if not text.startswith(NOT_CHECKED)]
         gaps = len(self.coverage) - len(told)
-        more = (
-            f"; for {gaps} reason{'s' * (gaps != 1)} some checks could not run, see .coverage" if gaps else ""
-        )
+        more = f"; some checks could not run, for {gaps} reasons that are in .coverage" if gaps else ""
         return f"Looked at: {'; '.join(told)}{more}." if self.coverage else ""
 
     def __str__(self) -> str:

@@ -40,8 +40,13 @@ def only(check, given):
     ],
 )
 def test_a_loss_far_above_guessing_is_told(first, kind, guess, severity):
-    found = only(first_loss, evidence([first, 1.0], kind, guess))
+    found = only(first_loss, evidence([first] * 20, kind, guess))
     assert (found.code, found.severity, found.step, found.value) == ("loss.init", severity, 0, first)
+
+
+def test_a_large_first_loss_that_is_learned_at_once_is_a_note():
+    found = only(first_loss, evidence([30.0] + [2.0] * 19, CE, 2.3))
+    assert (found.code, found.severity) == ("loss.init", "info")
 
 
 @pytest.mark.parametrize(("first", "kind", "guess"), [(4.2, CE, 2.3), (2.5, CE, 0.69), (2.9, "mse", 1.0)])

@@ -56,7 +56,12 @@ def test_steps_larger_than_the_weights_are_an_error():
     assert "1,000" in found.next_steps[0]
 
 
-@pytest.mark.parametrize(("loss", "severity"), [(STAYS, "warning"), ((), "warning"), (RISES, "error")])
+@pytest.mark.parametrize("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
+def test_large_steps_of_which_no_harm_is_known_are_no_finding(ratios):
+    assert isinstance(only(large_updates, evidence(weight(update_ratio=ratios), loss=())), RuledOut)
+
+
+@pytest.mark.parametrize(("loss", "severity"), [(STAYS, "warning"), (RISES, "error")])
 @pytest.mark.parametrize("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
 def test_large_steps_that_last_are_told(ratios, loss, severity):
     assert only(large_updates, evidence(weight(update_ratio=ratios), loss=loss)).severity == severity
