@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
@@ -29,6 +30,7 @@ JUMP, JUMP_BEFORE, ENOUGH_BEFORE = 10.0, 50, 5  # the total norm to the median o
 RISEN, ENOUGH_AFTER = 2.0, 3  # the loss after a jump to that before it, and batches to tell it from
 DEAD, DEAD_ERROR = 0.6, 0.8  # share of units; healthy trainings have up to 0.44
 DEAD_LOOKS, DEAD_EXAMPLES, MANY_LOOKS, FEWEST_UNITS = 8, 512, 30, 8
+LEFT, LARGE_STEP = 0.05, 0.2  # of the first loss; an update ratio that may have killed all
 ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in records, of zero activations
 RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
@@ -329,6 +331,9 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
 
     Source: Lu et al., "Dying ReLU and Initialization", 2019.
     """
+    if silent := _silent_since(evidence):
+        yield _all_silent(evidence, silent)
+        return
     shares = _dead_shares(evidence, has_converged=evidence.converged_at() < math.inf)
     if not shares:
         yield Unable(f"no weight was looked at {DEAD_LOOKS} times and at {DEAD_EXAMPLES} examples")
@@ -350,12 +355,47 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
     yield _dead(param, max(worst if begins else 0.0, shares[param.layer][1]), others)
 
 
+def _silent_since(evidence: Evidence) -> Span | None:
+    """The last records, where all gradients are zero in them, and neither a small loss explains it."""
+    norms = list(evidence.steps.get("total_norm", Series()))
+    silent = [step for step, _ in takewhile(lambda at: at[1] == 0, reversed(norms))]
+    if len(silent) < LATEST or len(silent) == len(norms):
+        return None
+    if len(evidence.loss):
+        is_left = abs(evidence.loss.values[-1]) > LEFT * abs(evidence.first_loss)
+        return Span(silent[-1], silent[0], len(silent)) if is_left else None
+    ratios = [x for p in weights(evidence) for step, x in p.series("update_ratio") if step < silent[-1]]
+    return Span(silent[-1], silent[0], len(silent)) if max(ratios, default=0.0) > LARGE_STEP else None
+
+
+def _all_silent(evidence: Evidence, span: Span) -> Finding:
+    shares = {p.layer: (p, 1.0) for p in weights(evidence)}
+    param = _first_silent(evidence, shares)
+    where = f"; from {param.layer} on all outputs are zero" if param else ""
+    return Finding(
+        "unit.dead",
+        "error",
+        layer=param.layer if param else "",
+        param=param.name if param else "",
+        step=span.first,
+        value=1.0,
+        limit=DEAD,
+        message=f"All gradients are exactly zero since step {span.first}{where}: nothing is learned any more.",
+        causes=("a step that was too large, after which no unit is active",),
+        next_steps=("Divide the learning rate by 10",),
+        kind=param.about if param else "",
+        last_step=span.last,
+    )
+
+
 def _dead_shares(evidence: Evidence, has_converged: bool) -> dict[str, tuple[Param, float]]:
-    """By layer, in order, the weight with the fewest dead rows, and their share."""
+    """By layer, in order, the weight with the fewest dead units, and their share; of a list the most."""
     found: dict[str, tuple[Param, float]] = {}
     for p in weights(evidence):
         share = _dead_share(p, has_converged)
-        if not math.isnan(share) and (p.layer not in found or share < found[p.layer][1]):
+        before = found[p.layer][1] if p.layer in found else math.nan
+        is_list = p.kind.startswith("Parameter")  # of weights that have nothing else in common
+        if not math.isnan(share) and not (share <= before if is_list else share >= before):
             found[p.layer] = p, share
     return found
 

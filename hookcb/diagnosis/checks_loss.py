@@ -10,7 +10,7 @@ from hookcb.diagnosis.verdict import Finding
 
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
 NEVER_NEGATIVE = (*ENTROPIES, "mse", "l1", "huber", "smooth l1")
-INIT, INIT_ABOVE, INIT_MSE, INIT_WARNING = 2.0, 2.0, 3.0, 3.0  # times the guess; and by so much above it
+INIT, INIT_ABOVE, INIT_MSE, INIT_WARNING = 2.0, 2.0, 3.0, 5.0  # times the guess; and by so much above it
 ENOUGH = 50  # batches to tell a flat or rising loss from
 FLAT, NEAR_GUESS, NOISE = 0.95, 0.8, 3.0  # of the first loss, of the guess; standard errors
 HARDLY = 0.05  # of the first loss; what it falls by, whatever the noise
@@ -28,7 +28,7 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
 
     Loss of the first batch, before any update / loss of guessing: ln C of cross-entropy over C classes, the
     mean square of the targets of MSE. Limit: above twice and by more than 2 for cross-entropy, three times
-    for MSE; a warning from three times on where it is still above guessing after ten batches, else a note.
+    for MSE; a warning from five times on where it is still above guessing after ten batches, else a note.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "verify loss @ init".
     """

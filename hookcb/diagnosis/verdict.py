@@ -130,7 +130,7 @@ class Verdict(Printed):
             notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
             fine = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
             body = ["HEALTHY  nothing wrong was found", *notes]
-            return [*body, *_filled(fine, width, MOST_LINES - len(body) - len(end)), *end]
+            return [*body, *_filled(fine, width, min(5, MOST_LINES - len(body) - len(end))), *end]
         lines = _filled(f"{self.status.upper()}  {_summary(self.primary)}", width, 1, indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
         if told := self.consequences:
