@@ -192,7 +192,7 @@ class Diagnose(SamplingCallback):
             raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
         with suppress(RuntimeError):  # a model that was watched, and is gone
             self._frame = Frame.of(self.model, self._probes.optimizers.values())
-        return gather(self.learn.cbs, self._frame, self._probes.evidence(self._frame))
+        return gather([*self._brought, *self.learn.cbs], self._frame, self._probes.evidence(self._frame))
 
     def judge(self) -> Verdict:
         """The verdict on what was recorded so far, or in the last fit."""

@@ -23,6 +23,7 @@ from hookcb.diagnosis.verdict import Finding
 
 # Limits beside what 75 healthy trainings came to (those of tests/gradients, five seeds each).
 ATTENUATED, ATTENUATED_ERROR = 1e-4, 1e-6  # a weight's gradient RMS to the largest one's: 3e-4
+FAINT = 1e-3  # to the largest one's: so much more comes to what is nearer to the input, of no chain
 DROP = 0.01  # to that of the next layer: by so much a single layer takes away
 # To the median layer's and the last one's: 600, in the first steps of branches that begin with zeros.
 EXPLODING = 1e3
@@ -76,16 +77,29 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
         yield Unable(f"fewer than two weights had a gradient in {LATEST} records before convergence")
         return
     ratios = _ratios(params, sizes)
+    usual = max(median(sizes[p.name].values[-LATEST:]) for p in params)
     low = [
         _Low(p, median(series.values[-LATEST:]), span)
         for p, series in zip(params, ratios, strict=True)
-        if (span := trailing(series, lambda x: x < ATTENUATED))
+        if (span := trailing(series, lambda x: x < ATTENUATED)) and _is_faint_before(p, usual, evidence)
     ]
     if low:
         yield _attenuated(evidence, params, sizes, low)
         return
     worst = min((median(series.values[-LATEST:]) for series in ratios if len(series)), default=math.nan)
     yield RuledOut(f"vanishing gradients (smallest {worst:.1g} of the largest)")
+
+
+def _is_faint_before(param: Param, largest: float, evidence: Evidence) -> bool:
+    """Whether nothing nearer to the input has gradients either; keys of attention have small ones anyway."""
+    if param.place_of_layer is None:
+        return True
+    place = param.place_of_layer
+    others = [
+        p for p in evidence.params.values() if p.place_of_layer is not None and p.place_of_layer < place
+    ]
+    strongest = [median(p.series("rms").values[-LATEST:]) for p in others]
+    return not any(x > FAINT * largest for x in strongest)
 
 
 def _ratios(params: Sequence[Param], sizes: dict[str, Series]) -> list[Series]:
@@ -380,7 +394,7 @@ def _all_silent(evidence: Evidence, span: Span) -> Finding:
         step=span.first,
         value=1.0,
         limit=DEAD,
-        message=f"All gradients are exactly zero since step {span.first}{where}: nothing is learned any more.",
+        message=f"All gradients are exactly zero since step {span.first}{where}: nothing is learned.",
         causes=("a step that was too large, after which no unit is active",),
         next_steps=("Divide the learning rate by 10",),
         kind=param.about if param else "",

@@ -285,7 +285,7 @@ def _seen(evidence: Evidence, code: str, severity: Severity, fine: str, of: str 
     sightings = [sighting for sighting in evidence.sightings if sighting.code == code]
     if not sightings:
         is_there = not of or of in evidence.observed
-        yield RuledOut(fine) if is_there else Unable(f"there were no {of} to look at")
+        yield RuledOut(fine) if is_there else Unable(f"nothing was seen of the {of}")
         return
     for own in dict.fromkeys(sighting.severity for sighting in sightings):
         first, *others = [sighting for sighting in sightings if sighting.severity == own]

@@ -119,15 +119,17 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Sighting]:
 
 def look_at_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Sighting]:
     """Parameters that their groups have more than once."""
-    counts = Counter(id(p) for opt in optimizers for group in opt.param_groups for p in group["params"])
+    several: Counter[int] = Counter()  # of each parameter the most often that one optimizer has it
+    for opt in optimizers:
+        several |= Counter(id(p) for group in opt.param_groups for p in group["params"])
     for name, p in model.named_parameters():
-        if counts[id(p)] > 1:
+        if several[id(p)] > 1:
             yield Sighting(
                 "param.duplicated",
                 name.rpartition(".")[0],
                 name,
-                value=float(counts[id(p)]),
-                text=f"{name} is in the optimizer's groups {counts[id(p)]} times, and is moved as often.",
+                value=float(several[id(p)]),
+                text=f"{name} is in the optimizer's groups {several[id(p)]} times, and is moved as often.",
                 causes=("tied weights, or a part of the model that was given twice",),
                 next_steps=("give each parameter once: list(dict.fromkeys(params)) removes the second",),
             )

@@ -72,7 +72,7 @@ class Probes:
         self.dead, self.swallowed = DeadUnits(loop.model), Swallowed(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
         self.stepped: list[int] = []  # optimizers of the steps looked at
-        self.stale, self.kept = StaleGradients(), KeptGraphs()
+        self.stale, self.kept = StaleGradients(loop.model), KeptGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self._attention: dict[str, list[tuple[int, Tensor]]] = {}
         self._ops = OpHooks(loop.model, acts, self.see_attention)

@@ -78,14 +78,15 @@ class StaleGradients:
     None, somebody has cleared them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._ids = {id(p) for p in model.parameters()}  # others may have gradients when ours has none yet
         self._of: WeakKeyDictionary[Optimizer, _Of] = WeakKeyDictionary()
 
     def before_backward(self) -> None:
         """A backward begins."""
         for opt, (dirty, n_steps, n_stale) in self._of.items():
             if n_steps and dirty != 0.0:
-                now = _smaller(_largest(opt), dirty)
+                now = _smaller(_largest(opt, self._ids), dirty)
                 self._of[opt] = _Of(now, n_steps, n_stale)
 
     def after_step(self, opt: Optimizer) -> None:
@@ -116,9 +117,10 @@ def _smaller(found: Tensor | float, before: Tensor | float | None) -> Tensor | f
     return found if before is None or not isinstance(found, Tensor) else before
 
 
-def _largest(opt: Optimizer) -> Tensor | float:
+def _largest(opt: Optimizer, ids: set[int]) -> Tensor | float:
     """The largest gradient of its first and last parameter with one; 0.0 where there is none."""
-    grads = [p.grad for group in opt.param_groups for p in group["params"] if p.grad is not None]
+    params = [p for group in opt.param_groups for p in group["params"] if id(p) in ids]
+    grads = [p.grad for p in params if p.grad is not None]
     dense = [g.detach() for g in grads if g.layout is torch.strided and g.numel()]
     if not dense:
         return 0.0

@@ -40,6 +40,11 @@ class Finding:
         consequence_of: code of the finding that this one follows from, "" where it stands by itself.
         kind: type and size of the layer, `Linear 64→64`.
         last_step: at which it was last seen.
+
+    >>> from hookcb import Finding
+    >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="the loss has not fallen"))
+    WARNING  loss.flat  steps 0–99
+      The loss has not fallen
     """
 
     code: str
@@ -198,7 +203,7 @@ def _sentence(text: str) -> str:
 
 def _plain_text(text: str, most: int = LONGEST_NAME) -> str:
     """On one line and without what a terminal would obey; of a long name the end, which tells it apart."""
-    shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    shown = "".join(c if c.isprintable() else " " for c in text).strip()
     return shown if cell_len(shown) <= most else f"…{shown[len(shown) - most // 2 :]}"
 
 
