@@ -1,6 +1,6 @@
 """Planted faults and healthy trainings, what the diagnosis says of them, and what the rules of others say.
 
-`python benchmarks/planted --seeds 0 1 2`, `--only 'batch norm*'`, `--mutations`, see `--help`.
+`python benchmarks/planted --seeds 0 1 2`, `--only 'batch norm*'`, `--mutations`, `--margins`, see `--help`.
 """
 
 import argparse
@@ -11,17 +11,18 @@ import math
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from baselines import BASELINES, RuleRecorder
 from case import Case
 from controls import CONTROLS
 from faults import FAULTS
+from margins import Measured, margin_table, margins, measure, write_margins
 from more_controls import MORE_CONTROLS
 from mutations import MUTATIONS, Mutated, mutate, sample
 from rich.console import Console
@@ -44,6 +45,7 @@ from score import (
 
 from hookcb import Diagnose
 
+T = TypeVar("T")
 CASES = {case.name: case for case in (*FAULTS, *CONTROLS, *MORE_CONTROLS)}
 
 
@@ -107,13 +109,23 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def results(jobs: Sequence[Job], n_processes: int) -> Iterator[Result]:
+def measured(job: Job) -> Measured:
+    """The numbers of one training, see `margins`."""
+    case = CASES[job.case]
+    with quiet():
+        try:
+            return measure(case, job.seed)
+        except Exception as error:  # shown at the end, and in the exit status
+            return Measured(case.name, job.seed, case.codes, error=told(error))
+
+
+def results(jobs: Sequence[Job], n_processes: int, do: Callable[[Job], T]) -> Iterator[T]:
     if n_processes == 1:
-        yield from map(work, jobs)
+        yield from map(do, jobs)
         return
     # forked: cases are closures, and cannot be sent to a process that begins anew
     with multiprocessing.get_context("fork").Pool(n_processes, torch.set_num_threads, (1,)) as pool:
-        yield from pool.imap(work, jobs)
+        yield from pool.imap(do, jobs)
 
 
 # ---- what is printed
@@ -216,6 +228,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all of it")
     parser.add_argument("--mutations", action="store_true", help="instead, a sample in other manners")
+    text = "instead, numbers beside limits; of all cases also written to margins.json"
+    parser.add_argument("--margins", action="store_true", help=text)
     return parser.parse_args()
 
 
@@ -237,15 +251,34 @@ def main() -> int:
             found = list(mutate(cases, args.seeds[0]))
         to.print(mutation_table(found))
         return 0
+    if args.margins:
+        return measure_all([*faults, *controls], args, to)
     return run_all(faults, controls, args, to)
+
+
+def measure_all(cases: list[Case], args: argparse.Namespace, to: Console) -> int:
+    jobs = [Job(case.name, seed, with_baselines=False) for case in cases for seed in args.seeds]
+    done = list(in_progress(jobs, args.jobs, measured))
+    found = margins(done)
+    to.print(margin_table(found))
+    failed = [of for of in done if of.error]
+    for of in failed:
+        to.print(Text(f"failed: {of.case} (seed {of.seed}): {of.error}", style="red"))
+    if args.only == "*" and not failed:
+        write_margins(found, args.seeds)
+    return 1 if failed else 0
+
+
+def in_progress(jobs: Sequence[Job], n_processes: int, do: Callable[[Job], T]) -> Iterator[T]:
+    """The results, with a bar on a terminal."""
+    bar = Console(stderr=True)
+    of = results(jobs, n_processes, do)
+    yield from track(of, "training", len(jobs), console=bar, disable=not bar.is_terminal)
 
 
 def run_all(faults: list[Case], controls: list[Case], args: argparse.Namespace, to: Console) -> int:
     jobs = [Job(c.name, seed, not args.no_baselines) for c in (*faults, *controls) for seed in args.seeds]
-    bar = Console(stderr=True)
-    done = list(
-        track(results(jobs, args.jobs), "training", len(jobs), console=bar, disable=not bar.is_terminal)
-    )
+    done = list(in_progress(jobs, args.jobs, work))
     outcomes, flags = [of.outcome for of in done], [of.flags for of in done if of.flags is not None]
     for title, is_control in (("faults", False), ("controls", True)):
         if of := rows(x for x in outcomes if x.is_control == is_control):

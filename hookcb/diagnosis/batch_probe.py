@@ -135,21 +135,17 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
     """The loss of guessing: ln C of cross-entropy, of MSE the mean square of the targets; else NaN."""
     scores = next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
     targets = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
-    if scores is None or not graph.is_pure or graph.is_scaled:
+    if scores is None or not graph.is_pure:
         return math.nan
     if graph.kind == "cross-entropy":
         n = None if targets is None else _n_classes(scores, targets)
         n = n or (scores.shape[-1] if scores.ndim == 2 else None)
-        return math.log(n) if n else math.nan
+        return graph.scale * math.log(n) if n else math.nan
     if graph.kind == "binary cross-entropy":
-        return math.log(2)
-    if (
-        targets is not None
-        and graph.kind == "mse"
-        and targets.is_floating_point()
-        and targets.shape == scores.shape
-    ):
-        return float(targets.float().square().mean())
+        return graph.scale * math.log(2)
+    if targets is not None and graph.kind == "mse" and targets.is_floating_point():
+        is_alike = targets.shape == scores.shape
+        return graph.scale * float(targets.float().square().mean()) if is_alike else math.nan
     return math.nan
 
 

@@ -38,7 +38,7 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
         return
     harm = _harm(evidence)
     if std <= INPUT_SCALE or not harm:
-        yield RuledOut(f"scale of the inputs (std {std:.2g})")
+        yield RuledOut(f"scale of the inputs (std {std:.2g})", std, INPUT_SCALE)
         return
     yield Finding(
         "input.scale",
@@ -90,7 +90,7 @@ def balance(evidence: Evidence) -> Iterator[Result]:
         if fall > FALLEN and _has_won(evidence.losses[winner]) and not _has_fallen(evidence.losses[loser]):
             yield _lost(evidence, loser, fall, norms[loser])
             return
-    yield RuledOut("balance of two networks")
+    yield RuledOut("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), FALLEN)
 
 
 def _norms_by_optimizer(evidence: Evidence) -> dict[int, Series]:

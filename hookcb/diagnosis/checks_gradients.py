@@ -87,7 +87,7 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
         yield _attenuated(evidence, params, sizes, low)
         return
     worst = min((median(series.values[-LATEST:]) for series in ratios if len(series)), default=math.nan)
-    yield RuledOut(f"vanishing gradients (smallest {worst:.1g} of the largest)")
+    yield RuledOut(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, ATTENUATED)
 
 
 def _is_faint_before(param: Param, largest: float, evidence: Evidence) -> bool:
@@ -210,7 +210,7 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     elif math.isnan(largest := _largest(layers)):
         yield Unable("there is only one layer with weights")
     else:
-        yield RuledOut(f"exploding gradients (largest ×{times(largest)} of the usual)")
+        yield RuledOut(f"exploding gradients (largest ×{times(largest)} of the usual)", largest, EXPLODING)
 
 
 def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
@@ -354,7 +354,7 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
         return
     worst = max(shares.values(), key=lambda found: found[1])[1]
     if worst < DEAD:
-        yield RuledOut(f"dead units ({worst:.0%})")
+        yield RuledOut(f"dead units ({worst:.0%})", worst, DEAD)
         return
     all_dead = [p for p, share in shares.values() if share >= ALL_DEAD]
     if all_dead and _is_silent_throughout(evidence):

@@ -66,7 +66,7 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
             yield _saturated(layer, median(series.values[-span.n :]), span)
             return
     worst = max(median(series.values) for _, series in found)
-    yield RuledOut(f"saturated units ({worst:.0%})")
+    yield RuledOut(f"saturated units ({worst:.0%})", worst, SATURATED)
 
 
 def _saturated(layer: Layer, share: float, span: Span) -> Finding:
@@ -101,8 +101,10 @@ def activation_scale(evidence: Evidence) -> Iterator[Result]:
 
     std(output) / std(input), the median of the first three records and that of all: a regression may grow its
     output as it learns, but does not begin with it. Limit: 1,000, for a warning; a layer that keeps the
-    scale has 1, see He et al., "Delving Deep into Rectifiers", 2015. Or max |output| above a tenth of the
-    largest number of its dtype in two records, for an error: a sum of ten of these is infinite.
+    scale has 1. Or max |output| above a tenth of the largest number of its dtype in two records, for an
+    error: a sum of ten of these is infinite.
+
+    Source: He et al., "Delving Deep into Rectifiers", 2015, for layers that keep the scale.
     """
     until = evidence.converged_at()
     layers = [x for x in _in_order(evidence) if len(x.series("std")) and not _is_masked(x)]
@@ -125,7 +127,7 @@ def activation_scale(evidence: Evidence) -> Iterator[Result]:
     if grown > GROWN:
         yield _grown(layers, worst, stds, base)
     else:
-        yield RuledOut(f"scale of activations (×{times(grown)})")
+        yield RuledOut(f"scale of activations (×{times(grown)})", grown, GROWN)
 
 
 def _scale(series: Series) -> float:
@@ -201,6 +203,8 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
     query), or is pulled apart again by batch norm, has something alive behind it. Not told of the head
     alone: a regression on targets of 2,000 ± 2 has such outputs. A note only where the spread gets lost
     little by little, by less than a thousandfold in any one layer, which gradients tell more of.
+
+    Source: Schoenholz et al., "Deep Information Propagation", 2017, for how inputs become alike with depth.
     """
     until = evidence.converged_at()
     layers = [x for x in _in_order(evidence) if x.kind not in SPARSE_KINDS]
@@ -227,7 +231,15 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
         spread = median(before(_spread(first[0]), until).values)
         yield _collapsed(first[0], spread, first[1], is_gradual=spread > GRADUAL * previous)
     else:
-        yield RuledOut(f"outputs that are all the same (spread {lowest:.1g} or more)")
+        alive = _most_alive_at_end(known, _head(evidence), until)
+        yield RuledOut(f"outputs that are all the same (spread {lowest:.1g} or more)", alive, COLLAPSED)
+
+
+def _most_alive_at_end(known: list[Layer], head: float, until: float) -> float:
+    """The largest spread from the last layer before the head on: all of these would have to collapse."""
+    last = max((layer.place for layer in known if layer.place < head), default=math.inf)
+    spreads = [median(before(_spread(layer), until).values) for layer in known if layer.place >= last]
+    return max(finite(spreads), default=math.nan)
 
 
 def _spread(layer: Layer) -> Series:

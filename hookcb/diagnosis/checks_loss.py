@@ -39,7 +39,7 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
         return
     limit = max(INIT * guess, guess + INIT_ABOVE) if kind in ENTROPIES else INIT_MSE * guess
     if first <= limit:
-        yield RuledOut(f"loss at the beginning ({first:.3g}, guessing has {guess:.3g})")
+        yield RuledOut(f"loss at the beginning ({first:.3g}, guessing has {guess:.3g})", first, limit)
         return
     is_lasting = (
         median(evidence.loss.values[WINDOW : 2 * WINDOW]) > guess
@@ -81,8 +81,9 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     lowest = min(evidence.smooth_loss().values[WINDOW:])
     drop = -slope(loss) * (loss.steps[-1] - loss.steps[0])
     noise = NOISE * spread(values)[1] * math.sqrt(12 / len(values))
-    if drop > max(noise, HARDLY * abs(first)) or lowest <= first - (1 - FLAT) * abs(first):
-        yield RuledOut(f"flat loss (from {first:.3g} down to {lowest:.3g})")
+    limit = first - (1 - FLAT) * abs(first)
+    if drop > max(noise, HARDLY * abs(first)) or lowest <= limit:
+        yield RuledOut(f"flat loss (from {first:.3g} down to {lowest:.3g})", lowest, limit)
         return
     is_guessing = median(values[-WINDOW:]) >= NEAR_GUESS * evidence.guess > 0
     guess = f"; guessing has {evidence.guess:.3g}" if is_guessing else ""
@@ -91,7 +92,7 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
         "warning" if is_guessing else "info",
         step=loss.steps[0],
         value=lowest,
-        limit=FLAT * first,
+        limit=limit,
         message=f"The loss has not fallen in {len(values):,} batches: it began at {first:.3g} and was "
         "never below "
         f"{lowest:.3g} on average{guess}.",
@@ -111,6 +112,9 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     Moving average above the beginning by 50 % of its size, and above twice its minimum where it is positive,
     for the last 50 batches, or the last third of a shorter run of 20 or more. Of a loss of unknown kind,
     or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator) rises as the other learns.
+
+    Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
+    loss that rises again and again; the limits are ours.
     """
     smooth, first = evidence.smooth_loss(), _beginning(evidence)
     if len(smooth) < FEWEST or not math.isfinite(first):
@@ -123,7 +127,7 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     span = trailing(smooth, lambda x: x > limit, 1)
     last = smooth.values[-1]
     if span is None or span.n < min(ENOUGH, len(smooth) // 3):
-        yield RuledOut(f"diverging loss (at {last:.3g}, from {first:.3g})")
+        yield RuledOut(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
         return
     yield Finding(
         "loss.diverging",
@@ -158,6 +162,9 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     Limit: -1e-6, which leaves room for rounding. A loss that is negated has no minimum, and training makes
     the model as wrong as it can; `nll_loss` fed probabilities rather than log-probabilities is below zero,
     too.
+
+    Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2: these are negative logarithms of
+    probabilities, or squares and distances.
     """
     kind = evidence.loss_kind
     if kind not in NEVER_NEGATIVE or not len(evidence.loss):
@@ -165,7 +172,8 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
         return
     below = [(step, x) for step, x in evidence.loss if x < BELOW_ZERO]
     if not below:
-        yield RuledOut(f"loss below zero (smallest {min(evidence.loss.values):.3g})")
+        smallest = min(evidence.loss.values)
+        yield RuledOut(f"loss below zero (smallest {smallest:.3g})", smallest, 0.0)
         return
     step, value = below[0]
     negated = ("a minus sign too many: the loss is maximized",)

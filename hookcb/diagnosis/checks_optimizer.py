@@ -11,6 +11,7 @@ from hookcb.diagnosis.trends import (
     Span,
     before,
     finite,
+    held,
     is_warming_up,
     loss_left,
     median,
@@ -81,7 +82,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
         yield _too_large(max(large, key=lambda x: x[1]), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in found)
-        yield RuledOut(f"large updates (at most {worst:.1e} of a weight)")
+        yield RuledOut(f"large updates (at most {worst:.1e} of a weight)", *_nearest(found))
 
 
 _Large = tuple[Param, float, Span, float]
@@ -118,6 +119,21 @@ def _large(param: Param, series: Series) -> _Large | None:
     if span := persistent(later, lambda x: x > TOO_LARGE, PERSISTS, OF):
         return param, median(later.between(span.first, span.last).values), span, TOO_LARGE
     return None
+
+
+def _nearest(found: list[tuple[Param, Series]]) -> tuple[float, float]:
+    """The updates that come nearest to one of the limits, and that limit."""
+    sizes = []
+    for _, series in found:
+        first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
+        later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
+        sizes += [
+            (held(first, 2, N_FIRST), LARGER_THAN_WEIGHTS),
+            (held(first, PERSISTS_AT_FIRST, N_FIRST), TOO_LARGE_AT_FIRST),
+            (held(later, PERSISTS, OF), TOO_LARGE),
+        ]
+    known = [(size, limit) for size, limit in sizes if math.isfinite(size)]
+    return max(known, key=lambda of: of[0] / of[1], default=(math.nan, math.nan))
 
 
 def _too_large(found: _Large, is_error: bool) -> Finding:
@@ -181,7 +197,7 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
         return
     size, left = median(sizes), loss_left(evidence, evidence.first_loss)
     if size >= TOO_SMALL or left < LEARNED:
-        yield RuledOut(f"learning rate too low (update ratio {size:.1e})")
+        yield RuledOut(f"learning rate too low (update ratio {size:.1e})", size, TOO_SMALL)
         return
     yield Finding(
         "update.too_small",
@@ -238,7 +254,7 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     share, usual = sum(x < CLIPPED for x in coefs.values) / len(coefs), coefs.median()
     left = loss_left(evidence, evidence.first_loss)
     if share <= CLIPPED_SHARE or usual >= CLIPPED_TO or (left < LEARNED and usual >= CLIPPED_TO_NOTHING):
-        yield RuledOut(f"clipping ({share:.0%} of steps, median ×{usual:.2g})")
+        yield RuledOut(f"clipping ({share:.0%} of steps, median ×{usual:.2g})", usual, CLIPPED_TO)
         return
     is_adaptive = any(p.is_adaptive for p in evidence.params.values())
     note = (
@@ -295,7 +311,7 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
     if span or _has_decayed(params, evidence, until):
         yield _decayed(params, shares, span or Span(shares.steps[0], shares.steps[-1], len(shares)))
     else:
-        yield RuledOut(f"weight decay ({shares.median():.0%} of a step)")
+        yield RuledOut(f"weight decay ({shares.median():.0%} of a step)", held(shares, n, n), DECAY)
 
 
 def _coupled(param: Param, norm: float, gradient: float) -> float:

@@ -27,6 +27,8 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
 
     Median wait for a batch / median time of a batch with that, the first five left out. Limit: 0.3, and 0.6
     for an error; nothing below 3 ms, where there is nothing to gain.
+
+    Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
     waits = dict(evidence.waits)
     pairs = [(waits.get(step, math.nan), x) for step, x in list(evidence.batches)[WARM_UP:]]
@@ -37,7 +39,7 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
     share = ratio(wait, whole)
     if not (share > WAITING and wait >= SHORTEST_WAIT):
-        yield RuledOut(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)")
+        yield RuledOut(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, WAITING)
         return
     yield Finding(
         "time.data_bound",
@@ -62,6 +64,9 @@ def growing_memory(evidence: Evidence) -> Iterator[Result]:
 
     Slope by least squares over 50 steps or more after the first ten. Limit: 1 MB a step, with a 95 %
     confidence interval above zero, and growth in both halves of the run.
+
+    Source: Draper & Smith, "Applied Regression Analysis", 1998, for the standard error of a slope; the
+    PyTorch FAQ, "My model reports cuda runtime error(2): out of memory", for losses that are kept.
     """
     memory = Series.of(evidence.memory.steps, evidence.memory.values)
     points = [(float(step), x) for step, x in list(memory)[MEMORY_WARM_UP:] if 0 <= x < MOST_BYTES]
@@ -70,7 +75,7 @@ def growing_memory(evidence: Evidence) -> Iterator[Result]:
         return
     slope, error = fit_line(points)
     if slope - CERTAIN * error <= 0 or slope <= GROWTH or not _is_steady([x for _, x in points]):
-        yield RuledOut(f"growing memory ({slope / 1e6:.2f} MB a step)")
+        yield RuledOut(f"growing memory ({slope / 1e6:.2f} MB a step)", slope, GROWTH)
         return
     yield Finding(
         "memory.growth",

@@ -103,7 +103,17 @@ def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Ten
         return rows.any(1)
     if is_row or rows.shape[0] != rows.shape[1]:
         return of_bias | rows.any(1 if rows.shape[0] == len(of_bias) else 0)
-    return of_bias | rows.any(1) | rows.any(0)
+    return of_bias | _of_square(rows, of_bias)
+
+
+def _of_square(rows: Tensor, of_bias: Tensor) -> Tensor:
+    """Of a square matrix, where units may be rows or columns: those that are zero wherever the bias is."""
+    of_rows, of_columns = rows.any(1), rows.any(0)
+    if of_bias.is_cpu:
+        for alive in (of_rows, of_columns):
+            if not bool(alive[~of_bias].any()):
+                return alive
+    return of_rows | of_columns
 
 
 def _bare_layers(model: nn.Module) -> dict[str, _Units]:

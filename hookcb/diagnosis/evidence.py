@@ -223,11 +223,11 @@ class Evidence:
         The beginning is the mean of the first ten batches, but at most twice the first one, as those of a
         loss that rises at once would make any later one seem converged. Of a loss that may be negative: where
         it has come down by half of its size at the beginning. Where the loss is not known, the norm of all
-        gradients stands for it, and a twentieth of its beginning.
+        gradients stands for it, in the same way, and a twentieth of its beginning.
         """
         if not len(self.loss):
             norms = self.steps.get("total_norm", Series())
-            usual = statistics.median(norms.values[:5]) if len(norms) else math.nan
+            usual = min(statistics.median(norms.values[:5]), 2 * norms.values[0]) if len(norms) else math.nan
             return next((step for step, x in norms if x < usual / 20), math.inf)
         first, start = self.first_loss, self.loss.values[0]
         if 0 < 2 * start < first:

@@ -1,5 +1,6 @@
 """What a loss is made of, as its autograd graph tells."""
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -44,14 +45,14 @@ class LossGraph(NamedTuple):
         kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", "mse", "l1", "huber",
             or "" where it is something else.
         is_pure: whether the loss is that and nothing else, but for its scale and sign.
-        is_scaled: whether it is no plain mean, but a sum, or multiplied by something.
+        scale: what the mean over samples is multiplied by; NaN of a sum, and where that is not known.
         applies: "softmax" or "sigmoid", where the loss does that itself.
         head: what the loss is given by, "Softmax", "Sigmoid", "Relu", or "".
     """
 
     kind: str = ""
     is_pure: bool = False
-    is_scaled: bool = False
+    scale: float = math.nan
     applies: str = ""
     head: str = ""
 
@@ -63,17 +64,17 @@ def read_loss(node: Any) -> LossGraph:
         node: `loss.grad_fn`, None where there is none.
     """
     nodes = (at for at in _around(node) if node_name(at[0]) in (*KINDS, "LogSoftmax"))
-    found, is_pure, is_scaled = next(nodes, (None, False, False))
+    found, is_pure, scale = next(nodes, (None, False, math.nan))
     if found is None:
         return LossGraph()
     name, given = node_name(found), _behind(found)
-    is_scaled = is_scaled or getattr(found, "_saved_reduction", MEAN) != MEAN
+    scale = scale if getattr(found, "_saved_reduction", MEAN) == MEAN else math.nan
     if name == "LogSoftmax":  # of soft targets, which have no node of their own
-        return LossGraph("cross-entropy", is_pure, is_scaled, "softmax", _head(given))
+        return LossGraph("cross-entropy", is_pure, scale, "softmax", _head(given))
     if KINDS[name] == "nll" and node_name(given) == "LogSoftmax":
-        return LossGraph("cross-entropy", is_pure, is_scaled, "softmax", _head(_behind(given)))
+        return LossGraph("cross-entropy", is_pure, scale, "softmax", _head(_behind(given)))
     applies = "sigmoid" if name == "BinaryCrossEntropyWithLogits" else ""
-    return LossGraph(KINDS[name], is_pure, is_scaled, applies, _head(given))
+    return LossGraph(KINDS[name], is_pure, scale, applies, _head(given))
 
 
 def node_name(node: Any) -> str:
@@ -82,25 +83,34 @@ def node_name(node: Any) -> str:
     return name.partition("Backward")[0]
 
 
-def _around(node: Any) -> Iterator[tuple[Any, bool, bool]]:
-    """Nodes from the loss backwards, nearest first; whether only scaling lies between, whether any does."""
-    waiting, n = deque([(node, True, False)]), 0
+def _around(node: Any) -> Iterator[tuple[Any, bool, float]]:
+    """Nodes from the loss backwards, nearest first: whether only scaling lies between, and by how much."""
+    waiting, n = deque([(node, True, 1.0)]), 0
     while waiting and n < MOST_NODES:
-        now, is_pure, is_scaled = waiting.popleft()
+        now, is_pure, scale = waiting.popleft()
         if now is None:
             continue
         n += 1
-        yield now, is_pure, is_scaled
-        pure, scaled = is_pure and _only_scales(now), is_scaled or node_name(now) in (*BY_A_NUMBER, "Sum")
-        waiting.extend((behind, pure, scaled) for behind, _ in now.next_functions)
+        yield now, is_pure, scale
+        factor = _factor(now)
+        waiting.extend(
+            (behind, is_pure and factor is not None, scale * (factor or 1.0))
+            for behind, _ in now.next_functions
+        )
 
 
-def _only_scales(node: Any) -> bool:
+def _factor(node: Any) -> float | None:
+    """What a node multiplies by, NaN where that is not known; None where it does something else."""
     name = node_name(node)
     if name not in BY_A_NUMBER:
-        return name in SCALING
-    other = getattr(node, "_saved_other", None)  # advantages and weights of samples may be negative
-    return not isinstance(other, Tensor) or other.numel() == 1
+        return (math.nan if name == "Sum" else -1.0 if name == "Neg" else 1.0) if name in SCALING else None
+    other = getattr(node, "_saved_other", None)
+    if not isinstance(other, Tensor):
+        return math.nan
+    if other.numel() != 1:  # advantages and weights of samples may be negative
+        return None
+    number = float(other) if other.is_cpu else math.nan
+    return number if name == "Mul" else 1 / number if number else math.nan
 
 
 def _behind(node: Any) -> Any:

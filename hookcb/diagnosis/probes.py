@@ -122,7 +122,9 @@ class Probes:
         now, self._step = time.perf_counter(), loop.train_iter
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, now - self._ended)
-        self._norms.begin_batch(loop.train_iter, batch_size(loop.xb))
+        n_samples = batch_size((*loop.yb, loop.xb))
+        self.n_examples += n_samples
+        self._norms.begin_batch(loop.train_iter, n_samples)
         if looking:
             self.layers.begin(loop.train_iter)
             numbers = input_numbers(loop.xb)
@@ -145,7 +147,6 @@ class Probes:
         if self.graph is None or looking:
             self._see_graph(loop, loss)
         self.kept.note(loss.grad_fn, loop.train_iter)
-        self.n_examples += batch_size((*loop.yb, loop.xb))
         self._has_labels = self._has_labels or len(loop.yb) > 0
         self._last_loss = number = kept(loss)
         self.loss.add(loop.train_iter, number)

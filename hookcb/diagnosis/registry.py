@@ -1,6 +1,7 @@
 """The registry of checks: each a pure function from evidence to findings."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,9 +27,17 @@ class Site(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RuledOut:
-    """What a check has found to be fine, in words, with the number that says so: "dead units (0 %)"."""
+    """What a check has found to be fine, in words, with the number that says so: "dead units (0 %)".
+
+    Attributes:
+        text: the words.
+        value: the number compared with the limit, in the unit of `Finding.value`; NaN where there was none.
+        limit: that limit; of the one that is nearest, where there are several.
+    """
 
     text: str
+    value: float = math.nan
+    limit: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,6 @@ class Check:
         needs: what must have been recorded, see `Evidence.sources`.
         function: what looks.
         leads_to: codes of findings that may follow from one of these; a trailing `*` stands for any ending.
-        margin: how far apart healthy and faulty trainings were on the planted suite, "" of an exact check.
     """
 
     codes: tuple[str, ...]
@@ -62,7 +70,6 @@ class Check:
     needs: tuple[str, ...]
     function: CheckFunction
     leads_to: tuple[str, ...]
-    margin: str
 
     @property
     def doc(self) -> str:
@@ -79,12 +86,11 @@ def check(
     needs: tuple[str, ...],
     exact: bool = False,
     leads_to: tuple[str, ...] = (),
-    margin: str = "",
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Registers a check; see `Check` for the arguments."""
 
     def register(function: CheckFunction) -> CheckFunction:
-        CHECKS.append(Check(codes, site, exact, needs, function, leads_to, margin))
+        CHECKS.append(Check(codes, site, exact, needs, function, leads_to))
         return function
 
     return register

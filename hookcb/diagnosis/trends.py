@@ -75,6 +75,12 @@ def persistent(series: Series, holds: Callable[[float], bool], n: int, of: int) 
     return None
 
 
+def held(series: Series, n: int, of: int) -> float:
+    """The largest number that `n` of `of` records in a row come to: the one that `persistent` looks at."""
+    windows = (sorted(series.values[i : i + of]) for i in range(len(series) - n + 1))
+    return max((window[-n] for window in windows), default=math.nan)
+
+
 def slope(series: Series) -> float:
     """Median of the slopes between all pairs of at most 80 points; NaN of fewer than two.
 

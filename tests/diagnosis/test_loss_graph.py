@@ -1,0 +1,304 @@
+"""What a loss is, told from its graph alone: kind, purity, scale, and what the scores went through before."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb.diagnosis.loss_graph import LossGraph, node_name, read_loss
+
+N, C, T = 6, 5, 3
+PLAIN = {"is_pure": True, "is_scaled": False}
+CE = {"kind": "cross-entropy", "applies": "softmax"}
+BCE = {"kind": "binary cross-entropy", "applies": ""}
+LOGITS = {"kind": "binary cross-entropy", "applies": "sigmoid"}
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scores(*shape, seed=0):
+    return numbers(*shape or (N, C), seed=seed).requires_grad_()
+
+
+X, X2 = scores(), scores(N, T, seed=1)
+Y, Y2 = torch.arange(N) % C, torch.arange(N) % T
+SOFT = numbers(N, C, seed=2).softmax(-1)
+ADVANTAGES = numbers(N, seed=3)
+BITS = (numbers(N, C, seed=4) > 0).float()
+SEQUENCE, TOKENS = scores(N, T, C), torch.arange(N * T).view(N, T) % C
+PIXELS = torch.arange(N * 2 * 2).view(N, 2, 2) % C
+
+
+def log_p(x=X):
+    return F.log_softmax(x, -1)
+
+
+def read(loss):
+    return read_loss(loss.grad_fn)
+
+
+def expect(loss, **fields):
+    found = read(loss)._asdict()
+    assert {name: found[name] for name in fields} == fields
+
+
+# ---- kinds
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda: F.cross_entropy(X, Y), CE),
+        (lambda: nn.CrossEntropyLoss()(X, Y), CE),
+        (lambda: F.cross_entropy(X[0], Y[0]), CE),
+        (lambda: F.cross_entropy(X, Y, weight=torch.arange(1.0, C + 1)), CE),
+        (lambda: F.cross_entropy(X, Y, ignore_index=0), CE),
+        (lambda: F.cross_entropy(SEQUENCE.transpose(1, 2), TOKENS), CE),
+        (lambda: F.cross_entropy(SEQUENCE.flatten(0, 1), TOKENS.flatten()), CE),
+        (lambda: F.cross_entropy(scores(N, C, 2, 2), PIXELS), CE),
+        (lambda: F.cross_entropy(scores(N, C, 2, 2, 2), PIXELS[..., None].expand(N, 2, 2, 2)), CE),
+        (lambda: F.nll_loss(log_p(), Y), CE),
+        (lambda: nn.NLLLoss()(nn.LogSoftmax(1)(X), Y), CE),
+        (lambda: F.nll_loss(log_p(SEQUENCE).transpose(1, 2), TOKENS), CE),
+        (lambda: F.cross_entropy(X.bfloat16().float(), Y), CE),
+        (lambda: F.nll_loss(X, Y), {"kind": "nll", "applies": ""}),
+        (lambda: F.nll_loss(X.softmax(-1).log(), Y), {"kind": "nll", "applies": ""}),
+        (lambda: F.binary_cross_entropy(X.clamp(0.1, 0.9), BITS), BCE),
+        (lambda: F.binary_cross_entropy_with_logits(X, BITS), LOGITS),
+        (lambda: nn.BCEWithLogitsLoss()(X[:, 0], BITS[:, 0]), LOGITS),
+        (lambda: F.mse_loss(X, SOFT), {"kind": "mse", "applies": ""}),
+        (lambda: F.l1_loss(X, SOFT), {"kind": "l1", "applies": ""}),
+        (lambda: F.smooth_l1_loss(X, SOFT), {"kind": "huber", "applies": ""}),
+        (lambda: F.huber_loss(X, SOFT), {"kind": "huber", "applies": ""}),
+    ],
+)
+def test_a_plain_mean_of_a_usual_loss_is_told_with_what_it_applies(loss, kind):
+    expect(loss(), **kind, **PLAIN, head="")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: F.cross_entropy(X, SOFT),
+        lambda: F.cross_entropy(X, Y, label_smoothing=0.1),
+        lambda: F.cross_entropy(X, SOFT, label_smoothing=0.1),
+        lambda: F.cross_entropy(X, Y, label_smoothing=0.1, weight=torch.ones(C)),
+        lambda: F.cross_entropy(SEQUENCE.transpose(1, 2), TOKENS, label_smoothing=0.1),
+        lambda: -(SOFT * log_p()).sum(-1).mean(),
+    ],
+)
+def test_cross_entropy_with_soft_or_smoothed_targets_is_told_with_its_softmax(loss):
+    expect(loss(), **CE, head="")
+    assert node_name(loss().grad_fn) != ""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: ((X - SOFT) ** 2).mean(),
+        lambda: X.mean(),
+        lambda: -F.cosine_similarity(X, SOFT).mean(),
+        lambda: torch.ones(3).mean(),
+        lambda: F.hinge_embedding_loss(X, 2 * BITS - 1),
+        lambda: X.softmax(-1).square().mean(),
+    ],
+)
+def test_what_else_a_loss_may_be_has_no_kind(loss):
+    assert read(loss()) == LossGraph()
+
+
+def test_no_node_at_all_is_no_kind():
+    assert read_loss(None) == LossGraph()
+    assert node_name(None) == ""
+
+
+def test_a_node_is_named_by_its_operation_alone():
+    assert node_name(X.softmax(-1).grad_fn) == "Softmax"
+    assert node_name(F.cross_entropy(X, Y).grad_fn) == "NllLoss"
+    assert node_name(X.exp().grad_fn) == "Exp"
+
+
+# ---- purity and scale
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: F.cross_entropy(X, Y, reduction="sum"),
+        lambda: F.cross_entropy(X, Y, reduction="none").sum(),
+        lambda: 0.3 * F.cross_entropy(X, Y),
+        lambda: F.cross_entropy(X, Y) / 4,
+        lambda: F.cross_entropy(X, Y) * torch.tensor(3.0),
+        lambda: torch.tensor(3.0) * F.cross_entropy(X, Y),
+        lambda: F.cross_entropy(X, Y, reduction="sum") / N,
+        lambda: 2 * -F.mse_loss(X, SOFT),
+        lambda: F.mse_loss(X, SOFT, reduction="none").sum(-1).mean(),
+        lambda: F.binary_cross_entropy_with_logits(X, BITS, reduction="sum"),
+    ],
+)
+def test_a_loss_that_is_summed_or_scaled_by_a_number_is_itself_at_another_scale(loss):
+    expect(loss(), is_pure=True, is_scaled=True)
+    assert read(loss()).kind != ""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: F.cross_entropy(X, Y, reduction="none").mean(),
+        lambda: F.cross_entropy(SEQUENCE.transpose(1, 2), TOKENS, reduction="none").mean(),
+        lambda: F.mse_loss(X, SOFT, reduction="none").mean(),
+        lambda: F.mse_loss(X, SOFT, reduction="none").mean(-1).mean(),
+        lambda: F.binary_cross_entropy_with_logits(X, BITS, reduction="none").mean(),
+    ],
+)
+def test_a_mean_that_is_taken_by_hand_is_a_plain_mean(loss):
+    expect(loss(), **PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda: -F.cross_entropy(X, Y), "cross-entropy"),
+        (lambda: -F.mse_loss(X, SOFT), "mse"),
+        (lambda: -F.binary_cross_entropy(X.sigmoid(), BITS), "binary cross-entropy"),
+        (lambda: -log_p().gather(1, Y[:, None]).mean(), "cross-entropy"),
+        (lambda: -log_p()[torch.arange(N), Y].mean(), "cross-entropy"),
+        (lambda: F.cross_entropy(X, Y).unsqueeze(0).double().squeeze(), "cross-entropy"),
+        (lambda: F.cross_entropy(X, Y).clone().view(1).mean(), "cross-entropy"),
+    ],
+)
+def test_sign_and_shape_of_a_loss_leave_it_what_it_is(loss, kind):
+    expect(loss(), kind=kind, **PLAIN)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: F.cross_entropy(X, Y) + F.cross_entropy(X2, Y2),
+        lambda: F.cross_entropy(X, Y) + 0.1 * F.mse_loss(X2, X2.detach() + 1),
+        lambda: F.mse_loss(X, SOFT) - F.l1_loss(X, SOFT),
+        lambda: F.cross_entropy(X, Y) + 1e-4 * X.square().sum(),
+        lambda: torch.stack([F.cross_entropy(X, Y), F.mse_loss(X, SOFT)]).sum(),
+        lambda: sum([F.cross_entropy(X, Y), F.cross_entropy(X2, Y2)]),
+        lambda: F.cross_entropy(X, Y) + 1.0,
+        lambda: F.cross_entropy(X, Y).sqrt(),
+        lambda: F.cross_entropy(X, Y) ** 2,
+        lambda: F.mse_loss(X, SOFT).log(),
+        lambda: -(-F.cross_entropy(X, Y, reduction="none")).exp().mean(),
+        lambda: F.cross_entropy(X, Y) * X.square().mean(),
+        lambda: F.cross_entropy(X, Y) / X.square().sum(),
+    ],
+)
+def test_what_more_a_loss_is_made_of_leaves_it_no_pure_one(loss):
+    assert not read(loss()).is_pure
+    assert read(loss()).kind != ""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: -(log_p().gather(1, Y[:, None])[:, 0] * ADVANTAGES).mean(),
+        lambda: -(ADVANTAGES * log_p().gather(1, Y[:, None])[:, 0]).mean(),
+        lambda: -(ADVANTAGES * log_p()[torch.arange(N), Y]).sum(),
+        lambda: (F.cross_entropy(X, Y, reduction="none") * ADVANTAGES).mean(),
+        lambda: (ADVANTAGES * F.cross_entropy(X, Y, reduction="none")).mean(),
+        lambda: (ADVANTAGES * F.mse_loss(X, SOFT, reduction="none").mean(1)).sum(),
+        lambda: (F.nll_loss(log_p(), Y, reduction="none") / ADVANTAGES).mean(),
+        lambda: (F.cross_entropy(X, Y, reduction="none") @ ADVANTAGES) / N,
+    ],
+)
+def test_advantages_may_be_negative_so_a_policy_gradient_is_no_pure_loss(loss):
+    assert not read(loss()).is_pure
+
+
+# ---- heads
+
+
+HEADS = {
+    "Softmax": lambda x: x.softmax(-1),
+    "Sigmoid": torch.sigmoid,
+    "Relu": F.relu,
+}
+BETWEEN = {
+    "nothing": lambda x: x,
+    "a view": lambda x: x.view(N * T, C).view(N, T, C),
+    "reshape of what is transposed": lambda x: x.transpose(0, 1).reshape(T, N, C).transpose(0, 1),
+    "flatten and back": lambda x: x.flatten().unflatten(0, (N, T, C)),
+    "float64": lambda x: x.double(),
+    "bfloat16 and back": lambda x: x.bfloat16().float(),
+    "contiguous": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "permute": lambda x: x.permute(2, 0, 1).permute(1, 2, 0),
+    "swapaxes": lambda x: x.swapaxes(0, 1).swapaxes(0, 1),
+    "one more dimension": lambda x: x.unsqueeze(1).squeeze(1),
+    "clone": lambda x: x.clone(),
+    "view_as": lambda x: x.view_as(x),
+    "movedim": lambda x: x.movedim(0, 1).movedim(1, 0),
+    "all of it": lambda x: x[:],
+}
+LOSSES = {
+    "cross-entropy of rows": lambda x: F.cross_entropy(x.reshape(-1, C), TOKENS.reshape(-1)),
+    "cross-entropy of maps": lambda x: F.cross_entropy(x.transpose(1, 2), TOKENS),
+    "soft targets": lambda x: F.cross_entropy(x.flatten(0, 1), torch.full((N * T, C), 1 / C)),
+    "smoothed": lambda x: F.cross_entropy(x.flatten(0, 1), TOKENS.flatten(), label_smoothing=0.1),
+    "scaled and negated": lambda x: -2 * F.cross_entropy(x.flatten(0, 1), TOKENS.flatten()),
+    "one of two": lambda x: F.cross_entropy(x.flatten(0, 1), TOKENS.flatten()) + x.detach().mean(),
+    "logits": lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x)),
+    "nll": lambda x: F.nll_loss(x.flatten(0, 1), TOKENS.flatten()),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_head_is_seen_through_views_casts_and_transposes(head, between):
+    out = BETWEEN[between](HEADS[head](SEQUENCE))
+    assert out.shape == SEQUENCE.shape
+    assert {name: read(loss(out)).head for name, loss in LOSSES.items()} == dict.fromkeys(LOSSES, head)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_scores_as_a_linear_layer_gives_them_have_no_head(between):
+    hidden = numbers(N, T, 4).requires_grad_()
+    torch.manual_seed(0)
+    for out in (nn.Linear(4, C)(hidden), nn.Linear(4, C)(hidden.relu()), hidden @ numbers(4, C)):
+        assert {read(loss(BETWEEN[between](out))).head for loss in LOSSES.values()} == {""}
+
+
+@pytest.mark.parametrize(
+    "out", [lambda x: F.leaky_relu(x), lambda x: x.tanh(), lambda x: 5 * x.sigmoid(), lambda x: x + x.relu()]
+)
+def test_other_last_steps_are_no_head(out):
+    assert {read(loss(out(SEQUENCE))).head for loss in LOSSES.values()} == {""}
+
+
+def test_a_sigmoid_before_the_loss_that_needs_it_is_its_head_and_nothing_is_applied():
+    found = read(F.binary_cross_entropy(X.sigmoid().view(-1), BITS.view(-1)))
+    assert (found.head, found.applies) == ("Sigmoid", "")
+
+
+def test_under_autocast_it_is_what_it_is_without():
+    x, layer = numbers(N, 4), nn.Linear(4, C)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert read(F.cross_entropy(layer(x), Y)) == LossGraph("cross-entropy", True, False, "softmax", "")
+        assert read(F.cross_entropy(layer(x).softmax(-1), Y)).head == "Softmax"
+        assert read(F.mse_loss(layer(x), SOFT)).kind == "mse"
+
+
+def test_a_loss_can_be_read_twice_and_its_gradients_stay_to_the_bit():
+    x = scores()
+    F.cross_entropy(x, Y).backward()
+    expected, x.grad = x.grad, None
+    loss = F.cross_entropy(x, Y)
+    assert read(loss) == read(loss)
+    loss.backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_graph_of_many_nodes_is_read_up_to_some():
+    x = scores()
+    deep = X.sum()
+    for _ in range(200):
+        deep = deep + X.sum()
+    assert read(deep * F.mse_loss(x, SOFT)).kind == "mse"
+    assert read(deep).kind == ""
