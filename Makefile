@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test interop lint notebooks bench clean
+.PHONY: demo test interop lint notebooks bench planted clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -34,6 +34,11 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/gradients.py
 	$(BIN)/python benchmarks/profiler.py
 	$(BIN)/python benchmarks/watch.py
+	$(BIN)/python benchmarks/diagnosis.py
+
+# every planted fault and every control, five seeds, with the rules of three other tools
+planted: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/planted
 
 clean:
 	rm -rf $(VENV)

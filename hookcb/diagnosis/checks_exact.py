@@ -49,7 +49,10 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
 
 @check("param.not_in_optimizer", site=Site.OPTIMIZER, needs=("gradients",), exact=True, leads_to=("loss.*",))
 def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
-    """A parameter that gets gradients and that no optimizer has: it is never updated."""
+    """A parameter that gets gradients and that no optimizer has: it is never updated.
+
+    Formula: `.grad` is not None at some step, and no group of an optimizer has the parameter.
+    """
     params = [p for p in evidence.params.values() if p.stats and not p.is_optimized]
     if not params:
         yield RuledOut("parameters outside the optimizer")
@@ -80,6 +83,9 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
 )
 def zero_layer(evidence: Evidence) -> Iterator[Result]:
     """A hidden layer whose weight is all zero and gets no gradient, so that it stays so.
+
+    Formula: norm of the weight and norm of its gradient are 0 in each of five steps looked at or more; it is
+    not the last weight.
 
     A branch that begins with zeros on purpose gets gradients.
     """

@@ -26,9 +26,10 @@ ENDS = 5  # records at the beginning; at the end they are rare
 def input_scale(evidence: Evidence) -> Iterator[Result]:
     """Inputs on a scale far from 1, and a first step that is far too large for it.
 
-    Median standard deviation of the first three batches looked at above 100, and in the first three records
-    an update above a fifth of a weight, a first loss above three times that of guessing, or units that are
-    saturated or dead; or a recurrent layer that takes them in, whose gates saturate without being seen.
+    Formula: median standard deviation of the first three batches looked at above 100, and in the first three
+    records an update above a fifth of a weight, a first loss above three times that of guessing, or units
+    that are saturated or dead; or a recurrent layer that takes them in, whose gates saturate without being
+    seen.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
@@ -75,8 +76,8 @@ def _harm(evidence: Evidence) -> str:
 def balance(evidence: Evidence) -> Iterator[Result]:
     """A discriminator so good that its generator learns nothing any more.
 
-    Of two networks with an optimizer each: the loss of one comes below 0.05, while the gradient norm of the
-    other falls to a hundredth of what it began with, and its loss is no lower than at the beginning.
+    Formula: of two networks with an optimizer each: the loss of one comes below 0.05, while the gradient norm
+    of the other falls to a hundredth of what it began with, and its loss is no lower than at the beginning.
 
     Source: Arjovsky & Bottou, Towards Principled Methods for Training Generative Adversarial Networks, 2017.
     """

@@ -62,9 +62,9 @@ def _rms(param: Param, until: float) -> Series:
 def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
     """Gradients that fade on the way from the loss to the input, so that early layers do not learn.
 
-    RMS of a weight's gradient / that of the largest weight behind it (of all, where the order is not known),
-    the median of five records up to the last before convergence, records of zeros left out: those are of
-    `unit.dead`. Limit: 1e-4, and 1e-6 for an error; healthy trainings came down to 3e-4, eight sigmoids in
+    Formula: RMS of a weight's gradient / that of the largest weight behind it (of all, where the order is not
+    known), the median of five records up to the last before convergence, records of zeros left out: those are
+    of `unit.dead`. Limit: 1e-4, and 1e-6 for an error; healthy trainings came down to 3e-4, eight sigmoids in
     series to 5e-7. Records in which one weight explodes are left out, as all look small beside it.
 
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
@@ -191,10 +191,10 @@ def _why_attenuated(evidence: Evidence) -> tuple[tuple[str, ...], tuple[str, ...
 def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     """Gradients that grow on the way from the loss to the input, or from one step to the next.
 
-    (a) RMS of a layer's largest weight gradient / the larger of that of the median layer and of the last one,
-    the median of five records: 1,000; healthy trainings came up to 600. (b) the norm of all gradients above
-    ten times its median over up to 50 records before, and the loss twice as high in the ten batches after
-    it as in the ten before: a rare batch alone is no fault. Both before convergence.
+    Formula: (a) RMS of a layer's largest weight gradient / the larger of that of the median layer and of the
+    last one, the median of five records: 1,000; healthy trainings came up to 600. (b) the norm of all
+    gradients above ten times its median over up to 50 records before, and the loss twice as high in the ten
+    batches after it as in the ten before: a rare batch alone is no fault. Both before convergence.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
@@ -337,11 +337,12 @@ def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
 def dead_units(evidence: Evidence) -> Iterator[Result]:
     """Units that no sample activates, so that their weights get no gradient and stay as they are.
 
-    Share of rows of a weight whose gradient was exactly zero each time, over 8 looks and 512 examples or 30
-    looks; without `Diagnose` the smallest share of zero rows of 8 records, from 0.99 on. Limit: 0.6, and 0.8
-    for an error; healthy ReLU networks came to 0.44 in narrow layers. A layer of which one weight gets
-    gradients is not dead, as recurrent weights of sequences of one. Where whole layers are dead, those before
-    them get no gradient either: then it is told of the layer at which the activations become zero.
+    Formula: share of rows of a weight whose gradient was exactly zero each time, over 8 looks and 512
+    examples or 30 looks; without `Diagnose` the smallest share of zero rows of 8 records, from 0.99 on.
+    Limit: 0.6, and 0.8 for an error; healthy ReLU networks came to 0.44 in narrow layers. A layer of which
+    one weight gets gradients is not dead, as recurrent weights of sequences of one. Where whole layers are
+    dead, those before them get no gradient either: then it is told of the layer at which the activations
+    become zero.
 
     Source: Lu et al., "Dying ReLU and Initialization", 2019.
     """

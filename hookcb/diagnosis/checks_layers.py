@@ -47,9 +47,9 @@ def _head(evidence: Evidence) -> float:
 def saturated_units(evidence: Evidence) -> Iterator[Result]:
     """Units at the flat ends of tanh and sigmoid, where hardly any gradient passes.
 
-    Median over five records, up to the last one before convergence, of the share of outputs with |tanh| above
-    0.97 or a sigmoid outside (0.03, 0.97). Limit: half of the units, an error above 0.9; layers after the
-    last weights are left out, where a sure classifier saturates and should.
+    Formula: median over five records, up to the last one before convergence, of the share of outputs with
+    |tanh| above 0.97 or a sigmoid outside (0.03, 0.97). Limit: half of the units, an error above 0.9; layers
+    after the last weights are left out, where a sure classifier saturates and should.
 
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
@@ -99,9 +99,9 @@ def _saturated(layer: Layer, share: float, span: Span) -> Finding:
 def activation_scale(evidence: Evidence) -> Iterator[Result]:
     """Activations that grow from layer to layer, or come near the largest number there is.
 
-    std(output) / std(input), the median of the first three records and that of all: a regression may grow its
-    output as it learns, but does not begin with it. Limit: 1,000, for a warning; a layer that keeps the
-    scale has 1. Or max |output| above a tenth of the largest number of its dtype in two records, for an
+    Formula: std(output) / std(input), the median of the first three records and that of all: a regression may
+    grow its output as it learns, but does not begin with it. Limit: 1,000, for a warning; a layer that keeps
+    the scale has 1. Or max |output| above a tenth of the largest number of its dtype in two records, for an
     error: a sum of ten of these is infinite.
 
     Source: He et al., "Delving Deep into Rectifiers", 2015, for layers that keep the scale.
@@ -197,12 +197,12 @@ def _near_overflow(layer: Layer, most: float, span: Span) -> Finding:
 def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
     """Outputs that are the same for every sample of a batch, so that nothing can be told apart any more.
 
-    Variance across the batch / second moment, the median over five records up to the last before convergence.
-    Limit: 1e-6, a difference of a thousandth between samples. Told of the first layer from which on
-    everything to the end of the model has collapsed: what sees a constant by design (positions, a learned
-    query), or is pulled apart again by batch norm, has something alive behind it. Not told of the head
-    alone: a regression on targets of 2,000 ± 2 has such outputs. A note only where the spread gets lost
-    little by little, by less than a thousandfold in any one layer, which gradients tell more of.
+    Formula: variance across the batch / second moment, the median over five records up to the last before
+    convergence. Limit: 1e-6, a difference of a thousandth between samples. Told of the first layer from which
+    on everything to the end of the model has collapsed: what sees a constant by design (positions, a learned
+    query), or is pulled apart again by batch norm, has something alive behind it. Not told of the head alone:
+    a regression on targets of 2,000 ± 2 has such outputs. A note only where the spread gets lost little by
+    little, by less than a thousandfold in any one layer, which gradients tell more of.
 
     Source: Schoenholz et al., "Deep Information Propagation", 2017, for how inputs become alike with depth.
     """

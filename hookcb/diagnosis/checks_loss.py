@@ -26,9 +26,10 @@ LATEST_LOSSES = 4_096  # of a long run, so that a look at it takes no second
 def first_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that begins far above that of guessing: the model is very sure of something wrong.
 
-    Loss of the first batch, before any update / loss of guessing: ln C of cross-entropy over C classes, the
-    mean square of the targets of MSE. Limit: above twice and by more than 2 for cross-entropy, three times
-    for MSE; a warning from five times on where it is still above guessing after ten batches, else a note.
+    Formula: loss of the first batch, before any update / loss of guessing: ln C of cross-entropy over C
+    classes, the mean square of the targets of MSE. Limit: above twice and by more than 2 for cross-entropy,
+    three times for MSE; a warning from five times on where it is still above guessing after ten batches, else
+    a note.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "verify loss @ init".
     """
@@ -65,9 +66,10 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
 def flat_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that has not fallen since the beginning.
 
-    Over 50 batches or more: the drop by the median slope (Theil-Sen) within three standard errors of noise or
-    5 % of the loss, and the moving average never below 0.95 of the first ten. A warning where the loss is no
-    better than 0.8 of guessing; else a note, as a model that was trained before may begin at its end.
+    Formula: over 50 batches or more: the drop by the median slope (Theil-Sen) within three standard errors of
+    noise or 5 % of the loss, and the moving average never below 0.95 of the first ten. A warning where the
+    loss is no better than 0.8 of guessing; else a note, as a model that was trained before may begin at its
+    end.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968; the standard
     error of a slope over n points is noise · sqrt(12 / n) over the length of the run.
@@ -109,9 +111,10 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
 def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that is higher than at the beginning, and stays there.
 
-    Moving average above the beginning by 50 % of its size, and above twice its minimum where it is positive,
-    for the last 50 batches, or the last third of a shorter run of 20 or more. Of a loss of unknown kind,
-    or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator) rises as the other learns.
+    Formula: moving average above the beginning by 50 % of its size, and above twice its minimum where it is
+    positive, for the last 50 batches, or the last third of a shorter run of 20 or more. Of a loss of unknown
+    kind, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator) rises as the other
+    learns.
 
     Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
     loss that rises again and again; the limits are ours.
@@ -159,9 +162,9 @@ def _beginning(evidence: Evidence) -> float:
 def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss below what it can be: cross-entropy, MSE and their like are never below zero.
 
-    Limit: -1e-6, which leaves room for rounding. A loss that is negated has no minimum, and training makes
-    the model as wrong as it can; `nll_loss` fed probabilities rather than log-probabilities is below zero,
-    too.
+    Formula: Limit: -1e-6, which leaves room for rounding. A loss that is negated has no minimum, and training
+    makes the model as wrong as it can; `nll_loss` fed probabilities rather than log-probabilities is below
+    zero, too.
 
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2: these are negative logarithms of
     probabilities, or squares and distances.
@@ -202,8 +205,8 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
 def loss_spikes(evidence: Evidence) -> Iterator[Result]:
     """Single losses far above those before them: a note, never an alarm.
 
-    Above the median of up to 128 batches before (32 at least) by six robust standard deviations, twice or
-    more, in the last 4,096 batches.
+    Formula: above the median of up to 128 batches before (32 at least) by six robust standard deviations,
+    twice or more, in the last 4,096 batches.
 
     Source: P. J. Huber, "Robust Statistics", 1981, for the median absolute deviation.
     """

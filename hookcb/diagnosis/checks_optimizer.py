@@ -60,10 +60,11 @@ SKIPPED, MOST_SKIPPED = 0.1, 4  # a scaler that begins too high skips a few step
 def large_updates(evidence: Evidence) -> Iterator[Result]:
     """Steps that change a weight by much of its size.
 
-    max over weights of ‖ΔW‖ / ‖W‖. Limit: 0.2 in three of the first ten records, 0.05 in five of eight later
-    ones; 1e-3 is usual. An error where two of the first ten steps are larger than the weights, or the loss
-    rises. Left out: weights that begin near zero and grow (a last layer of zeros, LoRA), and trainings whose
-    loss falls all the same by a fifth, or, with steps larger than the weights, to a twentieth.
+    Formula: max over weights of ‖ΔW‖ / ‖W‖. Limit: 0.2 in three of the first ten records, 0.05 in five of
+    eight later ones; 1e-3 is usual. An error where two of the first ten steps are larger than the weights, or
+    the loss rises. Left out: weights that begin near zero and grow (a last layer of zeros, LoRA), and
+    trainings whose loss falls all the same by a fifth, or, with steps larger than the weights, to a
+    twentieth.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
@@ -173,8 +174,8 @@ def _divisor(size: float) -> str:
 def small_updates(evidence: Evidence) -> Iterator[Result]:
     """Steps that hardly change the weights, so that nothing is learned in reasonable time.
 
-    Median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence in which the
-    learning rate was at least half of its largest: neither warm-up nor the end of a decay counts. Limit:
+    Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence in which
+    the learning rate was at least half of its largest: neither warm-up nor the end of a decay counts. Limit:
     1e-5, a hundredth of the usual 1e-3; an error below 1e-6 where the loss hardly falls. Nothing is said
     where it falls by a fifth.
 
@@ -239,10 +240,10 @@ def _never_warm(evidence: Evidence) -> Iterator[Result]:
 def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     """Clipping that cuts nearly each gradient to a small part: only the learning rate is changed by it.
 
-    Share of records with clipped norm / norm below 1, and the median of that. Limit: above 95 % of ten
-    records or more, and a median below 0.01. An error for optimizers like SGD, a warning for those like Adam,
-    which divide by the size of gradients anyway. Nothing is said where the loss falls by a fifth, unless the
-    median is below 1e-4.
+    Formula: share of records with clipped norm / norm below 1, and the median of that. Limit: above 95 % of
+    ten records or more, and a median below 0.01. An error for optimizers like SGD, a warning for those like
+    Adam, which divide by the size of gradients anyway. Nothing is said where the loss falls by a fifth,
+    unless the median is below 1e-4.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, who take the mean
     norm of a while for the limit.
@@ -288,9 +289,9 @@ def _usual_norm(evidence: Evidence) -> str:
 def dominating_decay(evidence: Evidence) -> Iterator[Result]:
     """Weight decay that moves the weights more than the loss does, to zero.
 
-    Share of the decay in a step, in the median weight. Where it is added to the gradient (SGD, Adam):
-    wd ‖W‖ / (wd ‖W‖ + ‖g‖). Of adaptive optimizers, which may take it apart from the gradient (AdamW), at
-    most lr · wd / (‖ΔW‖ / ‖W‖), the part of the step it can have. Limit: 0.9 in 20 records in a row, or in
+    Formula: share of the decay in a step, in the median weight. Where it is added to the gradient (SGD,
+    Adam): wd ‖W‖ / (wd ‖W‖ + ‖g‖). Of adaptive optimizers, which may take it apart from the gradient (AdamW),
+    at most lr · wd / (‖ΔW‖ / ‖W‖), the part of the step it can have. Limit: 0.9 in 20 records in a row, or in
     all of ten or more. Or else the outcome of it: the median weight has less than a tenth of the usual size
     1/sqrt(fan in), has not got there from nothing (a drift of 1), and either decay comes to e**-2 or had such
     a share in ten records.
@@ -480,8 +481,8 @@ def _no_rate(evidence: Evidence, span: Span) -> Finding:
 def collapsed_scale(evidence: Evidence) -> Iterator[Result]:
     """A GradScaler that skips many steps, or has come below 1: gradients overflow whatever the scale.
 
-    Above 10 % of steps skipped and five of them or more (a scaler that begins too high skips a few), or a
-    scale below 1.
+    Formula: above 10 % of steps skipped and five of them or more (a scaler that begins too high skips a few),
+    or a scale below 1.
 
     Source: torch.amp.GradScaler, which begins at 65,536 and halves at each overflow.
     """

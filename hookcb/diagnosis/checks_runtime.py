@@ -25,8 +25,8 @@ MOST_BYTES = 1e18
 def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     """Training that waits for its batches.
 
-    Median wait for a batch / median time of a batch with that, the first five left out. Limit: 0.3, and 0.6
-    for an error; nothing below 3 ms, where there is nothing to gain.
+    Formula: median wait for a batch / median time of a batch with that, the first five left out. Limit: 0.3,
+    and 0.6 for an error; nothing below 3 ms, where there is nothing to gain.
 
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
@@ -62,7 +62,7 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
 def growing_memory(evidence: Evidence) -> Iterator[Result]:
     """Memory that grows from step to step, until there is none left.
 
-    Slope by least squares over 50 steps or more after the first ten. Limit: 1 MB a step, with a 95 %
+    Formula: slope by least squares over 50 steps or more after the first ten. Limit: 1 MB a step, with a 95 %
     confidence interval above zero, and growth in both halves of the run.
 
     Source: Draper & Smith, "Applied Regression Analysis", 1998, for the standard error of a slope; the

@@ -33,6 +33,8 @@ def input_constant(evidence: Evidence) -> Iterator[Result]:
 def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
     """A class index at or above the number of classes, or below 0 where torch has refused it.
 
+    Formula: a target ≥ C of outputs with C classes that is not `ignore_index`; or the error of torch itself.
+
     Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
     """
     return _seen(evidence, "label.out_of_range", "error", "labels out of range", of="labels")
@@ -130,7 +132,10 @@ def gates_shut(evidence: Evidence) -> Iterator[Result]:
 
 @check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
 def hook_silent(evidence: Evidence) -> Iterator[Result]:
-    """Layers with a hook that were never called, so that nothing is known of them: a note."""
+    """Layers with a hook that were never called, so that nothing is known of them: a note.
+
+    Formula: number of calls = 0 after the training.
+    """
     if not evidence.silent:
         yield RuledOut("layers that were never called")
         return
@@ -160,6 +165,9 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
 @check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)
 def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
     """The gradient of a layer's output is NaN or infinite, and those of all parameters are finite.
+
+    Formula: elements of the gradient of an output that are NaN or infinite > 0, of parameters = 0, at one
+    step.
 
     Known where `GradientHealth(activations=True)` records gradients of outputs.
     """
@@ -226,7 +234,10 @@ def grad_stale(evidence: Evidence) -> Iterator[Result]:
 
 @check("param.duplicated", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("update.*", "loss.*"))
 def param_duplicated(evidence: Evidence) -> Iterator[Result]:
-    """A parameter that is in the optimizers' groups more than once: it gets several updates a step."""
+    """A parameter that is in the optimizers' groups more than once: it gets several updates a step.
+
+    Formula: number of times that a parameter is in the groups of all optimizers > 1.
+    """
     return _seen(evidence, "param.duplicated", "error", "parameters twice in the optimizer")
 
 
@@ -250,7 +261,11 @@ def update_swallowed(evidence: Evidence) -> Iterator[Result]:
 
 @check("param.not_stepped", site=Site.OPTIMIZER, needs=("batches",), exact=True, leads_to=("loss.flat",))
 def never_stepped(evidence: Evidence) -> Iterator[Result]:
-    """No optimizer has made a step in twenty batches with a backward, and no weight has changed by a bit."""
+    """No optimizer has made a step in twenty batches with a backward, and no weight has changed by a bit.
+
+    Formula: number of steps = 0 in twenty batches with a backward, and no element of any weight looked at has
+    changed.
+    """
     return _seen(evidence, "param.not_stepped", "error", "steps that are never made", of="backward")
 
 

@@ -92,7 +92,7 @@ class Finding:
         others = f"Ruled out: {', '.join(ruled_out)}." if ruled_out else ""
         yield from _filled("  ".join(part for part in (likely, others) if part), width, 3)
         if self.next_steps:
-            yield from _filled(f"Next: {self.next_steps[0]}.", width, 2)
+            yield from _filled(f"Next: {_sentence(self.next_steps[0])}.", width, 2)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -1,0 +1,156 @@
+"""Graphs of past batches that are kept alive, in loops that keep them and in loops that do not."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb.diagnosis.keeping import FOLLOWED, KEY, KeptGraphs
+
+X, Y = torch.ones(4, 3), torch.zeros(4, 2)
+
+
+def loop(keep, n=FOLLOWED + 10, every=5):
+    """What is seen in a training whose loop does `keep` with each loss."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(3, 2), KeptGraphs()
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    loss = pred = None
+    for step in range(n):
+        pred = model(X)
+        loss = F.mse_loss(pred, Y)
+        kept.note(loss.grad_fn, step)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        keep(loss, pred)
+        if step % every == 0:
+            kept.look()
+    kept.look()
+    return list(kept.sightings())
+
+
+class Running:
+    """A sum that goes on with its graph."""
+
+    def __init__(self):
+        self.total = 0.0
+
+    def __call__(self, loss, pred):
+        self.total = self.total + loss
+
+
+def appended():
+    losses = []
+    return lambda loss, pred: losses.append(loss)
+
+
+def into_dict():
+    rows = []
+    return lambda loss, pred: rows.append({"loss": (loss / 2, pred.shape)})
+
+
+@pytest.mark.parametrize("keep", [appended, Running, into_dict])
+def test_losses_that_are_kept_with_their_graph_are_told(keep):
+    (found,) = loop(keep())
+    assert (found.code, found.value) == ("memory.growth", FOLLOWED - 2)
+    assert f"last {FOLLOWED - 2} batches" in found.text
+
+
+def detached():
+    losses = []
+    return lambda loss, pred: losses.append(loss.detach())
+
+
+def numbers():
+    losses = []
+    return lambda loss, pred: losses.append(loss.item())
+
+
+def the_last_two():
+    losses = []
+
+    def keep(loss, pred):
+        losses.append(loss)
+        del losses[:-2]
+
+    return keep
+
+
+def every_second():
+    losses = []
+    return lambda loss, pred: losses.append(loss if len(losses) % 2 else None)
+
+
+def an_epoch():
+    """Losses of ten batches, which are averaged and dropped."""
+    losses = []
+
+    def keep(loss, pred):
+        losses.append(loss)
+        if len(losses) == 10:
+            losses.clear()
+
+    return keep
+
+
+@pytest.mark.parametrize("keep", [detached, numbers, the_last_two, every_second, an_epoch])
+def test_losses_that_are_dropped_in_time_or_kept_as_numbers_are_no_finding(keep):
+    assert loop(keep()) == []
+
+
+def test_a_loop_that_only_holds_its_last_batch_is_no_finding():
+    assert loop(lambda loss, pred: None) == []
+
+
+def test_fewer_batches_than_it_follows_are_too_few():
+    assert loop(appended(), n=FOLLOWED - 3) == []
+    assert len(loop(appended(), n=FOLLOWED)) == 1
+
+
+def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
+    losses, kept = [], KeptGraphs()
+    for step in range(FOLLOWED):
+        losses.append(torch.ones(3, requires_grad=True).sum())
+        kept.note(losses[-1].grad_fn, step)
+    kept.look()
+    losses.clear()
+    kept.look()
+    (found,) = kept.sightings()
+    assert (found.step, found.value) == (0, FOLLOWED - 2)
+
+
+def test_the_first_step_it_names_is_one_that_it_follows():
+    (found,) = loop(appended(), n=3 * FOLLOWED, every=3 * FOLLOWED - 1)
+    assert found.step == 2 * FOLLOWED
+
+
+def test_losses_without_a_graph_are_not_followed():
+    kept = KeptGraphs()
+    for step in range(2 * FOLLOWED):
+        kept.note(None, step)
+        kept.look()
+    assert list(kept.sightings()) == []
+
+
+def test_it_keeps_no_graph_alive_itself():
+    x = torch.ones(3, requires_grad=True)
+    kept, loss = KeptGraphs(), (x * 2).sum()
+    node = loss.grad_fn
+    kept.note(node, 0)
+    token = weakref.ref(node.metadata[KEY])
+    assert token() is not None
+    del loss, node
+    gc.collect()
+    assert token() is None
+
+
+def test_gradients_of_a_noted_loss_are_to_the_bit_as_without():
+    x = torch.arange(3.0, requires_grad=True)
+    loss = (x.exp() * x).sum()
+    KeptGraphs().note(loss.grad_fn, 0)
+    loss.backward()
+    assert torch.equal(x.grad, (x.exp() * x + x.exp()).detach())

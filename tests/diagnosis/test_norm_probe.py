@@ -1,0 +1,133 @@
+"""Batch norms whose mode or batch does not fit."""
+
+import pytest
+import torch
+from torch import nn
+
+from hookcb.diagnosis.norm_probe import NormProbe
+
+
+def net():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3), nn.BatchNorm1d(3)
+    )
+
+
+def sightings(probe, n_batches=10):
+    return list(probe.sightings(n_batches))
+
+
+def seen(model, n=10, size=8, at=None):
+    """What was seen in n batches; `at` may change the model before one."""
+    probe = NormProbe(model)
+    for step in range(n):
+        if at is not None:
+            at(step)
+        probe.begin_batch(step, size if isinstance(size, int) else size[step])
+    return sightings(probe, n)
+
+
+def test_batch_norms_in_training_mode_are_fine():
+    assert seen(net()) == []
+    assert seen(nn.Linear(2, 2)) == []
+
+
+def test_each_batch_norm_that_is_left_in_eval_is_told_by_name():
+    found = seen(net().eval())
+    assert [(s.code, s.layer, s.step) for s in found] == [("mode.mismatch", "1", 0), ("mode.mismatch", "5", 0)]
+    model = net()
+    model[5].eval()
+    assert [s.layer for s in seen(model)] == ["5"]
+
+
+def test_one_that_goes_to_eval_in_the_middle_is_told_with_that_step():
+    model = net()
+    (found,) = seen(model, at=lambda step: model[1].train(step < 4))
+    assert (found.layer, found.step) == ("1", 4)
+
+
+def test_the_model_itself_may_be_a_batch_norm():
+    (found,) = seen(nn.BatchNorm1d(3).eval())
+    assert found.code == "mode.mismatch"
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.BatchNorm1d(4).requires_grad_(False),  # frozen on purpose
+        lambda: nn.BatchNorm1d(4, affine=False),  # nothing of it is trained
+        lambda: nn.BatchNorm1d(4, track_running_stats=False),  # the same in both modes
+        lambda: nn.LayerNorm(4),
+        lambda: nn.GroupNorm(2, 4),
+        lambda: nn.Dropout(),
+    ],
+)
+def test_what_may_be_in_eval_mode_is_no_finding(norm):
+    assert seen(nn.Sequential(nn.Linear(4, 4), norm()).eval()) == []
+
+
+def test_a_norm_of_which_only_the_bias_is_trained_is_trained():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    model[1].weight.requires_grad_(False)
+    assert len(seen(model)) == 1
+
+
+# ---- batches of one sample
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_told"),
+    [
+        ([1] * 10, True),
+        ([1] * 9 + [8], True),
+        ([1] * 8 + [8] * 2, False),
+        ([8] * 9 + [1], False),  # a last batch that is left over
+        ([2] * 10, False),
+    ],
+)
+def test_batches_that_mostly_have_one_sample_are_told_as_a_warning(sizes, is_told):
+    found = seen(net(), size=sizes)
+    assert [(s.code, s.severity, s.layer) for s in found] == [("mode.mismatch", "warning", "1")] * is_told
+
+
+def test_single_samples_are_fine_without_a_batch_norm():
+    assert seen(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), size=1) == []
+
+
+def test_without_a_batch_nothing_is_said():
+    assert sightings(NormProbe(net()), 0) == []
+
+
+# ---- a batch norm that refuses
+
+
+def refused(model, x):
+    with pytest.raises(ValueError, match="Expected more") as info:
+        model(x)
+    return info.value
+
+
+def test_the_batch_norm_that_has_raised_is_told_as_an_error():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
+    model[1][0].eval()
+    probe = NormProbe(model)
+    probe.look_at_error(refused(model, torch.ones(1, 4)), 7)
+    (found,) = sightings(probe)
+    assert (found.code, found.severity, found.layer, found.step) == ("mode.mismatch", "error", "1.1", 7)
+
+
+def test_it_is_told_once_even_where_batches_have_one_sample():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    probe = NormProbe(model)
+    probe.begin_batch(0, 1)
+    probe.look_at_error(refused(model, torch.ones(1, 4)), 0)
+    assert [s.severity for s in sightings(probe, 1)] == ["error"]
+
+
+def test_other_errors_and_norms_of_other_models_are_not_its_business():
+    probe, other = NormProbe(net()), nn.BatchNorm1d(4)
+    probe.look_at_error(refused(other, torch.ones(1, 4)), 0)
+    probe.look_at_error(refused(nn.InstanceNorm1d(4), torch.ones(2, 4, 1)), 0)
+    probe.look_at_error(ValueError("Expected input batch_size (3) to match target batch_size (4)."), 0)
+    probe.look_at_error(RuntimeError("Expected more than 1 value per channel"), 0)
+    assert sightings(probe) == []

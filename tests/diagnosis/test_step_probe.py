@@ -1,0 +1,236 @@
+"""Gradients left over from the last step, and updates that low precision swallows, in small trainings."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
+
+
+def net(seed=0, n_out=2):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, n_out))
+
+
+def batches(n):
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 3, generator=g), torch.randn(4, 2, generator=g)) for _ in range(n)]
+
+
+def trained(clear, n=12, every=1, opt=torch.optim.SGD, stop=None):
+    """What is seen where `clear(opt, model, i, when)` clears gradients, and each `every`-th batch has a step."""
+    model = net()
+    stale, opt = StaleGradients(model), opt(model.parameters(), lr=1e-3)
+    for i, (x, y) in enumerate(batches(n)):
+        clear(opt, model, i, "begin")
+        loss = F.mse_loss(model(x), y)
+        clear(opt, model, i, "forward")
+        stale.before_backward()
+        loss.backward()
+        if (i + 1) % every == 0:
+            opt.step()
+            stale.after_step(opt)
+            clear(opt, model, i, "end")
+    return list(stale.sightings())
+
+
+def at(when, set_to_none=True, every=1, by_model=False):
+    def clear(opt, model, i, now):
+        if now == when and i % every == 0:
+            (model if by_model else opt).zero_grad(set_to_none=set_to_none)
+
+    return clear
+
+
+def never(opt, model, i, now):
+    """Nobody clears anything."""
+
+
+# ---- gradients left over
+
+
+@pytest.mark.parametrize("opt", [torch.optim.SGD, torch.optim.Adam])
+def test_gradients_that_nobody_clears_are_told(opt):
+    (found,) = trained(never, n=12, opt=opt)
+    assert (found.code, found.step, found.value) == ("grad.stale", 1, 11)
+    assert "in 11 of 12 steps" in found.text
+
+
+@pytest.mark.parametrize("when", ["begin", "forward", "end"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("by_model", [True, False])
+def test_gradients_that_are_cleared_anywhere_between_two_backwards_are_fine(when, set_to_none, by_model):
+    assert trained(at(when, set_to_none, by_model=by_model)) == []
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("every", [2, 4])
+def test_accumulation_is_no_stale_gradient(every, set_to_none):
+    assert trained(at("begin", set_to_none, every), n=24, every=every) == []
+    assert trained(at("end", set_to_none), n=24, every=every) == []
+
+
+def test_accumulation_without_ever_clearing_is():
+    (found,) = trained(never, n=24, every=4)
+    assert found.value == 5
+
+
+def test_gradients_that_are_cleared_now_and_then_are_no_finding():
+    assert trained(at("begin", every=3)) == []
+
+
+@pytest.mark.parametrize(("n", "is_told"), [(2, False), (3, True)])
+def test_three_steps_are_needed(n, is_told):
+    assert len(trained(never, n=n)) == is_told
+
+
+def test_gradients_that_are_zero_by_themselves_are_not_stale():
+    model = net()
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    stale, opt = StaleGradients(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        stale.before_backward()
+        (model(torch.ones(4, 3)) * 0).sum().backward()
+        opt.step()
+        stale.after_step(opt)
+    assert list(stale.sightings()) == []
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_a_generator_and_a_discriminator_are_told_apart(is_clean):
+    """The generator's backward leaves gradients in the discriminator, which are cleared before its own."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"g": nn.Linear(3, 3), "d": nn.Linear(3, 1)})
+    opts = {name: torch.optim.SGD(m.parameters(), 1e-3) for name, m in model.items()}
+    stale = StaleGradients(model)
+    for (x, _), name in itertools.product(batches(8), ("d", "g")):
+        if is_clean:
+            opts[name].zero_grad()
+        fake = model["g"](x)
+        loss = -model["d"](fake).mean() if name == "g" else (model["d"](fake.detach()) - model["d"](x)).mean()
+        stale.before_backward()
+        loss.backward()
+        opts[name].step()
+        stale.after_step(opts[name])
+    assert [s.code for s in stale.sightings()] == [] if is_clean else ["grad.stale"] * 2
+
+
+def test_other_parameters_of_an_optimizer_may_keep_their_gradients():
+    model, other = net(), nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    stale, opt = StaleGradients(model), torch.optim.SGD([other, *model.parameters()], lr=1e-3)
+    for x, y in batches(6):
+        model.zero_grad()
+        stale.before_backward()
+        F.mse_loss(model(x), y).backward()
+        opt.step()
+        stale.after_step(opt)
+    assert list(stale.sightings()) == []
+
+
+def test_sparse_gradients_are_looked_past():
+    torch.manual_seed(0)
+    model = nn.Embedding(10, 4, sparse=True)
+    stale, opt = StaleGradients(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        opt.zero_grad()
+        stale.before_backward()
+        model(torch.arange(4)).sum().backward()
+        opt.step()
+        stale.after_step(opt)
+    assert list(stale.sightings()) == []
+
+
+def test_an_optimizer_that_is_gone_is_forgotten():
+    model = net()
+    stale = StaleGradients(model)
+    for _ in range(4):
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        stale.after_step(opt)
+        del opt
+    stale.before_backward()
+    assert list(stale.sightings()) == []
+
+
+# ---- updates that are swallowed
+
+
+def stepped(lr, dtype=torch.bfloat16, n=5, scale=1.0, opt=torch.optim.SGD):
+    """What `Swallowed` has seen, and by name the shares that a comparison of whole weights gives."""
+    model = net().to(dtype)
+    swallowed, opt = Swallowed(model), opt(model.parameters(), lr=lr)
+    expected = {}
+    for step, (x, y) in enumerate(batches(n)):
+        opt.zero_grad()
+        (scale * F.mse_loss(model(x.to(dtype)), y.to(dtype))).backward()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        swallowed.before_step()
+        opt.step()
+        swallowed.after_step(step)
+        for name, p in model.named_parameters():
+            asked = p.grad != 0
+            same = (p.detach() == before[name]) & asked
+            expected.setdefault(name, []).append(int(same.sum()) / max(1, int(asked.sum())))
+    return swallowed, expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lr", [1e-5, 1e-3, 3e-2, 1.0])
+def test_shares_are_those_of_whole_weights_compared(dtype, lr):
+    swallowed, expected = stepped(lr, dtype)
+    assert set(swallowed.shares) == {"0.weight", "2.weight"}
+    for name, shares in swallowed.shares.items():
+        assert [float(share) for _, share in shares] == pytest.approx(expected[name])
+        assert [step for step, _ in shares] == list(range(5))
+
+
+def test_a_small_rate_in_bfloat16_is_told_and_a_large_one_is_not():
+    swallowed, expected = stepped(1e-5)
+    found = {s.param: s for s in swallowed.sightings()}
+    assert set(found) == {"0.weight", "2.weight"}
+    for name, s in found.items():
+        assert (s.code, s.layer, s.step) == ("update.swallowed", name.removesuffix(".weight"), 0)
+        assert s.value == pytest.approx(sorted(expected[name])[2])
+        assert "bfloat16" in s.text
+    assert list(stepped(1.0)[0].sightings()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_in_full_precision_are_not_followed(dtype):
+    assert stepped(1e-9, dtype)[0].shares == {}
+
+
+def test_two_steps_are_too_few_to_be_told():
+    assert list(stepped(1e-6, n=2)[0].sightings()) == []
+    assert len(list(stepped(1e-6, n=3)[0].sightings())) == 2
+
+
+def test_a_weight_without_a_gradient_has_no_update_to_lose():
+    model = net().bfloat16()
+    swallowed = Swallowed(model)
+    for step in range(5):
+        model[0].weight.grad = None
+        model[2].weight.grad = torch.zeros_like(model[2].weight)
+        swallowed.before_step()
+        swallowed.after_step(step)
+    assert "0.weight" not in swallowed.shares
+    assert [float(share) for _, share in swallowed.shares["2.weight"]] == [0.0] * 5
+    assert list(swallowed.sightings()) == []
+
+
+def test_a_weight_that_moves_in_one_step_of_five_is_not_told():
+    model = net().bfloat16()
+    swallowed = Swallowed(model)
+    for step in range(5):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        swallowed.before_step()
+        if step == 3:
+            with torch.no_grad():
+                model[0].weight += 1
+        swallowed.after_step(step)
+    assert [s.param for s in swallowed.sightings()] == ["2.weight"]
