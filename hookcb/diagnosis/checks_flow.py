@@ -76,7 +76,7 @@ def _harm(evidence: Evidence) -> str:
 def balance(evidence: Evidence) -> Iterator[Result]:
     """A discriminator so good that its generator learns nothing any more.
 
-    Formula: of two networks with an optimizer each: the loss of one comes below 0.05, while the gradient norm
+    Formula: of two networks with an optimizer each, the loss of one comes below 0.05, while the gradient norm
     of the other falls to a hundredth of what it began with, and its loss is no lower than at the beginning.
 
     Source: Arjovsky & Bottou, Towards Principled Methods for Training Generative Adversarial Networks, 2017.

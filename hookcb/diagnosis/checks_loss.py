@@ -66,7 +66,7 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
 def flat_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that has not fallen since the beginning.
 
-    Formula: over 50 batches or more: the drop by the median slope (Theil-Sen) within three standard errors of
+    Formula: over 50 batches or more, the drop by the median slope (Theil-Sen) within three standard errors of
     noise or 5 % of the loss, and the moving average never below 0.95 of the first ten. A warning where the
     loss is no better than 0.8 of guessing; else a note, as a model that was trained before may begin at its
     end.
@@ -162,9 +162,9 @@ def _beginning(evidence: Evidence) -> float:
 def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss below what it can be: cross-entropy, MSE and their like are never below zero.
 
-    Formula: Limit: -1e-6, which leaves room for rounding. A loss that is negated has no minimum, and training
-    makes the model as wrong as it can; `nll_loss` fed probabilities rather than log-probabilities is below
-    zero, too.
+    Formula: the smallest loss. Limit: -1e-6, which leaves room for rounding. A loss that is negated has no
+    minimum, and training makes the model as wrong as it can; `nll_loss` fed probabilities rather than
+    log-probabilities is below zero, too.
 
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2: these are negative logarithms of
     probabilities, or squares and distances.

@@ -33,7 +33,7 @@ def input_constant(evidence: Evidence) -> Iterator[Result]:
 def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
     """A class index at or above the number of classes, or below 0 where torch has refused it.
 
-    Formula: a target ≥ C of outputs with C classes that is not `ignore_index`; or the error of torch itself.
+    Formula: the largest index ≥ C or the smallest < 0, of the batch whose loss torch has refused.
 
     Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
     """
@@ -71,8 +71,9 @@ def init_symmetric(evidence: Evidence) -> Iterator[Result]:
 def mode_mismatch(evidence: Evidence) -> Iterator[Result]:
     """A batch norm that is trained and is in eval mode, or that normalises by a single sample.
 
-    One whose parameters are frozen is meant to be in eval mode, as in fine-tuning. An error where there is
-    one value per channel, a warning where the values of a channel come from one sample.
+    Formula: in a training batch `training` is False and a parameter of it has `requires_grad`; or values per
+    channel = 1, an error, or samples = 1 in nine of ten batches, a warning. One whose parameters are frozen
+    is meant to be in eval mode, as in fine-tuning.
 
     Source: torch.nn.BatchNorm2d.
     """

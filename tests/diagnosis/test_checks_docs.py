@@ -1,0 +1,226 @@
+"""The page of all checks is made from their registry, and says of each what it looks at and why there."""
+
+import math
+import re
+from dataclasses import replace
+
+import margins
+import pytest
+from margins import Measured, Number
+
+from hookcb.diagnosis import docs
+from hookcb.diagnosis.docs import Margin, document, main, read_margins
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.judge import SECTIONS, SOURCES
+from hookcb.diagnosis.registry import CHECKS, RuledOut, Unable, check_of
+from hookcb.diagnosis.verdict import Finding
+
+DESIGNED = re.findall(
+    r"\S+",
+    """
+    nonfinite.first nonfinite.contained param.unreachable param.not_in_optimizer param.duplicated
+    param.not_stepped update.swallowed grad.stale loss.detached init.symmetric mode.mismatch head.activation
+    hook.silent replica.diverged amp.scale_collapse input.nonfinite input.constant label.out_of_range
+
+    grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
+    update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates
+    dropout.extreme input.scale attn.collapse data.labels gan.balance time.data_bound memory.growth
+    """,
+)
+CODES = {code for check in CHECKS for code in check.codes}
+STATISTICAL = [check for check in CHECKS if not check.exact]
+MARGIN = Margin(
+    "unit.dead", 0.6, is_low=False, healthy=0.44, control="dilated convolutions", lowest=0.75, highest=1.0
+)
+
+
+def named(checks):
+    return [
+        pytest.param(check, id=f"{check.function.__module__}.{check.function.__name__}") for check in checks
+    ]
+
+
+# ---- the page
+
+
+@pytest.mark.skipif(not docs.PAGE.exists(), reason="an installed package has no page beside it")
+def test_the_page_is_current():
+    assert docs.PAGE.read_text("utf-8") == document(read_margins()), f"run {docs.COMMAND}"
+
+
+def test_the_page_has_each_check_with_all_that_is_known_of_it():
+    page = document([MARGIN])
+    for check in CHECKS:
+        assert check.doc in page
+    headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    assert len(headings) == len(CHECKS)
+    assert {code for heading in headings for code in re.findall(r"`([^`]+)`", heading)} == CODES
+    assert page.count("Margin: not measured.") == len(STATISTICAL) - 1
+
+
+def test_checks_come_in_the_order_of_the_flow():
+    page = document()
+    sections = [page.index(f"## {docs.SITES[site]}") for site in sorted(docs.SITES)]
+    assert sections == sorted(sections)
+    assert set(docs.SITES) >= {check.site for check in CHECKS}
+
+
+def test_check_tells_a_page_that_is_missing_or_old_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "docs" / "checks.md"
+    monkeypatch.setattr(docs, "PAGE", page)
+    assert main(["--check"]) == 1
+    assert not page.exists()
+    assert docs.COMMAND in capsys.readouterr().err
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+    page.write_text(page.read_text("utf-8") + " ", "utf-8")
+    assert main(["--check"]) == 1
+
+
+def test_without_a_checkout_there_are_no_margins(tmp_path):
+    assert read_margins(tmp_path / "margins.json") == []
+
+
+# ---- margins
+
+
+def test_a_margin_says_how_far_healthy_and_faulty_are_apart():
+    assert str(MARGIN) == "healthy up to 0.44 (dilated convolutions), faults from 0.75 to 1; limit 0.6."
+
+
+def test_where_low_is_faulty_healthy_ones_come_down():
+    margin = Margin("grad.attenuated", 1e-4, True, healthy=3e-4, control="a GPT", lowest=5e-7, highest=5e-7)
+    assert str(margin) == "healthy down to 0.0003 (a GPT), faults at 5e-07; limit 0.0001."
+
+
+def test_a_limit_of_each_training_is_the_unit():
+    margin = Margin("loss.flat", None, False, healthy=0.8, control="a GPT", lowest=1.05, highest=2.0)
+    assert str(margin) == "healthy up to 0.8 times the limit (a GPT), faults from 1.1 to 2 times the limit."
+
+
+def test_healthy_trainings_beyond_the_limit_are_told():
+    margin = Margin("input.scale", 100.0, False, n_beyond=2, beyond=3e4, beyond_control="pixels", n_alarms=1)
+    text = str(margin)
+    assert text.startswith("of no healthy training known, no planted fault has it; limit 100.")
+    assert "2 healthy trainings are beyond the limit, up to 30,000 (pixels)" in text
+    assert "1 of them with a false alarm" in text
+
+
+def test_each_measured_margin_is_of_a_statistical_check_and_apart():
+    measured = read_margins()
+    assert measured or not docs.MARGINS.exists()
+    for margin in measured:
+        assert margin.code in {code for check in STATISTICAL for code in check.codes}
+        assert not margin.n_alarms, f"a false alarm was measured: {margin}"
+
+
+def run(case, *numbers, codes=(), **kwargs):
+    return Measured(case, 0, frozenset(codes), numbers, **kwargs)
+
+
+DEAD = {"codes": ["unit.dead"]}
+SHARES = [
+    run("narrow", Number("unit.dead", 0.3, 0.6)),
+    run("dilated", Number("unit.dead", 0.44, 0.6)),
+    run("has not learned", Number("unit.dead", 0.59, 0.6), has_learned=False),
+    run("broke", Number("unit.dead", 0.59, 0.6), error="ValueError: no"),
+    run("a bias", Number("unit.dead", 1.0, 0.6, "error"), **DEAD),
+    run("a rate", Number("unit.dead", 0.75, 0.6, "warning"), **DEAD),
+    run("not seen", Number("unit.dead", 0.1, 0.6), **DEAD),
+    run("another fault", Number("unit.dead", 0.61, 0.6, "warning"), codes=["loss.flat"]),
+]
+
+
+def test_a_margin_is_of_controls_that_learn_and_of_faults_that_are_named_so():
+    (found,) = margins.margins(SHARES)
+    assert (found.healthy, found.control, found.is_low) == (0.44, "dilated", False)
+    assert (found.lowest, found.highest, found.n_faults) == (0.75, 1.0, 2)
+    assert found.beyond is None
+
+
+def test_controls_beyond_the_limit_are_set_apart():
+    more = [run("a", Number("unit.dead", 0.7, 0.6)), run("b", Number("unit.dead", 0.9, 0.6, "error"))]
+    (found,) = margins.margins([*SHARES, *more])
+    assert (found.healthy, found.control) == (0.44, "dilated")
+    assert (found.n_beyond, found.beyond, found.beyond_control, found.n_alarms) == (2, 0.9, "b", 1)
+
+
+def test_where_findings_are_below_the_limit_the_lowest_healthy_one_counts():
+    low, high = Number("act.collapse", 1e-3, 1e-6), Number("act.collapse", 0.2, 1e-6)
+    fault = run("a fault", Number("act.collapse", 0.0, 1e-6, "error"), codes=["act.collapse"])
+    (found,) = margins.margins([run("low", low), run("high", high), fault])
+    assert (found.is_low, found.healthy, found.control, found.lowest) == (True, 1e-3, "low", 0.0)
+    (alone,) = margins.margins([run("low", low), run("high", high)])
+    assert (alone.is_low, alone.control, alone.n_faults) == (True, "low", 0)
+
+
+def test_each_limit_of_a_code_has_a_margin_and_limits_of_a_training_are_the_unit():
+    sizes = [Number("update.too_large", 0.1, 0.2), Number("update.too_large", 0.01, 0.05)]
+    losses = [Number("loss.flat", 1.0, 2.0), Number("loss.flat", 0.3, 0.4), Number("loss.flat", -3.0, -2.0)]
+    found = margins.margins([run("a", *sizes, *losses)])
+    assert [(x.code, x.limit, x.healthy) for x in found] == [
+        ("loss.flat", None, 0.75),
+        ("update.too_large", 0.2, 0.1),
+        ("update.too_large", 0.05, 0.01),
+    ]
+
+
+def test_numbers_come_from_findings_and_from_what_is_ruled_out(monkeypatch):
+    def check(evidence):
+        yield Finding("unit.dead", "error", value=1.0, limit=0.6)
+        yield RuledOut("dead units (10 %)", 0.1, 0.6)
+        yield RuledOut("without a number")
+        yield RuledOut("an infinite one", math.inf, 0.6)
+        yield Unable("nothing was looked at")
+
+    registered = [replace(check_of("unit.dead"), function=check), *(c for c in CHECKS if c.exact)]
+    monkeypatch.setattr(margins, "CHECKS", registered)
+    assert list(margins.numbers(Evidence())) == []  # without what it needs
+    found = list(margins.numbers(Evidence(sources=frozenset({"gradients"}))))
+    assert found == [Number("unit.dead", 1.0, 0.6, "error"), Number("unit.dead", 0.1, 0.6)]
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    written = [MARGIN, Margin("loss.flat", None, True)]
+    margins.write_margins(written, [0, 1], tmp_path / "margins.json")
+    assert read_margins(tmp_path / "margins.json") == written
+
+
+# ---- the registry
+
+
+def test_the_codes_of_the_design_are_registered_and_no_others():
+    assert sorted(CODES) == sorted(DESIGNED)
+
+
+@pytest.mark.parametrize("check", named(CHECKS))
+def test_a_check_says_what_it_computes(check):
+    assert re.search(r"^(Formula|Exact): \S", check.doc, re.MULTILINE), check.doc
+
+
+@pytest.mark.parametrize("check", named(STATISTICAL))
+def test_a_statistical_check_has_a_source_and_a_limit(check):
+    assert re.search(r"^Source: \S", check.doc, re.MULTILINE), check.doc
+    assert re.search(r"\d", check.doc.partition("Source:")[0]), check.doc
+
+
+@pytest.mark.parametrize("check", named(CHECKS))
+def test_what_a_check_needs_and_leads_to_is_there(check):
+    assert check.needs
+    assert set(check.needs) <= set(SOURCES)
+    for pattern in check.leads_to:
+        begin, is_open, _ = pattern.partition("*")
+        assert any(code.startswith(begin) if is_open else code == pattern for code in CODES), pattern
+
+
+def test_a_check_is_registered_once_and_found_by_its_codes():
+    functions = [check.function for check in CHECKS]
+    assert len(set(functions)) == len(functions)
+    assert {function.__module__ for function in functions} == {section.__name__ for section in SECTIONS}
+    for code in CODES:
+        assert code in check_of(code).codes
+
+
+def test_a_number_is_optional_where_something_is_ruled_out():
+    assert RuledOut("weight decay (none)") == RuledOut("weight decay (none)")
+    assert RuledOut("dead units (0 %)", 0.0, 0.6) != RuledOut("dead units (0 %)")
