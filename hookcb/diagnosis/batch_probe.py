@@ -37,8 +37,14 @@ def input_numbers(xb: Any) -> Tensor | None:
         std, rms = first.std(correction=0), first.square().mean().sqrt()
         bad = torch.stack([x.isfinite().logical_not().sum().to(bad.device) for x in floats]).sum().float()
     several = [x for x in tensors if x.ndim and len(x) > 1]
-    differs = [(x != x[:1]).any().to(bad.device) for x in several]
+    differs = [_differs(x).to(bad.device) for x in several]
     return torch.stack([std, rms, bad, torch.stack(differs).any().float() if differs else nothing])
+
+
+def _differs(x: Tensor) -> Tensor:
+    """Whether any sample differs from the first; NaN is like NaN."""
+    first = x[:1]
+    return ((x != first) & ~((x != x) & (first != first))).any()
 
 
 def look_at_inputs(steps: list[int], numbers: list[list[float]], is_harmful: bool) -> Iterator[Sighting]:
@@ -76,46 +82,50 @@ def nonfinite_input(step: int, n: float) -> Sighting:
     )
 
 
-def look_at_labels(pred: Any, yb: Any, step: int, refused: bool) -> Iterator[Sighting]:
-    """Class indices that the scores have no place for.
+def look_at_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Iterator[Sighting]:
+    """Class indices that the scores have no place for, where the loss has refused them.
+
+    What a loss ignores, as 255 in segmentation, may be out of range; so only an IndexError makes it a fault.
 
     Args:
         pred: scores, `(N, C, …)`.
         yb: targets; the first integer tensor counts.
+        error: what has ended the training.
         step: number of the batch.
-        refused: whether the loss has raised, so that indices below 0 are wrong too.
     """
+    if not isinstance(error, IndexError):
+        return
+    told = REFUSED.search(str(error))
+    n_classes, high = _range_of(pred, yb)
+    worst = int(told[1]) if told else high
+    if worst is None or not (told or (n_classes is not None and worst >= n_classes)):
+        return
+    most = (
+        f"; the model gives scores of {n_classes} classes, so labels are 0 to {n_classes - 1}"
+        if n_classes
+        else ""
+    )
+    yield Sighting(
+        "label.out_of_range",
+        step=step,
+        value=float(worst),
+        text=f"a label of batch {step} is {worst}, for which there is no score{most}.",
+        causes=("labels that count from 1, or a last layer with too few outputs",),
+        next_steps=(
+            f"give the last layer {worst + 1} outputs, or map labels to what it has"
+            if worst >= 0
+            else "map labels to 0 and above, or pass ignore_index to the loss",
+        ),
+    )
+
+
+def _range_of(pred: Any, yb: Any) -> tuple[int | None, int | None]:
+    """Number of classes that there are scores of, and the largest label; None where not known."""
     scores = next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
     labels = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.dtype == torch.int64), None)
-    n_classes = None if scores is None or labels is None else _n_classes(scores, labels)
-    if n_classes is None or labels is None or not labels.numel():
-        return
-    low, high = (int(end) for end in torch.aminmax(labels))
-    if high >= n_classes or (refused and low < 0):
-        worst = high if high >= n_classes else low
-        yield Sighting(
-            "label.out_of_range",
-            step=step,
-            value=float(worst),
-            text=f"a label of batch {step} is {worst}; the model gives scores of {n_classes} classes, so "
-            f"labels are 0 to {n_classes - 1}.",
-            causes=("labels that count from 1, or a last layer with too few outputs",),
-            next_steps=(f"give the last layer {worst + 1} outputs, or map labels to 0 … {n_classes - 1}",),
-        )
-
-
-def look_at_refusal(error: BaseException, step: int) -> Iterator[Sighting]:
-    """The same where the labels are not known, by what torch says of them."""
-    found = REFUSED.search(str(error)) if isinstance(error, IndexError) else None
-    if found is not None:
-        yield Sighting(
-            "label.out_of_range",
-            step=step,
-            value=float(found[1]),
-            text=f"a label of batch {step} is {found[1]}, and the model gives no score for such a class.",
-            causes=("labels that count from 1, or a last layer with too few outputs",),
-            next_steps=("compare the labels' range with the number of outputs of the last layer",),
-        )
+    if scores is None or labels is None or not labels.numel():
+        return None, None
+    return _n_classes(scores, labels), int(labels.max())
 
 
 def _n_classes(scores: Tensor, labels: Tensor) -> int | None:

@@ -83,7 +83,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
         yield _too_large(max(large, key=lambda x: x[1]), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in found)
-        yield RuledOut(f"large updates (at most {worst:.1e} of a weight)", *_nearest(found))
+        yield RuledOut(f"large updates (at most {worst:.1e} of a weight)", *_nearest(found, left >= LEARNED))
 
 
 _Large = tuple[Param, float, Span, float]
@@ -122,17 +122,16 @@ def _large(param: Param, series: Series) -> _Large | None:
     return None
 
 
-def _nearest(found: list[tuple[Param, Series]]) -> tuple[float, float]:
-    """The updates that come nearest to one of the limits, and that limit."""
+def _nearest(found: list[tuple[Param, Series]], is_idle: bool) -> tuple[float, float]:
+    """The updates that come nearest to a limit, and that; there are three only where the loss stays."""
     sizes = []
     for _, series in found:
         first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
         later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
-        sizes += [
-            (held(first, 2, N_FIRST), LARGER_THAN_WEIGHTS),
-            (held(first, PERSISTS_AT_FIRST, N_FIRST), TOO_LARGE_AT_FIRST),
-            (held(later, PERSISTS, OF), TOO_LARGE),
-        ]
+        sizes.append((held(first, 2, N_FIRST), LARGER_THAN_WEIGHTS))
+        if is_idle:
+            sizes.append((held(first, PERSISTS_AT_FIRST, N_FIRST), TOO_LARGE_AT_FIRST))
+            sizes.append((held(later, PERSISTS, OF), TOO_LARGE))
     known = [(size, limit) for size, limit in sizes if math.isfinite(size)]
     return max(known, key=lambda of: of[0] / of[1], default=(math.nan, math.nan))
 

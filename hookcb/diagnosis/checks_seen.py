@@ -31,13 +31,13 @@ def input_constant(evidence: Evidence) -> Iterator[Result]:
 
 @check("label.out_of_range", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
 def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
-    """A class index at or above the number of classes, or below 0 where torch has refused it.
+    """A class index at or above the number of classes, or below 0, that the loss has refused.
 
     Formula: the largest index ≥ C or the smallest < 0, of the batch whose loss torch has refused.
 
     Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
     """
-    return _seen(evidence, "label.out_of_range", "error", "labels out of range", of="labels")
+    return _seen(evidence, "label.out_of_range", "error", "labels out of range", of="steps")
 
 
 @check("data.labels", site=Site.INPUT, needs=("batches", "loss"), exact=True, leads_to=("loss.flat",))

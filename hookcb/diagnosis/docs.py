@@ -27,8 +27,8 @@ SITES = {
 INTRODUCTION = f"""# Checks
 
 What a diagnosis looks for, in the order of the flow of a training step; what is earlier can cause what is
-later. This page is made from the registry of checks, `hookcb/diagnosis/registry.py`, by `{COMMAND}`;
-edit the docstring of a check rather than this page.
+later. This page is made from the registry of checks, `hookcb/diagnosis/registry.py`, by
+`{COMMAND}`; edit the docstring of a check rather than this page.
 
 An exact check looks for something that is wrong by itself. A statistical one compares a number with a limit;
 it has a margin: how far healthy trainings came, and which numbers planted faults have. Margins are measured
@@ -86,7 +86,7 @@ class Margin:
 
 def number(x: float) -> str:
     """Of two digits, to read: "0.44", "3e-04", "1,000"."""
-    return f"{x:,.0f}" if 100 <= abs(x) < 1e6 else f"{x:.2g}"
+    return f"{x:,.0f}" if 100 <= abs(x) < 1e7 else f"{x:.2g}"
 
 
 def document(margins: Iterable[Margin] = ()) -> str:

@@ -21,7 +21,6 @@ from hookcb.diagnosis.batch_probe import (
     look_at_head,
     look_at_inputs,
     look_at_labels,
-    look_at_refusal,
 )
 from hookcb.diagnosis.dead_units import DeadUnits
 from hookcb.diagnosis.evidence import Evidence, Series, Sighting
@@ -313,9 +312,7 @@ class Probes:
             self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
             self._norms.look_at_error(error, loop.train_iter)
             with suppress(RuntimeError):  # of a GPU that has failed
-                refused = isinstance(error, IndexError)
-                found = list(look_at_labels(loop.pred, loop.yb, loop.train_iter, refused))
-                self.sightings += found or look_at_refusal(error, loop.train_iter)
+                self.sightings += look_at_labels(loop.pred, loop.yb, error, loop.train_iter)
 
 
 def raised() -> BaseException | None:

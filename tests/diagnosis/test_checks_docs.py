@@ -1,18 +1,23 @@
 """The page of all checks is made from their registry, and says of each what it looks at and why there."""
 
 import math
+import random
 import re
 from dataclasses import replace
+from functools import partial
+from operator import lt
 
 import margins
 import pytest
 from margins import Measured, Number
 
+from hookcb import Diagnose, synth_learner
 from hookcb.diagnosis import docs
 from hookcb.diagnosis.docs import Margin, document, main, read_margins
-from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.judge import SECTIONS, SOURCES
 from hookcb.diagnosis.registry import CHECKS, RuledOut, Unable, check_of
+from hookcb.diagnosis.trends import held, persistent
 from hookcb.diagnosis.verdict import Finding
 
 DESIGNED = re.findall(
@@ -27,6 +32,7 @@ DESIGNED = re.findall(
     dropout.extreme input.scale attn.collapse data.labels gan.balance time.data_bound memory.growth
     """,
 )
+OF_THE_MACHINE = {"time.data_bound", "memory.growth"}
 CODES = {code for check in CHECKS for code in check.codes}
 STATISTICAL = [check for check in CHECKS if not check.exact]
 MARGIN = Margin(
@@ -184,6 +190,33 @@ def test_what_is_written_is_read_again(tmp_path):
     written = [MARGIN, Margin("loss.flat", None, True)]
     margins.write_margins(written, [0, 1], tmp_path / "margins.json")
     assert read_margins(tmp_path / "margins.json") == written
+
+
+# ---- numbers that are ruled out
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_held_is_what_persistent_compares(seed):
+    draw = random.Random(seed)
+    values = [draw.random() for _ in range(draw.randint(0, 12))]
+    series, of = Series(list(range(len(values))), values), draw.randint(1, 6)
+    n = draw.randint(1, of)
+    most = held(series, n, of)
+    assert math.isnan(most) == (len(values) < n)
+    for limit in (*values, 0.5):
+        assert (persistent(series, partial(lt, limit), n, of) is not None) == (most > limit)
+
+
+def test_a_healthy_training_is_on_the_right_side_of_each_limit():
+    learn, watcher = synth_learner(), Diagnose(show=False)
+    with learn.no_logging():
+        learn.fit(40, cbs=watcher)
+    assert watcher.verdict.status == "healthy"
+    found = {x.code: x for x in margins.numbers(watcher.evidence()) if x.code not in OF_THE_MACHINE}
+    low = {"grad.attenuated", "act.collapse", "update.too_small", "clip.always", "loss.unbounded"}
+    assert len(found) >= 8
+    for code, x in found.items():
+        assert x.value > x.limit if code in low else x.value < x.limit, x
 
 
 # ---- the registry

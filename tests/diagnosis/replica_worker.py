@@ -1,0 +1,110 @@
+"""One of two processes; writes what it saw of their replicas to a file. Run by test_replicas.py."""
+
+import os
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hookcb.diagnosis.replicas import look_at_replicas
+
+
+def replica():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    return nn.parallel.DistributedDataParallel(net)
+
+
+def look(model, step=7):
+    return [(s.code, s.step, s.value, s.text) for s in look_at_replicas(model, step)]
+
+
+def train(model, rank, n=3):
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(n):
+        x = torch.full((4, 3), 1.0 + rank + i)
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+
+
+def alike(rank):
+    model = replica()
+    before = look(model)
+    train(model, rank)
+    return before + look(model)
+
+
+def one_differs(rank, which, change):
+    model = replica()
+    train(model, rank)
+    if rank == which:
+        with torch.no_grad():
+            change(model.module[2].weight)
+    return look(model)
+
+
+def bit(w):
+    w[0, 0] += w[0, 0].abs() * 1e-5
+
+
+def to_nan(w):
+    w[0, 0] = float("nan")
+
+
+def all_nan(rank):
+    model = replica()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float("nan"))
+    return look(model)
+
+
+def low_precision(rank):
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).bfloat16())
+    return look(model)
+
+
+def buffers_differ(rank):
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    model.module[1].running_mean += rank
+    return look(model)
+
+
+def no_replica(rank):
+    torch.manual_seed(rank)
+    return look(nn.Linear(3, 2))
+
+
+def main():
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        results = {
+            "alike": alike(rank),
+            "rank 1 differs": one_differs(rank, 1, lambda w: w.add_(1.0)),
+            "rank 0 differs": one_differs(rank, 0, lambda w: w.mul_(2.0)),
+            "a bit": one_differs(rank, 1, bit),
+            "rank 1 is NaN": one_differs(rank, 1, to_nan),
+            "all are NaN": all_nan(rank),
+            "low precision": low_precision(rank),
+            "buffers differ": buffers_differ(rank),
+            "no replica": no_replica(rank),
+        }
+    except Exception:
+        results = {"error": traceback.format_exc()}
+    torch.save(results, f"{folder}/{rank}.pt")
+    if "error" not in results:
+        dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # with gloo the process may abort at a normal exit
+
+
+if __name__ == "__main__":
+    main()

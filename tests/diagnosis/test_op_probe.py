@@ -1,0 +1,325 @@
+"""Attention as it is seen inside a forward, against entropies computed one row at a time."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb.diagnosis.op_probe import OpProbe, look_at_attention, low_heads, saturated_share
+from hookcb.diagnosis.ops import OpHooks
+
+B, HEADS, T, D = 2, 4, 6, 8
+SHARP = torch.tensor([1.0, 1.0, 400.0, 400.0]).view(HEADS, 1, 1)  # of heads, by which scores grow
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(t=T, s=None, kv_heads=HEADS):
+    q, k, v = numbers(B, HEADS, t, D), numbers(B, kv_heads, s or t, D, seed=1), numbers(B, kv_heads, s or t, D)
+    return (q * SHARP).requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def entropy(row):
+    return -sum(p * math.log(p) for p in row if p > 0)
+
+
+def by_hand(weights):
+    """Share of heads whose rows have, on average over samples and queries, less than 5 % of ln T."""
+    n_samples, n_heads, _, n_keys = weights.shape
+    n_low = 0
+    for h in range(n_heads):
+        rows = [row for b in range(n_samples) for row in weights[b, h].tolist() if not math.isnan(row[0])]
+        n_low += sum(entropy(row) for row in rows) / len(rows) < 0.05 * math.log(n_keys)
+    return n_low / n_heads
+
+
+def plain(q, k, mask=None, scale=None):
+    """Attention weights, in float64; `mask` is True where a key may be looked at, or is added."""
+    scores = q.double() @ k.double().transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return scores.softmax(-1).detach()
+
+
+def seen(call, layer="attn"):
+    """What the probe has found, and what the call gives with it and without."""
+    found = []
+    with OpProbe(lambda: layer, lambda name, share: found.append((name, share))):
+        out = call()
+    again = call()
+    assert torch.equal(out, again)
+    return found
+
+
+def share(call):
+    """The one share that was found."""
+    ((name, found),) = seen(call)
+    assert name == "attn"
+    assert found.shape == ()
+    return float(found)
+
+
+# ---- heads that look at one place
+
+
+def test_the_share_of_low_heads_is_that_of_entropies_row_by_row():
+    for seed in range(5):
+        sharpness = 10 ** numbers(HEADS, 1, 1, seed=seed).abs().mul(2)
+        weights = (numbers(B, HEADS, T, T, seed=seed) * sharpness).softmax(-1)
+        assert low_heads(weights) == by_hand(weights)
+
+
+@pytest.mark.parametrize("n_low", [0, 1, 3, 4])
+def test_heads_that_look_at_one_place_are_counted(n_low):
+    weights = torch.full((B, HEADS, T, T), 1 / T)
+    weights[:, :n_low] = torch.eye(T)
+    assert low_heads(weights) == n_low / HEADS
+    assert low_heads(weights.bfloat16()) == n_low / HEADS
+
+
+def test_samples_and_heads_may_share_a_dimension():
+    weights = torch.full((B * HEADS, T, T), 1 / T)
+    weights[:2] = torch.eye(T)
+    assert low_heads(weights) == 2 / (B * HEADS)
+
+
+def test_the_limit_is_a_twentieth_of_the_entropy_of_looking_everywhere():
+    """Of rows with 1 - e on one key and the rest evenly on the others."""
+    for e in (0.002, 0.005, 0.01, 0.02, 0.05):
+        weights = torch.full((1, 1, 4, 16), e / 15)
+        weights[..., 0] = 1 - e
+        assert low_heads(weights) == float(entropy(weights[0, 0, 0].tolist()) < 0.05 * math.log(16))
+
+
+def test_rows_without_any_key_do_not_count():
+    weights = torch.full((B, HEADS, T, T), 1 / T)
+    weights[:, :, 1:] = math.nan
+    assert low_heads(weights) == 0
+    weights[:, :3] = torch.eye(T)
+    weights[:, :, 2:] = math.nan
+    assert low_heads(weights) == 3 / 4
+
+
+# ---- attention as people write it
+
+
+@pytest.mark.parametrize("dim", [-1, 3])
+def test_attention_by_hand_is_seen_at_its_softmax(dim):
+    q, k, v = qkv()
+    expected = by_hand(plain(q, k))
+    assert expected == 0.5
+    assert share(lambda: ((q @ k.transpose(-1, -2)) / math.sqrt(D)).softmax(dim) @ v) == expected
+
+
+MASKS = {
+    "none": None,
+    "boolean": numbers(T, T, seed=5) > -1,
+    "boolean by head": (numbers(B, HEADS, T, T, seed=5) > -0.5) | torch.eye(T, dtype=torch.bool),
+    "keys of a sample": (torch.arange(T) < torch.tensor([[T], [4]]))[:, None, None],
+    "one key each": torch.eye(T, dtype=torch.bool),
+    "added": 3 * numbers(T, T, seed=6),
+    "minus infinity": torch.zeros(T, T).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf),
+}
+MASKS["boolean"][:, 0] = True
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_scaled_dot_product_attention_is_seen_with_its_mask(mask, with_grad):
+    (q, k, v), mask = qkv(), MASKS[mask]
+    with torch.set_grad_enabled(with_grad):
+        found = share(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    assert found == by_hand(plain(q, k, mask))
+
+
+@pytest.mark.parametrize("t", [4, T, 40])
+def test_it_is_seen_with_a_causal_mask(t):
+    q, k, v = qkv(t)
+    found = share(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert found == by_hand(plain(q, k, torch.ones(t, t).tril().bool()))
+
+
+def test_a_causal_mask_makes_the_difference():
+    """Each query looks at the one before it, and at all later ones, which it may not see."""
+    scores = torch.full((T, T), -50.0).masked_fill(torch.ones(T, T).triu(1).bool(), 50.0)
+    scores += 50 * torch.eye(T).roll(-1, 1).tril()
+    scores[range(1, T), range(T - 1)] = 50.0
+    q = (scores @ torch.eye(T)).expand(1, 1, T, T).contiguous() * math.sqrt(T)
+    k = v = torch.eye(T).expand(1, 1, T, T).contiguous()
+    assert share(lambda: F.scaled_dot_product_attention(q, k, v)) == by_hand(plain(q, k)) == 0
+    causal = torch.ones(T, T).tril().bool()
+    found = share(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert found == by_hand(plain(q, k, causal)) == 1
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 5.0])
+def test_a_scale_of_ones_own_counts(scale):
+    q, k, v = qkv()
+    found = share(lambda: F.scaled_dot_product_attention(q, k, v, scale=scale))
+    assert found == by_hand(plain(q, k, scale=scale))
+
+
+def test_dropout_of_attention_does_not_count_as_looking_at_one_place():
+    q, k, v = (numbers(B, HEADS, 16, D, seed=s).requires_grad_() for s in range(3))
+    found = []
+    with OpProbe(lambda: "", lambda name, x: found.append(float(x))):
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.9)
+    assert found == [0.0]
+
+
+def test_attention_to_another_sequence_is_seen():
+    q, k, v = qkv(t=3, s=9)
+    assert share(lambda: F.scaled_dot_product_attention(q, k, v)) == by_hand(plain(q, k))
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_heads_that_share_keys_are_seen(kv_heads, with_grad):
+    q, k, v = qkv(kv_heads=kv_heads)
+    with torch.set_grad_enabled(with_grad):
+        found = share(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    assert found == by_hand(plain(q, k.repeat_interleave(HEADS // kv_heads, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_are_seen(dtype):
+    q, k, v = (x.detach().to(dtype) for x in qkv())
+    assert share(lambda: F.scaled_dot_product_attention(q, k, v)) == by_hand(plain(q, k))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_multihead_attention_is_seen(need_weights, training):
+    torch.manual_seed(0)
+    m = nn.MultiheadAttention(HEADS * D, HEADS, batch_first=True).train(training)
+    with torch.no_grad():
+        m.in_proj_weight[: 3 * D] *= 300  # queries of three of four heads
+    x = numbers(B, T, HEADS * D).requires_grad_()
+    weights = m(x, x, x, average_attn_weights=False)[1].detach()
+    assert by_hand(weights) == 0.75
+    assert share(lambda: m(x, x, x, need_weights=need_weights)[0]) == 0.75
+
+
+def test_rows_that_are_masked_whole_do_not_count_in_a_fused_call_or_by_hand():
+    q = k = v = numbers(1, 1, 40, D)
+    mask = torch.zeros(40, 40, dtype=torch.bool)
+    mask[0] = True
+    assert by_hand(plain(q, k, mask)) == 0
+    assert share(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)) == 0
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~mask, -math.inf)
+    assert share(lambda: torch._safe_softmax(scores, -1) @ v) == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: numbers(8, 10).softmax(-1),  # of classes
+        lambda: numbers(2, 5, 4, 4).softmax(1),  # of pixels
+        lambda: numbers(2, 4, 1, 9).softmax(-1),  # of a single query
+        lambda: numbers(2, 4, 9, 3).softmax(-1),  # of three keys
+        lambda: numbers(2, 4, 9, 9).log_softmax(-1),
+        lambda: F.scaled_dot_product_attention(*(numbers(2, 4, 3, 8) for _ in range(3))),
+        lambda: F.scaled_dot_product_attention(numbers(2, 4, 1, 8), numbers(2, 4, 9, 8), numbers(2, 4, 9, 8)),
+        lambda: numbers(3, 3) @ numbers(3, 3),
+    ],
+)
+def test_what_is_no_attention_or_of_too_few_places_is_not_seen(call):
+    assert seen(call) == []
+
+
+def test_gradients_are_to_the_bit_as_without():
+    def run():
+        q, k, v = qkv()
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True) + (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        out.square().sum().backward()
+        return torch.stack([q.grad, k.grad, v.grad])
+
+    assert len(seen(run)) == 2
+
+
+# ---- hooks
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(HEADS * D, HEADS * D)
+
+    def forward(self, x):
+        q = self.proj(x).unflatten(-1, (HEADS, D)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), nn.Sequential(Block(), Block()))
+
+
+def n_modes():
+    return torch._C._len_torch_dispatch_stack()
+
+
+def test_the_innermost_module_whose_code_runs_is_named():
+    model, found = blocks(), []
+    hooks = OpHooks(model, lambda: True, lambda name, x: found.append(name))
+    model(numbers(B, T, HEADS * D))
+    hooks.remove()
+    assert found == ["0", "1.0", "1.1"]
+    assert n_modes() == 0
+
+
+def test_only_calls_that_are_wanted_are_looked_at():
+    model, found, wanted = blocks(), [], [True, False, True]
+    hooks = OpHooks(model, lambda: wanted.pop(), lambda name, x: found.append(name))
+    for _ in range(3):
+        model(numbers(B, T, HEADS * D))
+    hooks.remove()
+    assert len(found) == 6
+    model(numbers(B, T, HEADS * D))
+    assert len(found) == 6
+
+
+def test_a_forward_that_raises_leaves_nothing_on():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("no")
+
+    model = nn.Sequential(Block(), Fails())
+    hooks = OpHooks(model, lambda: True, lambda name, x: None)
+    with pytest.raises(RuntimeError, match="no"):
+        model(numbers(B, T, HEADS * D))
+    assert n_modes() == 0
+    hooks.remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+# ---- what follows
+
+
+def sightings(*shares, layer="attn"):
+    given = {layer: [(10 * i, torch.tensor(x)) for i, x in enumerate(shares)]}
+    return [(s.code, s.layer, s.step, s.value) for s in look_at_attention(given)]
+
+
+def test_heads_that_look_at_one_place_in_each_batch_are_told():
+    assert sightings(1.0, 0.75, 1.0) == [("attn.collapse", "attn", 0, 0.75)]
+    assert sightings(math.nan, 0.75, 1.0, 1.0) == [("attn.collapse", "attn", 10, 0.75)]
+
+
+@pytest.mark.parametrize("shares", [(), (1.0, 1.0), (1.0, 1.0, 0.5), (0.5, 0.5, 0.5), (math.nan,) * 5])
+def test_half_of_the_heads_or_two_batches_are_no_finding(shares):
+    assert sightings(*shares) == []
+
+
+def test_saturated_shares_are_counts_of_elements():
+    x = numbers(50, 7) * 3
+    t, s = x.tanh(), x.sigmoid()
+    assert saturated_share(nn.Tanh(), t) == pytest.approx(sum(abs(v) > 0.97 for v in t.flatten().tolist()) / 350)
+    n = sum(not 0.03 <= v <= 0.97 for v in s.flatten().tolist())
+    assert saturated_share(nn.Sigmoid(), s) == pytest.approx(n / 350)
+    assert saturated_share(nn.ReLU(), x.relu()) is None

@@ -1,0 +1,153 @@
+"""Labels that mean nothing, told by a copy of the model that learns one batch by heart."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import everything, fit, make_batches
+from torch import nn
+
+from hookcb import Finding, Learner
+from hookcb.diagnosis import overfit
+from hookcb.diagnosis.overfit import look_at_labels_by_heart
+
+FLAT = Finding("loss.flat", "warning")
+
+
+def net(d=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(d, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 3))
+
+
+def batches(n=4, bs=8, same_inputs=False):
+    """Labels that do not follow from inputs."""
+    g = torch.Generator().manual_seed(0)
+    xs = [torch.zeros(bs, 8) if same_inputs else torch.randn(bs, 8, generator=g) for _ in range(n)]
+    return [(x, torch.randint(3, (bs,), generator=g)) for x in xs]
+
+
+def learner(model=None, data=None, n_epoch=1, **kwargs):
+    kwargs.setdefault("loss_func", F.cross_entropy)
+    learn = Learner((data or batches(), None), model or net(), opt_func=torch.optim.SGD, lr=1e-3, **kwargs)
+    return fit(learn, n_epoch)
+
+
+def seen(learn, *findings, n_batches=4):
+    return list(look_at_labels_by_heart(learn, findings, n_batches))
+
+
+def test_where_a_copy_learns_one_batch_by_heart_the_labels_are_told():
+    (found,) = seen(learner(), FLAT, n_batches=1234)
+    assert (found.code, found.step) == ("data.labels", 0)
+    assert 0 <= found.value < 0.5
+    assert "flat over 1,234 batches" in found.text
+
+
+def test_its_numbers_are_the_loss_of_that_batch_before_and_after():
+    model = net()
+    model[2].p = 0.0
+    learn = learner(model)
+    x, y = batches()[-1]
+    first = F.cross_entropy(model(x), y).item()
+    (found,) = seen(learn, FLAT)
+    assert f"from {first:.3g} to " in found.text
+
+
+def test_a_model_that_cannot_even_learn_one_batch_is_not_the_labels_fault():
+    assert seen(learner(data=batches(same_inputs=True)), FLAT) == []
+    model = net()
+    model[0].requires_grad_(False)
+    nn.init.zeros_(model[0].weight)
+    assert seen(learner(model), FLAT) == []
+
+
+@pytest.mark.parametrize(
+    "findings",
+    [
+        (),
+        (Finding("loss.init", "warning"),),
+        (FLAT, Finding("unit.dead", "error")),
+        (FLAT, Finding("update.too_small", "warning")),
+        (Finding("grad.attenuated", "warning"), FLAT, Finding("loss.init", "info")),
+    ],
+)
+def test_it_is_only_tried_where_the_loss_is_flat_and_nothing_else_is_wrong(findings):
+    assert seen(learner(), *findings) == []
+
+
+def test_notes_and_a_loss_that_began_high_do_not_keep_it_from_being_tried():
+    others = Finding("hook.silent", "info"), Finding("loss.init", "warning"), Finding("dropout.extreme", "info")
+    assert len(seen(learner(), *others, FLAT)) == 1
+
+
+def test_large_models_are_left_alone(monkeypatch):
+    learn = learner()
+    monkeypatch.setattr(overfit, "MOST_PARAMS", sum(p.numel() for p in learn.model.parameters()))
+    assert len(seen(learn, FLAT)) == 1
+    monkeypatch.setattr(overfit, "MOST_PARAMS", sum(p.numel() for p in learn.model.parameters()) - 1)
+    assert seen(learn, FLAT) == []
+
+
+def test_losses_on_other_kinds_of_targets_are_tried_too():
+    g = torch.Generator().manual_seed(1)
+    data = [(torch.randn(8, 8, generator=g), torch.randn(8, 3, generator=g)) for _ in range(3)]
+    assert len(seen(learner(data=data, loss_func=F.mse_loss), FLAT)) == 1
+
+
+# ---- nothing is left behind
+
+
+def values(x):
+    """Of what `everything` tells, tensors by their bytes."""
+    if isinstance(x, torch.Tensor):
+        return x.numpy(force=True).tobytes()
+    if isinstance(x, dict):
+        return {key: values(v) for key, v in x.items()}
+    return [values(v) for v in x] if isinstance(x, list | tuple) else x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_learner_is_left_as_it_is_even_where_the_model_fails(fails):
+    class Fails(nn.Module):
+        n = 0
+
+        def forward(self, x):
+            Fails.n += 1
+            if fails and Fails.n > 10:
+                raise RuntimeError("no")
+            return x
+
+    model = nn.Sequential(net(), nn.BatchNorm1d(3), Fails())
+    learn = learner(model)
+    model.eval()
+    model[0][0].train()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    learner_before = {name: id(x) for name, x in vars(learn).items()}
+    before = values(everything(model)), values(list(model.state_dict().values())), random.getstate()
+    grads = [p.grad for p in model.parameters()]
+    if fails:
+        with pytest.raises(RuntimeError, match="no"):
+            seen(learn, FLAT)
+    else:
+        seen(learn, FLAT)
+    after = values(everything(model)), values(list(model.state_dict().values())), random.getstate()
+    assert before == after
+    assert learn.model is model
+    assert {name: id(x) for name, x in vars(learn).items()} == learner_before
+    assert all(p.grad is g and bool((g == 1).all()) for p, g in zip(model.parameters(), grads, strict=True))
+
+
+def test_the_optimizer_of_the_training_is_not_touched():
+    learn = learner(data=make_batches(d=8), loss_func=lambda p, y: F.mse_loss(p[:, :1], y))
+    state = values(learn.opt.state_dict()["param_groups"])
+    seen(learn, FLAT)
+    assert values(learn.opt.state_dict()["param_groups"]) == state
+
+
+def test_it_works_where_gradients_are_off():
+    learn = learner()
+    with torch.no_grad():
+        assert len(seen(learn, FLAT)) == 1
+        assert not torch.is_grad_enabled()
