@@ -40,11 +40,13 @@ def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
     return _seen(evidence, "label.out_of_range", "error", "labels out of range", of="steps")
 
 
-@check("data.labels", site=Site.INPUT, needs=("batches", "loss"), exact=True, leads_to=("loss.flat",))
+@check("data.labels", site=Site.INPUT, needs=("batches", "loss"), exact=False, leads_to=("loss.flat",))
 def data_labels(evidence: Evidence) -> Iterator[Result]:
     """Nothing is learned although one batch by itself can be: the labels do not follow from the inputs.
 
     Formula: a flat loss and no other finding, and a copy of the model halves its loss on one batch.
+
+    Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "overfit one batch".
     """
     return _seen(evidence, "data.labels", "info", "labels that do not follow from the inputs")
 
@@ -84,13 +86,15 @@ def mode_mismatch(evidence: Evidence) -> Iterator[Result]:
     "dropout.extreme",
     site=Site.MODULES,
     needs=("batches",),
-    exact=True,
+    exact=False,
     leads_to=("loss.flat", "unit.dead", "loss.init", "act.scale"),
 )
 def dropout_extreme(evidence: Evidence) -> Iterator[Result]:
     """A dropout that drops nine in ten or more.
 
     Formula: p ≥ 0.9.
+
+    Source: Srivastava et al., "Dropout", 2014, who drop 0.5 of the hidden units and 0.2 of the inputs.
     """
     return _seen(evidence, "dropout.extreme", "warning", "extreme dropout")
 
@@ -99,7 +103,7 @@ def dropout_extreme(evidence: Evidence) -> Iterator[Result]:
     "attn.collapse",
     site=Site.MODULES,
     needs=("batches",),
-    exact=True,
+    exact=False,
     leads_to=("grad.*", "loss.*", "update.too_small"),
 )
 def attn_collapse(evidence: Evidence) -> Iterator[Result]:
@@ -117,7 +121,7 @@ def attn_collapse(evidence: Evidence) -> Iterator[Result]:
     "unit.saturated",
     site=Site.MODULES,
     needs=("batches",),
-    exact=True,
+    exact=False,
     leads_to=("grad.*", "loss.*", "act.collapse", "update.too_small"),
 )
 def gates_shut(evidence: Evidence) -> Iterator[Result]:

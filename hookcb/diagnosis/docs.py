@@ -32,7 +32,8 @@ later. This page is made from the registry of checks, `hookcb/diagnosis/registry
 
 An exact check looks for something that is wrong by itself. A statistical one compares a number with a limit;
 it has a margin: how far healthy trainings came, and which numbers planted faults have. Margins are measured
-on `benchmarks/planted`, with `python benchmarks/planted --margins`."""
+on `benchmarks/planted`, with `python benchmarks/planted --margins`; a limit without such a line has led
+to a finding in none of its trainings."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Margin:
         alarms = f"; {self.n_alarms} of them with a false alarm" if self.n_alarms else ""
         own = f" {self.n_beyond} healthy training{'s are' if self.n_beyond > 1 else ' is'} beyond the limit"
         least = f", {to} {number(self.beyond)}{unit} ({self.beyond_control})"
-        return f"{own}{least}: another condition of the check lets them pass, or makes it a note{alarms}."
+        return f"{own}{least}, where another condition of the check decides, or it is a note{alarms}."
 
 
 def number(x: float) -> str:

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from support import everything, fit, make_batches
+from support import everything, fit
 from torch import nn
 
-from hookcb import Finding, Learner
+from hookcb import Callback, Finding, Learner
 from hookcb.diagnosis import overfit
 from hookcb.diagnosis.overfit import look_at_labels_by_heart
 
@@ -27,14 +27,21 @@ def batches(n=4, bs=8, same_inputs=False):
     return [(x, torch.randint(3, (bs,), generator=g)) for x in xs]
 
 
-def learner(model=None, data=None, n_epoch=1, **kwargs):
+def learner(model=None, data=None, **kwargs):
     kwargs.setdefault("loss_func", F.cross_entropy)
-    learn = Learner((data or batches(), None), model or net(), opt_func=torch.optim.SGD, lr=1e-3, **kwargs)
-    return fit(learn, n_epoch)
+    return Learner((data or batches(), None), model or net(), opt_func=torch.optim.SGD, lr=1e-3, **kwargs)
+
+
+def at_end(learn, act):
+    """What `act` gives at the end of a fit."""
+    found = []
+    fit(learn, cbs=Callback(name="looks", after_fit=lambda cb: found.append(act())))
+    (only,) = found
+    return only
 
 
 def seen(learn, *findings, n_batches=4):
-    return list(look_at_labels_by_heart(learn, findings, n_batches))
+    return at_end(learn, lambda: list(look_at_labels_by_heart(learn, findings, n_batches)))
 
 
 def test_where_a_copy_learns_one_batch_by_heart_the_labels_are_told():
@@ -47,11 +54,9 @@ def test_where_a_copy_learns_one_batch_by_heart_the_labels_are_told():
 def test_its_numbers_are_the_loss_of_that_batch_before_and_after():
     model = net()
     model[2].p = 0.0
-    learn = learner(model)
+    (found,) = seen(learner(model), FLAT)
     x, y = batches()[-1]
-    first = F.cross_entropy(model(x), y).item()
-    (found,) = seen(learn, FLAT)
-    assert f"from {first:.3g} to " in found.text
+    assert f"from {F.cross_entropy(model(x), y).item():.3g} to " in found.text
 
 
 def test_a_model_that_cannot_even_learn_one_batch_is_not_the_labels_fault():
@@ -120,34 +125,36 @@ def test_the_learner_is_left_as_it_is_even_where_the_model_fails(fails):
 
     model = nn.Sequential(net(), nn.BatchNorm1d(3), Fails())
     learn = learner(model)
-    model.eval()
-    model[0][0].train()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    learner_before = {name: id(x) for name, x in vars(learn).items()}
-    before = values(everything(model)), values(list(model.state_dict().values())), random.getstate()
-    grads = [p.grad for p in model.parameters()]
-    if fails:
-        with pytest.raises(RuntimeError, match="no"):
-            seen(learn, FLAT)
-    else:
-        seen(learn, FLAT)
-    after = values(everything(model)), values(list(model.state_dict().values())), random.getstate()
-    assert before == after
-    assert learn.model is model
-    assert {name: id(x) for name, x in vars(learn).items()} == learner_before
-    assert all(p.grad is g and bool((g == 1).all()) for p, g in zip(model.parameters(), grads, strict=True))
 
+    def state():
+        tensors = values([*model.state_dict().values(), *(p.grad for p in model.parameters())])
+        opt = values(list(learn.opt.state_dict().values()))
+        return values(everything(model)), tensors, opt, random.getstate(), {n: id(x) for n, x in vars(learn).items()}
 
-def test_the_optimizer_of_the_training_is_not_touched():
-    learn = learner(data=make_batches(d=8), loss_func=lambda p, y: F.mse_loss(p[:, :1], y))
-    state = values(learn.opt.state_dict()["param_groups"])
-    seen(learn, FLAT)
-    assert values(learn.opt.state_dict()["param_groups"]) == state
+    def look():
+        model.eval()
+        model[0][0].train()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        before, grads = state(), [p.grad for p in model.parameters()]
+        if fails:
+            with pytest.raises(RuntimeError, match="no"):
+                list(look_at_labels_by_heart(learn, (FLAT,), 4))
+        else:
+            list(look_at_labels_by_heart(learn, (FLAT,), 4))
+        assert state() == before
+        assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+        return Fails.n
+
+    assert at_end(learn, look) > 10
 
 
 def test_it_works_where_gradients_are_off():
     learn = learner()
-    with torch.no_grad():
-        assert len(seen(learn, FLAT)) == 1
-        assert not torch.is_grad_enabled()
+
+    def look():
+        with torch.no_grad():
+            found = list(look_at_labels_by_heart(learn, (FLAT,), 4))
+            return len(found), torch.is_grad_enabled()
+
+    assert at_end(learn, look) == (1, False)
