@@ -9,7 +9,7 @@ from hookcb.diagnosis.trends import finite, is_warming_up, median, slope, spread
 from hookcb.diagnosis.verdict import Finding
 
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
-NEVER_NEGATIVE = (*ENTROPIES, "mse", "l1", "huber", "smooth l1")
+NEVER_NEGATIVE = (*ENTROPIES, "mse", "huber", "smooth l1")
 INIT, INIT_ABOVE, INIT_MSE, INIT_WARNING = 2.0, 2.0, 3.0, 5.0  # times the guess; and by so much above it
 ENOUGH = 50  # batches to tell a flat or rising loss from
 FLAT, NEAR_GUESS, NOISE = 0.95, 0.8, 3.0  # of the first loss, of the guess; standard errors

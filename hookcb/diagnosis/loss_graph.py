@@ -22,12 +22,26 @@ SCALING = (
     "Gather",
 )
 BY_A_NUMBER = ("Div", "Mul")
-SHAPING = ("View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Transpose", "Permute", "T", "Alias")
+SHAPING = (
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Reshape",
+    "Slice",
+    "Select",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Clone",
+    "Transpose",
+    "Permute",
+    "T",
+    "Alias",
+)
 KINDS = {
     "NllLoss": "nll",
     "NllLoss2D": "nll",
     "MseLoss": "mse",
-    "L1Loss": "l1",
     "SmoothL1Loss": "huber",
     "HuberLoss": "huber",
     "BinaryCrossEntropy": "binary cross-entropy",
@@ -35,6 +49,7 @@ KINDS = {
 }
 HEADS = ("Softmax", "Sigmoid", "Relu")
 MEAN = 1  # of the reductions of torch
+WEIGHTS = ("_saved_weight", "_saved_pos_weight")
 MOST_NODES = 64
 
 
@@ -42,7 +57,7 @@ class LossGraph(NamedTuple):
     """What a loss is.
 
     Attributes:
-        kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", "mse", "l1", "huber",
+        kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", "mse", "huber",
             or "" where it is something else.
         is_pure: whether the loss is that and nothing else, but for its scale and sign.
         scale: what the mean over samples is multiplied by; NaN of a sum, and where that is not known.
@@ -68,7 +83,9 @@ def read_loss(node: Any) -> LossGraph:
     if found is None:
         return LossGraph()
     name, given = node_name(found), _behind(found)
-    scale = scale if getattr(found, "_saved_reduction", MEAN) == MEAN else math.nan
+    is_weighted = any(isinstance(getattr(found, name, None), Tensor) for name in WEIGHTS)
+    is_mean = getattr(found, "_saved_reduction", MEAN) == MEAN
+    scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan
     if name == "LogSoftmax":  # of soft targets, which have no node of their own
         return LossGraph("cross-entropy", is_pure, scale, "softmax", _head(given))
     if KINDS[name] == "nll" and node_name(given) == "LogSoftmax":
@@ -104,12 +121,13 @@ def _factor(node: Any) -> float | None:
     name = node_name(node)
     if name not in BY_A_NUMBER:
         return (math.nan if name == "Sum" else -1.0 if name == "Neg" else 1.0) if name in SCALING else None
-    other = getattr(node, "_saved_other", None)
-    if not isinstance(other, Tensor):
-        return math.nan
-    if other.numel() != 1:  # advantages and weights of samples may be negative
+    if sum(behind is not None for behind, _ in node.next_functions) > 1:
+        return None  # of two parts of the model
+    saved = (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None))
+    others = [x.detach() for x in saved if isinstance(x, Tensor)]
+    if any(x.numel() != 1 for x in others):  # advantages and weights of samples may be negative
         return None
-    number = float(other) if other.is_cpu else math.nan
+    number = float(others[0]) if others and others[0].is_cpu else math.nan
     return number if name == "Mul" else 1 / number if number else math.nan
 
 

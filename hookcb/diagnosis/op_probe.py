@@ -50,8 +50,9 @@ class OpProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
 
     def _tell_of(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
         scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
-        if q.ndim < 3 or k.shape[-2] < FEWEST_KEYS or q.shape[-2] < 2 or q.shape[-3] != k.shape[-3]:
+        if q.ndim < 3 or k.shape[-2] < FEWEST_KEYS or q.shape[-2] < 2 or q.shape[-3] % k.shape[-3]:
             return
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)  # heads that share their keys
         places = torch.arange(q.shape[-2], device=q.device)[:: max(1, q.shape[-2] // MOST_QUERIES)]
         scores = q[..., places, :].float() @ k.float().transpose(-1, -2)
         scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -82,6 +83,7 @@ def low_heads(weights: Tensor) -> Tensor:
     """
     p = weights.float()
     relative = -torch.special.xlogy(p, p).sum(-1) / math.log(p.shape[-1])
+    relative = relative.masked_fill(p.sum(-1) == 0, math.nan)  # of queries that are masked whole
     of_heads = relative.movedim(-2, 0).flatten(1) if p.ndim > 3 else relative
     share: Tensor = (of_heads.nanmean(1) < LOW).float().mean()
     return share

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from hookcb.diagnosis.evidence import Sighting
+from hookcb.untouched import same_bits
 
 
 def look_at_replicas(model: nn.Module, step: int) -> Iterator[Sighting]:
@@ -16,7 +17,7 @@ def look_at_replicas(model: nn.Module, step: int) -> Iterator[Sighting]:
     own = _fingerprint(model)
     of_ranks = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(of_ranks, own)
-    apart = [rank for rank, of in enumerate(of_ranks) if not torch.equal(of, of_ranks[0])]
+    apart = [rank for rank, of in enumerate(of_ranks) if not same_bits(of, of_ranks[0])]
     if apart:
         yield Sighting(
             "replica.diverged",

@@ -17,7 +17,6 @@ from hookcb.diagnosis.batch_probe import (
     look_at_head,
     look_at_inputs,
     look_at_labels,
-    look_at_refusal,
 )
 from hookcb.diagnosis.loss_graph import LossGraph, read_loss
 
@@ -45,7 +44,11 @@ def test_std_and_rms_of_a_batch_are_those_of_its_elements(dtype, shape):
 
 def test_the_first_float_tensor_counts_wherever_it_is():
     x = 3 * numbers(4, 3)
-    for xb in ((x,), {"ids": torch.ones(4, 2).long(), "x": x}, ([torch.zeros(4, 1).bool(), x], numbers(4, 2))):
+    for xb in (
+        (x,),
+        {"ids": torch.ones(4, 2).long(), "x": x},
+        ([torch.zeros(4, 1).bool(), x], numbers(4, 2)),
+    ):
         assert input_numbers(xb)[0] == pytest.approx(float(x.std(correction=0)))
 
 
@@ -125,8 +128,8 @@ def test_batches_that_differ_or_do_not_tell_are_no_finding(given):
 # ---- labels
 
 
-def labels(pred, y, refused=False):
-    return [(s.code, s.step, s.value) for s in look_at_labels(pred, y, 3, refused)]
+def labels(pred, y, error):
+    return [(s.code, s.step, s.value) for s in look_at_labels(pred, y, error, 3)]
 
 
 def of(n, *shape, last=None):
@@ -137,28 +140,52 @@ def of(n, *shape, last=None):
     return y
 
 
+def refusal(pred, y):
+    """What torch says to these labels; scores of classes may come last."""
+    with pytest.raises(IndexError) as info:
+        F.cross_entropy(pred, y)
+    return info.value
+
+
+OTHER = IndexError("index out of range")  # as a loss of one's own may put it
+
+
+@pytest.mark.parametrize("bad", [C, 99, -3])
 @pytest.mark.parametrize(
     ("shape", "of_labels"),
-    [((N, C), (N,)), ((N, C, T), (N, T)), ((N, T, C), (N, T)), ((N, C, 4, 7), (N, 4, 7)), ((N, C, C), (N, C))],
+    [((N, C), (N,)), ((N, C, T), (N, T)), ((N, C, 4, 7), (N, 4, 7)), ((N, C, C), (N, C))],
 )
-def test_a_label_that_has_no_score_is_told(shape, of_labels):
+def test_a_label_that_torch_has_refused_is_told(shape, of_labels, bad):
+    pred, y = numbers(*shape), of(C, *of_labels, last=bad)
+    error = refusal(pred, y)
+    for given in (pred, {"logits": pred}):
+        assert labels(given, (y,), error) == [("label.out_of_range", 3, bad)]
+    assert labels(None, (), error) == [("label.out_of_range", 3, bad)]  # of a loop whose labels are not known
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_labels"),
+    [((N, C), (N,)), ((N, C, T), (N, T)), ((N, T, C), (N, T)), ((N, C, 4, 7), (N, 4, 7))],
+)
+def test_a_label_without_a_score_is_told_where_an_index_was_wrong(shape, of_labels):
     pred = numbers(*shape)
-    assert labels(pred, of(C, *of_labels)) == []
-    assert labels(pred, of(C, *of_labels, last=C)) == [("label.out_of_range", 3, C)]
-    assert labels({"logits": pred}, (of(C, *of_labels, last=99),)) == [("label.out_of_range", 3, 99)]
+    assert labels(pred, of(C, *of_labels), OTHER) == []
+    assert labels(pred, of(C, *of_labels, last=C), OTHER) == [("label.out_of_range", 3, C)]
 
 
 def test_its_advice_is_the_number_of_outputs_that_would_do():
-    (found,) = look_at_labels(numbers(N, C), of(C, N, last=7), 0, refused=True)
+    pred, y = numbers(N, C), of(C, N, last=7)
+    (found,) = look_at_labels(pred, y, refusal(pred, y), 0)
     assert "is 7" in found.text
     assert f"labels are 0 to {C - 1}" in found.text
     assert found.next_steps[0].startswith("give the last layer 8 outputs")
 
 
-def test_labels_below_zero_may_be_ignored_ones_unless_the_loss_has_refused_them():
-    pred, y = numbers(N, C), of(C, N, last=-100)
-    assert labels(pred, y) == []
-    assert labels(pred, y, refused=True) == [("label.out_of_range", 3, -100)]
+def test_advice_for_a_label_below_zero_is_not_to_have_fewer_outputs():
+    pred, y = numbers(N, C), of(C, N, last=-7)
+    (found,) = look_at_labels(pred, y, refusal(pred, y), 0)
+    assert "is -7" in found.text
+    assert "outputs" not in found.next_steps[0]
 
 
 @pytest.mark.parametrize(
@@ -176,20 +203,14 @@ def test_labels_below_zero_may_be_ignored_ones_unless_the_loss_has_refused_them(
     ],
 )
 def test_what_are_no_class_indices_is_no_finding(pred, y):
-    assert labels(pred, y, refused=True) == []
+    assert labels(pred, y, OTHER) == []
 
 
-@pytest.mark.parametrize("bad", [C, 99, -3])
-def test_what_torch_says_of_a_label_is_understood(bad):
-    with pytest.raises(IndexError) as info:
-        F.cross_entropy(numbers(N, C), of(C, N, last=bad))
-    (found,) = look_at_refusal(info.value, 4)
-    assert (found.code, found.step, found.value) == ("label.out_of_range", 4, bad)
-
-
-def test_other_errors_say_nothing_of_labels():
-    assert list(look_at_refusal(IndexError("list index out of range"), 0)) == []
-    assert list(look_at_refusal(ValueError("Target 5 is out of bounds."), 0)) == []
+@pytest.mark.parametrize(
+    "error", [RuntimeError("disk is full"), ValueError("Target 5 is out of bounds."), KeyError(9)]
+)
+def test_other_errors_are_not_the_labels_fault(error):
+    assert labels(numbers(N, C), of(C, N, last=255), error) == []
 
 
 def test_labels_that_the_loss_ignores_are_not_the_reason_of_another_error():

@@ -1,5 +1,7 @@
 """Units without a gradient, counted against what the model's own activations say."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -181,7 +183,7 @@ class Own(nn.Module):
     def __init__(self, is_matmul, sizes, n_dead):
         super().__init__()
         torch.manual_seed(0)
-        pairs = list(zip(sizes[:-1], sizes[1:], strict=True))
+        pairs = list(itertools.pairwise(sizes))
         shapes = [(i, o) if is_matmul else (o, i) for i, o in pairs]
         self.ws = nn.ParameterList([torch.randn(shape) for shape in shapes])
         self.bs = nn.ParameterList([torch.zeros(o) for _, o in pairs])
@@ -268,7 +270,9 @@ def test_a_layer_that_takes_part_now_and_then_is_judged_by_its_own_looks():
     for step in range(40):
         x = batch(seed=step)[0]
         whole = step % 3 == 0
-        look(units, model, step, x, lambda out, w=whole: out.mean() if w else model[2](torch.ones(4, H)).sum())
+        look(
+            units, model, step, x, lambda out, w=whole: out.mean() if w else model[2](torch.ones(4, H)).sum()
+        )
     found = units.found()
     assert found["0.weight"].n_looked == LOOKS
     assert found["0.weight"].lately == 0

@@ -34,7 +34,10 @@ def test_batch_norms_in_training_mode_are_fine():
 
 def test_each_batch_norm_that_is_left_in_eval_is_told_by_name():
     found = seen(net().eval())
-    assert [(s.code, s.layer, s.step) for s in found] == [("mode.mismatch", "1", 0), ("mode.mismatch", "5", 0)]
+    assert [(s.code, s.layer, s.step) for s in found] == [
+        ("mode.mismatch", "1", 0),
+        ("mode.mismatch", "5", 0),
+    ]
     model = net()
     model[5].eval()
     assert [s.layer for s in seen(model)] == ["5"]
@@ -59,7 +62,7 @@ def test_the_model_itself_may_be_a_batch_norm():
         lambda: nn.BatchNorm1d(4, track_running_stats=False),  # the same in both modes
         lambda: nn.LayerNorm(4),
         lambda: nn.GroupNorm(2, 4),
-        lambda: nn.Dropout(),
+        lambda: nn.Dropout(0.0),
     ],
 )
 def test_what_may_be_in_eval_mode_is_no_finding(norm):
@@ -70,6 +73,45 @@ def test_a_norm_of_which_only_the_bias_is_trained_is_trained():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     model[1].weight.requires_grad_(False)
     assert len(seen(model)) == 1
+
+
+def learned():
+    """A model that was trained before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4))
+    model(torch.randn(16, 4))
+    return model
+
+
+def test_norms_that_keep_what_they_have_learned_are_meant_to_where_the_model_is_in_train_mode():
+    model = learned()
+    model[1].eval()
+    assert seen(model) == []
+    assert [s.layer for s in seen(learned().eval())] == ["1", "3"]
+
+
+def test_norms_that_have_learned_nothing_are_never_meant_to_be_in_eval():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    assert [s.layer for s in seen(model)] == ["1"]
+
+
+def test_norms_that_are_switched_off_in_the_middle_are_told_though_they_have_learned():
+    model = learned()
+    (found,) = seen(model, at=lambda step: model[3].train(step < 6))
+    assert (found.layer, found.step) == ("3", 6)
+
+
+def test_dropout_that_a_whole_model_in_eval_mode_leaves_out_is_a_warning():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2))
+    (found,) = seen(model, at=lambda step: model.train(step < 3))
+    assert (found.code, found.severity, found.layer, found.step) == ("mode.mismatch", "warning", "", 3)
+
+
+def test_dropout_that_is_switched_off_alone_is_meant_to_be():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2))
+    model[1].eval()
+    assert seen(model) == []
 
 
 # ---- batches of one sample

@@ -19,7 +19,11 @@ def numbers(*shape, seed=0):
 
 
 def qkv(t=T, s=None, kv_heads=HEADS):
-    q, k, v = numbers(B, HEADS, t, D), numbers(B, kv_heads, s or t, D, seed=1), numbers(B, kv_heads, s or t, D)
+    q, k, v = (
+        numbers(B, HEADS, t, D),
+        numbers(B, kv_heads, s or t, D, seed=1),
+        numbers(B, kv_heads, s or t, D),
+    )
     return (q * SHARP).requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
@@ -234,7 +238,10 @@ def test_what_is_no_attention_or_of_too_few_places_is_not_seen(call):
 def test_gradients_are_to_the_bit_as_without():
     def run():
         q, k, v = qkv()
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True) + (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        out = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            + (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        )
         out.square().sum().backward()
         return torch.stack([q.grad, k.grad, v.grad])
 
@@ -319,7 +326,9 @@ def test_half_of_the_heads_or_two_batches_are_no_finding(shares):
 def test_saturated_shares_are_counts_of_elements():
     x = numbers(50, 7) * 3
     t, s = x.tanh(), x.sigmoid()
-    assert saturated_share(nn.Tanh(), t) == pytest.approx(sum(abs(v) > 0.97 for v in t.flatten().tolist()) / 350)
+    assert saturated_share(nn.Tanh(), t) == pytest.approx(
+        sum(abs(v) > 0.97 for v in t.flatten().tolist()) / 350
+    )
     n = sum(not 0.03 <= v <= 0.97 for v in s.flatten().tolist())
     assert saturated_share(nn.Sigmoid(), s) == pytest.approx(n / 350)
     assert saturated_share(nn.ReLU(), x.relu()) is None

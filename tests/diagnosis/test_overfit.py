@@ -82,7 +82,11 @@ def test_it_is_only_tried_where_the_loss_is_flat_and_nothing_else_is_wrong(findi
 
 
 def test_notes_and_a_loss_that_began_high_do_not_keep_it_from_being_tried():
-    others = Finding("hook.silent", "info"), Finding("loss.init", "warning"), Finding("dropout.extreme", "info")
+    others = (
+        Finding("hook.silent", "info"),
+        Finding("loss.init", "warning"),
+        Finding("dropout.extreme", "info"),
+    )
     assert len(seen(learner(), *others, FLAT)) == 1
 
 
@@ -129,7 +133,13 @@ def test_the_learner_is_left_as_it_is_even_where_the_model_fails(fails):
     def state():
         tensors = values([*model.state_dict().values(), *(p.grad for p in model.parameters())])
         opt = values(list(learn.opt.state_dict().values()))
-        return values(everything(model)), tensors, opt, random.getstate(), {n: id(x) for n, x in vars(learn).items()}
+        return (
+            values(everything(model)),
+            tensors,
+            opt,
+            random.getstate(),
+            {n: id(x) for n, x in vars(learn).items()},
+        )
 
     def look():
         model.eval()

@@ -21,7 +21,7 @@ def batches(n):
 
 
 def trained(clear, n=12, every=1, opt=torch.optim.SGD, stop=None):
-    """What is seen where `clear(opt, model, i, when)` clears gradients, and each `every`-th batch has a step."""
+    """What is seen where `clear(opt, model, i, when)` clears gradients; each `every`-th batch has a step."""
     model = net()
     stale, opt = StaleGradients(model), opt(model.parameters(), lr=1e-3)
     for i, (x, y) in enumerate(batches(n)):
