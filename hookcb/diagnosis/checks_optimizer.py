@@ -173,10 +173,10 @@ def _divisor(size: float) -> str:
 def small_updates(evidence: Evidence) -> Iterator[Result]:
     """Steps that hardly change the weights, so that nothing is learned in reasonable time.
 
-    Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence in which
-    the learning rate was at least half of its largest: neither warm-up nor the end of a decay counts. Limit:
-    1e-5, a hundredth of the usual 1e-3; an error below 1e-6 where the loss hardly falls. Nothing is said
-    where it falls by a fifth.
+    Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence, five or
+    more, each for the largest learning rate: neither warm-up nor the end of a decay counts. Limit: 1e-5,
+    a hundredth of the usual 1e-3; an error below 1e-6 where the loss hardly falls. Nothing is said where it
+    falls by a fifth.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
@@ -187,13 +187,16 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
     top = max(finite(lr.values()), default=math.nan)
     sizes, spans = [], []
     for p in weights(evidence):
-        steps = [at for at in before(p.series("update_ratio"), until) if not lr.get(at[0], top) < top / 2]
-        if p.is_optimized and len(steps) >= WINDOW:
+        ratios = [
+            (step, x * ratio(top, lr.get(step, top))) for step, x in before(p.series("update_ratio"), until)
+        ]
+        steps = [(step, x) for step, x in ratios if math.isfinite(x)]
+        if p.is_optimized and len(steps) >= LATEST:
             sizes.append(median(x for _, x in steps[-WINDOW:]))
             small = trailing(Series(*map(list, zip(*steps, strict=True))), lambda x: x < TOO_SMALL)
-            spans.append((small.first if small else steps[-WINDOW][0], steps[-1][0]))
+            spans.append((small.first if small else steps[0][0], steps[-1][0]))
     if not sizes or top == 0:
-        yield Unable(f"fewer than {WINDOW} steps with the full learning rate before convergence")
+        yield Unable(f"fewer than {LATEST} steps were looked at before convergence")
         return
     size, left = median(sizes), loss_left(evidence, evidence.first_loss)
     if size >= TOO_SMALL or left < LEARNED:

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Iterator
+from weakref import WeakValueDictionary, ref
 
 from torch import Tensor, nn
 
@@ -21,8 +22,9 @@ class NormProbe:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._norms = {name: m for name, m in named_modules(model).items() if isinstance(m, BatchNorm)}
-        self._model = model
+        norms = {name: m for name, m in named_modules(model).items() if isinstance(m, BatchNorm)}
+        self._norms = WeakValueDictionary(norms)  # as a loop that is watched ends with its model
+        self._model = ref(model)
         self._drops = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
         self._meant = {name for name, m in self._norms.items() if not m.training and _has_learned(m)}
         self._in_eval: dict[str, int] = {}  # those that are trained, and were in eval mode, with the step
@@ -32,7 +34,8 @@ class NormProbe:
 
     def begin_batch(self, step: int, n_samples: int) -> None:
         """A training batch begins."""
-        whole = self._model.training
+        model = self._model()
+        whole = model is not None and model.training
         for name, m in self._norms.items():
             if m.training:
                 self._meant.discard(name)

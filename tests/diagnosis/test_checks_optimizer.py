@@ -131,7 +131,7 @@ def test_steps_that_do_their_work_or_end_a_decay_are_no_finding(given):
 def test_small_steps_of_a_warm_up_say_nothing():
     given = evidence(weight(update_ratio=[1e-8] * 40), lr=[1e-6 * i for i in range(40)])
     assert isinstance(only(small_updates, given), Unable)
-    assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 9))), Unable)
+    assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 4))), Unable)
     assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 40), lr=0.0)), Unable)
 
 

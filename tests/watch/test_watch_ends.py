@@ -35,6 +35,7 @@ FOLLOWS = {
     "ActivationStats": {},
     "Callback": {},
     "DetectAnomaly": {},
+    "Diagnose": {"show": False},
     "EMA": {"validate": False},
     "EarlyStopping": {},
     "GradientHealth": {"activations": True},
