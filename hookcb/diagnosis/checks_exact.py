@@ -116,7 +116,7 @@ def put_back(evidence: Evidence) -> Iterator[Result]:
     """A weight that steps move, and that is at the end where it was at the beginning, to the bit.
 
     Formula: update ratio above 1e-6 in the median of five steps looked at, twenty steps or more, and none of
-    64 elements has changed.
+    1,024 elements has changed.
     """
     found = [p for p in evidence.params.values() if p.is_weight and not p.has_moved and _steps_move(p)]
     if evidence.n_steps < MANY or not found:
@@ -140,7 +140,7 @@ def put_back(evidence: Evidence) -> Iterator[Result]:
 
 def _steps_move(param: Param) -> bool:
     ratios = param.series("update_ratio")
-    return len(ratios) >= FEW and ratios.median() > VISIBLE
+    return len(ratios) >= FEW and ratios.median() > max(VISIBLE, param.resolution)
 
 
 def _is(param: Param, stat: str, holds: Callable[[float], bool]) -> bool:

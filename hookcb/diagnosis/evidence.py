@@ -87,7 +87,7 @@ class Param:
         dead: share of units of the weight that had no gradient lately, in `n_looked` looks at `n_examples`
             examples; `dead_since` the step it was so from; NaN and None where not looked at.
         never_alive: share of those that had none at all.
-        has_moved: whether any of 64 elements is at the end another than at the beginning.
+        has_moved: whether any of 1,024 elements is at the end another than at the beginning.
         n_without: in how many steps looked at it required a gradient and had none.
         optimizer: index of the one that has it, None where none is known.
     """

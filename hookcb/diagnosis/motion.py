@@ -10,7 +10,6 @@ from hookcb.diagnosis.model_probe import ALIKE, FEWEST, is_of_torch, share_alike
 from hookcb.grad_stats import is_readable, sketch, sketch_copy
 from hookcb.modules import named_modules
 
-FOLLOWED = 64  # elements of each parameter
 ENOUGH = 20  # batches
 
 
@@ -71,10 +70,9 @@ class Motion:
 
 
 def _some(p: Tensor) -> Tensor:
-    """A copy of at most 64 elements, spread over all."""
+    """A copy of at most 1,024 elements, those that update ratios are taken of."""
     view = sketch(p)
-    x = sketch_copy(p) if view is None else view
-    return x[:: max(1, len(x) // FOLLOWED)].clone()
+    return (sketch_copy(p) if view is None else view).clone()
 
 
 def _is_constant(p: Tensor) -> bool:
