@@ -12,13 +12,25 @@ import warnings
 from dataclasses import replace
 
 import torch
-from activations import ALL, hookcb
-from timing import Group, compare_groups
+from activations import ALL
+from loop import Batches
+from timing import Group, Run, compare_groups
+from workloads import Workload, loss_func
 
-from hookcb import ActivationStats, Callback, Diagnose, GradientHealth
+from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, Learner
 
 
-def contestants() -> dict[str, list[type[Callback] | Callback]]:
+def training(workload: Workload, cbs: list[Callback]) -> Run:
+    """A fit that learns, as Diagnose has a closer look at the end of one that does not."""
+    torch.manual_seed(0)
+    data = Batches([workload.batch()] * workload.steps)
+    learn = Learner(data, workload.model(), loss_func, torch.optim.SGD, lr=0.05)
+    learn.remove_cbs(learn.cbs)
+    learn.add_cbs(cbs)
+    return lambda: learn.fit(1)
+
+
+def contestants() -> dict[str, list[Callback]]:
     return {
         "hookcb without callbacks": [],
         "hookcb without callbacks again (noise)": [],
@@ -41,7 +53,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for name in args.only:
         workload = replace(ALL[name], steps=args.steps)
-        runs = {who: hookcb(workload, cbs) for who, cbs in contestants().items()}
+        runs = {who: training(workload, cbs) for who, cbs in contestants().items()}
         clock = time.process_time if args.busy else time.perf_counter
         title = f"{workload.title}: {args.steps} steps"
         compare_groups(title, [Group(runs, args.steps)], args.rounds, clock=clock)

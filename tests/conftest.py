@@ -1,11 +1,18 @@
 """For all tests: what makes them quicker, and changes nothing they look at."""
 
 import gc
+import signal
 import sys
 import traceback
 from types import SimpleNamespace
 
 import pytest
+
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # of a shell's background job, which tests of Ctrl-C inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,7 +14,7 @@ from hookcb.diagnosis.watching import Watching
 from hookcb.events import CancelFitException
 
 FOLDER = str(Path(__file__).parents[1])
-FIRST_LOOK, LATER = 20, 5  # the number of batches after which the state is judged, and how that grows
+FIRST_LOOK, LATER = 20, 10  # the number of batches after which the state is judged, and how that grows
 
 
 class Diagnose(Watching):
@@ -27,7 +27,7 @@ class Diagnose(Watching):
     Args:
         on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit, or
             sets `stop_asked` of a watch, whose loop is not ours to end. It is looked for after batches 20,
-            100, 500 …, and when the loss or a gradient is not finite.
+            200, 2,000 …, and when the loss or a gradient is not finite.
         budget: share of the training's time that it may take, 0..1; the first 20 batches come on top.
         show: whether to print the verdict at the end; within `learn.no_logging()` it is not.
         name: what the learner calls it.
@@ -78,10 +78,10 @@ class Diagnose(Watching):
         if self._probes is None:
             return
         self._probes.guarded(self._probes.look_at_end, self.learn, raised())
-        verdict = self.judge()
+        verdict = judge(evidence := self.evidence())
         if self._probes.look_at_labels(self.learn, verdict.findings):
-            verdict = self.judge()
-        self.end()
+            verdict = judge(evidence := self.evidence())
+        self.end(evidence)
         self.verdict = verdict
         if self.show and not self._is_quiet():
             Console().print(verdict)

@@ -201,6 +201,7 @@ class Evidence:
     sightings: list[Sighting] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    _smooth: tuple[int, Series] | None = field(default=None, repr=False, compare=False)
 
     @property
     def first_loss(self) -> float:
@@ -210,6 +211,11 @@ class Evidence:
 
     def smooth_loss(self) -> Series:
         """Exponential moving average of the loss over about ten batches, of what is finite."""
+        if self._smooth is None or self._smooth[0] != len(self.loss):  # a dozen checks ask for it
+            self._smooth = len(self.loss), self._smoothed()
+        return self._smooth[1]
+
+    def _smoothed(self) -> Series:
         smooth, now = Series(), math.nan
         for step, x in self.loss:
             if math.isfinite(x):

@@ -16,7 +16,8 @@ from hookcb.modules import is_compiled, named_modules
 class OpHooks:
     """Enters an `OpProbe` when the model is called, and leaves it when the call ends, however it does.
 
-    A model that is compiled, in whole or in part, is left alone: it would run uncompiled.
+    A model that is compiled, in whole or in part, is left alone: it would run uncompiled. One in which the
+    first call has shown no attention is not looked at again.
 
     Args:
         model: whose forward.
@@ -30,6 +31,8 @@ class OpHooks:
         self._acts, self._found = acts, found
         self._names = {id(m): name for name, m in named_modules(model).items()}
         self._open: list[OpProbe] = []
+        self._has_looked = False  # in one whole call of the model
+        self.sees_attention = False
         self.is_left_out = any(map(is_compiled, model.modules()))
         self._hooks = (
             []
@@ -41,16 +44,22 @@ class OpHooks:
         )
 
     def _enter(self, m: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._acts():
+        is_useless = self._has_looked and not self.sees_attention  # looking costs as much as what it looks at
+        if torch.compiler.is_compiling() or is_useless or not self._acts():
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
-            probe = OpProbe(self._layer, self._found)
+            probe = OpProbe(self._layer, self._tell)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
+    def _tell(self, layer: str, share: Tensor) -> None:
+        self.sees_attention = True
+        self._found(layer, share)
+
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
+            self._has_looked = self._has_looked or bool(self._open and output is not None)
             self._close()
 
     def _close(self) -> None:

@@ -27,7 +27,7 @@ def look_at_labels_by_heart(learn: Any, findings: tuple[Finding, ...], n_batches
         n_batches: that the training has had.
     """
     others = [f for f in findings if f.severity != "info" and f.code not in ("loss.flat", "loss.init")]
-    is_flat = any(f.code == "loss.flat" for f in findings)
+    is_flat = any(f.code == "loss.flat" and f.severity != "info" for f in findings)
     model = unwrapped(learn.model)
     if others or not is_flat or total_params(model).n > MOST_PARAMS or any(map(is_compiled, model.modules())):
         return

@@ -110,11 +110,11 @@ class Watching(SamplingCallback):
     def after_train(self) -> None:
         self._probe(Probes.end_epoch)
 
-    def end(self) -> None:
+    def end(self, evidence: Evidence) -> None:
         """The fit is over: hooks come off, and what was recorded stays as plain values."""
         if self._probes is not None:
             self._probes.close()
-            self._evidence, self._probes = self.evidence(), None
+            self._evidence, self._probes = evidence, None
         brought, self._brought = self._brought, []
         for cb in brought:
             cb.leader = None  # who reads its records does not need us
