@@ -8,10 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # of a shell's background job, which tests of Ctrl-C inherit
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
