@@ -121,11 +121,16 @@ def look_at_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Itera
 
 def _range_of(pred: Any, yb: Any) -> tuple[int | None, int | None]:
     """Number of classes that there are scores of, and the largest label; None where not known."""
-    scores = next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    scores = _scores(pred)
     labels = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.dtype == torch.int64), None)
     if scores is None or labels is None or not labels.numel():
         return None, None
     return _n_classes(scores, labels), int(labels.max())
+
+
+def _scores(pred: Any) -> Tensor | None:
+    """The first float tensor of what the model has given."""
+    return next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
 
 
 def _n_classes(scores: Tensor, labels: Tensor) -> int | None:
@@ -143,7 +148,7 @@ def _n_classes(scores: Tensor, labels: Tensor) -> int | None:
 
 def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
     """The loss of guessing: ln C of cross-entropy, of MSE the mean square of the targets; else NaN."""
-    scores = next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    scores = _scores(pred)
     targets = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
     if scores is None or not graph.is_pure:
         return math.nan

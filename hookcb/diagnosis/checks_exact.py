@@ -1,7 +1,7 @@
 """Exact checks of parameters: who gets no gradient, and who is never updated."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hookcb.diagnosis.evidence import Evidence, Param
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
@@ -90,7 +90,7 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     A branch that begins with zeros on purpose gets gradients.
     """
     weights = [p for p in evidence.params.values() if p.is_weight and p.stats]
-    zero = [p for p in weights[:-1] if _is(p, "weight_norm", _is_zero) and _is(p, "norm", _is_zero)]
+    zero = [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]
     if not zero:
         return
     first, names = zero[0], [p.name for p in zero]
@@ -143,10 +143,6 @@ def _steps_move(param: Param) -> bool:
     return len(ratios) >= FEW and ratios.median() > max(VISIBLE, param.resolution)
 
 
-def _is(param: Param, stat: str, holds: Callable[[float], bool]) -> bool:
+def _is_zero(param: Param, stat: str) -> bool:
     series = param.series(stat)
-    return len(series) >= FEW and all(holds(x) for _, x in series)
-
-
-def _is_zero(x: float) -> bool:
-    return x == 0
+    return len(series) >= FEW and not any(series.values)

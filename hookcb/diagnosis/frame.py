@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.records import is_adaptive, largest_lr
-from hookcb.modules import has_uninitialized, named_modules, unwrapped
+from hookcb.gradient_flow import find_params
+from hookcb.modules import has_uninitialized, named_modules
 from hookcb.store import kept
 
 
@@ -21,7 +22,6 @@ class Frame:
     Attributes:
         about: by layer its type and sizes, `Linear 64→64`.
         params: those that require a gradient, by name, without statistics.
-        largest: of each layer the largest number that the dtype of its parameters has.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -38,15 +38,11 @@ class Frame:
             for group in opt.param_groups
             for p in group["params"]
         }
-        kinds = {name: type(m).__name__ for name, m in modules.items()}
-        for place, (name, p) in enumerate(unwrapped(model).named_parameters()):
-            name = name.replace("_orig_mod.", "")
+        for place, (name, p, kind) in enumerate(find_params(model)):
             if not p.requires_grad or isinstance(p, nn.parameter.UninitializedParameter):
                 continue
             layer = name.rpartition(".")[0]
-            param = Param(
-                name, layer, kinds.get(layer, ""), frame.about.get(layer, ""), place, tuple(p.shape)
-            )
+            param = Param(name, layer, kind, frame.about.get(layer, ""), place, tuple(p.shape))
             if p.dtype.is_floating_point:
                 param.resolution = torch.finfo(p.dtype).eps
             if id(p) in groups:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hookcb.callback import Callback
-from hookcb.callbacks import ActivationStats, GradientHealth, MemoryStats, Recorder
+from hookcb.callbacks import ActivationStats, GradientHealth, Recorder
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.grad_stats import STEP_STATS
@@ -19,14 +19,14 @@ def gather(cbs: Iterable[Callback], frame: Frame, own: Evidence | None = None) -
     """What these have recorded, of a model that is made of `frame`.
 
     Args:
-        cbs: of which the first `ActivationStats`, `GradientHealth`, `Recorder` and `MemoryStats` count.
+        cbs: of which the first `ActivationStats`, `GradientHealth` and `Recorder` count.
         frame: names, types and sizes.
         own: what `Diagnose` has recorded by itself; it is completed.
     """
     evidence = own or Evidence()
     found: dict[type, Any] = {}
     for cb in cbs:
-        for kind in (ActivationStats, GradientHealth, Recorder, MemoryStats):
+        for kind in (ActivationStats, GradientHealth, Recorder):
             if isinstance(cb, kind):
                 found.setdefault(kind, cb)
     evidence.params = frame.params

@@ -37,7 +37,7 @@ SOURCES = {  # what brings them
     "batches": "Diagnose",
     "steps": "Diagnose",
     "time": "Diagnose",
-    "memory": "Diagnose, or MemoryStats",
+    "memory": "Diagnose",
 }
 RANK = {"error": 0, "warning": 1, "info": 2}
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hookcb.diagnosis.evidence import Sighting
 from hookcb.diagnosis.model_probe import ALIKE, FEWEST, is_of_torch, share_alike
 from hookcb.grad_stats import is_readable, sketch, sketch_copy
+from hookcb.gradient_flow import find_params
 from hookcb.modules import named_modules
 
 ENOUGH = 20  # batches
@@ -23,7 +24,7 @@ class Motion:
     def __init__(self, model: nn.Module) -> None:
         params = [
             (name, p)
-            for name, p in model.named_parameters()
+            for name, p, _ in find_params(model)
             if is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter) and p.numel()
         ]
         self._begins = {name: (p, _some(p)) for name, p in params}

@@ -39,7 +39,7 @@ from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.replicas import look_at_replicas
 from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
-from hookcb.modules import unwrapped
+from hookcb.gradient_flow import find_params
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore, kept
 
@@ -83,7 +83,7 @@ class Probes:
         self.losses: dict[int, Curve] = {}  # by id of the optimizer
         self._last_loss: float | Tensor | None = None
         self.n_without: Counter[str] = Counter()
-        self._params = [(name, p) for name, p in unwrapped(loop.model).named_parameters()]
+        self._params = find_params(loop.model)
         self._autocasts: list[Autocast] | None = None
         self._resident = ResidentMemory()
         self._is_followed = is_followed
@@ -143,7 +143,7 @@ class Probes:
     def see_loss(self, loop: Any, looking: bool) -> None:
         """The loss is known."""
         loss = loop.loss_with_graph
-        if self.graph is None or looking:
+        if self.graph is None:
             self._see_graph(loop, loss)
         self.kept.note(loss.grad_fn, loop.train_iter)
         self._has_labels = self._has_labels or len(loop.yb) > 0
@@ -153,12 +153,11 @@ class Probes:
             self._look_for_origin(loop, f"the loss is {number}", gradient=False)
 
     def _see_graph(self, loop: Any, loss: Tensor) -> None:
-        graph = read_loss(loss.grad_fn)
-        if self.graph is None:
-            self.graph, self.guess = graph, guess_of(graph, loop.pred, loop.yb)
-            if loss.grad_fn is None:
-                self.sightings.append(_detached(loop.train_iter))
-            self.sightings += look_at_head(graph, self.layers.last, loop.train_iter)
+        self.graph = read_loss(loss.grad_fn)
+        self.guess = guess_of(self.graph, loop.pred, loop.yb)
+        if loss.grad_fn is None:
+            self.sightings.append(_detached(loop.train_iter))
+        self.sightings += look_at_head(self.graph, self.layers.last, loop.train_iter)
 
     def _look_for_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Once, of the first that is not finite."""
@@ -196,7 +195,8 @@ class Probes:
         """Gradients are whole."""
         if looking or self.n_steps < OFTEN:
             self.dead.look(loop.train_iter, self.n_examples)
-            self.n_without.update(name for name, p in self._params if p.requires_grad and p.grad is None)
+            without = (name for name, p, _ in self._params if p.requires_grad and p.grad is None)
+            self.n_without.update(without)
         if looking:
             self.swallowed.before_step()
 
@@ -260,27 +260,27 @@ class Probes:
         evidence.input_std = Series.of(steps, [row[0] for row in rows])
         evidence.input_rms = Series.of(steps, [row[1] for row in rows])
         for name, n in self.n_without.items():
-            if (plain := name.replace("_orig_mod.", "")) in evidence.params:
-                evidence.params[plain].n_without = n
+            if name in evidence.params:
+                evidence.params[name].n_without = n
         for name, dead in self.dead.found().items():
             if name in evidence.params:
                 param = evidence.params[name]
                 param.dead, param.never_alive, param.dead_since = dead.lately, dead.never, dead.since
                 param.n_looked, param.n_examples = dead.n_looked, dead.n_examples
         for name, moved in self._motion.moved().items():
-            if (plain := name.replace("_orig_mod.", "")) in evidence.params:
-                evidence.params[plain].has_moved = moved
+            if name in evidence.params:
+                evidence.params[name].has_moved = moved
         evidence.stepped = [places[key] for key in self.stepped]
-        evidence.observed = self._observed()
+        evidence.observed = self._observed(evidence)
         evidence.notes += self.notes
         if self._ops.is_left_out:
             evidence.notes.append("attention was not looked at, as the model is compiled")
         evidence.sightings = [*self.sightings, *self._late_sightings(steps, rows)]
         return evidence
 
-    def _observed(self) -> set[str]:
+    def _observed(self, evidence: Evidence) -> set[str]:
         """What there was to look at."""
-        seen = {"inputs": self._inputs.infos, "labels": self._has_labels, "loss": len(self.loss.series())}
+        seen = {"inputs": self._inputs.infos, "labels": self._has_labels, "loss": len(evidence.loss)}
         seen |= {"attention": self._attention, "backward": self._n_backward, "steps": self.n_steps}
         return {name for name, is_there in seen.items() if is_there}
 
