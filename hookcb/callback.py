@@ -1,9 +1,8 @@
 """The one concept: a callback acts at the events of a loop."""
 
 import difflib
-import re
 from collections.abc import Callable
-from inspect import getattr_static
+from inspect import Parameter, getattr_static, signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -11,7 +10,7 @@ from fastcore.basics import camel2snake
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.events import BATCH_EVENTS, Event
+from hookcb.events import BATCH_EVENTS, Event, event_meant, looks_like_event
 
 if TYPE_CHECKING:
     from hookcb.loop import Loop
@@ -77,7 +76,8 @@ class Callback:
         **functions: by event name, called as `f(callback)`.
 
     Raises:
-        TypeError: at the definition of a class, or here, where `before_…` or `after_…` is no event.
+        TypeError: if a method or an argument is named like an event that does not exist, such as
+            `after_bacth` or Lightning's `on_train_batch_end`; of a class when it is defined.
 
     >>> from hookcb import Callback, synth_learner
     >>> class CountBatches(Callback):
@@ -120,7 +120,7 @@ class Callback:
         if name is not None:
             self.name = name
         for event, function in functions.items():
-            _check_event(event)
+            _check_argument(type(self), event)
             if not callable(function):
                 raise TypeError(f"{event} is {function!r}, no function; give one that takes the callback")
             self.__dict__[event] = MethodType(function, self)
@@ -128,9 +128,18 @@ class Callback:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for attribute in dir(cls):
-            if re.match(r"(before|after)_", attribute) and callable(getattr_static(cls, attribute)):
+            if looks_like_event(attribute) and callable(getattr_static(cls, attribute)):
                 _check_event(attribute)
         _make_switches(cls)
+
+    if not TYPE_CHECKING:  # a type checker would take it that every attribute exists
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "state_key" or name.startswith(
+                "on_"
+            ):  # what other trainers ask of their own callbacks
+                raise AttributeError(_WRONG_TRAINER.format(type(self).__name__))
+            return object.__getattribute__(self, name)  # raises what it has raised before
 
     @property
     def name(self) -> str:
@@ -254,11 +263,37 @@ class Callback:
         """The fit has ended, however it did: give back what was taken."""
 
 
+_WRONG_TRAINER = (
+    "{0} is a callback of hookcb; for Lightning wrap it in hookcb.adapters.lightning.HookcbCallback({0}(…)), "
+    "for Hugging Face in hookcb.adapters.transformers.HookcbCallback({0}(…)); in other loops use hookcb.watch"
+)
+
+
 def _check_event(name: str) -> None:
     if name not in set(Event):
-        close = difflib.get_close_matches(name, list(Event), n=1)
-        hint = f"did you mean {str(close[0])!r}?" if close else f"events are {', '.join(Event)}"
+        meant = event_meant(name)
+        hint = f"did you mean {meant.value!r}?" if meant else f"events are {', '.join(Event)}"
         raise TypeError(f"unknown event {name!r}; {hint}")
+
+
+def _check_argument(cls: type[Callback], name: str) -> None:
+    if name in set(Event) or looks_like_event(name):
+        return _check_event(name)
+    known = _parameters(cls)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise TypeError(
+        f"{cls.__name__} has no argument {name!r}; {hint}it takes: {', '.join(known)}, "
+        "and functions by the name of an event"
+    )
+
+
+def _parameters(cls: type[Callback]) -> list[str]:
+    """Names of the arguments of `cls`, of those too that it passes on to its bases."""
+    inits = [vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)]
+    params = [param for init in inits for param in list(signature(init).parameters.values())[1:]]
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return list(dict.fromkeys(param.name for param in params if param.kind in named))
 
 
 def _make_switches(cls: type[Callback]) -> None:

@@ -57,6 +57,9 @@ All callbacks see an event before a cancel raised at that event takes effect; of
 wins.
 """
 
+import difflib
+import re
+from contextlib import suppress
 from enum import StrEnum, auto
 from typing import ClassVar, NamedTuple
 
@@ -181,3 +184,68 @@ LEVELS = {
 def outermost(cancels: list[CancelException]) -> CancelException:
     """The one of `cancels` that ends the outermost level; the first of equals."""
     return min(cancels, key=lambda cancel: list(LEVELS).index(cancel.level))
+
+
+# words of a method's name in Lightning, Hugging Face, Keras and fastai v1, and the level that they stand for
+_WORDS = {
+    "backward": "backward",
+    "optimizer": "step",
+    "loss": "loss",
+    "batch": "batch",
+    "step": "batch",
+    "substep": "batch",
+    "val": "validate",
+    "valid": "validate",
+    "validate": "validate",
+    "validation": "validate",
+    "eval": "validate",
+    "evaluate": "validate",
+    "test": "validate",
+    "epoch": "epoch",
+    "train": "fit",
+    "fit": "fit",
+    "exception": "fit",
+}
+_OPENING, _CLOSING = {"before", "begin", "start", "pre"}, {"after", "end"}
+_OTHER_WORDS = {"save", "log", "init", "predict", "prediction", "sanity", "zero"}  # parts that have no event
+
+
+def looks_like_event(name: str) -> bool:
+    """Whether a method or argument called `name` is surely meant for an event: ours, or another framework's.
+
+    >>> [looks_like_event(name) for name in ("afterBatch", "on_epoch_end", "begin_fit", "on_alarm", "report")]
+    [True, True, True, False, False]
+    """
+    if re.match(r"(before|after)(_|[A-Z])", name) or re.fullmatch(
+        "begin_(fit|epoch|train|batch|validate)", name
+    ):
+        return True
+    if name.startswith("on_"):
+        return not _words(name).isdisjoint({*_WORDS, *_OPENING, *_CLOSING, *_OTHER_WORDS})
+    return not name.startswith("_") and _plain(name) in {_plain(event) for event in Event}
+
+
+def event_meant(name: str) -> Event | None:
+    """The event that `name` is a misspelling of, or stands for in another framework; None if there is none.
+
+    >>> [event_meant(name).value for name in ("after_bacth", "on_batch_end", "on_before_optimizer_step")]
+    ['after_batch', 'after_batch', 'before_step']
+    """
+    words = _words(name)
+    if not words & {"on", "begin"}:
+        close = difflib.get_close_matches(_plain(name), [_plain(event) for event in Event], n=1)
+        return next((event for event in Event if [_plain(event)] == close), None)
+    level = next((level for word, level in _WORDS.items() if word in words), None)
+    if level == "epoch" and "train" in words:
+        level = "train"
+    with suppress(ValueError):  # there is no before_loss
+        return Event(f"{'before' if words & _OPENING else 'after'}_{level}")
+    return None
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().split("_"))
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()

@@ -447,7 +447,7 @@ def _listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
     """`cbs` as a list; a single callback counts as one even when it is iterable."""
     if cbs is None:
         return []
-    if isinstance(cbs, Callback | type) or not isinstance(cbs, Iterable):
+    if isinstance(cbs, Callback | type | str) or not isinstance(cbs, Iterable):
         return [cbs]
     return list(cbs)
 
@@ -462,10 +462,18 @@ def _instance(cb: Callback | type[Callback]) -> Callback:
             ) from None
         return cb()
     if not isinstance(cb, Callback):
-        raise TypeError(
-            f"{cb!r:.80} is no Callback; subclass hookcb.Callback, or give Callback(after_batch=function)"
-        )
+        raise TypeError(f"{cb!r:.80} is not a Callback; {_repair(cb)}")
     return cb
+
+
+def _repair(cb: Any) -> str:
+    """What to give in place of something that is not a callback."""
+    if isinstance(cb, str):
+        return f"give the class or an instance, {cb if cb.isidentifier() else 'ActivationStats'}()"
+    if callable(getattr(cb, "log", None)):
+        shown = f"{cb.__name__ if isinstance(cb, type) else type(cb).__name__}(…)"
+        return f"it is a logger: wrap it, Log({shown})"
+    return "subclass hookcb.Callback, or give Callback(after_batch=function)"
 
 
 def _among(cb: Callback, cbs: Iterable[Callback]) -> bool:

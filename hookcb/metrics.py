@@ -37,8 +37,17 @@ class Mean:
         self.reset()
 
     def update(self, pred: Any, *yb: Any) -> None:
-        """Takes in a batch, which weighs by its size."""
+        """Takes in a batch, which weighs by its size.
+
+        Raises:
+            ValueError: if the function gives a tensor of more than one element, or of none.
+        """
         value = self.function(pred, *yb)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"metric {metric_name(self.function)!r} gave a tensor of shape {tuple(value.shape)}; "
+                "reduce it to one number, as with .mean()"
+            )
         self.values.append(value.detach() if isinstance(value, Tensor) else torch.tensor(float(value)))
         self.sizes.append(batch_size((*yb, pred)))
 

@@ -2,7 +2,9 @@
 
 import difflib
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from hookcb.events import Event
 
 if TYPE_CHECKING:
     from hookcb.loop import Loop
@@ -48,10 +50,13 @@ def check_patience(patience: int, min_delta: float, least: int = 1) -> None:
 
 
 def check_monitor(learn: "Loop", monitor: str) -> None:
-    """Refuses, before a fit, a column that its rows will surely not have; any callback may add others.
+    """Refuses, before a fit, a column that its rows will not have.
+
+    A callback, a metric or a Learner of the user's own may add columns; then only a slip of the keyboard is
+    refused.
 
     Raises:
-        LookupError: where the name is none of the columns known by now, but almost one.
+        LookupError: if no row will have this column, or if the name is almost that of a known one.
         ValueError: where it comes from the validation, and there is no `dls.valid`.
     """
     metrics = _metric_names(learn)
@@ -61,13 +66,17 @@ def check_monitor(learn: "Loop", monitor: str) -> None:
             f"monitor is {monitor!r}, and there is no dls.valid to compute it on; "
             "give monitor='train_loss', or make the learner with (train, valid)"
         )
-    # one that goes on after a known name, as valid_loss_ema, is no slip of the keyboard
-    if monitor not in known and not any(monitor.startswith(name) for name in known):
-        close = difflib.get_close_matches(monitor, known, n=1, cutoff=0.8)
-        if close:
-            raise LookupError(
-                f"no column {monitor!r}; did you mean {close[0]!r}? known are: {', '.join(known)}"
-            )
+    if monitor in known:
+        return
+    is_open = _may_have_others(learn)
+    close = difflib.get_close_matches(monitor, known, n=1, cutoff=0.8 if is_open else 0.6)
+    # one that goes on after a known name, as valid_loss_ema, is not a slip of the keyboard
+    is_slip = close and not any(monitor.startswith(name) for name in known)
+    if is_slip or not is_open:
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise LookupError(
+            f"no column {monitor!r}; {hint}known are: {', '.join(known)}; metrics=… adds others"
+        )
 
 
 def monitored(learn: "Loop", monitor: str) -> float | None:
@@ -96,10 +105,20 @@ def improves(value: float, best: float | None, mode: str, min_delta: float = 0.0
     return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
-def _metric_names(learn: "Loop") -> list[str]:
+def _metrics(learn: "Loop") -> list[Any]:
     # by the name of the class: callbacks stand on a higher floor than this module
-    metrics = [cb for cb in learn.cbs if any(kind.__name__ == "Metrics" for kind in type(cb).__mro__)]
-    return [name for cb in metrics for name in getattr(cb, "names", ())]
+    return [cb for cb in learn.cbs if any(kind.__name__ == "Metrics" for kind in type(cb).__mro__)]
+
+
+def _metric_names(learn: "Loop") -> list[str]:
+    return [name for cb in _metrics(learn) for name in getattr(cb, "names", ())]
+
+
+def _may_have_others(learn: "Loop") -> bool:
+    """Whether code that is not of hookcb may add columns: a loop, a callback, a function of one, a metric."""
+    are_ours = all(type(x).__module__.startswith("hookcb.") for x in (learn, *learn.cbs))
+    has_functions = any(event in vars(cb) for cb in learn.cbs for event in Event)
+    return not are_ours or has_functions or not all(cb.has_all_names for cb in _metrics(learn))
 
 
 def _has_valid(learn: "Loop") -> bool:

@@ -41,6 +41,10 @@ def check_functions(loss_func: Any, opt_func: Any) -> None:
     Raises:
         TypeError: naming what was given and what to give.
     """
+    if isinstance(loss_func, type) and issubclass(loss_func, nn.Module):
+        raise TypeError(
+            f"loss_func is the class {loss_func.__name__}; give an instance, {loss_func.__name__}()"
+        )
     if not callable(loss_func) and loss_func is not None:
         raise TypeError(f"loss_func is {loss_func!r:.80}; give a function (pred, *yb) -> scalar, or None")
     if not callable(opt_func) and not isinstance(opt_func, Optimizer):

@@ -1,9 +1,15 @@
 """SamplingCallback: looks at every n-th batch."""
 
+import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from itertools import pairwise
+from types import CodeType, MethodType
 from typing import Any
 
 from hookcb.callback import Callback
+from hookcb.events import Event
 
 
 class SamplingCallback(Callback):
@@ -44,6 +50,20 @@ class SamplingCallback(Callback):
             raise ValueError(f"every is {every!r}; give a whole number of batches, 1 or more, or None")
         self.every = every
 
+    def handler(self, event: str) -> Callable[[], object] | None:
+        """The method or function that acts at `event`; what it overrides acts too, even without `super()`.
+
+        Else a subclass that forgets `super().before_fit()` would have no hooks, and say nothing.
+        """
+        kinds = type(self).__mro__[: type(self).__mro__.index(Callback)]
+        functions = [vars(kind)[event] for kind in kinds if event in vars(kind)]
+        if event in self.__dict__:  # given as an argument
+            functions.insert(0, self.__dict__[event].__func__)
+        parts = functions[:1] + [f for over, f in pairwise(functions) if not _names(over, event)]
+        if len(parts) < 2:
+            return super().handler(event)
+        return MethodType(_one_after_the_other(tuple(parts), event == Event.AFTER_FIT), self)
+
     def before_fit(self) -> None:
         self.n_batches = self.n_skipped = 0
 
@@ -74,3 +94,31 @@ class SamplingCallback(Callback):
     def is_aside(self) -> bool:
         """Whether this is a validation in the middle of a batch, or outside a fit."""
         return not self.training and (self.learn.is_nested or not self.learn.fitting)
+
+
+def _names(function: Any, attribute: str) -> bool:
+    """Whether the code of `function` names an attribute, as it must to call what it overrides."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    # anything but a plain function is trusted to know what it overrides
+    return code is None or _in_code(code, attribute)
+
+
+def _in_code(code: CodeType, name: str) -> bool:
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return name in code.co_names or any(_in_code(part, name) for part in inner)
+
+
+@cache  # the same function each time, as the loop compares handlers
+def _one_after_the_other(parts: tuple[Callable[[Any], object], ...], is_end: bool) -> Callable[[Any], None]:
+    """A method that calls `parts`, the last first; at the end of a fit in their order, whichever fails."""
+
+    def in_turn(cb: Any) -> None:
+        if not is_end:
+            for part in reversed(parts):
+                part(cb)
+            return
+        with ExitStack() as stack:
+            for part in reversed(parts):
+                stack.callback(part, cb)
+
+    return in_turn

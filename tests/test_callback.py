@@ -24,6 +24,7 @@ from torch import nn
 from hookcb import (
     ActivationStats,
     Callback,
+    CSVLogger,
     HookCallback,
     Learner,
     Metrics,
@@ -439,3 +440,93 @@ def test_a_model_copied_in_mid_fit_carries_inert_hooks():
         assert same(weights(got[key]), weights(learn.model))
     assert len(stats.stats) == n
     assert list(means.hooks.stored) == stored
+
+
+@pytest.mark.parametrize(
+    ("foreign", "event"),
+    [
+        ("on_train_batch_end", "after_batch"),  # Lightning, Keras
+        ("on_before_optimizer_step", "before_step"),
+        ("on_validation_epoch_end", "after_validate"),
+        ("on_train_epoch_start", "before_train"),
+        ("on_epoch_begin", "before_epoch"),  # Keras, Hugging Face, fastai v1
+        ("on_optimizer_step", "after_step"),  # Hugging Face
+        ("on_evaluate", "after_validate"),
+        ("on_backward_begin", "before_backward"),  # fastai v1
+        ("begin_fit", "before_fit"),  # fastai v2, in its first months
+        ("beforeBatch", "before_batch"),
+        ("after_batch_", "after_batch"),
+        ("afterbatch", "after_batch"),
+    ],
+)
+def test_methods_that_other_frameworks_would_call_are_refused_with_the_event_meant(foreign, event):
+    for base in (Callback, HookCallback, ActivationStats):
+        with pytest.raises(TypeError, match=rf"unknown event '{foreign}'; did you mean '{event}'\?"):
+            named("Ported", base, **{foreign: lambda self: None})
+    with pytest.raises(TypeError, match=f"did you mean '{event}'"):
+        Callback(**{foreign: print})
+
+
+@pytest.mark.parametrize(
+    "foreign", ["on_save_checkpoint", "on_predict_start", "on_log", "on_before_zero_grad"]
+)
+def test_methods_of_other_frameworks_that_have_no_event_here_are_refused_with_all_events(foreign):
+    with pytest.raises(TypeError, match=rf"unknown event '{foreign}'; events are before_fit, .*after_fit"):
+        named("Ported", **{foreign: lambda self: None})
+
+
+def test_methods_of_ones_own_may_be_called_anything_else():
+    def helper(self):
+        return 3
+
+    names = "on_alarm", "report", "_after_batch", "beforehand", "afterwards", "step", "begin", "epoch_ends"
+    cb = named("Free", **dict.fromkeys(names, helper))()
+    assert [getattr(cb, name)() for name in names] == [3] * len(names)
+
+
+def test_an_unknown_argument_is_named_as_one_with_those_that_there_are():
+    with pytest.raises(
+        TypeError, match=r"ActivationStats has no argument 'module'; did you mean 'modules'\?"
+    ):
+        ActivationStats(module="conv*")
+    with pytest.raises(TypeError, match=r"Callback has no argument 'colour'; it takes: name, and functions"):
+        Callback(colour=1)
+    with pytest.raises(TypeError, match=r"it takes: with_hist, .*bins.*, name, modules, every"):
+        ActivationStats(colour=1)
+
+
+def test_layers_given_as_histograms_are_refused():
+    with pytest.raises(TypeError, match=r"with_hist is 'conv\*'; .*modules="):
+        ActivationStats("conv*")
+
+
+def test_what_is_given_in_place_of_a_callback_is_told_how_to_repair_it():
+    class Sink:
+        def log(self, numbers, step=None):
+            raise AssertionError("it is never asked")
+
+    with pytest.raises(TypeError, match=r"'ActivationStats' is not a Callback; .*ActivationStats\(\)"):
+        make_learner(cbs="ActivationStats")
+    for logger, shown in ((CSVLogger("never.csv"), "CSVLogger"), (Sink(), "Sink"), (CSVLogger, "CSVLogger")):
+        with pytest.raises(TypeError, match=rf"it is a logger: wrap it, Log\({shown}\(…\)\)"):
+            fit(make_learner(), cbs=[logger])
+    with pytest.raises(TypeError, match="loss_func is the class CrossEntropyLoss; give an instance, Cross"):
+        make_learner(loss_func=nn.CrossEntropyLoss)
+
+
+@pytest.mark.parametrize("asked", ["state_key", "on_init_end", "on_fit_start"])
+def test_a_trainer_that_takes_it_for_its_own_callback_is_told_of_the_adapter(asked):
+    cb = ActivationStats()
+    assert not hasattr(cb, asked)
+    with pytest.raises(AttributeError, match=r"adapters\.lightning\.HookcbCallback\(ActivationStats"):
+        getattr(cb, asked)
+    with pytest.raises(AttributeError, match=r"adapters\.transformers\.HookcbCallback\(ActivationStats"):
+        getattr(cb, asked)
+
+
+def test_attributes_that_are_missing_are_missed_as_without_us():
+    with pytest.raises(AttributeError, match="'Callback' object has no attribute 'colour'"):
+        Callback().colour  # noqa: B018
+    with pytest.raises(AttributeError, match="not attached to a learner"):
+        Callback().loss  # noqa: B018
+    assert copy.deepcopy(Callback(name="a")).name == "a"

@@ -66,6 +66,10 @@ class ActivationStats(HookCallback, ActivationReadings):
     ) -> None:
         if "hook" in options:
             raise TypeError("ActivationStats has a hook of its own; pass hook= to HookCallback")
+        if not isinstance(with_hist, bool):
+            raise TypeError(
+                f"with_hist is {with_hist!r:.80}; give True or False; layers are chosen by modules="
+            )
         super().__init__(**{"detach": False} | options, name=name)
         self._set_up(with_hist, eps, bins, hist_range, sample, keep)
         self.append, self.run_valid = append, on_valid

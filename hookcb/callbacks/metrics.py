@@ -59,6 +59,11 @@ class Metrics(Callback):
                 )
         self._metrics = [metric if isinstance(metric, Metric) else Mean(metric) for _, metric in named]
 
+    @property
+    def has_all_names(self) -> bool:
+        """Whether `names` are all columns that this adds; an object may compute several."""
+        return all(isinstance(metric, Mean) for metric in self._metrics)
+
     def before_validate(self) -> None:
         # a validation inside another must not reset what that one has
         metrics = copy.deepcopy(self._metrics) if self.learn.is_nested else self._metrics

@@ -263,3 +263,15 @@ def test_two_recorders_and_two_metrics_record_the_same_and_nothing_of_each_other
         assert one["valid_loss"] == other["valid_loss"] == pytest.approx(other["mse"])
         assert one["train_loss"] == other["train_loss"]
         assert {"l1_loss", "mse"} <= set(one)
+
+
+def test_a_metric_that_gives_a_vector_is_named_in_its_first_batch():
+    def per_sample(pred, target):
+        return (pred - target).abs().mean(dim=1)
+
+    learn = make_learner(metrics=per_sample)
+    with pytest.raises(ValueError, match=r"metric 'per_sample' gave a tensor of shape \(\d+,\); reduce it"):
+        fit(learn)
+    learn = make_learner(metrics=lambda pred, target: (pred - target).abs().mean().reshape(1, 1))
+    fit(learn)
+    assert learn.recorder.rows[0]["metric"] > 0

@@ -334,9 +334,19 @@ def test_the_plateau_waits_for_its_validation():
     fit(learn, 2, cbs=ReduceLROnPlateau("train_loss"))
 
 
-def test_a_column_that_never_comes_is_named_after_the_first_epoch():
-    with pytest.raises(LookupError, match="it has: train_loss, valid_loss, time"):
-        fit(make_learner(), cbs=ReduceLROnPlateau("sharpness"))
+def test_a_column_that_never_comes_is_refused_before_training():
+    learn = make_learner()
+    with pytest.raises(LookupError, match=r"'sharpness'.*known are: train_loss, valid_loss, time"):
+        fit(learn, cbs=ReduceLROnPlateau("sharpness"))
+    assert learn.train_iter == 0
+
+
+@pytest.mark.parametrize("others", [Callback(after_train=lambda cb: None), Rows(1.0)])
+def test_a_column_that_a_callback_of_ones_own_might_add_is_missed_after_the_first_epoch(others):
+    learn = make_learner()
+    with pytest.raises(LookupError, match="it has: train_loss, valid_loss"):
+        fit(learn, cbs=[ReduceLROnPlateau("sharpness"), others])
+    assert learn.train_iter > 0
 
 
 def test_an_epoch_cut_short_is_none_without_improvement():

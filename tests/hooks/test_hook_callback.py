@@ -883,3 +883,92 @@ def test_a_callback_copied_in_the_middle_of_a_fit_can_be_fitted_by_itself():
     fit(model := make(), copied)
     assert list(copied.results) == ["a", "b", "c"]
     assert_no_hooks(model)
+
+
+class Forgetful(HookCallback):
+    """Overrides every event that hooks live by, and calls super() in none."""
+
+    def hook(self, m, i, o):
+        return o.mean()
+
+    def before_fit(self):
+        self.log = ["before_fit"]
+
+    def before_train(self):
+        self.log.append("before_train")
+
+    def before_batch(self):
+        self.log.append(("before_batch", self.hooks is not None))
+
+    def before_backward(self):
+        self.log.append("before_backward")
+
+    def after_backward(self):
+        self.log.append("after_backward")
+
+    def after_batch(self):
+        self.log.append(("after_batch", len(self.results)))
+
+    def after_fit(self):
+        self.log.append(("after_fit", len(self.layers)))
+
+
+def test_a_subclass_that_forgets_super_has_its_hooks_all_the_same():
+    model = make()
+    learn = fit(model, Forgetful(every=2), Means(every=2, name="means"))
+    forgetful = learn.forgetful
+    assert forgetful.results == learn.means.results
+    assert forgetful.coverage.fired == learn.means.coverage.fired
+    assert (forgetful.n_batches, forgetful.n_skipped) == (2, 1)
+    batch = [("before_batch", True), "before_backward", "after_backward", ("after_batch", 3)]
+    assert forgetful.log == ["before_fit", "before_train", *batch * 3, ("after_fit", 3)]
+    assert_no_hooks(model)
+
+
+def test_a_subclass_of_one_that_forgets_super_calls_each_once():
+    class Careful(Forgetful):
+        def before_fit(self):
+            super().before_fit()
+            self.log.append("careful")
+
+    class WithoutMethods(Careful):
+        pass
+
+    learn = fit(make(), WithoutMethods())
+    assert learn.without_methods.log[:3] == ["before_fit", "careful", "before_train"]
+    assert learn.without_methods.n_batches == 3
+    assert len(learn.without_methods.results) == 3
+
+
+def test_functions_given_for_an_event_do_not_take_the_place_of_hooks():
+    seen = []
+    model = make()
+    cb = HookCallback(
+        hook=lambda m, i, o: o.mean(), name="means", before_fit=lambda cb: seen.append(len(cb.layers))
+    )
+    learn = fit(model, cb)
+    assert seen == [3]
+    assert len(learn.means.results) == 3
+    assert_no_hooks(model)
+
+
+def test_hooks_come_off_when_an_after_fit_without_super_fails():
+    class Failing(Forgetful):
+        def after_fit(self):
+            raise ZeroDivisionError("mine")
+
+    model = make()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        fit(model, Failing())
+    assert_no_hooks(model)
+
+
+def test_a_phase_that_joins_while_it_runs_closes_for_callbacks_that_forget_super():
+    late = Forgetful()
+
+    def join(cb):
+        if cb.train_iter == 1:
+            cb.learn.add_cb(late)
+
+    learn = fit(make(), Callback(before_batch=join), Means())
+    assert learn.forgetful.n_batches == 1  # the third batch; of the second it has not seen the beginning

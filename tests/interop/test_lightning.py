@@ -242,3 +242,8 @@ def test_the_adapter_works_with_the_package_under_its_older_name():
     ours = fit(CallsItself, ActivationStats, GradientHealth)
     assert repr(callback.activation_stats.table()) == repr(ours.activation_stats.table())
     assert repr(callback.gradient_health.table()) == repr(ours.gradient_health.table())
+
+
+def test_a_callback_given_without_the_adapter_is_refused_with_its_name():
+    with pytest.raises(AttributeError, match=r"hookcb\.adapters\.lightning\.HookcbCallback\(ActivationStats"):
+        lightning_trainer(ActivationStats())

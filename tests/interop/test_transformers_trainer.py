@@ -283,3 +283,10 @@ def test_a_model_without_a_loss_in_its_output_has_no_loss_event(tmp_path):
     trainer.train()
     assert "after_loss" in callback.coverage.missing
     assert len(callback.gradient_health.stats) == EPOCHS * N_TRAIN
+
+
+@pytest.mark.parametrize("given", [ActivationStats, ActivationStats()])
+def test_a_callback_given_without_the_adapter_is_refused_with_its_name(given, tmp_path):
+    message = r"hookcb\.adapters\.transformers\.HookcbCallback\(ActivationStats"
+    with pytest.raises(AttributeError, match=message):
+        bert_trainer(tmp_path, bert(), [given])
