@@ -17,6 +17,7 @@ FLOORS = [
         "arguments",
         "backward",
         "batch",
+        "console",
         "coverage",
         "display",
         "dryrun",
