@@ -106,7 +106,7 @@ def _write(file: IO[str], text: str) -> None:
 
 
 def safe_console(console: Console | None = None) -> Console:
-    """A console like `console`, by default of standard output, whose file may lack characters and may fail."""
+    """A console like `console`, by default of standard output, whose file may fail and lack characters."""
     own = Console() if console is None else console
     safe = copy.copy(own)
     safe.file = cast(IO[str], SafeFile(own))
@@ -142,7 +142,7 @@ class _Lines(io.StringIO):
         return encoding_of(sys.stdout)
 
 
-def as_text(renderable: RenderableType) -> str:
+def as_text(renderable: Any) -> str:
     """What rich prints, as wide as the terminal and in the characters of standard output."""
     lines = _Lines()
     Console(file=lines, color_system=None, force_jupyter=False).print(renderable)

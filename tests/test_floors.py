@@ -66,6 +66,7 @@ FLOORS = [
         "stop_signals",
         "storage_ledger",
         "store",
+        "tables",
         "taps",
         "tensor_bytes",
         "trace_file",
