@@ -114,9 +114,8 @@ class GradientFlow(JupyterMixin, L):  # type: ignore[misc]  # fastcore ships no 
             Column("mean |gradient|", lambda layer: f"{layer.mean:.3g}", 1),
             Column("largest", lambda layer: f"{layer.max:.3g}"),
         ]
-        table = fitted(self, [layer.layer for layer in self], columns, options)
-        table.title = "gradient flow, in the order of the model"
-        yield table
+        title = "gradient flow, in the order of the model"
+        yield fitted(self, [layer.layer for layer in self], columns, options, title=title)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -182,6 +182,5 @@ class NanReport(JupyterMixin):
 
     def _table(self, options: ConsoleOptions) -> Table:
         what = "gradients of outputs" if self.direction == "backward" else "module calls"
-        table = fitted(self.calls, [call.name for call in self.calls], COLUMNS, options)
-        table.title = f"the last {len(self.calls)} {what}, the latest at the bottom"
-        return table
+        title = f"the last {len(self.calls)} {what}, the latest at the bottom"
+        return fitted(self.calls, [call.name for call in self.calls], COLUMNS, options, title=title)

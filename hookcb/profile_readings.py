@@ -176,9 +176,7 @@ class OperatorTimes(Printed):
         first = [self.sort_by, "count", "self_cpu_time_total"]
         columns = [column(key) for key in KEYS if any(getattr(sums, key) for _, sums in self.rows)]
         names = [name for name, _ in self.rows]
-        table = fitted(self.rows, names, columns, options, head="operator", is_tree=True)
-        table.title = self.title
-        yield table
+        yield fitted(self.rows, names, columns, options, title=self.title, head="operator", is_tree=True)
 
 
 class ProfileReport(Printed):

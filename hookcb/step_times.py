@@ -228,8 +228,7 @@ class StepReport(Printed):
         names = [
             name for name in (*PHASES, "total") if name == "total" or self.of[name].max
         ]  # else a phase of none
-        table = fitted(names, names, self._columns(), options, head="phase")
-        table.title = self.title
+        table = fitted(names, names, self._columns(), options, title=self.title, head="phase")
         if len(table.rows) > 1:
             table.rows[-2].end_section = True
         yield table

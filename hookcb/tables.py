@@ -1,7 +1,8 @@
 """Tables with a name in each row, which fit the terminal: numbers are left out before names are cut."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from rich.cells import cell_len
@@ -105,14 +106,22 @@ class Report(Rows[Shown]):
     ) -> None:
         found = list(rows) if depth is None else list(_grouped(rows, depth))
         super().__init__(worst_of(found, worst, lambda row: row.weight), title)
+        self._names = [row.name for row in rows]
         told = "" if n_worst(found, worst) is None else told_of(len(self.rows), len(found))
         self.caption = "\n".join(filter(None, [told, caption]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = [row.name for row in self.rows]
-        table = fitted(self.rows, names, self.columns, options, head=self.head, caption=self.caption)
-        table.title = self.title
-        yield table
+        yield fitted(
+            self.rows,
+            names,
+            self.columns,
+            options,
+            title=self.title,
+            head=self.head,
+            among=self._names,
+            caption=self.caption,
+        )
 
 
 def _grouped(rows: Sequence[Shown], depth: int) -> Iterator[Shown]:
@@ -134,7 +143,8 @@ class LayerTable(Rows[Layer]):
         found = list(rows)
         super().__init__(worst_of(found, worst, self.size), title)
         self.is_tree = n_worst(found, worst) is None
-        self.caption = "" if self.is_tree else told_of(len(self.rows), len(found))
+        self._names = [row.name for row in found]
+        self.caption = "" if self.is_tree else told_of(len(self.rows), len(found), "largest")
 
     @staticmethod
     def size(row: Any) -> float:
@@ -143,11 +153,16 @@ class LayerTable(Rows[Layer]):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = indented(self.rows) if self.is_tree else (row.name or row.type for row in self.rows)
-        table = fitted(
-            self.rows, list(names), self.columns, options, is_tree=self.is_tree, caption=self.caption
+        yield fitted(
+            self.rows,
+            list(names),
+            self.columns,
+            options,
+            title=self.title,
+            is_tree=self.is_tree,
+            among=self._names,
+            caption=self.caption,
         )
-        table.title = self.title
-        yield table
 
 
 def indented(rows: Iterable[LayerRow]) -> Iterator[str]:
@@ -184,9 +199,9 @@ def worst_of(rows: Sequence[Item], worst: Worst, weight: Callable[[Item], Any]) 
     return list(rows) if n is None else sorted(rows, key=weight, reverse=True)[:n]
 
 
-def told_of(n_shown: int, n: int) -> str:
+def told_of(n_shown: int, n: int, which: str = "worst") -> str:
     """What to say below a table of the worst rows."""
-    return f"the {n_shown} worst of {n}; worst=None shows all" if n_shown < n else "worst first"
+    return f"the {n_shown} {which} of {n}; worst=None shows all" if n_shown < n else f"{which} first"
 
 
 # ---- how they fit
@@ -198,52 +213,69 @@ def fitted(
     columns: Sequence[Column[Any]],
     options: ConsoleOptions,
     *,
+    title: str | None = None,
     head: str = "layer",
     is_tree: bool = False,
     is_framed: bool = True,
+    among: Iterable[str] = (),
     caption: str = "",
 ) -> Table:
-    """A table of `rows` with as many of `columns` as fit beside names that can be told apart.
+    """A table of `rows` with as many of `columns` as fit beside their names.
 
-    Names too long are shown without what all begin with, then without their beginnings.
+    A name has 24 columns of the terminal or more if it is as long, and what it takes to tell it from all
+    others. Names that are too long are shown without what all begin with, then without their beginnings.
 
     Args:
         rows: what `columns` have the texts of.
         names: of the rows.
         columns: besides the names.
         options: of the console, whose width and characters the table keeps to.
+        title: above.
+        caption: below.
         head: title of the column of names.
         is_tree: whether names are indented; those are wrapped, not cut.
         is_framed: whether there are lines around the cells.
-        caption: below.
+        among: names of rows that are not shown.
     """
+    names, others = ([spelled(name, options.encoding) for name in of] for of in (names, among))
     cells = {c: [spelled(c.text(row), options.encoding) for row in rows] for c in columns}
-    names = [spelled(name, options.encoding) for name in names]
     widths = {c: _width([c.title, *texts]) for c, texts in cells.items() if any(texts)}
     gap, edge = (3, 1) if is_framed else (2, 0)
-    least = min(_width([head, *names]), NAME) if is_tree else _least(names)
-    shown, room = list(widths), options.max_width - edge - gap
-    while (left := room - sum(gap + _squeezed(c, widths[c]) for c in shown)) < least and shown:
-        shown.remove(max(reversed(shown), key=lambda c: c.rank))
-    width = max(1, min(left, _width([head, *names])))
-    if not is_tree and _width(names) > width:
-        names, begin = _shortened(names, width, options.encoding)
+    need = 0 if is_tree else _told_apart(names, {*names, *others})
+    room = options.max_width - edge - gap
+    shown = _chosen(widths, room - max(need, min(NAME, _width([head, *names]))), gap)
+    room = max(1, room - sum(gap + _squeezed(c, widths[c]) for c in shown))
+    if not is_tree and _width(names) > room:
+        names, begin = _shortened(names, room, options.encoding)
         caption = "\n".join(filter(None, [caption, begin and f"each name begins with {begin}"]))
-        width = max(1, min(left, _width([head, *names])))
-    left -= width
     table = Table() if is_framed else Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
-    table.caption = Text(caption, "table.caption") if caption else None
+    table.title, table.caption = title, Text(caption, "table.caption") if caption else None
+    width = min(room, _width([head, *names]))
     table.add_column(head, width=width, overflow="fold", no_wrap=not is_tree)
-    for c in shown:
-        own = min(widths[c], _squeezed(c, widths[c]) + left)
-        left -= own - _squeezed(c, widths[c])
+    _add_columns(table, {c: widths[c] for c in shown}, room - width)
+    for i, name in enumerate(names):
+        table.add_row(Text(name), *(Text(cells[c][i]) for c in shown))
+    return table
+
+
+def _chosen(widths: Mapping[Column[Any], int], room: int, gap: int) -> list[Column[Any]]:
+    """The columns that fit into so much room, with a gap before each."""
+    shown = list(widths)
+    while shown and sum(gap + _squeezed(c, widths[c]) for c in shown) > room:
+        shown.remove(max(reversed(shown), key=lambda c: c.rank))
+    return shown
+
+
+def _add_columns(table: Table, widths: Mapping[Column[Any], int], spare: int) -> None:
+    """Adds columns as narrow as they may be, and wider in their order as long as there is room to spare."""
+    for c, width in widths.items():
+        least = _squeezed(c, width)
+        own = min(width, least + spare)
+        spare -= own - least
         side: Literal["left", "right"] = "left" if c.is_text else "right"
         table.add_column(
             c.title, justify=side, width=own, no_wrap=not c.is_text, overflow="fold", style=c.style
         )
-    for i, name in enumerate(names):
-        table.add_row(Text(name), *(Text(cells[c][i]) for c in shown))
-    return table
 
 
 def _width(texts: Iterable[str]) -> int:
@@ -255,14 +287,17 @@ def _squeezed(column: Column[Any], width: int) -> int:
     return min(width, TEXT) if column.is_text else width
 
 
-def _least(names: Sequence[str]) -> int:
-    """Columns of a terminal in which names can be told apart, by their ends, without what all begin with."""
-    short = [name.removeprefix(_beginning(names)) for name in names]
-    whole = _width(short)
-    for width in range(min(NAME, whole), whole):
-        if len({_end(name, width, "…") for name in short}) == len(set(short)):
-            return width
-    return whole
+def _told_apart(names: Iterable[str], among: Iterable[str]) -> int:
+    """How many characters of the ends of `names`, and one for the cut, tell each from all others."""
+    backwards = sorted(name[::-1] for name in among)
+    alike = [_n_alike(*pair) for pair in pairwise(backwards)]
+    before, after = [0, *alike], [*alike, 0]
+    need = {name[::-1]: max(n, m) + 2 for name, n, m in zip(backwards, before, after, strict=False)}
+    return max((min(len(name), need[name]) for name in names), default=0)
+
+
+def _n_alike(a: str, b: str) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _shortened(names: Sequence[str], width: int, encoding: str) -> tuple[list[str], str]:
