@@ -115,7 +115,7 @@ def test_a_fit_ends_well_on_a_console_of_any_encoding(encoding, monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     learn = sick_fit()
     text = written(out)
-    assert learn.epoch == 2
+    assert len(learn.recorder.rows) == 2
     assert "train_loss" in text
     assert learn.diagnosis.verdict.primary.code in text
     assert "?" not in text.replace("?", "", str(learn.diagnosis.verdict).count("?"))
@@ -127,7 +127,6 @@ def test_a_fit_ends_well_with_an_output_that_cannot_be_written(output, monkeypat
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         learn = sick_fit()
-    assert learn.epoch == 2
     assert len(learn.recorder.rows) == 2
     assert learn.diagnosis.verdict is not None
     told = [str(w.message) for w in told if "could not" in str(w.message)]
