@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from hookcb import plots
+from hookcb.modules import listed
 from hookcb.readings import PHASES, Layer, SavedReadings
 from hookcb.reducer import Reducer
 from hookcb.stats import LAYER_STATS, SAMPLED, WHOLE, Sample
 from hookcb.store import StatStore
+from hookcb.tables import COUNT, Column, Ranked, Report, Worst
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -176,29 +177,46 @@ class ActivationReadings(SavedReadings):
         shares = {name: self.series(name, "near_zero") for name in self.names}
         return plots.share_chart(shares, self.steps(), title, figsize, ax)
 
-    def report(self) -> Table:
-        """A table of the layers with the statistics of the last record, to print with rich."""
+    def report(self, *, worst: Worst = "auto", depth: int | None = None) -> "ActivationReport":
+        """The layers with the statistics of the last record, as a table; `print` shows it.
+
+        The worst rows are those with a mark, in the order of the marks: NaN or inf, nearly all near zero,
+        hardly any spread, a spread that grew or fell; then those with the larger share near zero.
+
+        Args:
+            worst: how many rows to show, the worst first; None for all, in the order of the model. By default
+                all of up to 30, and the 20 worst of more.
+            depth: shows of all layers whose names have the first `depth` parts in common the worst, with the
+                number of them: `encoder.0.fc` and `encoder.1.fc` have one part in common.
+
+        Raises:
+            TypeError, ValueError: If `worst` or `depth` is invalid.
+        """
         records = self.stats
         last = dict(zip(self.names, records[-1], strict=True)) if records else {}
-        spreads = {name: self.series(name, "std") for name in last}
-        marks = {name: _mark(last[name], spreads[name]) for name in last}
-        table = Table(title=f"activations in the last of {len(records)} recorded batches")
-        table.add_column("layer", overflow="fold")
-        table.add_column("type", overflow="fold")
-        for column in ("output", "mean", "std", "near zero"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("std, trend", no_wrap=True)
-        if any(marks.values()):
-            table.add_column("look at", style="yellow")
-        for name, stats in last.items():
-            kind, shape = self.outputs[name]
-            numbers = f"{stats['mean']:.3g}", f"{stats['std']:.3g}", f"{stats['near_zero']:.0%}"
-            cells = [name, kind, "×".join(map(str, shape)), *numbers, plots.sparkline(spreads[name], 10)]
-            table.add_row(*map(Text, [*cells, marks[name]][: len(table.columns)]))
-        for name, kind in self.left_out.items():
-            table.add_row(Text(name), Text(f"no statistics: {kind}"))
-        table.caption = self._of_what()
-        return table
+        rows = [self._row(name, stats) for name, stats in last.items()]
+        return ActivationReport(
+            rows,
+            f"activations in the last of {len(records)} recorded batches",
+            worst=worst,
+            depth=depth,
+            caption=self._caption(),
+        )
+
+    def _row(self, name: str, last: dict[str, float]) -> "ActivationRow":
+        kind, shape = self.outputs[name]
+        spread = self.series(name, "std")
+        alarm, mark = _mark(last, spread)
+        near_zero = 0.0 if math.isnan(last["near_zero"]) else last["near_zero"]
+        weight = alarm, last["nonfinite"] if alarm else 0.0, near_zero
+        return ActivationRow(
+            name=name, module=name, weight=weight, type=kind, shape=shape, last=last, spread=spread, mark=mark
+        )
+
+    def _caption(self) -> str:
+        left_out = [f"{name} ({kind})" for name, kind in self.left_out.items()]
+        lines = [self._of_what() or "", f"no statistics: {listed(left_out)}" if left_out else ""]
+        return "\n".join(filter(None, lines))
 
     def _of_what(self) -> str | None:
         """Where not every element was looked at, at how many."""
@@ -217,20 +235,61 @@ class ActivationReadings(SavedReadings):
             raise RuntimeError("no histograms were recorded; pass with_hist=True to ActivationStats")
 
 
-def _mark(last: dict[str, float], spread: list[float]) -> str:
-    """What looks wrong at a glance; rough limits of our own, the verdict looks closer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationRow(Ranked):
+    """A layer in an `ActivationReport`.
+
+    Attributes:
+        type: its class.
+        shape: of its last output.
+        last: the statistics of the last record, by name.
+        spread: standard deviation in each record.
+        mark: what looks wrong at a glance, or "".
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    last: dict[str, float]
+    spread: list[float]
+    mark: str
+
+    def text(self, stat: str, form: str = ".3g") -> str:
+        """A number of the last record; "" if the layer was not called there."""
+        return "" if math.isnan(self.last["nonfinite"]) else format(self.last[stat], form)
+
+
+class ActivationReport(Report[ActivationRow]):
+    """Statistics of layers in the last recorded batch."""
+
+    missing = "the report has no layer"
+    columns = (
+        COUNT,
+        Column("type", lambda row: row.type, 4, is_text=True),
+        Column("output", lambda row: "×".join(map(str, row.shape)), 6),
+        Column("mean", lambda row: row.text("mean"), 3),
+        Column("std", lambda row: row.text("std"), 1),
+        Column("near zero", lambda row: row.text("near_zero", ".0%"), 2),
+        Column("std, trend", lambda row: plots.sparkline(row.spread, 10), 5),
+        Column("look at", lambda row: row.mark, is_text=True, style="yellow"),
+    )
+
+
+def _mark(last: dict[str, float], spread: list[float]) -> tuple[int, str]:
+    """How bad a layer looks at a glance, and why; rough limits of our own, the verdict looks closer."""
     known = [x for x in spread if x == x and x > 0]
+    if math.isnan(last["nonfinite"]):
+        return 0, "not called in this batch"
     if last["nonfinite"]:
-        return "NaN or inf"
+        return 5, "NaN or inf"
     if last["near_zero"] > 0.9:
-        return "nearly all near zero"
+        return 4, "nearly all near zero"
     if last["std"] < 1e-3 * max(1.0, abs(last["mean"])):
-        return "hardly any spread"
+        return 3, "hardly any spread"
     if known and last["std"] > 100 * known[0]:  # the scores of a classifier that learns grow 10-fold
-        return f"spread grew {last['std'] / known[0]:.0f}-fold"
+        return 2, f"spread grew {last['std'] / known[0]:.0f}-fold"
     if known and last["std"] < known[0] / 10:
-        return f"spread fell {known[0] / last['std']:.0f}-fold"
-    return ""
+        return 1, f"spread fell {known[0] / last['std']:.0f}-fold"
+    return 0, ""
 
 
 def _check(eps: float, bins: int, hist_range: Any, sample: Sample, keep: int) -> None:

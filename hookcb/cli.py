@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-
 from hookcb import __version__
 from hookcb.callbacks import ActivationStats
+from hookcb.console import show, show_error
 from hookcb.demo import train_digits
 from hookcb.demo_faults import Fault, fault_lines, find_fault
 from hookcb.script import run_script
@@ -32,38 +31,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "diagnose":  # argparse would leave out a first "--" of the script's arguments
         return run_script(args.script, given[given.index(args.script, 1) + 1 :])
     if args.list_faults:
-        print("\n".join(fault_lines()))  # noqa: T201
+        show("\n".join(fault_lines()), soft_wrap=True, highlight=False, markup=False)
         return 0
     return _demo(args)
 
 
 def _demo(args: argparse.Namespace) -> int:
-    console = Console()
     try:
         trace = TRACE if args.profile else None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "ERROR", UserWarning)  # the verdict comes at the end
             learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume, trace, args.fault)
     except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
-        print(f"hookcb {args.command}: {error}", file=sys.stderr)  # noqa: T201  # stderr, as argparse does
+        show_error(f"hookcb {args.command}: {error}")  # as argparse does
         return 1
     if args.fault is not None:
-        console.print(f"planted: {args.fault.about}; the verdict:", soft_wrap=True, highlight=False)
-        console.print(learn.diagnose(), soft_wrap=True)
+        show(f"planted: {args.fault.about}; the verdict:", soft_wrap=True, highlight=False)
+        show(learn.diagnose(), soft_wrap=True)
         return 0
-    console.print(learn.activation_stats.report())
-    console.print(learn.gradient_health.report())
-    console.print(_picture(learn.activation_stats), highlight=False, markup=False)
+    show(learn.activation_stats.report())
+    show(learn.gradient_health.report())
+    show(_picture(learn.activation_stats), highlight=False, markup=False)
     if args.profile:
-        console.print(learn.profiler.layers())
-        console.print(learn.profiler.report())
-        console.print(f"timeline of these steps, for ui.perfetto.dev: {TRACE}", highlight=False)
+        show(learn.profiler.layers())
+        show(learn.profiler.report())
+        show(f"timeline of these steps, for ui.perfetto.dev: {TRACE}", highlight=False)
     last = learn.recorder.rows[-1]
-    console.print(
-        f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on"
-    )
+    show(f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on")
     verdict = learn.diagnose()
-    console.print(verdict.lines()[0] if verdict.status == "healthy" else verdict, soft_wrap=True)
+    show(verdict.lines()[0] if verdict.status == "healthy" else verdict, soft_wrap=True)
     return 0
 
 

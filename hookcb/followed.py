@@ -1,6 +1,5 @@
 """Followed: a loop that somebody else runs, told what happens in it."""
 
-import warnings
 from collections import Counter
 from typing import Any, Self
 from weakref import ref
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 
 from hookcb.batch import parts
 from hookcb.callback import Callback
+from hookcb.console import warn
 from hookcb.events import LEVELS, CancelException, CancelFitException, CancelStepException
 from hookcb.hooks import Hook, detached
 from hookcb.loop import Callbacks, Loop, strays_named
@@ -262,7 +262,7 @@ class Followed(Loop):
         elif type(cancel) not in self._ignored and not (is_stop and self.heeds_stop):
             self._ignored.add(type(cancel))
             hint = "; look at .stop_asked in your loop" if is_stop else ""
-            warnings.warn(
+            warn(
                 f"{cancel.raised_in} asks to end the {cancel.level}, and goes unheard, as this loop is not "
                 f"ours{hint}",
                 stacklevel=3,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations  # a kernel's `tl.constexpr` is read as text: tl is not imported yet
 
-import warnings
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from hookcb.console import warn
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
@@ -72,7 +73,7 @@ def _runs_on(device: torch.device) -> bool:
         fused_layer_stats(torch.zeros(1, device=device), 0.0)
     except Exception as error:  # no C compiler, too old a card: must not come out of the user's forward
         if find_spec("triton"):
-            warnings.warn(f"no fused statistics on {device}, plain ones are slower: {error!r}", stacklevel=2)
+            warn(f"no fused statistics on {device}, plain ones are slower: {error!r}", stacklevel=2)
         return False
     return True
 

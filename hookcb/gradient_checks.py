@@ -9,6 +9,8 @@ from rich.console import Group
 from rich.jupyter import JupyterMixin
 from rich.text import Text
 
+from hookcb.console import printable
+
 # Kinds of modules whose gradients are small by their nature: of rows that few samples ask for.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")
 LAST = 5  # records that a finding about size looks at, by their median: one batch says little
@@ -76,7 +78,7 @@ class GradientCheck(JupyterMixin, list[GradientFinding]):
         )
 
     def __str__(self) -> str:
-        return "\n".join([self.summary, *(f"- {finding}" for finding in self.shown())])
+        return printable("\n".join([self.summary, *(f"- {finding}" for finding in self.shown())]))
 
     def shown(self, most: int = 8) -> Iterator[str]:
         """The sentences; of each kind the first few."""

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from fastcore.foundation import L
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from hookcb import plots
+from hookcb.console import as_text
 from hookcb.grad_stats import GRAD_STATS
 from hookcb.gradient_checks import GradientCheck, GradientHistory, ParamHistory, check_history
 from hookcb.gradient_reader import GradientReader, Param, StepTaken, reduce_steps
 from hookcb.modules import listed, named_modules, unwrapped
+from hookcb.tables import Column, fitted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +97,7 @@ class LayerFlow(NamedTuple):
 class GradientFlow(JupyterMixin, L):  # type: ignore[misc]  # fastcore ships no types
     """Mean and largest |gradient| of each layer in the order of the model: an `L` of `LayerFlow`.
 
-    Layers without a gradient are not in it. In a notebook, and printed by rich, it is a table.
+    Layers without a gradient are not in it. Printed, and in a notebook, it is a table.
     """
 
     def plot(self, figsize: tuple[float, float] | None = None, ax: "Axes | None" = None) -> "Figure":
@@ -108,14 +109,16 @@ class GradientFlow(JupyterMixin, L):  # type: ignore[misc]  # fastcore ships no 
         """
         return plots.flow_bars([tuple(layer) for layer in self], figsize, ax)
 
-    def __rich__(self) -> Table:
-        table = Table(title="gradient flow, in the order of the model")
-        table.add_column("layer", overflow="fold")
-        for column in ("mean |gradient|", "largest"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for layer in self:
-            table.add_row(Text(layer.layer), f"{layer.mean:.3g}", f"{layer.max:.3g}")
-        return table
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns: list[Column[Any]] = [
+            Column("mean |gradient|", lambda layer: f"{layer.mean:.3g}", 1),
+            Column("largest", lambda layer: f"{layer.max:.3g}"),
+        ]
+        title = "gradient flow, in the order of the model"
+        yield fitted(self, [layer.layer for layer in self], columns, options, title=title)
+
+    def __str__(self) -> str:
+        return as_text(self)
 
 
 def flow_of(numels: Mapping[str, int], stats: Mapping[str, Mapping[str, float]]) -> GradientFlow:

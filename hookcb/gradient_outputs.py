@@ -1,18 +1,18 @@
 """OutputGradients: statistics of the gradients with respect to layers' outputs."""
 
+import math
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 
 from hookcb import plots
-from hookcb.activation_readings import ActivationReadings
+from hookcb.activation_readings import ActivationReadings, ActivationReport, ActivationRow
 from hookcb.batch import parts
 from hookcb.grad_stats import Number
 from hookcb.hooks import Hooks
 from hookcb.modules import find_modules, make_ready_for_hooks
 from hookcb.stats import has_stats, take
+from hookcb.tables import COUNT, Column, Worst
 
 
 class OutputGradients(ActivationReadings):
@@ -27,20 +27,32 @@ class OutputGradients(ActivationReadings):
     def __init__(self, keep: int) -> None:
         self._set_up(False, 0.0, 40, None, "auto", keep)
 
-    def report(self) -> Table:
-        """A table of the layers with the statistics of the last record, to print with rich."""
+    def report(self, *, worst: Worst = "auto", depth: int | None = None) -> "OutputReport":
+        """The layers with the statistics of the last record, as a table; `print` shows it.
+
+        The worst rows are those with NaN or infinite gradients, then those with the larger share of zeros.
+        See `ActivationStats.report` for the arguments.
+        """
         records = self.stats
-        table = Table(title=f"gradients of outputs in the last of {len(records)} recorded batches")
-        for column in ("layer", "type"):
-            table.add_column(column, overflow="fold")
-        for column in ("output", "std", "largest", "zeros", "std, trend"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for name, stats in dict(zip(self.names, records[-1], strict=True)).items() if records else ():
-            kind, shape = self.outputs[name]
-            numbers = f"{stats['std']:.3g}", f"{stats['abs_max']:.3g}", f"{stats['zeros']:.0%}"
-            trend = plots.sparkline(self.series(name, "std"), 10)
-            table.add_row(*map(Text, [name, kind, "×".join(map(str, shape)), *numbers, trend]))
-        return table
+        last = dict(zip(self.names, records[-1], strict=True)) if records else {}
+        rows = [self._output_row(name, stats) for name, stats in last.items()]
+        title = f"gradients of outputs in the last of {len(records)} recorded batches"
+        return OutputReport(rows, title, worst=worst, depth=depth)
+
+    def _output_row(self, name: str, last: dict[str, float]) -> ActivationRow:
+        kind, shape = self.outputs[name]
+        weight = tuple(0.0 if math.isnan(last[stat]) else last[stat] for stat in ("nonfinite", "zeros"))
+        mark = "NaN or inf" if last["nonfinite"] > 0 else ""
+        return ActivationRow(
+            name=name,
+            module=name,
+            weight=weight,
+            type=kind,
+            shape=shape,
+            last=last,
+            spread=self.series(name, "std"),
+            mark=mark,
+        )
 
     def state(self) -> dict[str, Any]:
         """All there is, of plain values."""
@@ -49,6 +61,21 @@ class OutputGradients(ActivationReadings):
     def restore(self, state: dict[str, Any]) -> None:
         """Takes in what `state` gave."""
         self._restore(state)
+
+
+class OutputReport(ActivationReport):
+    """Statistics of the gradients of layers' outputs in the last recorded batch."""
+
+    columns = (
+        COUNT,
+        Column("type", lambda row: row.type, 4, is_text=True),
+        Column("output", lambda row: "×".join(map(str, row.shape)), 6),
+        Column("std", lambda row: row.text("std"), 1),
+        Column("largest", lambda row: row.text("abs_max"), 3),
+        Column("zeros", lambda row: row.text("zeros", ".0%"), 2),
+        Column("std, trend", lambda row: plots.sparkline(row.spread, 10), 5),
+        Column("look at", lambda row: row.mark, is_text=True, style="yellow"),
+    )
 
 
 class OutputHooks:

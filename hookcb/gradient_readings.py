@@ -1,14 +1,14 @@
 """GradientReadings: recorded gradients and weights as tables, words and pictures."""
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from hookcb import plots
@@ -21,6 +21,7 @@ from hookcb.gradient_steps import SkipCount
 from hookcb.modules import listed
 from hookcb.readings import Layer, LayerReadings, SavedReadings
 from hookcb.store import StatStore
+from hookcb.tables import COUNT, Column, Ranked, Report, Worst
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -283,38 +284,43 @@ class GradientReadings(SavedReadings):
         series = {name: self.series(name, "update_ratio") for name in names}
         return plots.update_lines(series, self.steps(), figsize, ax)
 
-    def report(self) -> Table:
-        """A table of the parameters with the statistics of the last record, to print with rich."""
-        records = self.steps()
-        title = f"gradients in the last of {len(records)} recorded steps"
-        table = Table(title=title)
-        table.add_column("parameter", overflow="fold", min_width=12)
-        for column in ("norm", "largest", "weights", "update"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for column in ("norms", "updates"):
-            table.add_column(column, no_wrap=True)
-        check = self.check()
-        marks = {finding.param: finding.code.replace("_", " ") for finding in reversed(check)}
-        if any(marks):
-            table.add_column("look at", style="yellow")
-        for name in self.names:
-            of = self._numbers(name)
-            last = {stat: values[-1] if values else math.nan for stat, values in of.items()}
-            cells = [name, *(f"{last[stat]:.2g}" for stat in ("norm", "abs_max", "weight_norm"))]
-            cells += [f"{last['update_ratio']:.1e}"]
-            cells += [plots.sparkline(_logs(of[stat]), 8) for stat in ("norm", "update_ratio")]
-            table.add_row(*map(Text, [*cells, marks.get(name, "")][: len(table.columns)]))
-        for name in self.without_grad:
-            table.add_row(Text(name), Text("none"))
-        table.caption = self._caption(check)
-        return table
+    def report(self, *, worst: Worst = "auto", depth: int | None = None) -> "GradientReport":
+        """The parameters with the statistics of the last record, as a table; `print` shows it.
 
-    def _caption(self, check: GradientCheck) -> str | None:
+        The worst rows are those that `check()` has something to say of, in its order; then those without a
+        gradient; then those whose gradient norm is the most times larger or smaller than the median.
+
+        Args:
+            worst: how many rows to show, the worst first; None for all, in the order of the model. By default
+                all of up to 30, and the 20 worst of more.
+            depth: shows of all parameters of modules whose names have the first `depth` parts in common the
+                worst, with the number of them.
+
+        Raises:
+            TypeError, ValueError: If `worst` or `depth` is invalid.
+        """
+        check = self.check()
+        rows = [*self._rows(check), *(_without_grad(name) for name in self.without_grad)]
+        title = f"gradients in the last of {len(self.steps())} recorded steps"
+        return GradientReport(rows, title, worst=worst, depth=depth, caption=self._caption(check))
+
+    def _rows(self, check: GradientCheck) -> Iterator["ParamRow"]:
+        numbers = {name: self._numbers(name) for name in self.names}
+        norms = [of["norm"][-1] for of in numbers.values() if of["norm"] and of["norm"][-1] > 0]
+        usual = statistics.median(norms) if norms else math.nan
+        first = {finding.param: i for i, finding in reversed(list(enumerate(check)))}
+        for name, series in numbers.items():
+            last = {stat: values[-1] if values else math.nan for stat, values in series.items()}
+            mark = check[first[name]].code.replace("_", " ") if name in first else ""
+            weight = (len(check) - first[name] if name in first else 0, 0, _times(last["norm"], usual))
+            yield ParamRow(name=name, module=_owner(name), weight=weight, last=last, series=series, mark=mark)
+
+    def _caption(self, check: GradientCheck) -> str:
         lines = [check.summary] if self.steps() else []
         lines += [f"{len(self.frozen)} frozen: {listed(self.frozen, 4)}"] if self.frozen else []
         skipped = sum(x > 0 for x in self.step_series("skipped"))
         lines += [f"{skipped} of these steps were skipped"] if skipped else []
-        return "\n".join(lines) or None
+        return "\n".join(lines)
 
     # ---- on disk
 
@@ -334,6 +340,60 @@ class GradientReadings(SavedReadings):
         self.skips = SkipCount(state["skipped"])
         if self.output_stats is not None and state["outputs"] is not None:
             self.output_stats.restore(state["outputs"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamRow(Ranked):
+    """A parameter in a `GradientReport`.
+
+    Attributes:
+        last: the statistics of the last record, by name; empty if it has no gradient.
+        series: those of all records.
+        mark: what `check` has found, or "".
+    """
+
+    last: dict[str, float]
+    series: dict[str, list[float]]
+    mark: str
+
+    def text(self, stat: str, form: str = ".2g") -> str:
+        """A number of the last record."""
+        return format(self.last[stat], form) if self.last else ""
+
+    def trend(self, stat: str) -> str:
+        """How a size went, as bars."""
+        return plots.sparkline(_logs(self.series.get(stat, [])), 8)
+
+
+class GradientReport(Report[ParamRow]):
+    """Statistics of parameters and their gradients in the last recorded step."""
+
+    head, missing = "parameter", "the report has no parameter"
+    columns = (
+        COUNT,
+        Column("norm", lambda row: row.text("norm") or "none", 2),
+        Column("largest", lambda row: row.text("abs_max"), 4),
+        Column("weights", lambda row: row.text("weight_norm"), 5),
+        Column("update", lambda row: row.text("update_ratio", ".1e"), 3),
+        Column("norms", lambda row: row.trend("norm"), 6),
+        Column("updates", lambda row: row.trend("update_ratio"), 7),
+        Column("look at", lambda row: row.mark, is_text=True, style="yellow"),
+    )
+
+
+def _without_grad(name: str) -> ParamRow:
+    return ParamRow(name=name, module=_owner(name), weight=(0, 1, 0.0), last={}, series={}, mark="")
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _times(norm: float, usual: float) -> float:
+    """How many times larger or smaller a norm is, as a logarithm; 0 if that is not known."""
+    if math.isnan(norm) or math.isnan(usual):
+        return 0.0
+    return abs(math.log(norm / usual)) if 0 < norm < math.inf else math.inf
 
 
 def _of_steps(steps: Sequence[StepTaken], by_device: Sequence[Columns]) -> Tensor:

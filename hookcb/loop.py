@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from hookcb.callback import Callback
+from hookcb.console import show
 from hookcb.diagnosis.of_loop import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
@@ -424,7 +424,7 @@ class Loop:
             names = [cb.name for cb, _ in self._tables[training][event]]
             return names[::-1] if event == Event.AFTER_FIT else names
 
-        Console().print(loop_tree(type(self).__name__, acting))
+        show(loop_tree(type(self).__name__, acting))
 
 
 @contextmanager

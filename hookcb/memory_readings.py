@@ -13,7 +13,8 @@ from hookcb.memory_growth import Growth, Look, growth_of
 from hookcb.memory_sums import Advice, LayerUse, Params, advise, bytes_by_layer, sum_layers
 from hookcb.memory_watch import Forward
 from hookcb.modules import listed
-from hookcb.printed import Column, LayerTable, Printed
+from hookcb.printed import Printed
+from hookcb.tables import Column, LayerTable, Worst
 from hookcb.tensor_bytes import tensors_in
 
 KEEP = 1000  # of the latest looks growth is told
@@ -110,23 +111,27 @@ class LayerMemories(LayerTable[LayerMemory]):
 
     missing = "no layer was watched that is called"
     columns = (
+        Column("type", lambda row: row.type + (f" ×{row.calls}" if row.calls > 1 else ""), 1, is_text=True),
         Column("kept", lambda row: bytes_text(row.kept)),
-        Column("self", lambda row: bytes_text(row.kept_self), always=False),
-        Column("allocated", lambda row: bytes_text(row.allocated), always=False),
-        Column("peak", lambda row: bytes_text(row.peak)),
-        Column("output", lambda row: bytes_text(row.output_bytes), always=False),
-        Column("params", lambda row: bytes_text(row.param_bytes)),
-        Column("grads", lambda row: bytes_text(row.grad_bytes), always=False),
-        Column("optimizer", lambda row: bytes_text(row.optimizer_bytes), always=False),
+        Column("self", lambda row: bytes_text(row.kept_self), 4),
+        Column("allocated", lambda row: bytes_text(row.allocated), 8),
+        Column("peak", lambda row: bytes_text(row.peak), 2),
+        Column("output", lambda row: bytes_text(row.output_bytes), 5),
+        Column("params", lambda row: bytes_text(row.param_bytes), 3),
+        Column("grads", lambda row: bytes_text(row.grad_bytes), 6),
+        Column("optimizer", lambda row: bytes_text(row.optimizer_bytes), 7),
     )
 
-    def __init__(self, rows: Iterable[LayerMemory], totals: MemoryTotals, title: str) -> None:
-        super().__init__(rows, title)
+    def __init__(
+        self, rows: Iterable[LayerMemory], totals: MemoryTotals, title: str, worst: Worst = None
+    ) -> None:
+        super().__init__(rows, title, worst)
         self.totals = totals
 
-    def type_text(self, row: LayerMemory) -> str:
-        """Its class, and how often it was called."""
-        return row.type + (f" ×{row.calls}" if row.calls > 1 else "")
+    @staticmethod
+    def size(row: LayerMemory) -> float:
+        """Bytes that it keeps for the backward, without those of the layers in it."""
+        return row.kept_self
 
 
 class MemoryReport(Printed):
@@ -202,19 +207,23 @@ class MemoryReadings:
 
     # ---- readings
 
-    def layers(self, depth: int | None = None) -> LayerMemories:
+    def layers(self, depth: int | None = None, *, worst: Worst = None) -> LayerMemories:
         """What each layer takes in the watched batch that keeps most, in the order of the model.
 
         Args:
             depth: how many levels of layers to show, by default all.
+            worst: how many layers to show, those first that keep most for the backward themselves; "auto" for
+                20 of more than 30.
 
         Raises:
+            TypeError, ValueError: If `worst` is invalid.
             RuntimeError: where no batch was watched.
         """
         watched = self._watched()
         rows = list(self._rows(watched)) if depth is None else _folded(self._rows(watched), depth)
         times = "1 watched batch" if self.n_batches == 1 else f"{self.n_batches} watched batches"
-        return LayerMemories(rows, self.totals, f"memory in step {watched.step}, the fullest of {times}")
+        title = f"memory in step {watched.step}, the fullest of {times}"
+        return LayerMemories(rows, self.totals, title, worst)
 
     @property
     def totals(self) -> MemoryTotals:
@@ -246,16 +255,19 @@ class MemoryReadings:
             lines.append(f"{what}: {names}")
         return lines
 
-    def report(self, depth: int | None = None) -> MemoryReport:
+    def report(self, depth: int | None = None, *, worst: Worst = "auto") -> MemoryReport:
         """The table of layers, what it comes to, how memory grows, and what to checkpoint first.
 
         Args:
             depth: how many levels of layers to show, by default all.
+            worst: how many layers to show, those first that keep most for the backward themselves; None for
+                all, in the order of the model. By default all of up to 30, and the 20 worst of more.
 
         Raises:
+            TypeError, ValueError: If `worst` is invalid.
             RuntimeError: where no batch was watched.
         """
-        layers = self.layers(depth)
+        layers = self.layers(depth, worst=worst)
         lines = [_totals_text(layers.totals), *self.notes, str(self.growth()), *_advice_lines(self.advice)]
         return MemoryReport(layers, lines)
 

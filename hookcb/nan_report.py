@@ -1,14 +1,17 @@
 """NanReport: where the first number that is not finite was made, in words and as a table."""
 
-import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
+
+from hookcb.console import as_text
+from hookcb.tables import Column, fitted
 
 LOSS, MODEL, BATCH = "the loss function", "the model itself", "the batch"  # what `where` may say but a name
 
@@ -80,8 +83,17 @@ class ModuleCall:
         return " ".join(f"{n} {what}" for n, what in ((self.nans, "NaN"), (self.infs, "inf")) if n)
 
 
+COLUMNS: tuple[Column[Any], ...] = (
+    Column("type", lambda call: call.type, 4, is_text=True),
+    Column("min", lambda call: f"{call.low:.3g}", 2),
+    Column("max", lambda call: f"{call.high:.3g}", 1),
+    Column("zeros", lambda call: f"{call.zeros:.0%}", 3),
+    Column("not finite", lambda call: call.nonfinite, is_text=True, style="red"),
+)
+
+
 @dataclass(frozen=True, slots=True)
-class NanReport:
+class NanReport(JupyterMixin):
     """What `NanTrace` has found.
 
     Attributes:
@@ -155,29 +167,20 @@ class NanReport:
         if self.bundle:
             yield "bundle", self.bundle
 
-    def __rich__(self) -> Group:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head = Table.grid(padding=(0, 2, 0, 0))
         head.add_column(style="bold", no_wrap=True)
         head.add_column(overflow="fold")
         for label, text in self._lines():
             head.add_row(label, Text(text, style="red" if label == "cause" else ""))
-        return Group(head, self._table()) if self.calls else Group(head)
-
-    def _table(self) -> Table:
-        what = "gradients of outputs" if self.direction == "backward" else "module calls"
-        table = Table(title=f"the last {len(self.calls)} {what}, the latest at the bottom")
-        table.add_column("layer", overflow="fold")
-        table.add_column("type", overflow="fold")
-        for column in ("min", "max", "zeros"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("not finite", style="red")
-        for call in self.calls:
-            numbers = f"{call.low:.3g}", f"{call.high:.3g}", f"{call.zeros:.0%}"
-            table.add_row(*map(Text, [call.name, call.type, *numbers, call.nonfinite]))
-        return table
+        yield head
+        if self.calls:
+            yield self._table(options)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
-        console.print(self)
-        written: Any = console.file
-        return str(written.getvalue()).rstrip()
+        return as_text(self)
+
+    def _table(self, options: ConsoleOptions) -> Table:
+        what = "gradients of outputs" if self.direction == "backward" else "module calls"
+        title = f"the last {len(self.calls)} {what}, the latest at the bottom"
+        return fitted(self.calls, [call.name for call in self.calls], COLUMNS, options, title=title)

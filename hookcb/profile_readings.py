@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
@@ -11,10 +12,11 @@ from rich.text import Text
 
 from hookcb.events import PHASES
 from hookcb.modules import listed
-from hookcb.printed import NARROW, Column, LayerTable, Printed, Rows
+from hookcb.printed import Printed, Rows
 from hookcb.profile_sums import COMPILED_TYPE, OperatorSums, Profile
 from hookcb.profile_window import Windows
 from hookcb.step_times import MUCH_DATA
+from hookcb.tables import Column, LayerTable, Worst, fitted
 from hookcb.trace_file import write_trace
 from hookcb.units import duration, short_number
 
@@ -107,16 +109,22 @@ class LayerTimes(LayerTable[LayerTime]):
 
     missing = "no layer was profiled that is called"
     columns = (
-        Column("calls", lambda row: f"{row.calls:.3g}", always=False),
-        Column("forward", lambda row: duration(row.forward)),
-        Column("self", lambda row: duration(row.forward_self), always=False),
-        Column("backward", lambda row: duration(row.backward)),
-        Column("device", lambda row: duration(_sum(row.device_forward, row.device_backward))),
+        Column("type", lambda row: row.type, is_text=True),
+        Column("calls", lambda row: f"{row.calls:.3g}", 5),
+        Column("forward", lambda row: duration(row.forward), 1),
+        Column("self", lambda row: duration(row.forward_self), 4),
+        Column("backward", lambda row: duration(row.backward), 2),
+        Column("device", lambda row: duration(_sum(row.device_forward, row.device_backward)), 3),
         Column("share", lambda row: f"{row.share:.1%}"),
-        Column("output", lambda row: _bytes(row.output_bytes), always=False),
-        Column("memory", lambda row: _bytes(row.memory), always=False),
-        Column("FLOP/s", lambda row: short_number(row.flops_per_second), always=False),
+        Column("output", lambda row: _bytes(row.output_bytes), 6),
+        Column("memory", lambda row: _bytes(row.memory), 7),
+        Column("FLOP/s", lambda row: short_number(row.flops_per_second), 8),
     )
+
+    @staticmethod
+    def size(row: LayerTime) -> float:
+        """Seconds a step of its own, on the device if there is one."""
+        return row.self_time
 
 
 class PhaseTimes(Rows[PhaseTime]):
@@ -161,16 +169,14 @@ class OperatorTimes(Printed):
         raise LookupError(f"{name!r} is not in this table; give row_limit=-1 for all operators")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        keys = [key for key in KEYS if any(getattr(sums, key) for _, sums in self.rows)]
-        if options.max_width < NARROW:
-            keys = [key for key in keys if key in ("count", "self_cpu_time_total", self.sort_by)]
-        table = Table(title=self.title)
-        table.add_column("operator", overflow="fold")
-        for key in keys:
-            table.add_column(HEADS.get(key, key), justify="right", no_wrap=True)
-        for name, sums in self.rows:
-            table.add_row(Text(name), *(_operator_text(key, getattr(sums, key)) for key in keys))
-        yield table
+        def column(key: str) -> Column[Any]:
+            rank = first.index(key) if key in first else len(first)
+            return Column(HEADS.get(key, key), lambda row: _operator_text(key, getattr(row[1], key)), rank)
+
+        first = [self.sort_by, "count", "self_cpu_time_total"]
+        columns = [column(key) for key in KEYS if any(getattr(sums, key) for _, sums in self.rows)]
+        names = [name for name, _ in self.rows]
+        yield fitted(self.rows, names, columns, options, title=self.title, head="operator", is_tree=True)
 
 
 class ProfileReport(Printed):
@@ -198,18 +204,21 @@ class ProfileReadings:
         """The steps that were profiled from their beginning to their end."""
         return list(self._windows.profile.steps)
 
-    def layers(self, depth: int | None = None) -> LayerTimes:
+    def layers(self, depth: int | None = None, *, worst: Worst = None) -> LayerTimes:
         """What each layer takes, in the order of the model.
 
         Args:
             depth: how many levels of layers to show, by default all.
+            worst: how many layers to show, those first that take most time themselves; "auto" for 20 of more
+                than 30.
 
         Raises:
+            TypeError, ValueError: If `worst` is invalid.
             RuntimeError: where nothing was profiled.
         """
         profile = self._recorded()
         rows = [row for row in self._layer_times(profile) if depth is None or row.depth <= depth]
-        return LayerTimes(rows, f"layers, a step, {self._of_steps()}")
+        return LayerTimes(rows, f"layers, a step, {self._of_steps()}", worst)
 
     def phases(self) -> PhaseTimes:
         """What a step is made of.

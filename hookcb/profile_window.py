@@ -1,7 +1,6 @@
 """A window of a fit under torch's profiler: when it is, and what it gives."""
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_
 
 from hookcb.arguments import check_count
 from hookcb.batch import n_batches
+from hookcb.console import warn
 from hookcb.layer_ranges import LayerRanges
 from hookcb.modules import Where, find_modules, is_compiled, named_modules
 from hookcb.profile_ops import read_ops
@@ -70,7 +70,7 @@ class Plan:
             return
         parts = f"{self.wait} + {self.warmup} + {self.active}"
         n_profiled = max(0, n_steps - self.wait - self.warmup)
-        warnings.warn(
+        warn(
             f"wait + warmup + active = {parts} = {self.length} steps, and the fit has {n_steps}: "
             f"{n_profiled} of {self.active} will be profiled; make the window shorter",
             stacklevel=2,
@@ -202,9 +202,7 @@ class Window:
         """Ends it all; gives what was recorded, and the trace, where there was a batch."""
         self.ranges.remove()
         if self.is_recording and not is_profiling():  # to stop it once more would crash Python
-            warnings.warn(
-                "another torch profiler ended the one of ProfilerCallback; its window is lost", stacklevel=2
-            )
+            warn("another torch profiler ended the one of ProfilerCallback; its window is lost", stacklevel=2)
             return None
         if not self.is_recording and self._is_prepared:
             self._prof.start_trace()  # else what was prepared stays so
@@ -254,7 +252,7 @@ class Windows:
         if action is ProfilerAction.NONE:
             return
         if is_profiling() and not (self._window is not None and self._window.is_recording):
-            warnings.warn("another torch profiler is running; this step is left out", stacklevel=2)
+            warn("another torch profiler is running; this step is left out", stacklevel=2)
             return
         if self._window is None:
             self._window = Window(dict(self._layers), self.plan.activities, **self.options)

@@ -1,12 +1,12 @@
 """Resume: a fit that goes on where a checkpoint was written."""
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.console import warn
 from hookcb.files import read_saved
 from hookcb.fit_state import FORMAT, KEYS, check_fits, checkpoints_in, restore
 
@@ -83,7 +83,7 @@ class Resume:
                 broken.append(str(error))
                 continue
             if broken:
-                warnings.warn(f"{'; '.join(broken)}: resuming from {file}", stacklevel=2)
+                warn(f"{'; '.join(broken)}: resuming from {file}", stacklevel=2)
             return cls(file, state, learn)
         if broken:
             raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(broken)}")
@@ -98,7 +98,7 @@ class Resume:
         # what a Checkpoint notes for itself nothing else needs
         needed = {name for name, of in self._state["cbs"].items() if "random_of_phase" not in of}
         if missing := sorted(needed - attached):
-            warnings.warn(
+            warn(
                 f"{file} has the state of callbacks that are not attached, {', '.join(missing)}: "
                 "without them the fit will not go on as it was",
                 stacklevel=2,

@@ -13,13 +13,13 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.callback import Callback
 from hookcb.callbacks.lr_finder import LRFinder
+from hookcb.console import safe_console, show, show_error
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.followed import Followed
@@ -52,14 +52,13 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
     """
     models = Models()
     code, has_failed = _run(os.fspath(path), list(args), models)
-    console = Console()
     shown = models.verdicts()
     for title, verdict in shown:
         until = ", until the script failed" if has_failed else ""
-        console.print(f"\n{title}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
-        console.print(verdict, soft_wrap=True)
+        show(f"\n{title}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
+        show(verdict, soft_wrap=True)
     for note in [*([] if shown else [_nothing_in(path)]), *models.notes]:
-        console.print(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
+        show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
     is_well = bool(shown) and all(verdict.status == "healthy" for _, verdict in shown)
     return code or (0 if is_well else 1)
 
@@ -79,11 +78,11 @@ def _run(path: str, args: list[str], models: "Models") -> tuple[int, bool]:
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0, False
-        sys.stdout.flush()
-        sys.stderr.write(f"{ended.code}\n")
+        safe_console().file.flush()
+        show_error(f"{ended.code}")
         return 1, False
     except BaseException as error:
-        sys.stdout.flush()  # what the script has printed comes first
+        safe_console().file.flush()  # what the script has printed comes first
         _forget_ours(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, True
@@ -137,7 +136,7 @@ class _Look(Diagnose):
         primary = self.judge().primary
         if primary is not None and primary.severity == "error" and not self._has_warned:
             self._has_warned = True
-            sys.stderr.write(f"hookcb diagnose: {primary.head}: {primary.message}\n")
+            show_error(f"hookcb diagnose: {primary.head}: {primary.message}")
 
 
 class _ScriptWatch(Watch):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from hookcb.events import PHASES
 from hookcb.printed import Printed
+from hookcb.tables import Column, fitted
 from hookcb.units import duration
 
 FIRST_BATCH = "first batch of an epoch"
@@ -225,21 +225,28 @@ class StepReport(Printed):
         self.lines = findings(of, found, factor)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=self.title)
-        table.add_column("phase", no_wrap=True)
-        device = ["on the device"] if DEVICE_TOTAL in self.of else []
-        for column in ("share", "median", "90 %", "99 %", "longest", *device):
-            table.add_column(column, justify="right", no_wrap=True)
-        for name in (*PHASES, "total"):
-            x = self.of[name]
-            if name == "total":
-                table.add_section()
-            elif not x.max:
-                continue  # as of backward in validation
-            cells = [name, f"{x.share:.0%}", *(duration(seconds) for seconds in (x.p50, x.p90, x.p99, x.max))]
-            table.add_row(*cells, *([duration(self.of[f"device_{name}"].p50)] if device else []))
+        names = [
+            name for name in (*PHASES, "total") if name == "total" or self.of[name].max
+        ]  # else a phase of none
+        table = fitted(names, names, self._columns(), options, title=self.title, head="phase")
+        if len(table.rows) > 1:
+            table.rows[-2].end_section = True
         yield table
         yield Text("\n".join(self.lines))
+
+    def _columns(self) -> list[Column[Any]]:
+        def seconds(title: str, rank: int, field: str, of: str = "") -> Column[Any]:
+            return Column(title, lambda name: duration(getattr(self.of[f"{of}{name}"], field)), rank)
+
+        device = [seconds("on the device", 2, "p50", "device_")] if DEVICE_TOTAL in self.of else []
+        return [
+            Column("share", lambda name: f"{self.of[name].share:.0%}"),
+            seconds("median", 1, "p50"),
+            seconds("90 %", 4, "p90"),
+            seconds("99 %", 5, "p99"),
+            seconds("longest", 3, "max"),
+            *device,
+        ]
 
 
 def findings(of: Mapping[str, Percentiles], found: Sequence[Outlier], factor: float) -> list[str]:

@@ -1,29 +1,30 @@
 """What a model consists of, layer by layer: parameters, output shapes, multiply-adds, bytes."""
 
 import copy
-import io
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from html import escape
 from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
 from hookcb.batch import parts, split_batch, to_device
+from hookcb.console import as_text
 from hookcb.coverage import CONTAINERS, NOT_CALLED, why_not_called
 from hookcb.display import html_table
 from hookcb.dryrun import shapes, untouched
 from hookcb.hooks import Hooks
 from hookcb.modules import has_uninitialized, listed, named_modules, unwrapped
+from hookcb.tables import Column, fitted
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 
 HEAD = ("layer", "type", "output", "params", "trained", "mult-adds")
+RANKS = (1, 2, 0, 3, 4)  # of all but the names: how soon they are left out in a narrow terminal
+COLUMNS: list[Column[Any]] = [
+    Column(HEAD[i], itemgetter(i), rank, is_text=i < 3) for i, rank in enumerate(RANKS, start=1)
+]
 
 
 class LayerInfo(NamedTuple):
@@ -135,22 +140,13 @@ class Summary:
         return len(self.rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        n_columns = len(HEAD) if options.max_width >= 70 else 4  # in a narrow terminal names need the room
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for column in HEAD[:3]:
-            table.add_column(column, overflow="fold")
-        for column in HEAD[3:n_columns]:
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*(Text(cell) for cell in _cells(row)[:n_columns]))
-        yield table
+        cells = [_cells(row) for row in self.rows]
+        names = [row[0] for row in cells]
+        yield fitted(cells, names, COLUMNS, options, head=HEAD[0], is_tree=True, is_framed=False)
         yield Text("\n".join(["", *self._totals()]))
 
     def __str__(self) -> str:
-        lines = io.StringIO()
-        console = Console(file=lines, width=1000, color_system=None, force_jupyter=False)
-        console.print(self)  # as wide as it needs to be
-        return "\n".join(line.rstrip() for line in lines.getvalue().splitlines())
+        return as_text(self)
 
     __repr__ = __str__
 

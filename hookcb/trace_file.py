@@ -6,7 +6,6 @@ import os
 import socket
 import tempfile
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch.profiler import profile
 
+from hookcb.console import warn
 from hookcb.events import PHASES
 from hookcb.layer_ranges import STEP
 from hookcb.profile_places import Span
@@ -43,9 +43,7 @@ def take_trace(
     try:
         trace = json.loads(written)
     except ValueError:  # torch does not escape what it writes; some viewers are more lenient
-        warnings.warn(
-            "torch has written a trace that is no JSON, and the backward is missing in it", stacklevel=2
-        )
+        warn("torch has written a trace that is no JSON, and the backward is missing in it", stacklevel=2)
         return gzip.compress(written, compresslevel=1)
     added = backward_events(spans, trace.get("baseTimeNanoseconds", 0))
     trace["traceEvents"] = [*_without_broken_steps(trace["traceEvents"], steps), *added]

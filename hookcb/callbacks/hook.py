@@ -1,11 +1,11 @@
 """HookCallback: hooks on layers from before_fit to after_fit."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from hookcb.console import warn
 from hookcb.coverage import Coverage, introduce, note_used
 from hookcb.hooks import HookFunc, Hooks
 from hookcb.modules import Where, find_modules, make_ready_for_hooks
@@ -116,7 +116,7 @@ class HookCallback(SamplingCallback):
         if not self.is_aside:
             self._acts_in = None
             if self.hooks and self.is_looking and self.n_batches == 1 and not self.coverage.fired:
-                warnings.warn(self.coverage.warning(), stacklevel=2)
+                warn(self.coverage.warning(), stacklevel=2)
 
     def after_fit(self) -> None:
         self._acts_in = None

@@ -1,8 +1,7 @@
 """TerminateOnNaN: ends a fit before a bad loss reaches the weights."""
 
-import warnings
-
 from hookcb.callback import Callback
+from hookcb.console import warn
 from hookcb.events import CancelBatchException, CancelFitException
 
 
@@ -46,7 +45,7 @@ class TerminateOnNaN(Callback):
             return
         where = ", ".join(self.learn.position("after_loss"))
         self.reason = f"loss is {self.loss.item()} at {where}"
-        warnings.warn(f"{self.reason}; the fit ends with the weights as they were before", stacklevel=2)
+        warn(f"{self.reason}; the fit ends with the weights as they were before", stacklevel=2)
         raise CancelFitException if self.learn.fitting else CancelBatchException
 
 

@@ -1,7 +1,6 @@
 """NanTrace: names the layer and the line that made the first NaN or inf of a training."""
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from hookcb.arguments import check_count
 from hookcb.callback import Callback
+from hookcb.console import warn
 from hookcb.events import CancelBatchException, CancelFitException
 from hookcb.grads import gradients
 from hookcb.nan_report import NanReport
@@ -133,7 +133,7 @@ class NanTrace(Callback):
         if self.bundle is not None:
             report = write_bundle(self.learn, self._start, report, self.bundle)
         self.report = report
-        warnings.warn(f"{report.summary}; see learn.{self.name}.report", stacklevel=2)
+        warn(f"{report.summary}; see learn.{self.name}.report", stacklevel=2)
         raise CancelFitException if self.learn.fitting else CancelBatchException
 
     def __getstate__(self) -> dict[str, Any]:

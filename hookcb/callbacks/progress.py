@@ -1,10 +1,12 @@
 """Progress: a bar per epoch and a table row per epoch, wherever the training is watched."""
 
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 
 from hookcb.callback import Callback
+from hookcb.console import attempt, safe_console, show
 from hookcb.display import Display, open_display
 
 
@@ -34,8 +36,8 @@ class Progress(Callback):
         self._display: Display | None = None
 
     def before_fit(self) -> None:
-        self._display = open_display(self.console or Console(), self.bar)
-        self._drawn = 0.0
+        self._drawn, self._display = 0.0, None
+        self._shown(lambda: setattr(self, "_display", open_display(safe_console(self.console), self.bar)))
 
     def after_batch(self) -> None:
         if self._display is None or (now := time.perf_counter()) - self._drawn < self.every_seconds:
@@ -48,16 +50,23 @@ class Progress(Callback):
             if self.training and loss is not None
             else f"{epoch}  validating"
         )
-        self._display.advance(doing, self.iter + 1, self.n_iter)
+        display, done, total = self._display, self.iter + 1, self.n_iter
+        self._shown(lambda: display.advance(doing, done, total))
 
     def after_epoch(self) -> None:
-        if self._display is not None:
-            self._display.add_row({"epoch": self.epoch, **self.learn.row})
+        if (display := self._display) is not None:
+            self._shown(lambda: display.add_row({"epoch": self.epoch, **self.learn.row}))
 
     def after_fit(self) -> None:
-        if self._display is not None:
-            self._display.close()
+        if (display := self._display) is not None:
+            self._shown(display.close)
             self._display = None
             if self.epoch >= self.n_epoch > 0:  # resumed from its end
                 made = f"{self.n_epoch} of {self.n_epoch} epochs were made before"
-                (self.console or Console()).print(f"nothing left to train: {made}")
+                show(f"nothing left to train: {made}", console=self.console)
+
+    def _shown(self, act: Callable[[], object]) -> None:
+        """Shows something; after an error nothing more in this fit."""
+        if not attempt(act) and (display := self._display) is not None:
+            self._display = None
+            attempt(display.close)

@@ -1,19 +1,13 @@
 """Diagnose: watches a training, and says at its end what is wrong with it."""
 
-import sys
-import warnings
-from pathlib import Path
-
-from rich.console import Console
-
 from hookcb.callbacks import Progress
+from hookcb.console import show, warn
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes import raised
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.diagnosis.watching import Watching
 from hookcb.events import CancelFitException
 
-FOLDER = str(Path(__file__).parents[1])
 FIRST_LOOK, LATER = 20, 10  # the number of batches after which the state is judged, and how that grows
 
 
@@ -84,7 +78,7 @@ class Diagnose(Watching):
         self.end(evidence)
         self.verdict = verdict
         if self.show and not self._is_quiet():
-            Console().print(verdict)
+            show(verdict)
 
     def _is_quiet(self) -> bool:
         can_be = hasattr(self.learn, "no_logging")
@@ -102,16 +96,8 @@ class Diagnose(Watching):
         if not self._has_warned:
             self._has_warned = True
             text = f"{verdict.primary.head}: {verdict.primary.message}"
-            warnings.warn(text, stacklevel=frames_of_ours())
+            warn(text)
         if self.on_sick == "stop" and self._is_followed:
             self.learn.stop_asked = True  # for the loop to look at, as it is not ours to end
         elif self.on_sick == "stop":
             raise CancelFitException
-
-
-def frames_of_ours() -> int:
-    """How many frames up the first is that is not of this package, for `warnings.warn`."""
-    frame, n = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(FOLDER):
-        frame, n = frame.f_back, n + 1
-    return n

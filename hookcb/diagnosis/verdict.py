@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from hookcb.console import printable, spelled
 from hookcb.printed import Printed
 
 Severity = Literal["error", "warning", "info"]
@@ -95,7 +96,7 @@ class Finding:
             yield from _filled(f"Next: {_sentence(self.next_steps[0])}.", width, 2)
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return printable("\n".join(self.lines()))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -155,11 +156,11 @@ class Verdict(Printed):
         return f"Looked at: {'; '.join(told)}{more}." if self.coverage else ""
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return printable("\n".join(self.lines()))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for i, line in enumerate(self.lines(min(WIDTH, max(NARROWEST, options.max_width)))):
-            text = Text(line)
+            text = Text(spelled(line, options.encoding))
             if i == 0:
                 text.stylize(STATUS_STYLES[self.status], 0, len(self.status))
             elif (word := line.split(" ", 1)[0].lower()) in STYLES:

@@ -1,9 +1,9 @@
 """LoggerGroup: several loggers, none of which can do harm."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from hookcb.console import warn
 from hookcb.loggers.base import Histogram, Logger, Opens, TakesHistograms
 from hookcb.randomness import random_state, set_random_state
 
@@ -66,7 +66,7 @@ class LoggerGroup:
     def _warn(self, i: int, error: Exception) -> None:
         if i not in self._failed:
             self._failed.add(i)
-            warnings.warn(
+            warn(
                 f"{self.loggers[i]!r:.80} has failed with {error!r:.200}; training goes on, and nothing more "
                 "is logged there in this fit",
                 stacklevel=2,

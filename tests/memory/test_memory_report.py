@@ -28,7 +28,8 @@ def test_a_name_that_is_not_there_says_what_is(stats):
         stats.layers()["body"]
 
 
-def test_the_table_shows_the_tree(stats):
+def test_the_table_shows_the_tree(stats, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     lines = str(stats.layers()).splitlines()
     assert "memory in step 4, the fullest of 3 watched batches" in lines[0]
     assert [head.strip() for head in lines[2].strip("┃").split("┃")] == [
