@@ -37,6 +37,11 @@ class Progress(Callback):
         self._display = open_display(self.console or Console(), self.bar)
         self._drawn = 0.0
 
+    def tell(self, line: str) -> None:
+        """Shows a line of text, while a fit runs."""
+        if self._display is not None:
+            self._display.add_line(line)
+
     def after_batch(self) -> None:
         if self._display is None or (now := time.perf_counter()) - self._drawn < self.every_seconds:
             return
@@ -58,6 +63,3 @@ class Progress(Callback):
         if self._display is not None:
             self._display.close()
             self._display = None
-            if self.epoch >= self.n_epoch > 0:  # resumed from its end
-                made = f"{self.n_epoch} of {self.n_epoch} epochs were made before"
-                (self.console or Console()).print(f"nothing left to train: {made}")

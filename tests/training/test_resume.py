@@ -204,6 +204,7 @@ def test_a_fit_that_was_done_is_done(tmp_path):
     whole = outcome(train(learner, 2, Checkpoint(tmp_path)))
     log = []
     seen = Callback(name="seen", before_batch=lambda cb: log.append(1))
-    again = go_on(learner, 2, Checkpoint(tmp_path), seen, resume="latest")
+    with pytest.warns(UserWarning, match="nothing left to train"):
+        again = go_on(learner, 2, Checkpoint(tmp_path), seen, resume="latest")
     assert log == []
     assert differing(whole, outcome(again)) == []
