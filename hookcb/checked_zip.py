@@ -29,6 +29,8 @@ def compare_storages(opened: BinaryIO, file: str | Path) -> dict[int, bool]:
     try:
         with zipfile.ZipFile(opened) as archive:
             parts = archive.infolist()
+            if min(part.header_offset for part in parts) > 0:
+                raise ValueError("there are bytes before the first part")
             damages = {part.filename.partition("/")[2]: _damage(archive, part) for part in parts}
     except Exception as error:  # zipfile raises many kinds for a table of contents that is damaged
         raise ValueError(f"{file} is damaged in its table of contents: {error}") from error
