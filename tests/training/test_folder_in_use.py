@@ -1,4 +1,4 @@
-"""A folder of checkpoints is for one fit at a time, and it is known before training that it can be written."""
+"""A folder of checkpoints is for one fit at a time; that it can be written to is known before training."""
 
 import copy
 import errno

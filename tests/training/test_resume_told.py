@@ -50,14 +50,10 @@ def test_a_file_of_a_batch_is_told_with_its_batch_and_loss(tmp_path):
 
 
 def test_a_file_from_before_a_validation_is_told_so(tmp_path):
-    _, before = shown(tmp_path, 1)
-    learn = before
-
     def write(cb):
-        learn.checkpoint._write("validate", "-trained")
+        cb.learn.checkpoint._write("validate", "-trained")  # as on Ctrl-C in a validation
         raise CancelFitException
 
-    shown(tmp_path, 2, resume=None)
     seed_all(0)
     learn = learner()
     with learn.no_logging():
@@ -80,7 +76,7 @@ def test_nothing_is_printed_without_logging(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_notebook_and_a_terminal_show_the_line_too(tmp_path):
+def test_a_terminal_with_a_bar_shows_the_line_too(tmp_path):
     shown(tmp_path, 1)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, force_interactive=True, width=300)
