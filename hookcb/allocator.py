@@ -1,6 +1,6 @@
 """What the allocator of CUDA tells, and the record it writes when memory has run out."""
 
-import os
+import pickle
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hookcb.files import write_whole
 
 MOST_EVENTS = 100_000  # of the allocator's history, as in torch's own tutorial on it
 
@@ -98,10 +100,8 @@ class AllocatorHistory:
             self._is_ours = False
 
     def _write(self) -> None:
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(partial))  # type: ignore[no-untyped-call]
-        os.replace(partial, self.path)
+        history = torch.cuda.memory._snapshot()
+        write_whole(self.path, lambda opened: pickle.dump(history, opened))
 
 
 def _is_recording() -> bool:

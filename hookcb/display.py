@@ -21,6 +21,9 @@ class Display(Protocol):
     def add_row(self, row: Mapping[str, float]) -> None:
         """Shows what an epoch came to."""
 
+    def add_line(self, line: str) -> None:
+        """Shows a line of text."""
+
     def close(self) -> None:
         """Leaves the screen as it shall stay."""
 
@@ -49,6 +52,9 @@ class _PlainRows:
             self.names = list(row)
             self._line(name.rjust(max(10, len(name))) for name in self.names)
         self._line(_text(name, value).rjust(max(10, len(name))) for name, value in row.items())
+
+    def add_line(self, line: str) -> None:
+        self._line([line])
 
     def _line(self, cells: Iterable[str]) -> None:
         self.console.print("  ".join(cells), soft_wrap=True, highlight=False, markup=False)
@@ -101,6 +107,7 @@ class _NotebookTable:
         self.html, self.bar = ipython.HTML, bar
         self.began, self.first, self.last = time.perf_counter(), 0, 0
         self.rows: list[Mapping[str, float]] = []
+        self.lines = ""
         self.handle = ipython.display(self.html(""), display_id=True)
 
     def advance(self, doing: str, done: int, total: int | None) -> None:
@@ -119,6 +126,10 @@ class _NotebookTable:
         self.rows.append(row)
         self._show("")
 
+    def add_line(self, line: str) -> None:
+        self.lines += f"<div>{html.escape(line)}</div>"
+        self._show("")
+
     def close(self) -> None:
         self._show("")
 
@@ -126,7 +137,7 @@ class _NotebookTable:
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         cells = ([_text(name, row[name]) if name in row else "–" for name in names] for row in self.rows)
         table = html_table(names, cells) if self.rows else ""
-        self.handle.update(self.html(f"{table}<div>{below}</div>"))
+        self.handle.update(self.html(f"{self.lines}{table}<div>{below}</div>"))
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], n_left: int = 0) -> str:

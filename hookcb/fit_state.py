@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter, OrderedDict
+from contextlib import suppress
 from itertools import islice
 from numbers import Number
 from pathlib import Path
@@ -150,7 +151,18 @@ def _load_opt(opt: Optimizer, state: dict[str, Any]) -> None:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The files that `Checkpoint` has written into a folder, oldest first, without the best."""
-    return sorted(folder.glob("epoch-*.pt"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+    ages = {}
+    for file in folder.glob("epoch-*.pt"):
+        with suppress(FileNotFoundError):  # its fit, which may be running, keeps newer ones
+            ages[file] = file.stat().st_mtime_ns, file.name
+    return sorted(ages, key=ages.__getitem__)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a `Checkpoint` that was killed has left; only for who has the folder to itself."""
+    for kind in ("epoch-*.pt*.partial", "best.pt*.partial"):
+        for left in folder.glob(kind):
+            left.unlink()
 
 
 def loaders_of(learn: Any) -> list[Any]:

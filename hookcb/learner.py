@@ -171,6 +171,7 @@ class Learner(Loop):
     def _epochs(self) -> None:
         if self._resume is not None:
             self.epoch, self.train_iter = self._resume.epoch, self._resume.train_iter
+            self._resume.tell(self)
         self._resumed("epoch")
         for self.epoch in range(self.epoch, self.n_epoch):
             self.row = {}

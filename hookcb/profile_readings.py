@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hookcb.events import PHASES
+from hookcb.files import write_whole
 from hookcb.modules import listed
 from hookcb.printed import Printed, Rows
 from hookcb.profile_sums import COMPILED_TYPE, OperatorSums, Profile
@@ -326,8 +327,7 @@ class ProfileReadings:
             for stack, time in found[metric].items()
             if time >= 1000
         ]
-        Path(path).write_text("".join(lines))
-        return Path(path)
+        return write_whole(path, lambda opened: opened.write("".join(lines).encode()))
 
     def _recorded(self) -> Profile:
         if not self._windows.profile.steps:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.callbacks.progress import Progress
 from hookcb.console import warn
 from hookcb.files import read_saved
 from hookcb.fit_state import FORMAT, KEYS, check_fits, checkpoints_in, restore
@@ -29,7 +30,7 @@ class Resume:
     """
 
     def __init__(self, file: Path, state: dict[str, Any], learn: "Learner") -> None:
-        self._state = state
+        self.file, self._state = file, state
         try:
             check_fits(self._state, learn)
         except ValueError as error:
@@ -82,6 +83,8 @@ class Resume:
             except ValueError as error:
                 broken.append(str(error))
                 continue
+            except FileNotFoundError:  # its fit, which may be running, keeps newer ones
+                continue
             if broken:
                 warn(f"{'; '.join(broken)}: resuming from {file}", stacklevel=2)
             return cls(file, state, learn)
@@ -92,6 +95,35 @@ class Resume:
     def restore(self, learn: "Learner") -> "enumerate[Any] | None":
         """Puts everything as it was; in the middle of a training gives the batches still to come."""
         return restore(learn, self._state)
+
+    def tell(self, learn: "Learner") -> None:
+        """Shows what is resumed, as the learner's `Progress` does; warns if nothing is left to train."""
+        if self.phase == "epoch" and self.epoch >= learn.n_epoch:
+            warnings.warn(
+                f"nothing left to train: {self.file} is of {self._place(learn.n_epoch)}; to train on, give a "
+                "larger n_epoch; to begin anew, leave out resume=",
+                stacklevel=5,  # the line that calls fit
+            )
+            return
+        for cb in learn.cbs:
+            if isinstance(cb, Progress):
+                place = self._place(learn.n_epoch)
+                cb.tell(f"resumed from {self.file}: {place}; to begin anew, leave out resume=")
+
+    def _place(self, n_epoch: int) -> str:
+        if self.phase == "epoch":
+            done = f"epoch {self.epoch} of {n_epoch}"
+        else:
+            part = f"batch {self._state['iter']}" if self.phase == "train" else "all training"
+            done = f"{part} in epoch {self.epoch + 1} of {n_epoch}"
+        return ", ".join([done, f"step {self._state['train_iter']}", *self._losses()])
+
+    def _losses(self) -> list[str]:
+        row = self._state["row"]
+        if losses := [f"{name} {row[name]:.4g}" for name in ("train_loss", "valid_loss") if name in row]:
+            return losses
+        recorded = [of["losses"] for of in self._state["cbs"].values() if {"losses", "lrs"} <= of.keys()]
+        return [f"loss {float(losses[-1]):.4g}" for losses in recorded if len(losses)]
 
     def _check_callbacks(self, file: Path, learn: "Learner") -> None:
         attached = {cb.name for cb in learn.cbs}

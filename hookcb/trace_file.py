@@ -15,6 +15,7 @@ from torch.profiler import profile
 
 from hookcb.console import warn
 from hookcb.events import PHASES
+from hookcb.files import write_whole
 from hookcb.layer_ranges import STEP
 from hookcb.profile_places import Span
 
@@ -145,12 +146,5 @@ def write_trace(trace: bytes, path: Path) -> Path:
     Returns:
         The path written; its folder is made where it is missing.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_bytes(trace if path.suffix == ".gz" else gzip.decompress(trace))
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return path
+    content = trace if path.suffix == ".gz" else gzip.decompress(trace)
+    return write_whole(path, lambda opened: opened.write(content))

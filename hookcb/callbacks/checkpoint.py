@@ -1,5 +1,6 @@
 """Checkpoint: files from which a fit can go on to the bit."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ from hookcb.arguments import check_count
 from hookcb.callback import Callback
 from hookcb.events import CancelValidException
 from hookcb.files import save_whole
-from hookcb.fit_state import capture, checkpoints_in, loaders_of
+from hookcb.fit_state import capture, checkpoints_in, loaders_of, remove_unfinished
+from hookcb.folder_lock import FolderLock
 from hookcb.monitor import check_monitor, improves, monitored, resolve_mode
 from hookcb.randomness import random_state
 from hookcb.stop_signals import StopSignals
@@ -25,7 +27,7 @@ class Checkpoint(Callback):
     the fit ends with KeyboardInterrupt or SystemExit(143); a second Ctrl-C ends it at once.
 
     Args:
-        folder: where to, made where it is missing. Files of the same name are replaced, others stay.
+        folder: made if it is missing, and for one fit at a time. Files of the same name are replaced.
         every: also after so many training batches.
         keep: how many of the newest files of this fit stay.
         monitor: a column of the epoch's row; the best epoch's file stays as `best.pt`.
@@ -33,12 +35,12 @@ class Checkpoint(Callback):
         name: what the learner calls it.
 
     Attributes:
-        files: what is there, oldest first.
         best: the best value of `monitor` so far.
         n_written: how often this fit has written; `StepTimer` tells by it which step that was in.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be; of `monitor` when the fit begins, or LookupError.
+        TypeError, ValueError: If an argument is invalid; `monitor` when the fit begins, or LookupError.
+        RuntimeError, OSError: When the fit begins, if `folder` is in use, or cannot be written to.
 
     >>> from tempfile import mkdtemp
     >>> from hookcb import Checkpoint, synth_learner
@@ -70,7 +72,7 @@ class Checkpoint(Callback):
         self.folder, self.every, self.keep, self.monitor = Path(folder).absolute(), every, keep, monitor
         self.mode = resolve_mode(monitor or "loss", mode)
         self.best: float | None = None
-        self._stop = StopSignals()
+        self._stop, self._lock = StopSignals(), FolderLock()
 
     @property
     def files(self) -> list[Path]:
@@ -81,11 +83,9 @@ class Checkpoint(Callback):
         self.best, self._unsaved, self.n_written = None, False, 0
         self._written: list[str] = []
         self._random: dict[str, Any] = {}
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"folder is {str(self.folder)!r}, which is a file; give a folder")
         check_monitor(self.learn, self.monitor or "train_loss")
-        for left_by_a_kill in self.folder.glob("*.pt.partial"):
-            left_by_a_kill.unlink()
+        if self._lock.open(self.folder):
+            remove_unfinished(self.folder)
         self._stop.open()
 
     def before_train(self) -> None:
@@ -126,10 +126,11 @@ class Checkpoint(Callback):
             self._write("train", f"-batch-{self.iter + 1:06d}")
 
     def after_fit(self) -> None:
-        if self._stop.asked:  # since the last batch; or the loader has failed, as its workers were told too
-            self.after_cancel_fit()
-        self._stop.obey()
-        self._stop.close()
+        with closing(self._lock):
+            if self._stop.asked:  # since the last batch; or the loader has failed, as its workers were told
+                self.after_cancel_fit()
+            self._stop.obey()
+            self._stop.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "written": self._written, "random_of_phase": self._random}
@@ -141,9 +142,8 @@ class Checkpoint(Callback):
         file_name = f"epoch-{self.epoch + 1:04d}{place}.pt"
         self._written = [*(file for file in self._written if file != file_name), file_name]
         state = capture(self.learn, phase, self._random)  # type: ignore[arg-type]  # of a fit, so a Learner
-        save_whole(state, self.folder / file_name)
-        if is_best:
-            save_whole(state, self.folder / "best.pt")
+        for file in (file_name, "best.pt") if is_best else (file_name,):
+            save_whole(state, self.folder / file)
         self._unsaved, self.n_written = False, self.n_written + 1
         for old in self._written[: -self.keep]:
             (self.folder / old).unlink(missing_ok=True)

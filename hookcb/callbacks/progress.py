@@ -6,7 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from hookcb.callback import Callback
-from hookcb.console import attempt, safe_console, show
+from hookcb.console import attempt, safe_console
 from hookcb.display import Display, open_display
 
 
@@ -39,6 +39,11 @@ class Progress(Callback):
         self._drawn, self._display = 0.0, None
         self._shown(lambda: setattr(self, "_display", open_display(safe_console(self.console), self.bar)))
 
+    def tell(self, line: str) -> None:
+        """Shows a line of text, while a fit runs."""
+        if (display := self._display) is not None:
+            self._shown(lambda: display.add_line(line))
+
     def after_batch(self) -> None:
         if self._display is None or (now := time.perf_counter()) - self._drawn < self.every_seconds:
             return
@@ -61,9 +66,6 @@ class Progress(Callback):
         if (display := self._display) is not None:
             self._shown(display.close)
             self._display = None
-            if self.epoch >= self.n_epoch > 0:  # resumed from its end
-                made = f"{self.n_epoch} of {self.n_epoch} epochs were made before"
-                show(f"nothing left to train: {made}", console=self.console)
 
     def _shown(self, act: Callable[[], object]) -> None:
         """Shows something; after an error nothing more in this fit."""

@@ -45,7 +45,7 @@ class CSVLogger:
             ValueError: where a name has a line break.
             OSError: where it cannot be written.
         """
-        if broken := [name for name in values if "\n" in name or "\r" in name]:
+        if broken := [name for name in values if not {"\n", "\r", "\0"}.isdisjoint(name)]:
             raise ValueError(f"a value is named {broken[0]!r}; give it a name without line breaks")
         text = io.StringIO()
         rows = ((int(step), name, float(value)) for name, value in values.items())

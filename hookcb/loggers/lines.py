@@ -64,6 +64,8 @@ class LineFile:
             self._check_start(file)
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n") and (number > 1 or not self.header):
+                    if b"\0" in line:  # as of a block that was never written, or is lost
+                        raise self.broken(number)
                     try:
                         yield number, line.decode()
                     except UnicodeDecodeError as error:

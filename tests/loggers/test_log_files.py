@@ -152,7 +152,9 @@ def test_a_folder_is_refused_and_a_missing_file_is_missing(kind, tmp_path):
         read(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("line", ['{"step": 1, "loss": "much"}', '{"step": 1, ', "[1]", "1", "a,b", "\udcff"])
+@pytest.mark.parametrize(
+    "line", ['{"step": 1, "loss": "much"}', '{"step": 1, ', "[1]", "1", "a,b", "\udcff", "\0" * 99]
+)
 def test_a_line_that_cannot_be_read_is_named(kind, tmp_path, line):
     path = tmp_path / "log"
     written(kind, path)
@@ -160,6 +162,18 @@ def test_a_line_that_cannot_be_read_is_named(kind, tmp_path, line):
     with path.open("ab") as file:
         file.write(line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(ValueError, match=f"line {n + 1} of .*log cannot be read; delete it"):
+        KINDS[kind][1](path)
+
+
+def test_a_block_of_zeros_inside_a_line_is_named(kind, tmp_path):
+    path = tmp_path / "log"
+    written(kind, path)
+    content = bytearray(path.read_bytes())
+    at = content.index(b"loss", content.index(b"\n"))
+    content[at : at + 2] = bytes(2)
+    path.write_bytes(content)
+    number = content[:at].count(b"\n") + 1
+    with pytest.raises(ValueError, match=f"line {number} of .*log cannot be read; delete it"):
         KINDS[kind][1](path)
 
 
@@ -183,7 +197,7 @@ def test_copies_go_on_with_the_same_file_wherever_they_are(kind, tmp_path, monke
 
 
 def test_names_that_would_break_the_file_are_refused(tmp_path):
-    for name in ("a\nb", "a\rb"):
+    for name in ("a\nb", "a\rb", "a\0b"):
         with pytest.raises(ValueError, match="give it a name without line breaks"):
             CSVLogger(tmp_path / "log.csv").log({"x": 1.0, name: 1.0}, step=0)
     with pytest.raises(ValueError, match="a value is named 'step'"):

@@ -95,16 +95,12 @@ class Recorded:
         self.is_on, self.calls = is_on, []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
-        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
         monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.is_on, raising=False)
 
     def record(self, enabled="all", **options):
         self.is_on = enabled is not None
         self.calls.append(enabled)
-
-    def dump(self, path):
-        with open(path, "wb") as file:
-            pickle.dump({"segments": []}, file)
 
 
 @pytest.fixture

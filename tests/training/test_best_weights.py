@@ -1,5 +1,7 @@
 """The weights that were best can be had back from a checkpoint."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from resuming import learner, seed_all
@@ -35,12 +37,15 @@ def test_an_average_that_was_not_validated_is_not_taken(tmp_path):
     assert torch.equal(fresh.model.head.weight, learn.model.head.weight)
 
 
-def test_a_fit_that_was_complete_says_that_nothing_is_left(tmp_path, capsys):
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_a_fit_that_was_complete_warns_that_nothing_is_left(tmp_path, is_quiet):
     seen = []
     learn = learner(cbs=Callback(before_batch=lambda cb: seen.append(cb.iter)))
     with learn.no_logging():
         learn.fit(1, cbs=Checkpoint(tmp_path))
     seen.clear()
-    learn.fit(1, cbs=Checkpoint(tmp_path), resume="latest")
+    said = r"nothing left to train: .*epoch-0001\.pt is of epoch 1 of 1, step 5, train_loss .* anew"
+    with pytest.warns(UserWarning, match=said) as told, learn.no_logging() if is_quiet else nullcontext():
+        learn.fit(1, cbs=Checkpoint(tmp_path), resume="latest")
     assert seen == []
-    assert "nothing left to train: 1 of 1 epochs were made before" in capsys.readouterr().out
+    assert [warning.filename for warning in told] == [__file__]

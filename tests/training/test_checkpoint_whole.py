@@ -2,9 +2,13 @@
 
 import collections
 import enum
+import errno
+import io
 import os
 import pathlib
+import re
 import resource
+import shutil
 import signal
 import threading
 from contextlib import contextmanager
@@ -18,6 +22,7 @@ from support import fit, make_batches
 from hookcb import Callback, CancelBatchException, CancelFitException, Event
 from hookcb.callbacks.checkpoint import Checkpoint
 from hookcb.callbacks.max_time import MaxTime
+from hookcb.files import read_saved, save_whole
 
 
 def plain(cbs=()):
@@ -38,6 +43,62 @@ def files_limited_to(n_bytes):
 
 # ---- whole files
 
+FULL = r"; ([\d,]+) bytes are needed, and ([\d,]+) are free"
+
+
+def test_a_disk_that_is_full_is_told_by_path_bytes_needed_and_bytes_free(tmp_path, monkeypatch):
+    state = {"x": torch.rand(50_000)}
+    size = save_whole(state, tmp_path / "file.pt").stat().st_size
+    free = []
+    monkeypatch.setattr("hookcb.files.disk_usage", lambda folder: free.append(left(folder)) or usage(folder))
+    usage, left = shutil.disk_usage, lambda folder: [file.stat().st_size for file in folder.glob("*.partial")]
+    with files_limited_to(100_000), pytest.raises(OSError, match=FULL) as caught:
+        save_whole(state, tmp_path / "file.pt")
+    needed, n_free = (int(n.replace(",", "")) for n in re.search(FULL, str(caught.value)).groups())
+    assert needed == size
+    assert abs(n_free - shutil.disk_usage(tmp_path).free) < 1 << 30  # others write too
+    assert free == [[0]]  # what was written of it counts as free
+    assert caught.value.filename == str(tmp_path / "file.pt")
+    assert caught.value.errno == errno.EFBIG
+    assert names(tmp_path) == ["file.pt"]
+    assert torch.equal(read_saved(tmp_path / "file.pt", torch.device("cpu"))["x"], state["x"])
+
+
+def test_a_disk_that_refuses_only_when_it_is_synced_is_told_too(tmp_path, monkeypatch):
+    """As NFS and quotas do."""
+
+    def refuse(file):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    save_whole([1], tmp_path / "file.pt")
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match=f"quota exceeded{FULL}"):
+        save_whole([2], tmp_path / "file.pt")
+    assert names(tmp_path) == ["file.pt"]
+    assert torch.load(tmp_path / "file.pt", weights_only=True) == [1]
+
+
+def test_an_error_of_the_state_itself_is_not_said_to_be_the_disks(tmp_path):
+    class Odd:
+        def __reduce__(self):
+            raise FileNotFoundError("a shard")
+
+    with pytest.raises(FileNotFoundError, match=r"^a shard$"):
+        save_whole([Odd()], tmp_path / "file.pt")
+    assert names(tmp_path) == []
+
+
+def test_a_write_that_takes_only_a_part_is_gone_on_with(tmp_path, monkeypatch):
+    """As Linux takes at most 2 GiB at once."""
+
+    class Short(io.FileIO):
+        def write(self, data):
+            return super().write(memoryview(data)[:1000])
+
+    monkeypatch.setattr(pathlib.Path, "open", lambda path, mode="r", buffering=-1: Short(path, mode))
+    state = {"x": torch.rand(5_000)}
+    assert torch.equal(torch.load(save_whole(state, tmp_path / "file.pt"))["x"], state["x"])
+
 
 def test_files_are_read_without_running_code(tmp_path):
     train(plain, 1, Checkpoint(tmp_path, every=1, keep=100))
@@ -49,11 +110,13 @@ def test_a_full_disk_leaves_the_last_file_whole_and_no_part_of_the_new_one(tmp_p
     limited = files_limited_to(3000)
     fill = acting("before_epoch", lambda cb: limited.__enter__(), k=1)
     try:
-        with pytest.raises((OSError, RuntimeError)):
+        with pytest.raises(OSError, match=FULL) as caught:
             train(plain, 3, Checkpoint(tmp_path), fill)
     finally:
         limited.__exit__(None, None, None)
     assert names(tmp_path) == ["epoch-0001.pt"]
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(tmp_path / "epoch-0002.pt")
     assert torch.load(tmp_path / "epoch-0001.pt", weights_only=True)
     resumed = train(plain, 3, Checkpoint(tmp_path), resume="latest", seed=1)
     assert differing(outcome(train(plain, 3)), outcome(resumed)) == []

@@ -119,6 +119,7 @@ def test_a_resumed_fit_ends_as_an_uninterrupted_one_under(name, tmp_path):
     check_resumes(lambda: learner(cbs=CALLBACKS[name](), opt_func=momentum), tmp_path, n_epoch=4)
 
 
+@pytest.mark.filterwarnings("ignore:nothing left to train")
 def test_a_fit_of_epochs_cut_short_is_resumed_where_it_was(tmp_path):
     def short():
         cut = sometimes("before_batch", CancelTrainException())
@@ -153,6 +154,7 @@ def test_a_frozen_layer_and_ready_optimizer_are_resumed(tmp_path):
     check_resumes(make, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:nothing left to train")
 @pytest.mark.parametrize("error", [Stop, CancelFitException])
 @pytest.mark.parametrize("order", [0, 1000])
 @pytest.mark.parametrize("event", [event for event in EVENTS if "cancel" not in event])
@@ -204,6 +206,7 @@ def test_a_fit_that_was_done_is_done(tmp_path):
     whole = outcome(train(learner, 2, Checkpoint(tmp_path)))
     log = []
     seen = Callback(name="seen", before_batch=lambda cb: log.append(1))
-    again = go_on(learner, 2, Checkpoint(tmp_path), seen, resume="latest")
+    with pytest.warns(UserWarning, match="nothing left to train"):
+        again = go_on(learner, 2, Checkpoint(tmp_path), seen, resume="latest")
     assert log == []
     assert differing(whole, outcome(again)) == []

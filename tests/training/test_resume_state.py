@@ -108,6 +108,7 @@ def positions(log):
     return Callback(name="see", after_batch=see)
 
 
+@pytest.mark.filterwarnings("ignore:nothing left to train")
 def test_callbacks_see_the_positions_of_the_uninterrupted_fit(tmp_path):
     whole, saving = [], Checkpoint(tmp_path, every=1, keep=100)
     train(learner, 2, saving, positions(whole))

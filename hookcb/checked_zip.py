@@ -1,0 +1,91 @@
+"""Whether a file of `torch.save` is as it was written: `torch.load` compares no checksums."""
+
+import os
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import Tensor, strided
+
+START, END = b"PK\x03\x04", b"PK\x05\x06"  # of the first part's header, and of the record at the end
+END_SIZE = 22  # bytes; a comment may follow, which torch never writes
+BLOCK = 1 << 20
+
+
+def compare_storages(opened: BinaryIO, file: str | Path) -> dict[int, bool]:
+    """Compares every part of a file with its CRC-32; that a file has none is told in a warning.
+
+    Returns:
+        For each storage of a tensor, by its number, whether it is as it was written.
+
+    Raises:
+        ValueError: If the file is truncated, has bytes of others at its end, is not a file of `torch.save`,
+            or is damaged in a part that is not a storage; the message names the file and the part.
+    """
+    _check_ends(opened, file)
+    try:
+        with zipfile.ZipFile(opened) as archive:
+            parts = archive.infolist()
+            if min(part.header_offset for part in parts) > 0:
+                raise ValueError("there are bytes before the first part")
+            damages = {part.filename.partition("/")[2]: _damage(archive, part) for part in parts}
+    except Exception as error:  # zipfile raises many kinds for a table of contents that is damaged
+        raise ValueError(f"{file} is damaged in its table of contents: {error}") from error
+    storages = {int(found[1]): name for name in damages if (found := re.fullmatch(r"data/(\d+)", name))}
+    if not any(part.CRC for part in parts):  # torch.serialization.set_crc32_options(False)
+        warnings.warn(f"{file} has no checksums: whether it is damaged cannot be told", stacklevel=4)
+        return dict.fromkeys(storages, True)
+    for name, damage in damages.items():
+        if damage and name not in storages.values():
+            raise ValueError(f"{file} is damaged in its part {name!r}: {damage}")
+    return {number: not damages[name] for number, name in storages.items()}
+
+
+def _check_ends(opened: BinaryIO, file: str | Path) -> None:
+    if opened.read(len(START)) != START:
+        raise ValueError(f"{file} is not a file of torch.save, or is damaged at its beginning")
+    opened.seek(-min(END_SIZE, opened.seek(0, os.SEEK_END)), os.SEEK_END)
+    end = opened.read()
+    if not end.startswith(END) or not end.endswith(b"\0\0"):  # the length of a comment
+        raise ValueError(f"{file} is truncated, or has bytes at its end that were not written with it")
+
+
+def _damage(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> str:
+    """What is wrong with a part; empty if nothing."""
+    try:
+        with archive.open(part) as opened:
+            while opened.read(BLOCK):
+                pass
+    except Exception as error:  # zipfile raises many kinds for a header that is damaged
+        return str(error) or repr(error)
+    return ""
+
+
+def names_of_changed(storages: Mapping[int, bool], state: Any) -> str:
+    """The storages that have changed, by the tensors in `state` that they belong to.
+
+    Args:
+        storages: what `compare_storages` gave.
+        state: what `torch.load` gave.
+    """
+    owners: dict[int, str] = {}  # in the order in which torch numbers them
+    for path, tensor in _tensors(state, ()):
+        owners.setdefault(tensor.untyped_storage()._cdata, path)
+    # else there are tensors that are not found so, sparse ones for example
+    names = list(owners.values()) if len(owners) == len(storages) else None
+    changed = [number for number, is_same in storages.items() if not is_same]
+    return ", ".join(names[number] if names else f"data/{number}" for number in sorted(changed))
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor) and value.layout == strided:
+        yield ".".join(path), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _tensors(item, (*path, str(i)))
