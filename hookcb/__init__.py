@@ -1,5 +1,11 @@
 """hookcb: callbacks that let you see inside any PyTorch training run."""
 
+from hookcb.randomness import random_kept
+
+with random_kept():  # rich draws a number when it is imported
+    import fastcore.foundation  # noqa: F401  # whoever needs it imports it again
+    import rich.console  # noqa: F401
+
 from hookcb.callback import Callback
 from hookcb.callbacks import (
     EMA,

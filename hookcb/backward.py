@@ -11,6 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookcb.batch import is_container, map_leaves, parts
+from hookcb.own_hooks import register
 from hookcb.taps import check_gradient
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class GradientWatch:
         """
         if x not in self.leaves:
             waiting: list[Callable[[Tensor], Any]] = []
-            handle = x.register_hook(lambda grad: waiting[0](grad))  # type: ignore[no-untyped-call]
+            handle = register(x.register_hook, lambda grad: waiting[0](grad))
             self.leaves[x] = waiting, handle
         self.leaves[x][0][:] = [arrive]
 
@@ -153,7 +154,7 @@ class _Call:
         if x.grad_fn is None:
             self.watch.on_leaf(x, arrive)
         else:
-            x.register_hook(arrive)  # type: ignore[no-untyped-call]
+            register(x.register_hook, arrive)
         return same
 
     def _await_inputs(self, outputs: list[Tensor]) -> set[int]:

@@ -16,6 +16,7 @@ from hookcb.demo_faults import Fault, Setup
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.learner import Learner
 from hookcb.metrics import accuracy
+from hookcb.randomness import random_kept
 
 
 def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
@@ -32,7 +33,8 @@ def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
         ModuleNotFoundError: without scikit-learn; the message says how to get it.
     """
     try:
-        from sklearn.datasets import load_digits
+        with random_kept():
+            from sklearn.datasets import load_digits
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             "the digits come with scikit-learn, which is not installed; pip install 'hookcb[demo]'"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
+from hookcb.randomness import random_kept
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -67,7 +69,8 @@ class _TerminalBar(_PlainRows):
     """A bar at the bottom of the terminal, the rows above it."""
 
     def __init__(self, console: Console) -> None:
-        from rich import progress
+        with random_kept():
+            from rich import progress
 
         super().__init__(console)
         columns = (
@@ -101,7 +104,8 @@ class _NotebookTable:
     """An HTML table that grows, kept in the saved notebook; rich's own live display leaves nothing there."""
 
     def __init__(self, bar: bool) -> None:
-        import IPython.display
+        with random_kept():
+            import IPython.display
 
         ipython: Any = IPython.display  # untyped
         self.html, self.bar = ipython.HTML, bar

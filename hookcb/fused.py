@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hookcb.console import warn
+from hookcb.randomness import random_kept
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
@@ -82,8 +83,9 @@ def _runs_on(device: torch.device) -> bool:
 def _kernels() -> tuple[Any, Any]:
     """The two kernels; Triton compiles them when they are launched."""
     global tl  # Triton's interpreter finds names in the kernel's module only, not in an enclosing function
-    import triton
-    import triton.language as tl
+    with random_kept():
+        import triton
+        import triton.language as tl
 
     return triton.jit(_reduce), triton.jit(_merge, do_not_specialize=["n", "programs"])
 

@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from hookcb.backward import GradientWatch
 from hookcb.batch import concat, map_tensors, parts
+from hookcb.own_hooks import register
 from hookcb.taps import (
     EnterTap,
     LeaveTap,
@@ -41,7 +42,7 @@ class Hook:
     of an output which is a tuple or list, else it is a tuple of one. None stands where there is no gradient.
     `grad_input` is of this call alone: what passes beside it, in a residual connection, does not count.
 
-    It observes: what it returns goes nowhere else. A copy or pickle of what it is on carries no live hook.
+    It observes: what it returns goes nowhere else. A copy or file of what it is on does not contain it.
     An error in `hook_func` goes on with a note that names the layer, and takes the hook off.
 
     Args:
@@ -131,9 +132,9 @@ class Hook:
             leave = LeaveTap(self, watch)
             self._on(m.register_forward_hook, leave, with_kwargs=True, always_call=not self.pre)
 
-    def _on(self, register: Callable[..., Any], tap: Tap, **options: bool) -> None:
+    def _on(self, on: Callable[..., Any], tap: Tap, **options: bool) -> None:
         self._taps.append(tap)
-        self._handles.append(register(tap, **options))
+        self._handles.append(register(on, tap, **options))
 
     def is_open(self) -> bool:
         """Whether it acts now."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hookcb.allocator import Allocator
 from hookcb.hooks import Hooks
 from hookcb.modules import is_compiled, named_modules, unwrapped
+from hookcb.own_hooks import StandIn
 from hookcb.saved_tensors import SavedTensors
 from hookcb.storage_ledger import LOSS, OUTSIDE, Held, Ledger
 from hookcb.tensor_bytes import n_bytes, tensors_in
@@ -299,7 +300,7 @@ def _alive(held: Iterable[Held]) -> list[Held]:
     return [one for one in held if one.ref() is not None]
 
 
-class _CompiledCall:
+class _CompiledCall(StandIn):
     """Stands before the call of a module that was compiled in place, whose hooks are compiled with it."""
 
     def __init__(self, m: nn.Module, watch: MemoryWatch) -> None:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookcb.batch import parts
 from hookcb.modules import named_modules, unwrapped
 from hookcb.nan_report import LOSS, MODEL, ModuleCall
+from hookcb.own_hooks import register
 
 FOLDERS = tuple(f"{Path(sys.modules[name].__file__ or '').parent}{os.sep}" for name in ("torch", "hookcb"))
 STDLIB = f"{Path(os.__file__).parent}{os.sep}"
@@ -248,8 +249,10 @@ class Tracer:
         try:
             for name, m in named_modules(self.model).items():
                 if not isinstance(m, torch.jit.ScriptModule):  # which calls none
-                    enter = m.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-                    leave = m.register_forward_hook(self._leave, always_call=True)
+                    enter = register(
+                        m.register_forward_pre_hook, partial(self._enter, name), with_kwargs=True
+                    )
+                    leave = register(m.register_forward_hook, self._leave, always_call=True)
                     self._handles += [enter, leave]
             yield
         finally:
@@ -300,7 +303,7 @@ class Tracer:
         self._claim([x.grad_fn for _, x in outputs], call)
         (self._open[-1] if self._open else self._loss).inner.extend(call.entries)
         for path, x in outputs:
-            self._handles.append(x.register_hook(partial(self._gradient, call, path)))  # type: ignore[no-untyped-call]
+            self._handles.append(register(x.register_hook, partial(self._gradient, call, path)))
 
     def _claim(self, nodes: Iterable[Node | None], call: Call) -> None:
         """Notes that nodes, and those behind them that nobody has claimed, were made in `call`."""

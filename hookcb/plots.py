@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hookcb.randomness import random_kept
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -202,7 +204,8 @@ def update_lines(
     _check_any(ratios, len(x))
     few = len(ratios) <= 12
     ax = ax if ax is not None else _panels(1, 1, figsize or (8 if few else 6.4, 4))[0]
-    import matplotlib
+    with random_kept():
+        import matplotlib
 
     colours = matplotlib.colormaps["viridis"]
     for i, (name, values) in enumerate(zip(_shortened(ratios, 30), ratios.values(), strict=True)):
@@ -277,7 +280,8 @@ def _check_any(layers: Collection[object], n_records: int) -> None:
 def _panels(n: int, columns: int, figsize: Size) -> "list[Axes]":
     """`n` panels on a new figure, `columns` side by side; pyplot and its settings stay as they are."""
     try:
-        import matplotlib.figure
+        with random_kept():
+            import matplotlib.figure
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             "pictures are drawn by matplotlib, which is not installed; pip install 'hookcb[plot]'"

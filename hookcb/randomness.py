@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -46,6 +47,24 @@ def set_random_state(state: dict[str, Any], *loaders: Any) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     for part, own in zip(_stateful(loaders), state["loaders"], strict=False):
         _set(part, own)
+
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Has a `with` block change no random numbers: one around an import, as some packages draw in theirs.
+
+    That is of Python, NumPy and torch's on the CPU; no device is waited for.
+    """
+    python, torchs = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")  # where it is imported in the block, it has no state to keep
+    numpys = numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(torchs)
+        if numpy:
+            numpy.random.set_state(numpys)
 
 
 def _stateful(loaders: tuple[Any, ...]) -> list[Any]:

@@ -99,10 +99,9 @@ class Resume:
     def tell(self, learn: "Learner") -> None:
         """Shows what is resumed, as the learner's `Progress` does; warns if nothing is left to train."""
         if self.phase == "epoch" and self.epoch >= learn.n_epoch:
-            warnings.warn(
+            warn(
                 f"nothing left to train: {self.file} is of {self._place(learn.n_epoch)}; to train on, give a "
-                "larger n_epoch; to begin anew, leave out resume=",
-                stacklevel=5,  # the line that calls fit
+                "larger n_epoch; to begin anew, leave out resume="
             )
             return
         for cb in learn.cbs:

@@ -24,6 +24,7 @@ from hookcb.display import html_table
 from hookcb.dryrun import shapes, untouched
 from hookcb.hooks import Hooks
 from hookcb.modules import has_uninitialized, listed, named_modules, unwrapped
+from hookcb.randomness import random_kept
 from hookcb.tables import Column, fitted
 
 if TYPE_CHECKING:
@@ -231,9 +232,8 @@ def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
 
 
 def _flop_counter() -> "FlopCounterMode":
-    from torch.utils.flop_counter import (
-        FlopCounterMode,  # here, as it takes as long to import as all of hookcb
-    )
+    with random_kept():  # here, as it takes as long to import as all of hookcb
+        from torch.utils.flop_counter import FlopCounterMode
 
     aten = torch.ops.aten
     formulas = {  # of what it has none for; called with the shapes of the arguments

@@ -1,4 +1,4 @@
-"""What is registered on modules and tensors: it leads to a `Hook`; a copy or pickle of it leads nowhere."""
+"""What is registered on modules and tensors: it leads to a `Hook`."""
 
 import sys
 import weakref
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hookcb.own_hooks import OwnHook
+
 if TYPE_CHECKING:
     from hookcb.backward import GradientWatch
     from hookcb.hooks import Hook
 
 
-class Tap:
+class Tap(OwnHook):
     """On a module's forward: calls the hook after it, or before it."""
-
-    __torch_unserializable__ = True  # else torch.save warns of it on every parameter
 
     def __init__(self, hook: "Hook | None" = None) -> None:
         self.hook = hook
@@ -40,9 +40,6 @@ class Tap:
     def close(self) -> None:
         """Leads nowhere from now on, also where compiled code or a graph still holds it."""
         self.hook = None
-
-    def __reduce__(self) -> tuple[type["Tap"], tuple[()]]:
-        return type(self), ()
 
 
 def _raised_by_forward(caller: FrameType) -> BaseException | None:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hookcb.own_hooks import StandIn
+
 
 class StepTap:
     """Leads from one of torch's hooks on all optimizers to a method, whose owner it does not keep alive."""
@@ -23,7 +25,7 @@ class StepTap:
         return None if method is None else method(opt, args, kwargs)
 
 
-class CompiledTap:
+class CompiledTap(StandIn):
     """Stands before the call of a module that was compiled in place, as hooks do nothing in its graph.
 
     Args:

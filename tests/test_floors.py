@@ -49,6 +49,7 @@ FLOORS = [
         "nan_report",
         "nan_search",
         "nan_tracing",
+        "own_hooks",
         "plots",
         "prepare",
         "printed",

@@ -9,12 +9,15 @@ from torch.optim import LBFGS, Optimizer
 from hookcb.adapters.attached import Attached, no_package
 from hookcb.adapters.lightning_fit import LightningFit
 from hookcb.gradient_steps import scale_of
+from hookcb.randomness import random_kept
 
 try:
-    from lightning.pytorch import Callback as LightningCallback
+    with random_kept():
+        from lightning.pytorch import Callback as LightningCallback
 except ModuleNotFoundError:
     try:
-        from pytorch_lightning import Callback as LightningCallback
+        with random_kept():
+            from pytorch_lightning import Callback as LightningCallback
     except ModuleNotFoundError:
         raise no_package("lightning", "lightning") from None
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hookcb.callback import Callback
 from hookcb.followed import Followed
 from hookcb.hooks import Hook
+from hookcb.own_hooks import register
 from hookcb.watch_limits import WatchCoverage
 
 
@@ -27,7 +28,7 @@ class LightningFit(Followed):
         self._hooks: list[Any] = [
             Hook(module, self._call_begins, pre=True),
             Hook(module, self._call_ends, detach=False, always_call=True),
-            *(opt.register_step_post_hook(self._step_ends) for opt in optimizers),
+            *(register(opt.register_step_post_hook, self._step_ends) for opt in optimizers),
         ]
 
     def begin_batch(self, training: bool, xb: Any) -> None:

@@ -8,10 +8,12 @@ from torch.optim import Optimizer
 
 from hookcb.adapters.attached import Attached, no_package
 from hookcb.callback import Callback
+from hookcb.randomness import random_kept
 from hookcb.watch import Watch
 
 try:
-    from transformers import TrainerCallback
+    with random_kept():
+        from transformers import TrainerCallback
 except ModuleNotFoundError:
     raise no_package("transformers", "transformers") from None
 

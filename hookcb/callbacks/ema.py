@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.hooks import RemovableHandle
 
 from hookcb.callback import Callback
+from hookcb.own_hooks import register
 
 
 class EMA(Callback):
@@ -61,7 +61,7 @@ class EMA(Callback):
             raise ValueError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
         self.decay, self.validate, self._stepped = decay, validate, False
         self._averaged: AveragedModel | None = None
-        self._handle: RemovableHandle | None = None
+        self._handle: Any = None
         self._plain: list[tuple[Tensor, Tensor]] = []  # what the model has in place of its own, and its own
 
     @property
@@ -81,7 +81,7 @@ class EMA(Callback):
         self._stepped = False
         named = self.model.named_buffers()
         self._masks = [(x, name) for name, x in named if x.is_floating_point() and not x.isfinite().all()]
-        self._handle = self.opt.register_step_post_hook(self._note_step)
+        self._handle = register(self.opt.register_step_post_hook, self._note_step)
 
     def _note_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
         # a GradScaler calls no step that it skips, but that of a fused optimizer, which looks at this itself

@@ -1,7 +1,7 @@
 """What Diagnose records by itself, batch by batch."""
 
 import math
-import resource
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +48,6 @@ class ResidentMemory:
     """Bytes in use: of the GPU, where one is in use, else what the process holds, on Linux."""
 
     def __init__(self) -> None:
-        self._page = resource.getpagesize()
         self._file = STATM.open("rb", buffering=0) if STATM.exists() else None
 
     def read(self) -> float | None:
@@ -59,7 +58,7 @@ class ResidentMemory:
             return None
         self._file.seek(0)
         _, resident, shared, *_ = self._file.read().split()
-        return float((int(resident) - int(shared)) * self._page)
+        return float((int(resident) - int(shared)) * mmap.PAGESIZE)
 
     def close(self) -> None:
         """Reads no more."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
+from hookcb.randomness import random_kept
+
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
@@ -98,7 +100,8 @@ def import_extra(module: str, package: str, extra: str) -> Any:
         ModuleNotFoundError: that says how to get it.
     """
     try:
-        return import_module(module)
+        with random_kept():
+            return import_module(module)
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             f"this needs {package}, which is not installed; pip install 'hookcb[{extra}]'"

@@ -1,0 +1,79 @@
+"""Hooks of hookcb's own on modules, tensors and optimizers, which no copy and no file of these contains."""
+
+import copyreg
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+
+class OwnHook:
+    """A hook that `register` keeps out of copies and files; a copy of the hook itself does nothing."""
+
+    __torch_unserializable__ = True  # else torch.save warns of it on every parameter
+
+    def __call__(self, *seen: Any, **named: Any) -> Any:
+        """Called by torch."""
+
+    def __reduce__(self) -> tuple[type["OwnHook"], tuple[()]]:
+        return type(self), ()
+
+
+class _Calling(OwnHook):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, *seen: Any, **named: Any) -> Any:
+        return None if self.function is None else self.function(*seen, **named)
+
+
+class StandIn:
+    """Base of what stands in the place of a callable of the user's, `own`; a copy calls that alone."""
+
+    own: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # asked only by a module that copies all of its `__dict__`; others leave a compiled call out
+        return partial, (self.own,)
+
+
+def register(on: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+    """Registers a hook that copies and files of what it is on do not contain.
+
+    Args:
+        on: the method that registers: `m.register_forward_hook`, `x.register_hook` and the like.
+        hook: an `OwnHook`, or a function.
+        **options: for that method.
+    """
+    _leave_out_of_copies()
+    hook = hook if isinstance(hook, OwnHook) else _Calling(hook)
+    handle = on(hook, **options)
+    for ref in handle.extra_dict_ref:  # flags by id, `_forward_hooks_with_kwargs`: any value counts as True
+        flags = ref()
+        if flags is not None and handle.id in flags:
+            flags[handle.id] = hook
+    return handle
+
+
+@cache
+def _leave_out_of_copies() -> None:
+    # all dicts of hooks are OrderedDicts, and pickle and copy ask here how to reduce one; the handles of the
+    # user's own hooks would not know a dict of another class that takes their place
+    copyreg.pickle(OrderedDict, _reducing(copyreg.dispatch_table.get(OrderedDict, OrderedDict.__reduce__)))
+
+
+def _reducing(reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def reduced(items: "OrderedDict[Any, Any]") -> Any:
+        if any(map(_is_own, items.values())):
+            items = OrderedDict((key, value) for key, value in items.items() if not _is_own(value))
+        return reduce(items)
+
+    return reduced
+
+
+def _is_own(value: object) -> bool:
+    return issubclass(type(value), OwnHook)  # isinstance would run code of proxies

@@ -1,0 +1,131 @@
+"""What hookcb imports, at once and later, changes no random numbers, and needs no Unix."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hookcb
+
+ROOT = Path(hookcb.__file__).parent
+MODULES = [
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.parent.name != "adapters"  # see tests/interop
+]
+SEEDED = """
+import random, numpy, torch
+
+def seed():
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+
+def state():
+    own = numpy.random.get_state()
+    return random.getstate(), own[1].tobytes(), own[2:], torch.get_rng_state().tolist()
+
+def check(use, *args):
+    before = state()
+    try:
+        use(*args)
+    except ModuleNotFoundError as missing:  # an optional package
+        print(missing)
+    assert state() == before, (use, args)
+
+seed()
+"""
+LATER = """
+import rich.console
+from hookcb import display, loggers, plots
+from hookcb.demo import digits
+
+def bar():
+    display._TerminalBar(rich.console.Console(force_terminal=True)).close()
+
+check(bar)
+check(display._NotebookTable, False)
+check(plots.layer_lines, "a", {"mean": [0.0, 1.0]}, [0, 1], None, None)
+check(hookcb.module_summary, torch.nn.Linear(2, 1), torch.ones(2, 2))
+check(digits)
+"""
+TRAINING = """
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+
+class Batches:
+    def __iter__(self):
+        for _ in range(4):
+            noise = random.random() + numpy.random.rand()
+            x = torch.rand(4, 2) + noise
+            yield x, x.sum(1, keepdim=True)
+
+def by_hand():
+    net = model()
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(2):
+        for x, y in Batches():
+            torch.nn.functional.mse_loss(net(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    return net.state_dict(), state()
+
+def watched():
+    import hookcb
+    learn = hookcb.Learner(
+        (Batches(), None), model(), torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.01,
+        cbs=[hookcb.Diagnose(), hookcb.ActivationStats(with_hist=True), hookcb.GradientHealth()],
+    )
+    learn.fit(2)
+    print(learn.diagnose(), learn.activation_stats.report(), learn.gradient_health.report())
+    return learn.model.state_dict(), state()
+
+plain, plain_state = by_hand()
+seed()
+seen, seen_state = watched()
+assert all(map(torch.equal, plain.values(), seen.values()))
+assert plain_state == seen_state
+"""
+WITHOUT_UNIX = """
+import os, signal, sys
+import torch, rich.console, fastcore.foundation, multiprocessing.connection, subprocess
+
+for name in ("resource", "fcntl", "pwd", "grp", "termios"):
+    sys.modules[name] = None  # as on Windows
+for name in ("getuid", "getpgid", "fork", "killpg", "uname", "sysconf", "register_at_fork", "sched_getaffinity"):
+    delattr(os, name)
+for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGALRM", "alarm", "pthread_kill"):
+    delattr(signal, name)
+"""
+IN_USE = """
+import tempfile
+import hookcb
+from importlib import import_module
+for name in MODULES:
+    import_module(name)
+from hookcb.diagnosis import records
+records.STATM = records.Path("no such file")
+learn = hookcb.synth_learner(cbs=[hookcb.Diagnose(), hookcb.ActivationStats(), hookcb.GradientHealth(),
+                                  hookcb.MemoryStats(), hookcb.StepTimer()])
+with tempfile.TemporaryDirectory() as folder:
+    learn.fit(1, cbs=[hookcb.Checkpoint(folder), hookcb.ProfilerCallback()])
+    learn.save(folder + "/weights.pt")
+    learn.load(folder + "/weights.pt")
+print(learn.diagnose(), learn.summary())
+"""
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_importing_any_module_of_ours_draws_no_random_number():
+    each = f"from importlib import import_module\nfor name in {MODULES!r}: check(import_module, name)\n"
+    run(f"{SEEDED}{each}import hookcb\n{LATER}")
+
+
+def test_a_script_that_seeds_before_it_imports_hookcb_trains_the_same_weights():
+    run(SEEDED + TRAINING)
+
+
+def test_hookcb_is_imported_and_trains_where_there_is_no_unix():
+    run(f"{WITHOUT_UNIX}MODULES = {MODULES!r}\n{IN_USE}")
