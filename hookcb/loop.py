@@ -1,6 +1,7 @@
 """Loop: the state of a training, its callbacks and the emission of events; it iterates over nothing."""
 
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from hookcb.diagnosis.of_loop import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.report.terminal import loop_tree
+from hookcb.threads import is_here
 
 Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
@@ -39,6 +41,7 @@ class Loop:
             hint = f"; give an instance, {model.__name__}(…)" if isinstance(model, type) else ""
             raise TypeError(f"model is {model!r:.80}, no nn.Module{hint}")
         self.model = model
+        self._thread = threading.get_ident()  # that runs the loop
         self.opt: Any = None  # like pred, loss and dl: None until there is one
         self.xb: Any = ()
         self.yb: tuple[Any, ...] = ()
@@ -91,8 +94,8 @@ class Loop:
 
     @property
     def is_here(self) -> bool:
-        """Whether the code that asks is run by the loop, and not by another thread."""
-        return True
+        """Whether the code that asks is run by the loop, and not by another thread, see `threads.is_here`."""
+        return is_here(self._thread)
 
     @property
     def epoch_index(self) -> int:
@@ -119,6 +122,8 @@ class Loop:
         modes = [(module, module.training) for module in self.model.modules()]
         names = PHASE + BATCH if batch else PHASE
         state = {name: getattr(self, name) for name in names}
+        if not self._depth:
+            self._thread = threading.get_ident()
         self._depth += 1
         try:
             yield
