@@ -1,5 +1,6 @@
 """Gradients of a module's inputs and outputs, followed from each of its calls into the backward pass."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ class GradientWatch:
 
     def __init__(self, hook: "Hook", outputs_only: bool) -> None:
         self.hook, self.outputs_only = hook, outputs_only
-        self.running: list[_Call | None] = []  # whose forward is running, the innermost last
+        self.local = _Local()
         self.leaves: Any = WeakTensorKeyDictionary()  # that the module has put out, each with who waits
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -46,14 +47,14 @@ class GradientWatch:
         call = _Call(self, module) if self.hook.is_open() else None
         if call is not None:
             call.take_inputs(args, kwargs)
-        self.running.append(call)
+        self.local.running.append(call)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After the forward; also where it has raised, then `output` is None."""
         if self.outputs_only:
             call = _Call(self, module) if self.hook.is_open() else None
         else:  # attached in the middle of the forward, it has not seen it begin
-            call = self.running.pop() if self.running else None
+            call = self.local.running.pop() if self.local.running else None
         if call is not None:
             call.take_outputs(output)
 
@@ -73,6 +74,13 @@ class GradientWatch:
         for _, handle in self.leaves.values():
             handle.remove()
         self.leaves.clear()
+
+
+class _Local(threading.local):
+    """The calls of a module whose forward is running in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.running: list[_Call | None] = []
 
 
 class _Slot:

@@ -1,6 +1,7 @@
 """OutputGradients: statistics of the gradients with respect to layers' outputs."""
 
 import math
+import threading
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from hookcb.hooks import Hooks
 from hookcb.modules import find_modules, make_ready_for_hooks
 from hookcb.stats import has_stats, take
 from hookcb.tables import COUNT, Column, Worst
+from hookcb.threads import is_here
 
 
 class OutputGradients(ActivationReadings):
@@ -92,15 +94,18 @@ class OutputHooks:
     def __init__(self, model: nn.Module, stats: OutputGradients) -> None:
         layers = find_modules(model)
         make_ready_for_hooks(model)
-        self.stats, self._is_open = stats, False
+        self.stats, self._is_open, self._thread = stats, False, threading.get_ident()
         self.scale: Number = 1.0
         self._names = {id(m): name or type(m).__name__ for name, m in layers.items()}
         self._batch: dict[str, list[Any]] = {}
-        self._hooks = Hooks(layers, self._take, is_forward=False, pre=True, gate=lambda: self._is_open)
+        self._hooks = Hooks(layers, self._take, is_forward=False, pre=True, gate=self._acts)
 
     def begin(self, is_open: bool) -> None:
         """A batch begins that is looked at, or is not."""
         self._batch, self._is_open = {}, is_open
+
+    def _acts(self) -> bool:
+        return self._is_open and is_here(self._thread)
 
     def _take(self, m: nn.Module, grads: Any) -> None:
         name = self._names[id(m)]

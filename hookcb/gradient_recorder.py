@@ -40,7 +40,7 @@ class GradientRecorder:
         self._step: StepTaken | None = None  # in progress, where it is looked at
         stats = readings.output_stats
         self._outputs = None if stats is None else OutputHooks(model, stats)
-        self._watch = StepWatch(self._at_step)
+        self._watch = StepWatch(model, self._at_step)
 
     @property
     def _model(self) -> nn.Module:

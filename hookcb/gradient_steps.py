@@ -1,20 +1,23 @@
 """StepWatch: whether and when optimizers make a step, and on which parameters."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hookcb.grad_stats import Number
 from hookcb.gradient_reader import Param
 from hookcb.modules import named_modules
+from hookcb.optimizer_steps import StepHook, params_of
 from hookcb.prepare import place
 from hookcb.store import kept
+from hookcb.threads import is_here
 
 RUNNING = ("running_mean", "running_var")
 
@@ -23,27 +26,30 @@ class StepWatch:
     """Calls a function when an optimizer begins the step in progress, with gradients as it gets them.
 
     It listens to all optimizers, as a step may be made by several; a step counts as made when the first of
-    them, that has parameters of ours, begins. A GradScaler calls none where it skips a step.
+    them, that has parameters of ours, begins in the thread that this was made in. A GradScaler calls none
+    where it skips a step.
 
     Args:
+        model: whose parameters are ours.
         on_step: called once a step, after all clipping.
     """
 
-    def __init__(self, on_step: Callable[[], object]) -> None:
-        self._on_step = on_step
-        self._handle = register_optimizer_step_pre_hook(self._at_step)
-        self._ids: set[int] = set()  # of parameters that optimizers have
-        self._noted: dict[int, int] = {}  # by id of the optimizer its number of parameters
+    def __init__(self, model: nn.Module, on_step: Callable[[], object]) -> None:
+        self._model, self._on_step, self._thread = ref(model), on_step, threading.get_ident()
+        self._hook = StepHook(self._at_step)
+        self._ids: set[int] = set()  # of parameters that optimizers of ours have
+        self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with the number of these
+        self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that have none of ours
         self._is_open = self._is_made = False
         self._found_inf: Tensor | None = None
 
     def note(self, opt: Optimizer) -> bool:
         """Notes what parameters it has; whether these are news."""
-        n = sum(len(group["params"]) for group in opt.param_groups)
-        if self._noted.get(id(opt)) == n:
+        n = _n_params(opt)
+        if self._noted.get(opt) == n:
             return False
-        self._noted[id(opt)] = n
-        self._ids |= {id(p) for group in opt.param_groups for p in group["params"]}
+        self._noted[opt] = n
+        self._ids |= params_of(opt)
         return True
 
     def begin(self, opt: Optimizer) -> bool:
@@ -52,16 +58,25 @@ class StepWatch:
         return self.note(opt)
 
     def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_open:
-            return
-        if id(opt) not in self._noted:
-            self.note(opt)
-        if not self._is_made:
+        if self._is_open and is_here(self._thread) and self._is_ours(opt) and not self._is_made:
             self._is_made = True
             # a fused optimizer looks itself whether to make it, at what the scaler has set
             found_inf = getattr(opt, "found_inf", None)
             self._found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
             self._on_step()
+
+    def _is_ours(self, opt: Optimizer) -> bool:
+        """Whether it has parameters of ours; one that was not known yet, and has, is noted."""
+        if opt in self._noted:
+            return True
+        if self._others.get(opt) == _n_params(opt):
+            return False
+        model = self._model()
+        ours = self._ids.union(map(id, model.parameters() if model is not None else ()))
+        if ours.isdisjoint(params_of(opt)):
+            self._others[opt] = _n_params(opt)
+            return False
+        return self.note(opt)
 
     def end(self, is_cancelled: bool, has_scaler: bool) -> Number:
         """The step has ended; 1.0 where it was not made, on its device where that is not known yet."""
@@ -81,7 +96,11 @@ class StepWatch:
 
     def close(self) -> None:
         """Listens no more."""
-        self._handle.remove()
+        self._hook.remove()
+
+
+def _n_params(opt: Optimizer) -> int:
+    return sum(len(group["params"]) for group in opt.param_groups)
 
 
 class SkipCount:

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from hookcb.hooks import Hooks
 from hookcb.tensor_bytes import n_bytes, tensors_in
+from hookcb.threads import is_here
 
 STEP = "ProfilerStep#"  # what TensorBoard's plugin and Holistic Trace Analysis take for a step
 RECOMPUTED = "recomputed "
@@ -49,6 +50,7 @@ class LayerRanges:
         self._labels = {name: _label(name, m) for name, m in layers.items()}
         self._open = _Open()
         self._step: int | None = None
+        self._thread = threading.get_ident()
         self._calls: Counter[str] = Counter()
         self._phase = ""
         # last of those before a forward and first of those after it: only the layer itself is inside
@@ -83,7 +85,8 @@ class LayerRanges:
             hooks.remove()
 
     def _acts(self) -> bool:
-        return not torch.compiler.is_compiling() and self._step is not None
+        is_on = not torch.compiler.is_compiling() and self._step is not None
+        return is_on and is_here(self._thread)
 
     def _enter(self, m: nn.Module, *seen: Any) -> None:
         layer, prefix = self._names[id(m)], RECOMPUTED if self._phase == "backward" else ""

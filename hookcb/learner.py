@@ -1,6 +1,6 @@
 """Learner: the training loop, on one screen."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hookcb.callbacks.one_cycle import OneCycle
 from hookcb.callbacks.preds import GatherPreds
 from hookcb.callbacks.progress import Progress
 from hookcb.callbacks.recorder import Recorder
-from hookcb.events import CancelException
+from hookcb.events import CancelException, CancelFitException, CancelValidException
 from hookcb.files import check_saved, read_saved, save_whole
 from hookcb.loop import Callbacks, Loop, strays_named
 from hookcb.lr_curve import LRFind
@@ -192,7 +192,7 @@ class Learner(Loop):
     def _batches(self) -> None:
         self.iter = -1
         left = self.training and self._resumed("train")
-        for self.iter, batch in left or enumerate(self.dl):
+        for self.iter, batch in self._fetched(left or enumerate(self.dl)):
             self.xb, self.yb = split_batch(batch, self._device, self.n_inp)
             try:
                 self.within("batch", self._batch)
@@ -202,6 +202,15 @@ class Learner(Loop):
             self.train_iter += self.training
         if self.iter < 0:
             raise ValueError(f"the {'training' if self.training else 'validation'} loader gave no batch")
+
+    def _fetched(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Batches with their numbers; where a signal has ended the workers of a loader too, no more come."""
+        try:
+            yield from batches
+        except Exception as error:
+            if not self.stop_asked:
+                raise
+            raise (CancelFitException if self.training else CancelValidException) from error
 
     def _batch(self) -> None:
         self.pred = self.predict()

@@ -1,6 +1,7 @@
 """Loop: the state of a training, its callbacks and the emission of events; it iterates over nothing."""
 
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from hookcb.diagnosis.of_loop import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.report.terminal import loop_tree
+from hookcb.threads import is_here
 
 Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
@@ -39,6 +41,7 @@ class Loop:
             hint = f"; give an instance, {model.__name__}(…)" if isinstance(model, type) else ""
             raise TypeError(f"model is {model!r:.80}, no nn.Module{hint}")
         self.model = model
+        self._thread = threading.get_ident()  # that runs the loop
         self.opt: Any = None  # like pred, loss and dl: None until there is one
         self.xb: Any = ()
         self.yb: tuple[Any, ...] = ()
@@ -54,7 +57,7 @@ class Loop:
         self.accumulating = False  # whether gradients wait for those of the next batch, and no step is made
         # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        self.stop_asked = False  # whether a callback has asked to end a loop that is not ours
+        self.stop_asked = False  # a callback has asked to end a loop that is not ours, or a signal has come
         self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
         self.cbs: list[Callback] = []
@@ -91,8 +94,8 @@ class Loop:
 
     @property
     def is_here(self) -> bool:
-        """Whether the code that asks is run by the loop, and not by another thread."""
-        return True
+        """Whether the code that asks is run by the loop, and not by another thread, see `threads.is_here`."""
+        return is_here(self._thread)
 
     @property
     def epoch_index(self) -> int:
@@ -119,6 +122,8 @@ class Loop:
         modes = [(module, module.training) for module in self.model.modules()]
         names = PHASE + BATCH if batch else PHASE
         state = {name: getattr(self, name) for name in names}
+        if not self._depth:
+            self._thread = threading.get_ident()
         self._depth += 1
         try:
             yield
@@ -391,12 +396,13 @@ class Loop:
                         self._call(Event.AFTER_FIT, ((cb, handler),))
             except BaseException as failure:
                 failures.append(failure)
-        if failures and error is None:
-            error = failures.pop(0)
-            _note_failures(error, failures)
-            raise error
-        if error is not None:
-            _note_failures(error, failures)
+        if (first := _first(error, failures)) is None:
+            return
+        _note_failures(first, [failure for failure in failures if failure is not first])
+        if error is None:
+            raise first
+        if first is not error:
+            raise first from error
 
     def diagnose(self) -> Verdict:
         """What is wrong with the training, in which layer, why, and what next; or that it is healthy.
@@ -485,6 +491,17 @@ def _label(cb: Callback) -> str:
     """Its class, and its name where it was given one."""
     kind = type(cb).__name__
     return f"{kind}({cb.name!r})" if "_name" in cb.__dict__ else kind
+
+
+def _first(error: BaseException | None, failures: list[BaseException]) -> BaseException | None:
+    """Of what has ended a fit and what its `after_fit` have raised that which goes on.
+
+    It is what ended the fit; but Ctrl-C and SystemExit come before an error, which they may have caused.
+    """
+    exits = [failure for failure in failures if not isinstance(failure, Exception)]
+    if isinstance(error, Exception) and exits:
+        return exits[0]
+    return error or next(iter(failures), None)
 
 
 def _note_failures(error: BaseException, failures: list[BaseException]) -> None:

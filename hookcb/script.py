@@ -24,8 +24,8 @@ from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.followed import Followed
 from hookcb.learner import Learner
+from hookcb.threads import in_backward
 from hookcb.watch import Watch
-from hookcb.watch_taps import in_backward
 
 MOST = 4  # models that are watched at a time, as their memory is held until their verdict
 MOST_NODES = 50_000  # of a loss's graph, to tell which models it is of

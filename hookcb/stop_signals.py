@@ -3,8 +3,11 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+CHILD_ENDED: int | None = getattr(signal, "SIGCHLD", None)  # which Windows does not have
 
 
 class StopSignals:
@@ -16,11 +19,17 @@ class StopSignals:
     def __init__(self) -> None:
         self._noted: int | None = None
         self._handlers: dict[int, Any] = {}
+        self._child_handler: Any = None  # whose errors are held, once a signal has come
         self._process = 0  # whose signals they are
+        self._tell: Callable[[], object] | None = None
 
-    def open(self) -> None:
-        """Takes the signals."""
-        self._noted, self._process = None, os.getpid()
+    def open(self, tell: Callable[[], object]) -> None:
+        """Takes the signals.
+
+        Args:
+            tell: called when the first one comes, in the middle of whatever code.
+        """
+        self._noted, self._process, self._tell = None, os.getpid(), tell
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -31,9 +40,25 @@ class StopSignals:
         # a loader's worker, forked meanwhile: told to end it must end, but a Ctrl-C is for the fit to decide
         is_worker = os.getpid() != self._process
         if self._noted is not None or (is_worker and number == signal.SIGTERM):
-            self.close()
+            self._give_back()
             signal.raise_signal(number)
         self._noted = number
+        if not is_worker and self._tell is not None:
+            self._tell()
+            self._hold_errors_of_children()
+
+    def _hold_errors_of_children(self) -> None:
+        """A terminal tells the workers of a loader too, and torch reports their end in whatever code runs."""
+        if CHILD_ENDED is not None and callable(handler := signal.getsignal(CHILD_ENDED)):
+            self._child_handler = handler
+            signal.signal(CHILD_ENDED, self._child_ended)
+
+    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._child_handler(number, frame)
+        except RuntimeError:
+            if _is_in_loader(frame):  # else the batch in progress, or the writing of a file, would be lost
+                raise
 
     @property
     def asked(self) -> bool:
@@ -46,13 +71,32 @@ class StopSignals:
             return
         number, self._noted = self._noted, None
         handler = self._handlers[number]
-        self.close()
+        self._give_back()
         if handler is signal.SIG_DFL:  # which would end the process before any after_fit
             raise SystemExit(128 + number)
         signal.raise_signal(number)
 
     def close(self) -> None:
         """Gives the signals back."""
+        self._give_back()
+        self._tell = None
+        if CHILD_ENDED is not None and self._child_handler is not None:
+            signal.signal(CHILD_ENDED, self._child_handler)
+            self._child_handler = None
+
+    def __reduce__(self) -> tuple[type["StopSignals"], tuple[()]]:
+        return type(self), ()  # a copy takes no signals
+
+    def _give_back(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
+
+
+def _is_in_loader(frame: FrameType | None) -> bool:
+    """Whether the code that a signal has interrupted was called by torch's DataLoader."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
+            return True
+        frame = frame.f_back
+    return False

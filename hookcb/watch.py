@@ -1,6 +1,5 @@
 """watch: callbacks on any training loop, which stays as it is."""
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
@@ -8,13 +7,14 @@ from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookcb.callback import Callback
 from hookcb.followed import Followed
 from hookcb.hooks import Hook, detached
+from hookcb.optimizer_steps import StepHook, params_of
+from hookcb.threads import in_backward
 from hookcb.watch_limits import WatchCoverage
-from hookcb.watch_taps import CompiledTap, StepTap, in_backward, in_transform, n_running
+from hookcb.watch_taps import CompiledTap, in_transform, n_running
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
@@ -97,10 +97,10 @@ class Watch(Followed):
     ) -> None:
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"scaler is {scaler!r:.80}; give the loop's torch.amp.GradScaler, or None")
-        self._thread = threading.get_ident()
         self._is_given = bool(optimizers)
         self._optimizers: WeakSet[Optimizer] = WeakSet(optimizers)  # that have made, or will make, steps
-        self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with their number of groups
+        # of those that were not given the number of groups, and whether they have parameters of the model
+        self._asked: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._covers_all = self._is_given  # whether no other optimizer is to be expected
         self._stepped: set[int] = set()  # ids of those that made a step in this batch
         self._stepping: Optimizer | None = None
@@ -120,8 +120,8 @@ class Watch(Followed):
     def _hook(self, model: nn.Module) -> None:
         # ahead of those of callbacks: who reads gradients at a step has to hear of the step before
         hooks = self._hooks
-        hooks.append(register_optimizer_step_pre_hook(StepTap(self._step_begins)))
-        hooks.append(register_optimizer_step_post_hook(StepTap(self._step_ends)))
+        hooks.append(StepHook(self._step_begins))
+        hooks.append(StepHook(self._step_ends, after=True))
         hooks.append(Hook(model, self._call_begins, detach=False, pre=True, with_kwargs=True))
         hooks.append(Hook(model, self._call_gives, detach=False))
         hooks.append(Hook(model, self._call_ends, detach=False, always_call=True))
@@ -274,33 +274,34 @@ class Watch(Followed):
         return self._has_closure and self._is_stepping()
 
     def _is_ours(self, opt: Optimizer) -> bool:
-        is_ours = opt in self._optimizers or (not self._is_given and self._is_found(opt))
-        return is_ours and not self._is_elsewhere() and not self.close_failed()
-
-    def _is_found(self, opt: Optimizer) -> bool:
-        """Whether an optimizer that was not given has parameters of the model."""
-        if self._others.get(opt) == len(opt.param_groups):
+        if not (opt in self._optimizers or (not self._is_given and self._has_our_params(opt))):
             return False
-        params = {id(p) for group in opt.param_groups for p in group["params"]}
-        trained = {id(p) for p in self.model.parameters() if p.requires_grad}
-        if params.isdisjoint(trained):
-            self._others[opt] = len(opt.param_groups)
+        if self._is_elsewhere() or self.close_failed():
             return False
-        self._optimizers.add(opt)
-        known = {id(p) for opt in self._optimizers for group in opt.param_groups for p in group["params"]}
-        self._covers_all = trained <= known
+        if opt not in self._optimizers:
+            self._take_in(opt)
         return True
+
+    def _has_our_params(self, opt: Optimizer) -> bool:
+        """Whether it has parameters of the model; asked in any thread, so it changes nothing else."""
+        n_groups, has_ours = self._asked.get(opt, (-1, False))
+        if n_groups != len(opt.param_groups):
+            has_ours = not self._trained.isdisjoint(params_of(opt))
+            self._asked[opt] = len(opt.param_groups), has_ours
+        return has_ours
+
+    def _take_in(self, opt: Optimizer) -> None:
+        self._optimizers.add(opt)
+        self._covers_all = self._trained <= set().union(*map(params_of, self._optimizers))
+
+    @property
+    def _trained(self) -> set[int]:
+        return {id(p) for p in self.model.parameters() if p.requires_grad}
 
     @property
     def is_calling(self) -> bool:
         """Whether the model is being called now, as it is when a batch begins."""
         return self._n_calls > 0
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the thread that is followed; a backward may have threads of its own."""
-        # in a graph of torch.compile, which cannot ask, it is
-        return torch.compiler.is_compiling() or threading.get_ident() == self._thread or in_backward()
 
     def _is_elsewhere(self) -> bool:
         self.facts.n_elsewhere += not self.is_here

@@ -1,28 +1,13 @@
-"""How a watch hears of steps and of modules compiled in place, and what of a program is in progress."""
+"""How a watch hears of modules compiled in place, and what of a program is in progress."""
 
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from hookcb.own_hooks import StandIn
-
-
-class StepTap:
-    """Leads from one of torch's hooks on all optimizers to a method, whose owner it does not keep alive."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self.method = WeakMethod(method)
-
-    def __call__(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Called with the arguments of the step; what it returns replaces them."""
-        method = self.method()
-        return None if method is None else method(opt, args, kwargs)
 
 
 class CompiledTap(StandIn):
@@ -56,11 +41,6 @@ class CompiledTap(StandIn):
         self.hooks = None
         while m is not None and isinstance(tap := m._compiled_call_impl, CompiledTap) and tap.hooks is None:
             m._compiled_call_impl = tap.own
-
-
-def in_backward() -> bool:
-    """Whether autograd is in a backward, in this thread or one of its own that this is."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def in_transform() -> bool:

@@ -26,8 +26,8 @@ class LightningFit(Followed):
         optimizers, scaler = trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None)
         super().__init__(module, cbs, optimizers[0] if optimizers else None, scaler)
         self._hooks: list[Any] = [
-            Hook(module, self._call_begins, pre=True),
-            Hook(module, self._call_ends, detach=False, always_call=True),
+            Hook(module, self._call_begins, pre=True, gate=self._is_called_here),
+            Hook(module, self._call_ends, detach=False, always_call=True, gate=self._is_called_here),
             *(register(opt.register_step_post_hook, self._step_ends) for opt in optimizers),
         ]
 
@@ -41,6 +41,9 @@ class LightningFit(Followed):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.ndim == 0:
             self.loss(loss)
+
+    def _is_called_here(self) -> bool:
+        return self.is_here
 
     def _call_begins(self, *seen: Any) -> None:
         self._n_calls += 1

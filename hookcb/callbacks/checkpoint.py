@@ -86,7 +86,10 @@ class Checkpoint(Callback):
         check_monitor(self.learn, self.monitor or "train_loss")
         if self._lock.open(self.folder):
             remove_unfinished(self.folder)
-        self._stop.open()
+        self._stop.open(self._ask_to_stop)
+
+    def _ask_to_stop(self) -> None:
+        self.learn.stop_asked = True
 
     def before_train(self) -> None:
         self._random = random_state(*loaders_of(self.learn))
@@ -126,11 +129,11 @@ class Checkpoint(Callback):
             self._write("train", f"-batch-{self.iter + 1:06d}")
 
     def after_fit(self) -> None:
-        with closing(self._lock):
+        self.learn.stop_asked = False
+        with closing(self._lock), closing(self._stop):
             if self._stop.asked:  # since the last batch; or the loader has failed, as its workers were told
                 self.after_cancel_fit()
             self._stop.obey()
-            self._stop.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "written": self._written, "random_of_phase": self._random}

@@ -23,10 +23,15 @@ class OpHooks:
         model: whose forward.
         acts: whether a call that begins is looked at.
         found: takes a layer's name and what `OpProbe` has found there.
+        is_here: whether it is the training that calls, and not another thread.
     """
 
     def __init__(
-        self, model: nn.Module, acts: Callable[[], bool], found: Callable[[str, Tensor], object]
+        self,
+        model: nn.Module,
+        acts: Callable[[], bool],
+        found: Callable[[str, Tensor], object],
+        is_here: Callable[[], bool],
     ) -> None:
         self._acts, self._found = acts, found
         self._names = {id(m): name for name, m in named_modules(model).items()}
@@ -38,8 +43,8 @@ class OpHooks:
             []
             if self.is_left_out
             else [
-                Hook(model, self._enter, pre=True, detach=False),
-                Hook(model, self._leave, always_call=True, detach=False),
+                Hook(model, self._enter, pre=True, detach=False, gate=is_here),
+                Hook(model, self._leave, always_call=True, detach=False, gate=is_here),
             ]
         )
 

@@ -74,7 +74,7 @@ class Probes:
         self.stale, self.kept = StaleGradients(loop.model), KeptGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self._attention: dict[str, list[tuple[int, Tensor]]] = {}
-        self._ops = OpHooks(loop.model, acts, self.see_attention)
+        self._ops = OpHooks(loop.model, acts, self.see_attention, lambda: loop.is_here)
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None

@@ -1,0 +1,91 @@
+"""StepHook: hears of the steps of all optimizers, by one hook of torch's for all who listen."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakMethod
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class _Dispatcher:
+    """A hook of torch's on the steps of all optimizers; it is registered while somebody listens.
+
+    torch iterates over these hooks in each step of the process. A hook that comes or goes meanwhile makes
+    the iteration fail, in whatever thread it is, unless no other hook is left to be called. So there is one
+    hook for all who listen, and it goes only while it is the only one; beside hooks of others it stays, and
+    does nothing.
+    """
+
+    def __init__(self, register: Callable[[Any], RemovableHandle]) -> None:
+        self._register = register
+        self._handle: RemovableHandle | None = None
+        self._listening: tuple[StepHook, ...] = ()  # replaced, never changed: a step may be iterating
+        self._lock = threading.RLock()  # garbage collection may remove a hook in the middle of `update`
+
+    def update(self, *new: "StepHook") -> None:
+        """Takes in new listeners and lets go of those that are off."""
+        with self._lock:
+            self._listening = tuple(hook for hook in (*self._listening, *new) if hook.is_on)
+            if self._listening and self._handle is None:
+                self._handle = self._register(self)
+            elif not self._listening and self._handle is not None and self._is_alone(self._handle):
+                self._handle.remove()
+                self._handle = None
+
+    @staticmethod
+    def _is_alone(handle: RemovableHandle) -> bool:
+        hooks = handle.hooks_dict_ref()
+        return hooks is not None and len(hooks) == 1
+
+    def __call__(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Called by torch; gives the arguments of the step, if a listener has replaced them."""
+        replaced = None
+        for hook in self._listening:
+            new = hook(opt, args, kwargs)
+            if new is not None:
+                replaced = args, kwargs = new
+        return replaced
+
+
+class StepHook:
+    """Calls a method before or after the step of any optimizer, in any thread, until it is removed.
+
+    Nothing is put on an optimizer. The owner of the method is not kept alive.
+
+    Args:
+        method: called as `method(opt, args, kwargs)`; before a step, what it returns, unless None, replaces
+            the arguments.
+        after: call it after the step.
+    """
+
+    def __init__(self, method: Callable[..., Any], *, after: bool = False) -> None:
+        self._method: WeakMethod[Callable[..., Any]] | None = WeakMethod(method)
+        self._dispatcher = AFTER if after else BEFORE
+        self._dispatcher.update(self)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the method is still to be called."""
+        return self._method is not None and self._method() is not None
+
+    def __call__(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Called with the arguments of the step."""
+        method = None if self._method is None else self._method()
+        return None if method is None else method(opt, args, kwargs)
+
+    def remove(self) -> None:
+        """Ends it; a second time does nothing."""
+        self._method = None
+        self._dispatcher.update()
+
+
+def params_of(opt: Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer has."""
+    return {id(p) for group in opt.param_groups for p in group["params"]}
+
+
+BEFORE = _Dispatcher(register_optimizer_step_pre_hook)
+AFTER = _Dispatcher(register_optimizer_step_post_hook)

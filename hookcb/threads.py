@@ -1,0 +1,19 @@
+"""Which thread code runs in: that of a training, or another one."""
+
+import threading
+
+import torch
+
+
+def in_backward() -> bool:
+    """Whether autograd is in a backward, in this thread or one of its own that this is."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_here(thread: int) -> bool:
+    """Whether code runs in `thread`, as `threading.get_ident` calls it, or in a backward.
+
+    A backward has threads of its own, one for each device, where activation checkpointing runs forwards
+    again. In a graph of torch.compile, which cannot ask, it is True.
+    """
+    return torch.compiler.is_compiling() or threading.get_ident() == thread or in_backward()
