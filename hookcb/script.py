@@ -166,6 +166,9 @@ class _ScriptWatch(Watch):
         """Ids of those that have made a step of this model."""
         return {id(opt) for opt in self._optimizers}
 
+    def look_for_loss(self) -> None:
+        """See `Watch`; the script's losses are told, or nobody's."""
+
     def tell(self, loss: Tensor) -> None:
         """Tells the loss of the batch, also one without a graph, of which `Watch` cannot know that it is."""
         Followed.loss(self, loss)

@@ -142,20 +142,20 @@ class Probes:
 
     def see_loss(self, loop: Any, looking: bool) -> None:
         """The loss is known."""
-        loss = loop.loss_with_graph
+        node = loop.loss_node
         if self.graph is None:
-            self._see_graph(loop, loss)
-        self.kept.note(loss.grad_fn, loop.train_iter)
+            self._see_graph(loop, node)
+        self.kept.note(node, loop.train_iter)
         self._has_labels = self._has_labels or len(loop.yb) > 0
-        self._last_loss = number = kept(loss)
+        self._last_loss = number = kept(loop.batch_loss)
         self.loss.add(loop.train_iter, number)
         if isinstance(number, float) and not math.isfinite(number):
             self._look_for_origin(loop, f"the loss is {number}", gradient=False)
 
-    def _see_graph(self, loop: Any, loss: Tensor) -> None:
-        self.graph = read_loss(loss.grad_fn)
+    def _see_graph(self, loop: Any, node: Any) -> None:
+        self.graph = read_loss(node)
         self.guess = guess_of(self.graph, loop.pred, loop.yb)
-        if loss.grad_fn is None:
+        if node is None:
             self.sightings.append(_detached(loop.train_iter))
         self.sightings += look_at_head(self.graph, self.layers.last, loop.train_iter)
 
