@@ -14,6 +14,7 @@ from hookcb.callback import Callback
 from hookcb.events import LEVELS, CancelException, CancelFitException, CancelStepException
 from hookcb.hooks import Hook, detached
 from hookcb.loop import Callbacks, Loop, strays_named
+from hookcb.modules import ModelGoneError
 from hookcb.watch_limits import Facts, check_follows
 
 
@@ -80,7 +81,7 @@ class Followed(Loop):
     def model(self) -> nn.Module:
         """The model being trained."""
         if (model := self._model()) is None:
-            raise RuntimeError("the model that was watched is gone; keep a reference to it")
+            raise ModelGoneError("the model that was watched is gone; keep a reference to it")
         return model
 
     @model.setter

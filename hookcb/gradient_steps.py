@@ -57,11 +57,15 @@ class StepWatch:
         if id(opt) not in self._noted:
             self.note(opt)
         if not self._is_made:
-            self._is_made = True
             # a fused optimizer looks itself whether to make it, at what the scaler has set
             found_inf = getattr(opt, "found_inf", None)
             self._found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
-            self._on_step()
+            self.make()
+
+    def make(self) -> None:
+        """The step is made now, with gradients as they are."""
+        self._is_made = True
+        self._on_step()
 
     def end(self, is_cancelled: bool, has_scaler: bool) -> Number:
         """The step has ended; 1.0 where it was not made, on its device where that is not known yet."""

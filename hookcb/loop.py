@@ -81,7 +81,7 @@ class Loop:
 
     @property
     def loss_node(self) -> Any:
-        """The autograd node of the loss, None if it has none; in a loop that is not ours at `after_loss` only."""
+        """The autograd node of the loss, None if it has none; under a watch at `after_loss` only."""
         return self.loss.grad_fn
 
     @property

@@ -50,9 +50,10 @@ def watch(
     Args:
         model: the model as the loop calls it: what torch.compile or DistributedDataParallel gave.
         optimizer: one or several; None follows all that have parameters of the model.
-        *more, cbs: callbacks, one by one or in lists; they become attributes, `w.activation_stats`. A cancel
-            of theirs goes unheard, an error of theirs reaches the loop and ends the watch. Those that take
-            part in the training, such as `MixedPrecision`, are refused.
+        *more: callbacks, one by one or in lists; they become attributes, `w.activation_stats`. A cancel of
+            theirs goes unheard, an error of theirs reaches the loop and ends the watch. Those that take part
+            in the training, such as `MixedPrecision`, are refused.
+        cbs: callbacks too, as a `Learner` takes them.
         scaler: the loop's GradScaler; callbacks then know of its scale, which gradients of outputs and the
             loss need. By default it is found when it makes its first step.
 
@@ -95,7 +96,7 @@ def flat(*given: Callbacks) -> list[Any]:
 def _as_list(given: Any) -> list[Any]:
     if given is None:
         return []
-    is_one = isinstance(given, Optimizer | Callback | type) or not isinstance(given, Iterable)
+    is_one = isinstance(given, Optimizer | Callback | type | str) or not isinstance(given, Iterable)
     return [given] if is_one else list(given)
 
 
@@ -332,7 +333,7 @@ class Watch(Followed):
             self._has_stepped, self.scaler = True, self.scaler or scaler_at_work()
         self._stepping = opt
         self._has_closure = any(map(callable, (*args, *kwargs.values())))
-        if id(opt) in self._stepped or (self._stepped and self._has_closure):
+        if id(opt) in self._stepped or (self._has_closure and (self._stepped or self._backward == "over")):
             self.end_batch()
         if self._has_closure:  # it calls the model inside the step
             self.facts.n_closures += isinstance(opt, LBFGS)
