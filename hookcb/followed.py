@@ -14,6 +14,7 @@ from hookcb.console import warn
 from hookcb.events import LEVELS, CancelException, CancelFitException, CancelStepException
 from hookcb.hooks import Hook, detached
 from hookcb.loop import Callbacks, Loop, strays_named
+from hookcb.modules import ModelGoneError
 from hookcb.watch_limits import Facts, check_follows
 
 
@@ -50,7 +51,7 @@ class Followed(Loop):
         super().__init__(model)
         del self.__dict__["loss"], self.__dict__["epoch"]  # methods here
         self._loss: Tensor | None = None
-        self._told: Tensor | None = None  # the same with its graph, while it is told
+        self._loss_node: Any = None  # its autograd node, while it is told
         self._epoch = 0
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
@@ -80,7 +81,7 @@ class Followed(Loop):
     def model(self) -> nn.Module:
         """The model being trained."""
         if (model := self._model()) is None:
-            raise RuntimeError("the model that was watched is gone; keep a reference to it")
+            raise ModelGoneError("the model that was watched is gone; keep a reference to it")
         return model
 
     @model.setter
@@ -93,9 +94,9 @@ class Followed(Loop):
         return self._loss
 
     @property
-    def loss_with_graph(self) -> Tensor | None:
-        """The loss with its graph, at `after_loss`."""
-        return self._told
+    def loss_node(self) -> Any:
+        """The loss's autograd node, at `after_loss`; of a loss that was found its saved tensors are freed."""
+        return self._loss_node
 
     @property
     def epoch_index(self) -> int:
@@ -146,14 +147,18 @@ class Followed(Loop):
         if not self.has_batch:
             self.facts.n_losses_outside += 1
             return loss
-        self._loss, self._told = detached(loss), loss
-        try:
-            self.emit("after_loss")
-        finally:
-            self._told = None  # its graph is theirs, and not to be kept
+        self.facts.n_losses_told += 1
+        self._take_loss(detached(loss), loss.grad_fn)
         if self.training:
             self._follow_backward(loss)
         return loss
+
+    def _take_loss(self, loss: Tensor, node: Any) -> None:
+        self._loss, self._loss_node = loss, node
+        try:
+            self.emit("after_loss")
+        finally:
+            self._loss_node = None  # the graph is theirs, and not to be kept
 
     def begin_backward(self) -> None:
         """The backward of the batch begins."""

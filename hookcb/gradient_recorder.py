@@ -15,6 +15,8 @@ from hookcb.gradient_outputs import OutputHooks
 from hookcb.gradient_reader import GradientReader, StepTaken, first_nonfinite
 from hookcb.gradient_readings import GradientReadings
 from hookcb.gradient_steps import StepWatch, is_unscaled, running_stats, scale_of
+from hookcb.hand_steps import StepByHand
+from hookcb.modules import ModelGoneError
 from hookcb.store import kept
 
 
@@ -45,7 +47,7 @@ class GradientRecorder:
     @property
     def _model(self) -> nn.Module:
         if (model := self._model_ref()) is None:
-            raise RuntimeError("the model whose gradients were read is gone")
+            raise ModelGoneError("the model whose gradients were read is gone")
         return model
 
     def refresh(self, opt: Optimizer | None) -> None:
@@ -97,6 +99,8 @@ class GradientRecorder:
             if scaler is None and isinstance(set_by_one := getattr(opt, "grad_scale", None), Tensor):
                 own = scale = kept(set_by_one)  # a GradScaler that is not known, for a fused optimizer
             self._step = StepTaken(self._reader.before_step(own), lr, scale)
+        if isinstance(opt, StepByHand):  # when it ends, its gradients may be cleared
+            self._watch.make()
 
     @torch.no_grad()
     def _at_step(self) -> None:

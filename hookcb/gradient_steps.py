@@ -59,11 +59,15 @@ class StepWatch:
 
     def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_open and is_here(self._thread) and self._is_ours(opt) and not self._is_made:
-            self._is_made = True
             # a fused optimizer looks itself whether to make it, at what the scaler has set
             found_inf = getattr(opt, "found_inf", None)
             self._found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
-            self._on_step()
+            self.make()
+
+    def make(self) -> None:
+        """The step is made now, with gradients as they are."""
+        self._is_made = True
+        self._on_step()
 
     def _is_ours(self, opt: Optimizer) -> bool:
         """Whether it has parameters of ours; one that was not known yet, and has, is noted."""

@@ -83,9 +83,9 @@ class Loop:
         return self.loss
 
     @property
-    def loss_with_graph(self) -> Any:
-        """The loss with its graph; in a loop that is not ours at `after_loss` only."""
-        return self.loss
+    def loss_node(self) -> Any:
+        """The autograd node of the loss, None if it has none; under a watch at `after_loss` only."""
+        return self.loss.grad_fn
 
     @property
     def is_calling(self) -> bool:

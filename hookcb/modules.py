@@ -13,6 +13,10 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
 
+class ModelGoneError(RuntimeError):
+    """The model that is asked for was freed; whoever looks at it does not keep it alive."""
+
+
 def find_modules(
     model: nn.Module, where: Where | Iterable[Where] | None = None, include_paramless: bool = False
 ) -> dict[str, nn.Module]:

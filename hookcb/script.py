@@ -66,7 +66,7 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
 def _nothing_in(path: str | Path) -> str:
     return (
         f"no training was seen in {os.fspath(path)}, so there is no verdict; a model is seen when it is "
-        "called with gradients on, in the main thread, and an optimizer makes steps of its parameters"
+        "called with gradients on, in the main thread, and its parameters are moved, by an optimizer or by hand"
     )
 
 
@@ -165,6 +165,9 @@ class _ScriptWatch(Watch):
         """Ids of those that have made a step of this model."""
         return {id(opt) for opt in self._optimizers}
 
+    def look_for_loss(self) -> None:
+        """See `Watch`; the script's losses are told, or nobody's."""
+
     def tell(self, loss: Tensor) -> None:
         """Tells the loss of the batch, also one without a graph, of which `Watch` cannot know that it is."""
         Followed.loss(self, loss)
@@ -192,7 +195,8 @@ class _Model:
             return
         watch.close(error)
         self.verdict = watch.diagnose()
-        self.is_trained = watch.seen["after_step"] > 0 or watch.failure is not None
+        has_moved = watch.seen["after_step"] > 0 or watch.facts.n_moved_by_hand > 0
+        self.is_trained = has_moved or watch.failure is not None
         self.has_gradients = watch.seen["before_backward"] > 0
         self.model = None
 
@@ -228,8 +232,8 @@ class Models:
     def _note_unmoved(self) -> None:
         for title in [m.title for m in self._all if m.has_gradients and not m.is_trained]:
             self.notes.append(
-                f"{title} got gradients, and no optimizer made a step of its parameters; if it is to be "
-                "trained, make the optimizer from this model's parameters()"
+                f"{title} got gradients, and its parameters were not moved, by an optimizer or by hand; if it "
+                "is to be trained, make the optimizer from this model's parameters()"
             )
 
     @contextmanager

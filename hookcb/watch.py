@@ -1,6 +1,8 @@
 """watch: callbacks on any training loop, which stays as it is."""
 
+import warnings
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -10,7 +12,10 @@ from torch.optim import LBFGS, Optimizer
 
 from hookcb.callback import Callback
 from hookcb.followed import Followed
+from hookcb.hand_steps import StepByHand, WeightMark
 from hookcb.hooks import Hook, detached
+from hookcb.loop import Callbacks
+from hookcb.loss_found import find_loss, first_parameter_behind, scaler_at_work
 from hookcb.optimizer_steps import StepHook, params_of
 from hookcb.threads import in_backward
 from hookcb.watch_limits import WatchCoverage
@@ -21,8 +26,9 @@ Optimizers = Optimizer | Iterable[Optimizer] | None
 
 def watch(
     model: nn.Module,
-    optimizer: "Optimizers | Callback | type[Callback]" = None,
-    *cbs: Callback | type[Callback],
+    optimizer: "Optimizers | Callbacks" = None,
+    *more: Callbacks,
+    cbs: Callbacks = (),
     scaler: torch.amp.GradScaler | None = None,
 ) -> "Watch":
     """Has callbacks follow a training loop that stays as it is, until `close()` or the end of a `with` block.
@@ -33,7 +39,10 @@ def watch(
       or step: several calls before a backward are of one batch, backwards without a step accumulate;
     - a call in eval mode is a batch of validation; one in train mode without gradients is left out;
     - the backward is seen as gradients come to what the model returned, or to `w.loss(loss)`;
-    - a batch ends when all optimizers have made a step, else when the next one begins.
+    - the loss is what backward is called on, the sum of several, before a GradScaler has scaled it; it is
+      found when the backward begins, and need not be told;
+    - a batch ends when all optimizers have made a step, else when the next one begins; if weights move
+      without an optimizer, the step begins as the backward ends, and ends with the batch.
 
     It follows the thread that it was made in. Several watches may follow one model, each with callbacks of
     its own. `w.coverage` has what could not be seen or was left out, and why.
@@ -41,10 +50,12 @@ def watch(
     Args:
         model: the model as the loop calls it: what torch.compile or DistributedDataParallel gave.
         optimizer: one or several; None follows all that have parameters of the model.
-        *cbs: callbacks; they become attributes, `w.activation_stats`. A cancel of theirs goes unheard, an
-            error of theirs reaches the loop and ends the watch. Those that take part in the training, such as
-            `MixedPrecision`, are refused.
-        scaler: the loop's GradScaler; callbacks then know of its scale, which gradients of outputs need.
+        *more: callbacks, one by one or in lists; they become attributes, `w.activation_stats`. A cancel of
+            theirs goes unheard, an error of theirs reaches the loop and ends the watch. Those that take part
+            in the training, such as `MixedPrecision`, are refused.
+        cbs: callbacks too, as a `Learner` takes them.
+        scaler: the loop's GradScaler; callbacks then know of its scale, which gradients of outputs and the
+            loss need. By default it is found when it makes its first step.
 
     Raises:
         TypeError, ValueError, LookupError: for what cannot be watched, before anything is hooked.
@@ -61,16 +72,46 @@ def watch(
     >>> len(w.activation_stats.stats), w.activation_stats.names
     (3, ['0', '2'])
     """
-    if isinstance(optimizer, Callback) or (isinstance(optimizer, type) and issubclass(optimizer, Callback)):
-        return Watch(model, [], [optimizer, *cbs], scaler)
-    return Watch(model, _checked_optimizers(optimizer), cbs, scaler)
+    found, callbacks = _as_list(optimizer), flat(*more, cbs)
+    if found and all(map(_is_callback, found)):
+        found, callbacks = [], [*found, *callbacks]
+    optimizers = _checked_optimizers(optimizer, found)
+    is_others = isinstance(model, nn.Module) and _is_of_others(optimizers, model)
+    if is_others:
+        warnings.warn(
+            f"no parameter of {type(model).__name__} is in the optimizer that was given, so none of its "
+            "steps will be seen; give the one that trains it, or None to find it",
+            stacklevel=2,
+        )
+    w = Watch(model, optimizers, callbacks, scaler)
+    w.facts.has_other_optimizer = is_others
+    return w
 
 
-def _checked_optimizers(optimizer: Any) -> list[Optimizer]:
-    if optimizer is None:
+def flat(*given: Callbacks) -> list[Any]:
+    """Callbacks that are given one by one, in lists, or both, as one list."""
+    return [cb for cbs in given for cb in _as_list(cbs)]
+
+
+def _as_list(given: Any) -> list[Any]:
+    if given is None:
         return []
-    several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
-    found = list(optimizer) if several else [optimizer]
+    is_one = isinstance(given, Optimizer | Callback | type | str) or not isinstance(given, Iterable)
+    return [given] if is_one else list(given)
+
+
+def _is_callback(x: Any) -> bool:
+    return isinstance(x, Callback) or (isinstance(x, type) and issubclass(x, Callback))
+
+
+def _is_of_others(optimizers: list[Optimizer], model: nn.Module) -> bool:
+    """Whether optimizers are given and the model has parameters, and they share none."""
+    trained = {id(p) for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    params = {id(p) for p in model.parameters()}
+    return bool(optimizers and params) and trained.isdisjoint(params)
+
+
+def _checked_optimizers(optimizer: Any, found: list[Any]) -> list[Optimizer]:
     if not all(isinstance(opt, Optimizer) for opt in found):
         raise TypeError(
             f"optimizer is {optimizer!r:.80}; give a torch optimizer, several, or None to find them"
@@ -103,9 +144,13 @@ class Watch(Followed):
         self._asked: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         self._covers_all = self._is_given  # whether no other optimizer is to be expected
         self._stepped: set[int] = set()  # ids of those that made a step in this batch
+        self._has_stepped = False  # whether any has, ever
         self._stepping: Optimizer | None = None
         self._n_calls = 0  # of the model, inside one another
         self._is_followed = self._is_aside = self._has_closure = False
+        self._is_of_others = False  # whether this batch came from parameters of other optimizers
+        self._mark: WeightMark | None = None  # where weights were after the backward, until they are stepped
+        self._by_hand: StepByHand | None = None  # once weights have moved without an optimizer
         self._hooks: list[Any] = []
         self._compiled: CompiledTap | None = None
         try:
@@ -170,9 +215,16 @@ class Watch(Followed):
         """A call begins that is a batch, or belongs to the one that is open."""
         self.facts.n_calls += 1
         training = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
+        leaf = first_parameter_behind(xb) if training else None
         if not (training and self._goes_on()):
             self.facts.n_cut += not training and self._is_waiting()
             self.begin_batch(training, detached(xb) if in_transform() else xb)
+        self._is_of_others |= leaf is not None and not self._is_own(leaf)
+
+    def _is_own(self, leaf: Tensor) -> bool:
+        """Whether a parameter is the model's, or trained with it."""
+        trained = (p for opt in self._optimizers for group in opt.param_groups for p in group["params"])
+        return any(p is leaf for p in chain(self.model.parameters(), trained))
 
     def _is_recomputing(self) -> bool:
         """Whether a backward is at work, and activation checkpointing runs the forward again."""
@@ -208,6 +260,51 @@ class Watch(Followed):
         """See `Followed`; a new batch has had no step."""
         self._stepped.clear()
         super().begin_batch(training, xb)
+        self._is_of_others = False
+
+    def begin_backward(self) -> None:
+        """See `Followed`; a loss that was not told is looked for."""
+        if self.has_batch and self._backward is None and self._loss is None:
+            self.look_for_loss()
+        super().begin_backward()
+
+    def look_for_loss(self) -> None:
+        """A backward begins whose loss was not told: takes it, if it is the model's own and can be found."""
+        found = find_loss(self._thread, self.model.parameters())
+        if found is not None and found.may_be_scaled:
+            if self.scaler is not None and self.scaler.is_enabled():
+                found = found.unscaled(self.scaler)
+            elif not self._has_stepped and self._by_hand is None:
+                found = None  # the first step tells whether a GradScaler is at work
+        if found is None or self._is_of_others:
+            self.facts.n_losses_unfound += 1
+            self.facts.n_losses_of_others += self._is_of_others
+        else:
+            self.facts.n_losses_found += 1
+            self._take_loss(found.value, found.node)
+
+    def end_backward(self) -> None:
+        """See `Followed`; in a loop that has made no step of an optimizer, its own may come now."""
+        is_first = self.has_batch and self._backward == "running"
+        super().end_backward()
+        if is_first and not self._has_stepped:
+            self._mark = WeightMark(self.model)
+            if self._by_hand is not None:
+                super().begin_step(self._by_hand)
+
+    def end_batch(self) -> None:
+        """See `Followed`; if weights have moved since the backward, the loop has made its step."""
+        mark, self._mark = self._mark, None
+        if mark is not None and not self._has_stepped and self._model() is not None:
+            self._end_step_by_hand(mark.has_moved())
+        super().end_batch()
+
+    def _end_step_by_hand(self, has_moved: bool) -> None:
+        self.facts.n_moved_by_hand += has_moved
+        if self._step_of is None and has_moved:
+            self._by_hand = StepByHand(p for p in self.model.parameters() if p.requires_grad)
+        elif self._step_of is not None and not has_moved:
+            self.emit("after_cancel_step")  # its gradients go into the next one
 
     def loss(self, loss: Tensor) -> Tensor:
         """Tells the loss of the batch, see `Followed`; where no call was seen, a batch begins with it."""
@@ -222,6 +319,9 @@ class Watch(Followed):
     def begin_step(self, opt: Optimizer) -> None:
         """See `Followed`; a loop that clips gradients may call it before, for what they are then."""
         self.facts.tells_steps |= self._stepping is None
+        self._has_stepped = True
+        if self._by_hand is not None and self._step_of is self._by_hand:
+            self._step_of = self.opt = _unwrapped(opt)  # an optimizer makes the step that has begun
         super().begin_step(_unwrapped(opt))
 
     # ---- the optimizers
@@ -229,9 +329,11 @@ class Watch(Followed):
     def _step_begins(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_ours(opt) or (self._stepping is not opt and self._is_stepping()):
             return None
+        if not self._has_stepped:
+            self._has_stepped, self.scaler = True, self.scaler or scaler_at_work()
         self._stepping = opt
         self._has_closure = any(map(callable, (*args, *kwargs.values())))
-        if id(opt) in self._stepped or (self._stepped and self._has_closure):
+        if id(opt) in self._stepped or (self._has_closure and (self._stepped or self._backward == "over")):
             self.end_batch()
         if self._has_closure:  # it calls the model inside the step
             self.facts.n_closures += isinstance(opt, LBFGS)

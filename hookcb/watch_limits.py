@@ -59,11 +59,17 @@ class Facts:
         n_elsewhere: calls and steps in other threads.
         n_penalties: gradients of outputs that came with create_graph=True.
         n_losses_outside: losses told when no batch was open, or without a graph in training.
+        n_losses_told: losses told of a batch.
+        n_losses_found: losses of training batches that were not told, found as their backward began.
+        n_losses_unfound: backwards of which no loss was told or found.
+        n_losses_of_others: of these, in which the model was a step on the way to the parameters of others.
         n_cut: training batches that a call in eval mode has ended before their backward.
         n_closures: steps of LBFGS.
         n_steps_alone: steps without a call of the model before.
         eval_trains: whether the loop trains in eval mode.
         tells_steps: whether the loop says itself where a step begins.
+        n_moved_by_hand: times that weights moved after a backward, without a step of an optimizer.
+        has_other_optimizer: whether the optimizer that was given has no parameter of the model.
         has_ended: whether it is closed.
     """
 
@@ -72,11 +78,17 @@ class Facts:
     n_elsewhere: int = 0
     n_penalties: int = 0
     n_losses_outside: int = 0
+    n_losses_told: int = 0
+    n_losses_found: int = 0
+    n_losses_unfound: int = 0
+    n_losses_of_others: int = 0
     n_cut: int = 0
     n_closures: int = 0
     n_steps_alone: int = 0
     eval_trains: bool = False
     tells_steps: bool = False
+    n_moved_by_hand: int = 0
+    has_other_optimizer: bool = False
     has_ended: bool = False
 
 
@@ -127,14 +139,11 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
     if level == "pred":
         return _why_no_pred(facts)
     if level == "loss":
-        late = "it was told when no batch was open; call w.loss(loss) after the model and before the backward"
-        return late if facts.n_losses_outside else "tell it by w.loss(loss)"
+        return _why_no_loss(facts)
     if not seen.get("before_train"):
         return "the model was called in eval mode only, as in a validation"
     if level == "step":
-        if facts.n_closures:
-            return "LBFGS evaluates its closure several times in a step, and has no one gradient for it"
-        return "no optimizer of the model made a step in this thread, or a GradScaler left it out"
+        return _why_no_step(facts)
     if facts.n_penalties:
         return "gradients came with create_graph=True only, which is taken for a penalty in the loss"
     return "no gradient came to tensors that the model returned; tell the loss by w.loss(loss)"
@@ -148,6 +157,26 @@ def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
     if facts.n_elsewhere:
         return "the model was called in other threads only; watch it in the one that trains"
     return "the model was not called; watch the one that is, such as what torch.compile gave"
+
+
+def _why_no_step(facts: Facts) -> str:
+    if facts.n_closures:
+        return "LBFGS evaluates its closure several times in a step, and has no one gradient for it"
+    if facts.has_other_optimizer:
+        return "the optimizer that was given has no parameter of the model; give the one that trains it"
+    if facts.n_moved_by_hand:
+        return "weights moved without a step of an optimizer, which was seen only afterwards"
+    return "no optimizer of the model made a step in this thread, or a GradScaler left it out"
+
+
+def _why_no_loss(facts: Facts) -> str:
+    if facts.n_losses_outside:
+        return "it was told when no batch was open; call w.loss(loss) after the model and before the backward"
+    if facts.n_losses_of_others:
+        return "each backward went on to parameters of other optimizers; tell it by w.loss(loss)"
+    if facts.n_losses_unfound:
+        return "no backward was called on a loss of one element; tell it by w.loss(loss)"
+    return "it is found when a backward begins, and none was seen; tell it by w.loss(loss)"
 
 
 def _why_no_pred(facts: Facts) -> str:
@@ -165,15 +194,23 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
         "steps of LBFGS, without step events, as they have no one gradient": facts.n_closures,
         "gradients of outputs with create_graph=True, taken for a penalty": facts.n_penalties,
         "losses told when no batch was open, left out": facts.n_losses_outside,
+        "losses told": facts.n_losses_told,
+        "losses found where their backward began, as backward was called on them": facts.n_losses_found,
+        "backwards whose loss was neither told nor found; tell it by w.loss(loss)": facts.n_losses_unfound,
         "training batches cut short by a call in eval mode before their backward": facts.n_cut,
         "optimizers; a batch ends when all have made a step, or the next begins": several,
     }
     if not n_epochs:
         yield "epochs are not told apart; call w.epoch() at the end of each"
     yield from (f"{n} {note}" for note, n in counted.items() if n)
+    if n := facts.n_moved_by_hand:
+        yield (
+            f"weights moved {n} time{'s' * (n != 1)} without a step of an optimizer that is watched; their "
+            "gradients are read when the backward ends, and not those of the first"
+        )
     if facts.eval_trains:
         yield "batches in eval mode with gradients, told by a step to be training"
-    if seen.get("before_step") and not facts.tells_steps:
+    if seen.get("before_step") and not facts.tells_steps and not facts.n_moved_by_hand:
         yield (
             "gradients are read as optimizers get them, after clipping; "
             "to read them before, call w.begin_step(optimizer) there"

@@ -6,15 +6,18 @@ from typing import Any, Self
 from torch import nn
 
 from hookcb.callback import Callback
+from hookcb.diagnosis.verdict import Verdict
 from hookcb.followed import Followed
-from hookcb.loop import Loop
+from hookcb.loop import Callbacks, Loop
+from hookcb.watch import flat
 
 
 class Attached:
     """Callbacks in a trainer; they become attributes, so that their readings are at hand.
 
     Args:
-        *cbs: callbacks, as instances, or as classes that need no arguments.
+        *more: callbacks, one by one or in lists, as instances, or as classes that need no arguments.
+        cbs: callbacks too, as a `Learner` takes them.
 
     Attributes:
         cbs: the callbacks.
@@ -24,12 +27,13 @@ class Attached:
         TypeError, ValueError: where one is no callback, or its name is taken.
     """
 
-    def __init__(self, *cbs: Callback | type[Callback]) -> None:
+    def __init__(self, *more: Callbacks, cbs: Callbacks = ()) -> None:
         super().__init__()
-        checked = Loop(nn.Module(), cbs)
+        checked = Loop(nn.Module(), flat(*more, cbs))
         self.cbs = list(checked.cbs)
         checked.remove_cbs(self.cbs)
         self.followed: Followed | None = None
+        self._brought: list[str] = []  # names of callbacks that are there for one training
         for cb in self.cbs:
             if hasattr(self, cb.name):
                 raise ValueError(
@@ -60,6 +64,25 @@ class Attached:
             if "learn" in cb.__dict__ and not cb.learn.fitting:
                 cb.learn.remove_cbs([cb])  # of the training before
         self.followed = make(self.cbs)
+        self._show_brought(self.followed.cbs)
+
+    def _show_brought(self, cbs: list[Callback]) -> None:
+        """Callbacks that others have brought become attributes too; those of the training before make way."""
+        for name in self._brought:
+            delattr(self, name)
+        brought = {cb.name: cb for cb in cbs if not hasattr(self, cb.name)}
+        self.__dict__.update(brought)
+        self._brought = list(brought)
+
+    def diagnose(self) -> Verdict:
+        """What is wrong with the training that is followed, or was last; see `Learner.diagnose`.
+
+        Raises:
+            RuntimeError: if there was none, or nothing was recorded.
+        """
+        if self.followed is None:
+            raise RuntimeError("nothing is recorded yet; train first, with this callback in the trainer")
+        return self.followed.diagnose()
 
     def close(self, error: BaseException | None = None) -> None:
         """Takes all hooks off; readings stay. A second time does nothing.

@@ -30,7 +30,8 @@ class HookcbCallback(Attached, LightningCallback):
     ends the fit sets `trainer.should_stop`. Hooks come off when the fit ends, also by an exception.
 
     Args:
-        *cbs: callbacks; they become attributes, `callback.activation_stats`.
+        *more: callbacks, one by one or in lists; they become attributes, `callback.activation_stats`.
+        cbs: callbacks too, as a `Learner` takes them.
 
     Raises:
         TypeError, ValueError: where one is no callback, or its name is taken; for those that cannot follow a

@@ -29,7 +29,8 @@ class HookcbCallback(Attached, TrainerCallback):
     model goes, by `close()`, or at the end of a block, `with HookcbCallback(…) as callback: trainer.train()`.
 
     Args:
-        *cbs: callbacks; they become attributes, `callback.activation_stats`.
+        *more: callbacks, one by one or in lists; they become attributes, `callback.activation_stats`.
+        cbs: callbacks too, as a `Learner` takes them.
 
     Raises:
         TypeError, ValueError: where one is no callback, or its name is taken; for those that cannot follow a

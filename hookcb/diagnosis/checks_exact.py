@@ -53,6 +53,9 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
 
     Formula: `.grad` is not None at some step, and no group of an optimizer has the parameter.
     """
+    if evidence.is_by_hand:
+        yield Unable("the loop moves its weights without an optimizer")
+        return
     params = [p for p in evidence.params.values() if p.stats and not p.is_optimized]
     if not params:
         yield RuledOut("parameters outside the optimizer")

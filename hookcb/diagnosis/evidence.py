@@ -172,6 +172,7 @@ class Evidence:
         memory: bytes in use after each step, as far as it is known.
         stepped: by record of a step the index of the optimizer that made it, where that is known.
         observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps".
+        is_by_hand: whether the loop moves its weights without an optimizer.
         n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
         sightings: what was seen as it happened.
         silent: layers with a hook that was never called, with the likely reason.
@@ -197,6 +198,7 @@ class Evidence:
     stepped: list[int] = field(default_factory=list)
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0
+    is_by_hand: bool = False
     n_skipped: int = 0
     sightings: list[Sighting] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)

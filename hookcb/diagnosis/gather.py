@@ -82,6 +82,8 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
         evidence.steps[stat] = Series.of(steps, health.step_series(stat))
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
+    if evidence.steps["lr"].steps != steps:  # made without an optimizer, after clipping that was not seen
+        evidence.steps["clip_coef"] = Series()
     was_made = [not skipped for skipped in health.step_series("skipped")]
     is_known = len(evidence.stepped) == len(steps) and len(set(evidence.stepped)) > 1
     stepped: list[int | None] = list(evidence.stepped) if is_known else [None] * len(steps)

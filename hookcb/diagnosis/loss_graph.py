@@ -51,6 +51,7 @@ HEADS = ("Softmax", "Sigmoid", "Relu")
 MEAN = 1  # of the reductions of torch
 WEIGHTS = ("_saved_weight", "_saved_pos_weight")
 MOST_NODES = 64
+FREED = object()  # stands for a tensor that a node had saved
 
 
 class LossGraph(NamedTuple):
@@ -75,6 +76,9 @@ class LossGraph(NamedTuple):
 def read_loss(node: Any) -> LossGraph:
     """Looks at the nodes next to the loss; runs nothing and keeps nothing.
 
+    It may be asked while the backward runs, when the loss's nodes have freed what they had saved; a number
+    that the loss was multiplied by is then not known.
+
     Args:
         node: `loss.grad_fn`, None where there is none.
     """
@@ -83,7 +87,7 @@ def read_loss(node: Any) -> LossGraph:
     if found is None:
         return LossGraph()
     name, given = node_name(found), _behind(found)
-    is_weighted = any(isinstance(getattr(found, name, None), Tensor) for name in WEIGHTS)
+    is_weighted = any(_saved(found, name) is not None for name in WEIGHTS)
     is_mean = getattr(found, "_saved_reduction", MEAN) == MEAN
     scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan
     if name == "LogSoftmax":  # of soft targets, which have no node of their own
@@ -123,12 +127,22 @@ def _factor(node: Any) -> float | None:
         return (math.nan if name == "Sum" else -1.0 if name == "Neg" else 1.0) if name in SCALING else None
     if sum(behind is not None for behind, _ in node.next_functions) > 1:
         return None  # of two parts of the model
-    saved = (getattr(node, "_saved_other", None), getattr(node, "_saved_self", None))
+    saved = (_saved(node, "_saved_other"), _saved(node, "_saved_self"))
+    if any(x is FREED for x in saved):  # of a loss that is a number its factors are numbers
+        return None if node._input_metadata[0].shape else math.nan
     others = [x.detach() for x in saved if isinstance(x, Tensor)]
     if any(x.numel() != 1 for x in others):  # advantages and weights of samples may be negative
         return None
     number = float(others[0]) if others and others[0].is_cpu else math.nan
     return number if name == "Mul" else 1 / number if number else math.nan
+
+
+def _saved(node: Any, name: str) -> Any:
+    """A tensor that a node has saved, None if it has not, FREED if its backward has run."""
+    try:
+        return getattr(node, name, None)
+    except RuntimeError:
+        return FREED
 
 
 def _behind(node: Any) -> Any:

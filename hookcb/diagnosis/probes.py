@@ -40,6 +40,8 @@ from hookcb.diagnosis.replicas import look_at_replicas
 from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradient_flow import find_params
+from hookcb.hand_steps import StepByHand
+from hookcb.modules import ModelGoneError
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore, kept
 
@@ -70,6 +72,7 @@ class Probes:
         self._step = 0
         self.dead, self.swallowed = DeadUnits(loop.model), Swallowed(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
+        self._under_way: bool | None = None  # in a batch whose backward is over, whether it is looked at
         self.stepped: list[int] = []  # optimizers of the steps looked at
         self.stale, self.kept = StaleGradients(loop.model), KeptGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
@@ -97,10 +100,14 @@ class Probes:
         """Looks; where that fails, the training goes on and the verdict says so."""
         try:
             look(*args)
+        except ModelGoneError:
+            self._note("the model was freed before its watch was closed, so its end was not looked at")
         except Exception as error:  # whatever it is, it is not the training's fault
-            note = f"a part of Diagnose failed, please report it: {error!r} in {_place(error)}"
-            if note not in self.notes:
-                self.notes.append(note)
+            self._note(f"a part of Diagnose failed, please report it: {error!r} in {_place(error)}")
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _look_at_model(self, loop: Any) -> None:
         self.sightings += look_at_model(loop.model)
@@ -118,6 +125,7 @@ class Probes:
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Its inputs are known."""
+        self._under_way = None
         now, self._step = time.perf_counter(), loop.train_iter
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, now - self._ended)
@@ -142,20 +150,20 @@ class Probes:
 
     def see_loss(self, loop: Any, looking: bool) -> None:
         """The loss is known."""
-        loss = loop.loss_with_graph
+        node = loop.loss_node
         if self.graph is None:
-            self._see_graph(loop, loss)
-        self.kept.note(loss.grad_fn, loop.train_iter)
+            self._see_graph(loop, node)
+        self.kept.note(node, loop.train_iter)
         self._has_labels = self._has_labels or len(loop.yb) > 0
-        self._last_loss = number = kept(loss)
+        self._last_loss = number = kept(loop.batch_loss)
         self.loss.add(loop.train_iter, number)
         if isinstance(number, float) and not math.isfinite(number):
             self._look_for_origin(loop, f"the loss is {number}", gradient=False)
 
-    def _see_graph(self, loop: Any, loss: Tensor) -> None:
-        self.graph = read_loss(loss.grad_fn)
+    def _see_graph(self, loop: Any, node: Any) -> None:
+        self.graph = read_loss(node)
         self.guess = guess_of(self.graph, loop.pred, loop.yb)
-        if loss.grad_fn is None:
+        if node is None:
             self.sightings.append(_detached(loop.train_iter))
         self.sightings += look_at_head(self.graph, self.layers.last, loop.train_iter)
 
@@ -174,6 +182,7 @@ class Probes:
     def see_gradients(self, loop: Any, looking: bool) -> None:
         """The backward is over; what is not finite in it reaches the first layer."""
         self._n_backward += 1
+        self._under_way = looking
         if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
             return
         if self._first_param is None:
@@ -221,7 +230,7 @@ class Probes:
         if not math.isnan(self._ended):
             self.took = now - self._ended
             self.length.add(loop.train_iter, self.took)
-        self._ended = now
+        self._ended, self._under_way = now, None
         self.n_batches += 1
         self.n_looked += looking
         if looking:
@@ -240,7 +249,9 @@ class Probes:
     def evidence(self, frame: Frame) -> Evidence:
         """What was recorded so far."""
         evidence = Evidence(sources={"batches", "steps", "time"}, params=frame.params)
-        evidence.n_batches, evidence.n_looked = self.n_batches, self.n_looked
+        # a batch that has gone back may be the last, whose end nobody tells
+        evidence.n_batches = self.n_batches + (self._under_way is not None)
+        evidence.n_looked = self.n_looked + bool(self._under_way)
         evidence.loss, evidence.lr = self.loss.series(), self.lr.series()
         places = {key: i for i, key in enumerate(self.optimizers)}
         evidence.losses = {places[key]: curve.series() for key, curve in self.losses.items()}
@@ -254,6 +265,9 @@ class Probes:
         if len(evidence.memory):
             evidence.sources.add("memory")
         evidence.n_steps = self.n_steps
+        evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in self.optimizers.values())
+        if evidence.is_by_hand:
+            evidence.notes.append("the loop moves its weights without an optimizer, at a rate not known")
         self.layers.add_to(evidence.layers, frame.about)
         steps = [info.step for info in self._inputs.infos]
         rows = self._inputs.series("x").tolist()

@@ -344,7 +344,6 @@ def loop_of(name, model, opt, w):
 MISSING = {
     "both": {},
     "trains": {
-        "after_loss": "tell it by w.loss(loss)",
         "before_validate": "not called in eval mode",
         "after_validate": "not called in eval mode",
         "after_train": "has not come to its end",
@@ -395,7 +394,6 @@ MISSING = {
         "after_epoch": "has not come to its end",
     },
     "no steps": {
-        "after_loss": "tell it by w.loss(loss)",
         "before_step": "no optimizer of the model made a step",
         "after_step": "no optimizer of the model made a step",
         "after_batch": "has not come to its end",
