@@ -75,7 +75,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
 
 
 @check(
-    "init.symmetric",
+    "init.zero",
     site=Site.MODULES,
     needs=("gradients",),
     exact=True,
@@ -90,12 +90,16 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     A branch that begins with zeros on purpose gets gradients.
     """
     weights = [p for p in evidence.params.values() if p.is_weight and p.stats]
+    if not any(len(p.series("norm")) >= FEW for p in weights):
+        yield Unable(f"no weight got a gradient in {FEW} steps that were looked at")
+        return
     zero = [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]
     if not zero:
+        yield RuledOut("layers of zeros that stay so")
         return
     first, names = zero[0], [p.name for p in zero]
     yield Finding(
-        "init.symmetric",
+        "init.zero",
         "error",
         first.layer,
         first.name,
@@ -111,19 +115,30 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("param.not_stepped", site=Site.OPTIMIZER, needs=("gradients", "batches"), exact=True)
+@check(
+    "param.restored",
+    site=Site.OPTIMIZER,
+    needs=("gradients", "batches"),
+    exact=True,
+    leads_to=("loss.flat",),
+)
 def put_back(evidence: Evidence) -> Iterator[Result]:
     """A weight that steps move, and that is at the end where it was at the beginning, to the bit.
 
     Formula: update ratio above 1e-6 in the median of five steps looked at, twenty steps or more, and none of
     1,024 elements has changed.
     """
-    found = [p for p in evidence.params.values() if p.is_weight and not p.has_moved and _steps_move(p)]
-    if evidence.n_steps < MANY or not found:
+    moving = [p for p in evidence.params.values() if p.is_weight and _steps_move(p)]
+    if evidence.n_steps < MANY or not moving:
+        yield Unable(f"fewer than {MANY} steps, or none of those looked at has moved a weight")
+        return
+    found = [p for p in moving if not p.has_moved]
+    if not found:
+        yield RuledOut("weights that are put back after each step")
         return
     first, names = found[0], [p.name for p in found]
     yield Finding(
-        "param.not_stepped",
+        "param.restored",
         "error",
         first.layer,
         first.name,

@@ -17,7 +17,7 @@ def input_nonfinite(evidence: Evidence) -> Iterator[Result]:
 
     Formula: any element that is not finite, of the batches looked at and of one whose loss is not.
     """
-    return _seen(evidence, "input.nonfinite", "error", "NaN in the inputs", of="inputs")
+    return passed_on(evidence, "input.nonfinite", "error", "NaN in the inputs", of="inputs")
 
 
 @check("input.constant", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
@@ -26,7 +26,7 @@ def input_constant(evidence: Evidence) -> Iterator[Result]:
 
     Formula: no element differs from that of the first sample; batches of one sample are left out.
     """
-    return _seen(evidence, "input.constant", "error", "constant inputs", of="inputs")
+    return passed_on(evidence, "input.constant", "error", "constant inputs", of="inputs")
 
 
 @check("label.out_of_range", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
@@ -37,7 +37,7 @@ def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
 
     Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
     """
-    return _seen(evidence, "label.out_of_range", "error", "labels out of range", of="steps")
+    return passed_on(evidence, "label.out_of_range", "error", "labels out of range", of="steps")
 
 
 @check("data.labels", site=Site.INPUT, needs=("batches", "loss"), exact=False, leads_to=("loss.flat",))
@@ -49,7 +49,7 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "overfit one batch".
     """
-    return _seen(evidence, "data.labels", "info", "labels that do not follow from the inputs")
+    return passed_on(evidence, "data.labels", "info", "labels that do not follow from the inputs")
 
 
 @check(
@@ -67,7 +67,7 @@ def init_symmetric(evidence: Evidence) -> Iterator[Result]:
 
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 8.4.
     """
-    return _seen(evidence, "init.symmetric", "error", "symmetric initialisation")
+    return passed_on(evidence, "init.symmetric", "error", "symmetric initialisation")
 
 
 @check("mode.mismatch", site=Site.MODULES, needs=("batches",), exact=True, leads_to=EVERYTHING)
@@ -80,7 +80,7 @@ def mode_mismatch(evidence: Evidence) -> Iterator[Result]:
 
     Source: torch.nn.BatchNorm2d.
     """
-    return _seen(evidence, "mode.mismatch", "error", "train and eval modes")
+    return passed_on(evidence, "mode.mismatch", "error", "train and eval modes")
 
 
 @check(
@@ -97,7 +97,7 @@ def dropout_extreme(evidence: Evidence) -> Iterator[Result]:
 
     Source: Srivastava et al., "Dropout", 2014, who drop 0.5 of the hidden units and 0.2 of the inputs.
     """
-    return _seen(evidence, "dropout.extreme", "warning", "extreme dropout")
+    return passed_on(evidence, "dropout.extreme", "warning", "extreme dropout")
 
 
 @check(
@@ -115,11 +115,11 @@ def attn_collapse(evidence: Evidence) -> Iterator[Result]:
 
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
     """
-    return _seen(evidence, "attn.collapse", "warning", "attention that looks at one place", of="attention")
+    return passed_on(evidence, "attn.collapse", "warning", "attention that looks at one place", of="attention")
 
 
 @check(
-    "unit.saturated",
+    "gate.shut",
     site=Site.MODULES,
     needs=("batches",),
     exact=False,
@@ -133,7 +133,7 @@ def gates_shut(evidence: Evidence) -> Iterator[Result]:
 
     Source: Jozefowicz et al., An Empirical Exploration of Recurrent Network Architectures, 2015.
     """
-    return _seen(evidence, "unit.saturated", "error", "gates that are shut")
+    return passed_on(evidence, "gate.shut", "error", "gates that are shut")
 
 
 @check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
@@ -165,7 +165,7 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
 
     Formula: the batch is run again, see `hookcb.nan_search`.
     """
-    return _seen(evidence, "nonfinite.first", "error", "NaN and infinities", of="backward")
+    return passed_on(evidence, "nonfinite.first", "error", "NaN and infinities", of="backward")
 
 
 @check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)
@@ -217,7 +217,7 @@ def head_activation(evidence: Evidence) -> Iterator[Result]:
 
     Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss take unnormalised scores, NLLLoss logarithms.
     """
-    return _seen(evidence, "head.activation", "error", "an activation before the loss", of="loss")
+    return passed_on(evidence, "head.activation", "error", "an activation before the loss", of="loss")
 
 
 @check("loss.detached", site=Site.LOSS, needs=("batches",), exact=True, leads_to=("param.*", "loss.flat"))
@@ -226,7 +226,7 @@ def loss_detached(evidence: Evidence) -> Iterator[Result]:
 
     Formula: it has no `grad_fn`.
     """
-    return _seen(evidence, "loss.detached", "error", "a loss without gradients", of="loss")
+    return passed_on(evidence, "loss.detached", "error", "a loss without gradients", of="loss")
 
 
 @check("grad.stale", site=Site.GRADIENTS, needs=("batches",), exact=True, leads_to=EVERYTHING)
@@ -235,7 +235,7 @@ def grad_stale(evidence: Evidence) -> Iterator[Result]:
 
     Formula: at no backward between two steps of an optimizer were its gradients zero or None, each time.
     """
-    return _seen(evidence, "grad.stale", "error", "gradients left over from the step before", of="steps")
+    return passed_on(evidence, "grad.stale", "error", "gradients left over from the step before", of="steps")
 
 
 @check("param.duplicated", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("update.*", "loss.*"))
@@ -244,7 +244,7 @@ def param_duplicated(evidence: Evidence) -> Iterator[Result]:
 
     Formula: number of times that a parameter is in the groups of all optimizers > 1.
     """
-    return _seen(evidence, "param.duplicated", "error", "parameters twice in the optimizer")
+    return passed_on(evidence, "param.duplicated", "error", "parameters twice in the optimizer")
 
 
 @check(
@@ -262,17 +262,7 @@ def update_swallowed(evidence: Evidence) -> Iterator[Result]:
 
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
     """
-    return _seen(evidence, "update.swallowed", "error", "updates lost to rounding", of="steps")
-
-
-@check("param.not_stepped", site=Site.OPTIMIZER, needs=("batches",), exact=True, leads_to=("loss.flat",))
-def never_stepped(evidence: Evidence) -> Iterator[Result]:
-    """No optimizer has made a step in twenty batches with a backward, and no weight has changed by a bit.
-
-    Formula: number of steps = 0 in twenty batches with a backward, and no element of any weight looked at has
-    changed.
-    """
-    return _seen(evidence, "param.not_stepped", "error", "steps that are never made", of="backward")
+    return passed_on(evidence, "update.swallowed", "error", "updates lost to rounding", of="steps")
 
 
 @check("replica.diverged", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("loss.*",))
@@ -281,19 +271,19 @@ def replica_diverged(evidence: Evidence) -> Iterator[Result]:
 
     Formula: sum and norm of all parameters, gathered from all ranks at the end of an epoch.
     """
-    return _seen(evidence, "replica.diverged", "error", "replicas that differ")
+    return passed_on(evidence, "replica.diverged", "error", "replicas that differ")
 
 
-@check("memory.growth", site=Site.RUN, needs=("batches",), exact=True)
+@check("memory.graphs_kept", site=Site.RUN, needs=("batches",), exact=True, leads_to=("memory.growth",))
 def graphs_kept(evidence: Evidence) -> Iterator[Result]:
     """The graphs of past batches stay in memory, one more each batch.
 
     Formula: the nodes of the last 58 losses are all alive, but those of the last two.
     """
-    return _seen(evidence, "memory.growth", "warning", "graphs that are kept", of="loss")
+    return passed_on(evidence, "memory.graphs_kept", "warning", "graphs that are kept", of="loss")
 
 
-def _seen(evidence: Evidence, code: str, severity: Severity, fine: str, of: str = "") -> Iterator[Result]:
+def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: str = "") -> Iterator[Result]:
     """One finding of all sightings with this code: of the first, with the number of the others.
 
     Args:

@@ -50,14 +50,14 @@ def judge(evidence: Evidence) -> Verdict:
     findings: list[Finding] = []
     fine: list[tuple[Check, str]] = []
     unable: dict[str, list[str]] = {}  # codes by reason
-    for check in CHECKS:
+    for check in CHECKS.values():
         for result in _run(check, evidence):
             if isinstance(result, Finding):
                 findings.append(result)
             elif isinstance(result, RuledOut):
                 fine.append((check, result.text))
             else:
-                unable.setdefault(result.reason, []).extend(check.codes)
+                unable.setdefault(result.reason, []).append(check.code)
     findings = list(_as_bad_as_they_lead_to(explained(findings, evidence)))
     if not evidence.n_batches:
         fine = []  # where nothing was seen nothing is ruled out
@@ -103,10 +103,11 @@ def _leads_to(cause: Finding, finding: Finding) -> bool:
     return any(fnmatchcase(finding.code, pattern) for pattern in check_of(cause.code).leads_to)
 
 
-def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float]:
-    layer = evidence.layers.get(finding.layer)
+def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float, bool, str]:
+    layer, check = evidence.layers.get(finding.layer), check_of(finding.code)
     step = -1 if finding.step is None else finding.step
-    return step, check_of(finding.code).site, math.inf if layer is None else layer.place
+    place = math.inf if layer is None else layer.place
+    return step, check.site, place, not check.exact, check.code  # not by the order in which checks run
 
 
 def _weight(finding: Finding) -> tuple[int, bool]:

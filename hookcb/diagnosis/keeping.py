@@ -47,7 +47,7 @@ class KeptGraphs:
         if self.found is not None:
             step, n = self.found
             yield Sighting(
-                "memory.growth",
+                "memory.graphs_kept",
                 step=step,
                 value=float(n),
                 text=f"the graphs of the last {n} batches are all still in memory, and one more each batch.",

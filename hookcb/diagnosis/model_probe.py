@@ -104,7 +104,7 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Sighting]:
                 open_ = 1 - open_
             if open_ < SHUT:
                 yield Sighting(
-                    "unit.saturated",
+                    "gate.shut",
                     name,
                     f"{name}.bias_ih_l{layer}" if name else f"bias_ih_l{layer}",
                     value=open_,
