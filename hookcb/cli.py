@@ -63,7 +63,7 @@ def _demo(args: argparse.Namespace) -> int:
         f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on"
     )
     verdict = learn.diagnose()
-    console.print(verdict.lines()[0] if verdict.status == "healthy" else verdict, soft_wrap=True)
+    console.print(verdict.headline if verdict else verdict, soft_wrap=True)
     return 0
 
 

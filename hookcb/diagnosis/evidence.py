@@ -176,6 +176,9 @@ class Evidence:
         sightings: what was seen as it happened.
         silent: layers with a hook that was never called, with the likely reason.
         notes: what could not be looked at, in words.
+        missing: why a source is not there, if that is known.
+        partial: why a source tells of a part of the model only, in which nothing can be ruled out.
+        unseen: by event why a loop that hookcb does not run has not shown it.
     """
 
     sources: set[str] = field(default_factory=set)
@@ -201,7 +204,29 @@ class Evidence:
     sightings: list[Sighting] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, str] = field(default_factory=dict)
+    unseen: dict[str, str] = field(default_factory=dict)
     _smooth: tuple[int, Series] | None = field(default=None, repr=False, compare=False)
+
+    def why_nothing_seen(self) -> str:
+        """Why this says nothing of a training, "" if it does."""
+        if not self.n_batches:
+            return self.unseen.get("before_batch", "no training batch was seen")
+        if "gradients" in self.sources:
+            return "" if any(p.stats for p in self.params.values()) else self._why_no_gradients()
+        has_output = any(layer.stats for layer in self.layers.values())
+        return "" if has_output or len(self.loss) else "no layer has put anything out in a training batch"
+
+    def _why_no_gradients(self) -> str:
+        if not self.params:
+            return "no parameter of the model requires a gradient"
+        for event in ("after_pred", "before_backward", "before_step"):
+            if event in self.unseen:
+                return self.unseen[event]
+        if not self.n_steps:
+            return f"no step was seen in {self.n_batches} batches, so that no gradient was looked at"
+        return "no parameter of the model had a gradient at a step"
 
     @property
     def first_loss(self) -> float:

@@ -28,6 +28,9 @@ def diagnose_loop(loop: Any) -> Verdict:
     evidence = Evidence()
     if records:
         evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
-    if not evidence.n_batches:
+    is_followed = not hasattr(loop, "get_loss")  # a loop that hookcb does not run
+    if is_followed and records:
+        evidence.unseen = dict(loop.coverage.missing)
+    elif not evidence.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
     return judge(evidence)

@@ -294,7 +294,7 @@ def test_findings_without_a_number_are_equal_too():
 
 def test_without_any_evidence_nothing_is_found_and_it_says_what_could_not_be_looked_at():
     verdict = judge(Evidence())
-    assert (verdict.status, verdict.primary, verdict.findings) == ("healthy", None, ())
+    assert (verdict.status, verdict.primary, verdict.findings) == ("unknown", None, ())
     assert verdict.coverage
     assert all(isinstance(line, str) for line in (*verdict.coverage, *verdict.ruled_out))
 
@@ -345,7 +345,7 @@ def check_verdict(verdict):
     alone = [f for f in verdict.findings if not f.consequence_of]
     severities = {f.severity for f in alone}
     worst = "sick" if "error" in severities else "suspect" if "warning" in severities else "healthy"
-    assert verdict.status == worst
+    assert verdict.status == ("unknown" if worst == "healthy" and verdict.reason else worst)
     if worst == "healthy":
         assert verdict.primary is None
     else:
