@@ -23,8 +23,12 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     if steps is None or len(steps) < FEW:
         yield Unable(f"fewer than {FEW} steps were looked at")
         return
-    params = [p for p in evidence.params.values() if not p.stats and p.layer in evidence.layers]
-    without = [p for p in params if p.n_without >= FEW]
+    ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= FEW]
+    without = [p for p in ungraded if p.layer in evidence.layers]
+    unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
+    if not without and unknown:
+        yield Unable(f"{unknown[0].name} had no gradient, and whether its layer is used was not seen")
+        return
     if not without:
         yield RuledOut("layers without gradient")
         return
@@ -47,13 +51,22 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("param.not_in_optimizer", site=Site.OPTIMIZER, needs=("gradients",), exact=True, leads_to=("loss.*",))
+@check(
+    "param.not_in_optimizer",
+    site=Site.OPTIMIZER,
+    needs=("gradients", "optimizers"),
+    exact=True,
+    leads_to=("loss.*",),
+)
 def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     """A parameter that gets gradients and that no optimizer has: it is never updated.
 
     Formula: `.grad` is not None at some step, and no group of an optimizer has the parameter.
     """
     params = [p for p in evidence.params.values() if p.stats and not p.is_optimized]
+    if not any(p.stats for p in evidence.params.values()):
+        yield Unable("no parameter had a gradient at a step")
+        return
     if not params:
         yield RuledOut("parameters outside the optimizer")
         return

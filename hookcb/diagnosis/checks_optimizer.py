@@ -286,7 +286,7 @@ def _usual_norm(evidence: Evidence) -> str:
 @check(
     "wd.dominates",
     site=Site.OPTIMIZER,
-    needs=("gradients",),
+    needs=("gradients", "optimizers"),
     leads_to=("loss.flat", "act.collapse", "unit.*", "grad.attenuated", "update.*"),
 )
 def dominating_decay(evidence: Evidence) -> Iterator[Result]:
@@ -304,7 +304,9 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
     until, lr = evidence.converged_at(), dict(rates(evidence))
     params = [p for p in weights(evidence) if p.is_optimized and p.weight_decay > 0]
     if not params:
-        yield RuledOut("weight decay (none)")
+        is_known = any(p.optimizer is not None for p in evidence.params.values())
+        unknown = Unable("the optimizer of these parameters is not known")
+        yield RuledOut("weight decay (none)") if is_known else unknown
         return
     shares = _usual_share([_decay_shares(p, lr, until) for p in params])
     if len(shares) < WINDOW:
@@ -483,6 +485,7 @@ def _no_rate(evidence: Evidence, span: Span) -> Finding:
     needs=("gradients",),
     exact=True,
     leads_to=("param.not_stepped", "update.too_small", "loss.flat"),
+    subject="scaler",
 )
 def collapsed_scale(evidence: Evidence) -> Iterator[Result]:
     """A GradScaler that skips many steps, or has come below 1: gradients overflow whatever the scale.

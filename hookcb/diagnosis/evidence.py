@@ -155,7 +155,8 @@ class Evidence:
 
     Attributes:
         sources: what recorded it: "activations", "gradients", "loss", "batches" (what `Diagnose` sees of
-            inputs, targets and modules), "steps" (of optimizers and their groups), "time", "memory".
+            inputs, targets and modules), "batch" (one of them at least), "model" (as it is built), "graph"
+            (of the loss), "optimizers" (that are known), "steps" (of these), "time", "memory".
         n_batches: number of training batches; `n_looked` how many of them were looked at closely.
         layers: by name, in the order of execution.
         params: by name, in the order of the model.
@@ -171,12 +172,13 @@ class Evidence:
             with that.
         memory: bytes in use after each step, as far as it is known.
         stepped: by record of a step the index of the optimizer that made it, where that is known.
-        observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps".
+        observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
         sightings: what was seen as it happened.
         silent: layers with a hook that was never called, with the likely reason.
         notes: what could not be looked at, in words.
         missing: why a source is not there, if that is known.
+        absent: by subject of checks why it is no part of this training.
         partial: why a source tells of a part of the model only, in which nothing can be ruled out.
         unseen: by event why a loop that hookcb does not run has not shown it.
     """
@@ -205,6 +207,7 @@ class Evidence:
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     _smooth: tuple[int, Series] | None = field(default=None, repr=False, compare=False)

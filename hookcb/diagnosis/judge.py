@@ -35,6 +35,10 @@ SOURCES = {  # what brings them
     "gradients": "GradientHealth",
     "loss": "a loss that is known: under watch, w.loss(loss)",
     "batches": "Diagnose",
+    "batch": "Diagnose, or a Learner with a batch to look at",
+    "model": "Diagnose, or a Learner with a batch to look at",
+    "graph": "Diagnose, or a Learner with a batch to look at",
+    "optimizers": "an optimizer",
     "steps": "Diagnose",
     "time": "Diagnose",
     "memory": "Diagnose",
@@ -73,6 +77,8 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
+    if check.subject in evidence.absent:
+        return [Absent(evidence.absent[check.subject])]
     if missing := [need for need in check.needs if need not in evidence.sources]:
         known = [evidence.missing[need] for need in missing if need in evidence.missing]
         why = " and ".join(dict.fromkeys(SOURCES[need] for need in missing))

@@ -68,6 +68,7 @@ class Check:
         exact: whether it has no threshold.
         needs: what must have been recorded, see `Evidence.sources`.
         function: what looks.
+        subject: what it is about, if not every training has that, see `Evidence.absent`.
         leads_to: codes of findings that may follow from one of these; a trailing `*` stands for any ending.
     """
 
@@ -77,6 +78,7 @@ class Check:
     needs: tuple[str, ...]
     function: CheckFunction
     leads_to: tuple[str, ...]
+    subject: str = ""
 
     @property
     def doc(self) -> str:
@@ -94,6 +96,7 @@ def check(
     needs: tuple[str, ...],
     exact: bool = False,
     leads_to: tuple[str, ...] = (),
+    subject: str = "",
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Registers a check; see `Check` for the arguments.
 
@@ -104,7 +107,7 @@ def check(
         raise ValueError(f"there is a check {code!r} already, {CHECKS[code].function.__name__}; give another code")
 
     def register(function: CheckFunction) -> CheckFunction:
-        CHECKS[code] = Check(code, site, exact, needs, function, leads_to)
+        CHECKS[code] = Check(code, site, exact, needs, function, leads_to, subject)
         return function
 
     return register
