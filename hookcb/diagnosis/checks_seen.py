@@ -41,7 +41,7 @@ def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
     return passed_on(evidence, "label.out_of_range", "error", "labels out of range", of="loss or of steps")
 
 
-@check("data.labels", site=Site.INPUT, needs=("batches", "loss"), exact=False, leads_to=("loss.flat",))
+@check("data.labels", site=Site.INPUT, needs=("loss",), exact=False, leads_to=("loss.flat",))
 def data_labels(evidence: Evidence) -> Iterator[Result]:
     """Nothing is learned although one batch by itself can be: the labels do not follow from the inputs.
 

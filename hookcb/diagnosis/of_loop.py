@@ -9,11 +9,14 @@ from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.preflight import add_preflight
 from hookcb.diagnosis.verdict import Verdict
 
 
 def diagnose_loop(loop: Any) -> Verdict:
     """What is wrong with the training of a loop; by its `Diagnose`, else by what other callbacks recorded.
+
+    Of a learner without `Diagnose`, outside of a fit, one batch is looked at too; see `add_preflight`.
 
     Raises:
         RuntimeError: where nothing is recorded.
@@ -33,4 +36,6 @@ def diagnose_loop(loop: Any) -> Verdict:
         evidence.unseen = dict(loop.coverage.missing)
     elif not evidence.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
+    else:
+        add_preflight(evidence, loop, cbs)
     return judge(evidence)

@@ -166,7 +166,7 @@ class Probes:
             except Exception as error:  # of the model's own; what gives the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
         if loss.grad_fn is None:
-            self.sightings.append(_detached(loop.train_iter))
+            self.sightings.append(detached_loss(loop.train_iter))
         self.sightings += look_at_head(self.graph, self.layers.last, loop.train_iter)
 
     def _look_for_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
@@ -356,7 +356,8 @@ def _place(error: Exception) -> str:
     return f"{last.name}, {last.filename.rpartition('/')[2]}:{last.lineno}"
 
 
-def _detached(step: int) -> Sighting:
+def detached_loss(step: int) -> Sighting:
+    """A loss without a graph, at a step."""
     return Sighting(
         "loss.detached",
         step=step,

@@ -173,7 +173,8 @@ class Verdict(Printed):
     def _looked_at(self) -> str:
         told = [text for text in self.coverage if not text.startswith(NOT_CHECKED)]
         gaps = len(self.coverage) - len(told)
-        more = f"; some checks could not run, for {gaps} reasons that are in .coverage" if gaps else ""
+        why = "a reason that is" if gaps == 1 else f"{gaps} reasons that are"
+        more = f"; some checks could not run, for {why} in .coverage" if gaps else ""
         return f"Looked at: {'; '.join(told)}{more}." if self.coverage else ""
 
     def __str__(self) -> str:
