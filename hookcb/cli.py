@@ -59,7 +59,7 @@ def _demo(args: argparse.Namespace) -> int:
     last = learn.recorder.rows[-1]
     show(f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on")
     verdict = learn.diagnose()
-    show(verdict.lines()[0] if verdict.status == "healthy" else verdict, soft_wrap=True)
+    show(verdict.headline if verdict else verdict, soft_wrap=True)
     return 0
 
 

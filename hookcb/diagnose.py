@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 from hookcb.callback import Callback
 from hookcb.diagnosis.callback import Diagnose
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.events import CancelStepException
 from hookcb.learner import Learner
@@ -90,7 +92,19 @@ def diagnose(
         except Exception:
             if watching.verdict is None or watching.verdict.primary is None:
                 raise
-        return watching.judge()
+        return judge(_of_so_little(watching.evidence(), opt is not None, steps))
+
+
+def _of_so_little(evidence: Evidence, has_opt: bool, steps: int) -> Evidence:
+    """Without what stands in for an optimizer, its steps and a loader, of which nothing can be told."""
+    missing = {"time": "the loader is not asked"}
+    if not has_opt:
+        missing["optimizers"] = "no optimizer was given"
+    if not steps:
+        missing["steps"] = "no step was made"
+    evidence.missing |= missing
+    evidence.sources -= missing.keys()
+    return evidence
 
 
 def _batches(batch: Any) -> list[Any]:
@@ -111,10 +125,10 @@ def assert_healthy(
     *,
     n_inp: int | None = None,
 ) -> None:
-    """The same for a test suite: passes where the model is healthy.
+    """The same for a test suite: passes if the model is healthy, as far as looked.
 
     Raises:
-        AssertionError: with the verdict, where it is not.
+        AssertionError: with the verdict, if it is not healthy, or if nothing was seen of it.
         ValueError, Exception: see `diagnose`.
 
     >>> import torch
@@ -123,5 +137,5 @@ def assert_healthy(
     >>> assert_healthy(torch.nn.Linear(8, 3), batch, torch.nn.functional.cross_entropy)
     """
     verdict = diagnose(model, batch, loss_func, opt, steps, n_inp=n_inp)
-    if verdict.status != "healthy":
+    if not verdict:
         raise AssertionError(str(verdict))

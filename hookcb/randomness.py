@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 MAX_DEPTH = 8  # levels of attributes that are looked into
 NO_PARTS = (Tensor, nn.Module, ModuleType, type, str, bytes)
+NOT_OF_DATA = (*NO_PARTS, _BaseDataLoaderIter)  # whose workers persist, and begin each pass anew
 MOST_ITEMS = 100  # of a list that is looked into; what is longer is data
 
 
@@ -83,6 +85,18 @@ def _parts(x: Any, seen: set[int], depth: int) -> Iterator[Any]:
         return
     for inner in _inside(x):
         yield from _parts(inner, seen, depth - 1)
+
+
+def parts_of(loader: Any) -> Iterator[Any]:
+    """A loader, and the objects that it consists of, each once: samplers, datasets, transforms, lists."""
+    seen: set[int] = set()
+    waiting = [(loader, MAX_DEPTH)]
+    while waiting:
+        x, depth = waiting.pop()
+        if id(x) not in seen and depth and x is not None and not isinstance(x, NOT_OF_DATA):
+            seen.add(id(x))
+            yield x
+            waiting += [(inner, depth - 1) for inner in _inside(x)]
 
 
 def _inside(x: Any) -> list[Any]:

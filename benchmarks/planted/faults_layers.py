@@ -143,7 +143,7 @@ def exploding_rnn(seed: int, cbs: Callbacks) -> Run:
 @fault(
     LAYER_FAULTS,
     "LSTM forget bias -10",
-    codes=["grad.attenuated", "unit.saturated"],
+    codes=["grad.attenuated", "gate.shut"],
     layers=["rnn"],
 )
 def forgetful_lstm(seed: int, cbs: Callbacks) -> Run:

@@ -112,7 +112,7 @@ def large_scale(seed: int, cbs: Callbacks) -> Run:
     return fit(model, F.cross_entropy, opt, digit_batches(seed, n_step=120), [*cbs, mixed], seed)
 
 
-@fault(NUMBER_FAULTS, "a list of losses that keeps graphs", codes=["memory.growth"])
+@fault(NUMBER_FAULTS, "a list of losses that keeps graphs", codes=["memory.growth", "memory.graphs_kept"])
 def kept_graphs(seed: int, cbs: Callbacks) -> Run:
     """The loss on held-out images is computed after each step, with its graph, for a curve to draw."""
     held_out = images(seed, n=256)

@@ -57,16 +57,16 @@ def measure(case: Case, seed: int) -> Measured:
 
 def numbers(evidence: Evidence) -> Iterator[Number]:
     """Of all statistical checks that can run, where the number and its limit are finite."""
-    for check in CHECKS:
+    for check in CHECKS.values():
         if check.exact or not evidence.sources.issuperset(check.needs):
             continue
         for result in check.function(evidence):
             if isinstance(result, Finding):
                 found = Number(result.code, result.value, result.limit, result.severity)
-            else:  # of those that have several codes the first, Unable has no number
+            else:  # Unable has no number
                 nothing = math.nan
                 value, limit = getattr(result, "value", nothing), getattr(result, "limit", nothing)
-                found = Number(check.codes[0], value, limit)
+                found = Number(check.code, value, limit)
             if math.isfinite(found.value) and math.isfinite(found.limit):
                 yield found
 
@@ -75,8 +75,7 @@ def margins(measured: Sequence[Measured]) -> list[Margin]:
     """One of each code and limit, in the order of the checks; controls that have not learned are left out."""
     counted = [of for of in measured if not of.error and (of.has_learned or not of.is_control)]
     groups: dict[tuple[str, float | None], list[tuple[Measured, Number]]] = {}
-    codes = [code for check in CHECKS if not check.exact for code in check.codes]
-    for code in dict.fromkeys(codes):
+    for code in (check.code for check in CHECKS.values() if not check.exact):
         for of in counted:
             for x in of.numbers:
                 if x.code == code and (code not in OWN_LIMITS or x.limit > 0):

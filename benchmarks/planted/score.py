@@ -8,7 +8,7 @@ from statistics import fmean
 
 from case import Case
 
-from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.registry import check_of
 from hookcb.diagnosis.verdict import Finding, Verdict
 
 ALARMS = ("error", "warning")
@@ -116,7 +116,7 @@ def _is_layer_right(case: Case, primary: Finding | None, own: Sequence[Finding])
 def _is_soon(finding: Finding, planted_at: int) -> bool:
     """An exact finding without a step is of what was there before the first one, as an optimizer's groups."""
     if finding.step is None:
-        return planted_at == 0 and any(check.exact for check in CHECKS if finding.code in check.codes)
+        return planted_at == 0 and check_of(finding.code).exact
     return 0 <= finding.step - planted_at <= SOON
 
 

@@ -86,7 +86,7 @@ class Diagnose(Watching):
 
     def judge(self) -> Verdict:
         """The verdict on what was recorded so far, or in the last fit."""
-        return self.verdict or judge(self.evidence())
+        return judge(self.evidence()) if self.verdict is None else self.verdict
 
     def react(self) -> None:
         """Says at once that the training is sick, once; or ends it."""

@@ -23,8 +23,12 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     if steps is None or len(steps) < FEW:
         yield Unable(f"fewer than {FEW} steps were looked at")
         return
-    params = [p for p in evidence.params.values() if not p.stats and p.layer in evidence.layers]
-    without = [p for p in params if p.n_without >= FEW]
+    ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= FEW]
+    without = [p for p in ungraded if p.layer in evidence.layers]
+    unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
+    if not without and unknown:
+        yield Unable(f"{unknown[0].name} had no gradient, and whether its layer is used was not seen")
+        return
     if not without:
         yield RuledOut("layers without gradient")
         return
@@ -47,7 +51,13 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("param.not_in_optimizer", site=Site.OPTIMIZER, needs=("gradients",), exact=True, leads_to=("loss.*",))
+@check(
+    "param.not_in_optimizer",
+    site=Site.OPTIMIZER,
+    needs=("gradients", "optimizers"),
+    exact=True,
+    leads_to=("loss.*",),
+)
 def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     """A parameter that gets gradients and that no optimizer has: it is never updated.
 
@@ -57,6 +67,9 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
         yield Unable("the loop moves its weights without an optimizer")
         return
     params = [p for p in evidence.params.values() if p.stats and not p.is_optimized]
+    if not any(p.stats for p in evidence.params.values()):
+        yield Unable("no parameter had a gradient at a step")
+        return
     if not params:
         yield RuledOut("parameters outside the optimizer")
         return
@@ -78,7 +91,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
 
 
 @check(
-    "init.symmetric",
+    "init.zero",
     site=Site.MODULES,
     needs=("gradients",),
     exact=True,
@@ -93,12 +106,16 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     A branch that begins with zeros on purpose gets gradients.
     """
     weights = [p for p in evidence.params.values() if p.is_weight and p.stats]
+    if not any(len(p.series("norm")) >= FEW for p in weights):
+        yield Unable(f"no weight got a gradient in {FEW} steps that were looked at")
+        return
     zero = [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]
     if not zero:
+        yield RuledOut("layers of zeros that stay so")
         return
     first, names = zero[0], [p.name for p in zero]
     yield Finding(
-        "init.symmetric",
+        "init.zero",
         "error",
         first.layer,
         first.name,
@@ -114,19 +131,30 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("param.not_stepped", site=Site.OPTIMIZER, needs=("gradients", "batches"), exact=True)
+@check(
+    "param.restored",
+    site=Site.OPTIMIZER,
+    needs=("gradients", "batches"),
+    exact=True,
+    leads_to=("loss.flat",),
+)
 def put_back(evidence: Evidence) -> Iterator[Result]:
     """A weight that steps move, and that is at the end where it was at the beginning, to the bit.
 
     Formula: update ratio above 1e-6 in the median of five steps looked at, twenty steps or more, and none of
     1,024 elements has changed.
     """
-    found = [p for p in evidence.params.values() if p.is_weight and not p.has_moved and _steps_move(p)]
-    if evidence.n_steps < MANY or not found:
+    moving = [p for p in evidence.params.values() if p.is_weight and _steps_move(p)]
+    if evidence.n_steps < MANY or not moving:
+        yield Unable(f"fewer than {MANY} steps, or none of those looked at has moved a weight")
+        return
+    found = [p for p in moving if not p.has_moved]
+    if not found:
+        yield RuledOut("weights that are put back after each step")
         return
     first, names = found[0], [p.name for p in found]
     yield Finding(
-        "param.not_stepped",
+        "param.restored",
         "error",
         first.layer,
         first.name,

@@ -20,7 +20,7 @@ ENDS = 5  # records at the beginning; at the end they are rare
 @check(
     "input.scale",
     site=Site.INPUT,
-    needs=("batches", "gradients"),
+    needs=("batch", "gradients"),
     leads_to=("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*"),
 )
 def input_scale(evidence: Evidence) -> Iterator[Result]:
@@ -72,7 +72,7 @@ def _harm(evidence: Evidence) -> str:
     return "units get no gradient" if any(p.dead > HALF for p in params) else ""
 
 
-@check("gan.balance", site=Site.RUN, needs=("gradients", "steps", "loss"))
+@check("gan.balance", site=Site.RUN, needs=("gradients", "steps", "loss"), subject="players")
 def balance(evidence: Evidence) -> Iterator[Result]:
     """A discriminator so good that its generator learns nothing any more.
 

@@ -43,6 +43,7 @@ def _head(evidence: Evidence) -> float:
     site=Site.MODULES,
     needs=("activations",),
     leads_to=("grad.attenuated", "loss.flat", "act.collapse", "update.too_small"),
+    subject="flat ends",
 )
 def saturated_units(evidence: Evidence) -> Iterator[Result]:
     """Units at the flat ends of tanh and sigmoid, where hardly any gradient passes.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from itertools import takewhile
 
+from hookcb.diagnosis.checks_seen import passed_on
 from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.trends import (
@@ -285,7 +286,7 @@ def _usual_norm(evidence: Evidence) -> str:
 @check(
     "wd.dominates",
     site=Site.OPTIMIZER,
-    needs=("gradients",),
+    needs=("gradients", "optimizers"),
     leads_to=("loss.flat", "act.collapse", "unit.*", "grad.attenuated", "update.*"),
 )
 def dominating_decay(evidence: Evidence) -> Iterator[Result]:
@@ -303,7 +304,9 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
     until, lr = evidence.converged_at(), dict(rates(evidence))
     params = [p for p in weights(evidence) if p.is_optimized and p.weight_decay > 0]
     if not params:
-        yield RuledOut("weight decay (none)")
+        is_known = any(p.optimizer is not None for p in evidence.params.values())
+        unknown = Unable("the optimizer of these parameters is not known")
+        yield RuledOut("weight decay (none)") if is_known else unknown
         return
     shares = _usual_share([_decay_shares(p, lr, until) for p in params])
     if len(shares) < WINDOW:
@@ -381,14 +384,17 @@ def _decayed(params: list[Param], shares: Series, span: Span) -> Finding:
 
 @check("param.not_stepped", site=Site.OPTIMIZER, needs=("gradients",), exact=True, leads_to=("loss.flat",))
 def unmoved_parameters(evidence: Evidence) -> Iterator[Result]:
-    """Parameters that stay as they are though they have gradients, or all of them as the learning rate is 0.
+    """Parameters that stay as they are: no step is made, the learning rate is 0, or steps do nothing.
 
-    Exact: not changed by a bit in the last five steps or more that should have changed it, by lr · ‖g‖ / ‖W‖
+    Exact: no step in twenty batches with a backward, and no element of any weight looked at has changed. Or not changed by a bit in the last five steps or more that should have changed it, by lr · ‖g‖ / ‖W‖
     above 1e-6 and eight times the resolution of its dtype; gradients with zero rows or so sparse that the
     sample of 1,024 elements may miss them are left out. Or a learning rate of exactly 0 over the last ten
     batches that are a tenth of the run, or over twenty, before convergence; the very end of a decay and the
     first step of a warm-up are none.
     """
+    if any(sighting.code == "param.not_stepped" for sighting in evidence.sightings):
+        yield from passed_on(evidence, "param.not_stepped", "error", "steps that are never made")
+        return
     lr = dict(rates(evidence))
     found = [(p, span) for p in evidence.params.values() if (span := _unmoved(p, lr))]
     if stop := _without_rate(evidence):
@@ -479,6 +485,7 @@ def _no_rate(evidence: Evidence, span: Span) -> Finding:
     needs=("gradients",),
     exact=True,
     leads_to=("param.not_stepped", "update.too_small", "loss.flat"),
+    subject="scaler",
 )
 def collapsed_scale(evidence: Evidence) -> Iterator[Result]:
     """A GradScaler that skips many steps, or has come below 1: gradients overflow whatever the scale.

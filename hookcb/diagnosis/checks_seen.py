@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from hookcb.diagnosis.checks_loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Sighting
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.verdict import Finding, Severity
@@ -11,25 +12,25 @@ from hookcb.modules import listed
 EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
 
 
-@check("input.nonfinite", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
+@check("input.nonfinite", site=Site.INPUT, needs=("batch",), exact=True, leads_to=EVERYTHING)
 def input_nonfinite(evidence: Evidence) -> Iterator[Result]:
     """NaN or infinity in the inputs of a batch.
 
     Formula: any element that is not finite, of the batches looked at and of one whose loss is not.
     """
-    return _seen(evidence, "input.nonfinite", "error", "NaN in the inputs", of="inputs")
+    return passed_on(evidence, "input.nonfinite", "error", "NaN in the inputs", of="inputs")
 
 
-@check("input.constant", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
+@check("input.constant", site=Site.INPUT, needs=("batch",), exact=True, leads_to=EVERYTHING)
 def input_constant(evidence: Evidence) -> Iterator[Result]:
     """All samples of a batch are the same, in each of at least three batches looked at.
 
     Formula: no element differs from that of the first sample; batches of one sample are left out.
     """
-    return _seen(evidence, "input.constant", "error", "constant inputs", of="inputs")
+    return passed_on(evidence, "input.constant", "error", "constant inputs", of="samples that differ")
 
 
-@check("label.out_of_range", site=Site.INPUT, needs=("batches",), exact=True, leads_to=EVERYTHING)
+@check("label.out_of_range", site=Site.INPUT, needs=("batch",), exact=True, leads_to=EVERYTHING)
 def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
     """A class index at or above the number of classes, or below 0, that the loss has refused.
 
@@ -37,10 +38,10 @@ def label_out_of_range(evidence: Evidence) -> Iterator[Result]:
 
     Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
     """
-    return _seen(evidence, "label.out_of_range", "error", "labels out of range", of="steps")
+    return passed_on(evidence, "label.out_of_range", "error", "labels out of range", of="loss or of steps")
 
 
-@check("data.labels", site=Site.INPUT, needs=("batches", "loss"), exact=False, leads_to=("loss.flat",))
+@check("data.labels", site=Site.INPUT, needs=("loss",), exact=False, leads_to=("loss.flat",))
 def data_labels(evidence: Evidence) -> Iterator[Result]:
     """Nothing is learned although one batch by itself can be: the labels do not follow from the inputs.
 
@@ -49,13 +50,23 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "overfit one batch".
     """
-    return _seen(evidence, "data.labels", "info", "labels that do not follow from the inputs")
+    fine = "labels that do not follow from the inputs"
+    if any(sighting.code == "data.labels" for sighting in evidence.sightings):
+        yield from passed_on(evidence, "data.labels", "info", fine)
+        return
+    for result in flat_loss(evidence):
+        if isinstance(result, RuledOut):
+            yield RuledOut(fine)  # a loss that falls follows from something
+        elif isinstance(result, Unable):
+            yield result
+        else:
+            yield Unable("no copy of the model was trained on one batch, or it did not learn that either")
 
 
 @check(
     "init.symmetric",
     site=Site.MODULES,
-    needs=("batches",),
+    needs=("model",),
     exact=True,
     leads_to=(*EVERYTHING, "param.not_stepped"),
 )
@@ -67,10 +78,17 @@ def init_symmetric(evidence: Evidence) -> Iterator[Result]:
 
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 8.4.
     """
-    return _seen(evidence, "init.symmetric", "error", "symmetric initialisation")
+    return passed_on(evidence, "init.symmetric", "error", "symmetric initialisation")
 
 
-@check("mode.mismatch", site=Site.MODULES, needs=("batches",), exact=True, leads_to=EVERYTHING)
+@check(
+    "mode.mismatch",
+    site=Site.MODULES,
+    needs=("batches", "model"),
+    exact=True,
+    leads_to=EVERYTHING,
+    subject="modes",
+)
 def mode_mismatch(evidence: Evidence) -> Iterator[Result]:
     """A batch norm that is trained and is in eval mode, or that normalises by a single sample.
 
@@ -80,15 +98,16 @@ def mode_mismatch(evidence: Evidence) -> Iterator[Result]:
 
     Source: torch.nn.BatchNorm2d.
     """
-    return _seen(evidence, "mode.mismatch", "error", "train and eval modes")
+    return passed_on(evidence, "mode.mismatch", "error", "train and eval modes", of="batches")
 
 
 @check(
     "dropout.extreme",
     site=Site.MODULES,
-    needs=("batches",),
+    needs=("model",),
     exact=False,
     leads_to=("loss.flat", "unit.dead", "loss.init", "act.scale"),
+    subject="dropout",
 )
 def dropout_extreme(evidence: Evidence) -> Iterator[Result]:
     """A dropout that drops nine in ten or more.
@@ -97,7 +116,7 @@ def dropout_extreme(evidence: Evidence) -> Iterator[Result]:
 
     Source: Srivastava et al., "Dropout", 2014, who drop 0.5 of the hidden units and 0.2 of the inputs.
     """
-    return _seen(evidence, "dropout.extreme", "warning", "extreme dropout")
+    return passed_on(evidence, "dropout.extreme", "warning", "extreme dropout")
 
 
 @check(
@@ -106,6 +125,7 @@ def dropout_extreme(evidence: Evidence) -> Iterator[Result]:
     needs=("batches",),
     exact=False,
     leads_to=("grad.*", "loss.*", "update.too_small"),
+    subject="attention",
 )
 def attn_collapse(evidence: Evidence) -> Iterator[Result]:
     """Attention that looks at one place only.
@@ -115,15 +135,18 @@ def attn_collapse(evidence: Evidence) -> Iterator[Result]:
 
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
     """
-    return _seen(evidence, "attn.collapse", "warning", "attention that looks at one place", of="attention")
+    return passed_on(
+        evidence, "attn.collapse", "warning", "attention that looks at one place", of="attention"
+    )
 
 
 @check(
-    "unit.saturated",
+    "gate.shut",
     site=Site.MODULES,
-    needs=("batches",),
+    needs=("batches", "model"),
     exact=False,
     leads_to=("grad.*", "loss.*", "act.collapse", "update.too_small"),
+    subject="gates",
 )
 def gates_shut(evidence: Evidence) -> Iterator[Result]:
     """A gate of an LSTM or GRU that its bias shuts.
@@ -133,7 +156,7 @@ def gates_shut(evidence: Evidence) -> Iterator[Result]:
 
     Source: Jozefowicz et al., An Empirical Exploration of Recurrent Network Architectures, 2015.
     """
-    return _seen(evidence, "unit.saturated", "error", "gates that are shut")
+    return passed_on(evidence, "gate.shut", "error", "gates that are shut")
 
 
 @check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
@@ -143,7 +166,8 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
     Formula: number of calls = 0 after the training.
     """
     if not evidence.silent:
-        yield RuledOut("layers that were never called")
+        fine = RuledOut("layers that were never called")
+        yield fine if evidence.layers else Unable("no layer was seen")
         return
     first, *others = evidence.silent
     more = f", nor were {listed(others, 3)}" if others else ""
@@ -159,13 +183,27 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("nonfinite.first", site=Site.MODULES, needs=("batches",), exact=True, leads_to=EVERYTHING)
+@check("nonfinite.first", site=Site.MODULES, needs=("batch",), exact=True, leads_to=EVERYTHING)
 def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
     """The first module that makes NaN or infinity of finite inputs, or of finite gradients.
 
     Formula: the batch is run again, see `hookcb.nan_search`.
     """
-    return _seen(evidence, "nonfinite.first", "error", "NaN and infinities", of="backward")
+    is_named = any(sighting.code == "nonfinite.first" for sighting in evidence.sightings)
+    step = None if is_named else _not_finite(evidence)
+    if step is None:
+        yield from passed_on(evidence, "nonfinite.first", "error", "NaN and infinities", of="backward")
+    else:
+        yield Unable(f"step {step} was not finite, and where that began was not looked for")
+
+
+def _not_finite(evidence: Evidence) -> int | None:
+    """The first step whose loss or, without a GradScaler, whose gradients are known not to be finite."""
+    steps = [step for step, x in evidence.loss if not math.isfinite(x)]
+    if "scaler" in evidence.absent:
+        bad = (step for p in evidence.params.values() for step, n in p.series("nonfinite") if n > 0)
+        steps.extend(bad)
+    return min(steps, default=None)
 
 
 @check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)
@@ -206,7 +244,7 @@ def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
 @check(
     "head.activation",
     site=Site.LOSS,
-    needs=("batches",),
+    needs=("batch", "graph"),
     exact=True,
     leads_to=("loss.*", "grad.*", "unit.*", "update.too_small", "act.collapse"),
 )
@@ -217,34 +255,52 @@ def head_activation(evidence: Evidence) -> Iterator[Result]:
 
     Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss take unnormalised scores, NLLLoss logarithms.
     """
-    return _seen(evidence, "head.activation", "error", "an activation before the loss", of="loss")
+    return passed_on(evidence, "head.activation", "error", "an activation before the loss")
 
 
-@check("loss.detached", site=Site.LOSS, needs=("batches",), exact=True, leads_to=("param.*", "loss.flat"))
+@check("loss.detached", site=Site.LOSS, needs=("batch",), exact=True, leads_to=("param.*", "loss.flat"))
 def loss_detached(evidence: Evidence) -> Iterator[Result]:
     """A loss that does not depend on any parameter.
 
     Formula: it has no `grad_fn`.
     """
-    return _seen(evidence, "loss.detached", "error", "a loss without gradients", of="loss")
+    return passed_on(evidence, "loss.detached", "error", "a loss without gradients", of="loss")
 
 
-@check("grad.stale", site=Site.GRADIENTS, needs=("batches",), exact=True, leads_to=EVERYTHING)
+@check("grad.stale", site=Site.GRADIENTS, needs=("batches", "steps"), exact=True, leads_to=EVERYTHING)
 def grad_stale(evidence: Evidence) -> Iterator[Result]:
     """Gradients of a step are still there when the next ones are added to them, step after step.
 
     Formula: at no backward between two steps of an optimizer were its gradients zero or None, each time.
     """
-    return _seen(evidence, "grad.stale", "error", "gradients left over from the step before", of="steps")
+    return passed_on(
+        evidence,
+        "grad.stale",
+        "error",
+        "gradients left over from the step before",
+        of="time before a backward",
+    )
 
 
-@check("param.duplicated", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("update.*", "loss.*"))
+@check(
+    "param.duplicated",
+    site=Site.OPTIMIZER,
+    needs=("batch", "optimizers"),
+    exact=True,
+    leads_to=("update.*", "loss.*"),
+)
 def param_duplicated(evidence: Evidence) -> Iterator[Result]:
     """A parameter that is in the optimizers' groups more than once: it gets several updates a step.
 
     Formula: number of times that a parameter is in the groups of all optimizers > 1.
     """
-    return _seen(evidence, "param.duplicated", "error", "parameters twice in the optimizer")
+    return passed_on(
+        evidence,
+        "param.duplicated",
+        "error",
+        "parameters twice in the optimizer",
+        of="groups of the optimizer",
+    )
 
 
 @check(
@@ -253,6 +309,7 @@ def param_duplicated(evidence: Evidence) -> Iterator[Result]:
     needs=("steps",),
     exact=True,
     leads_to=("param.not_stepped", "loss.flat", "update.too_small"),
+    subject="low precision",
 )
 def update_swallowed(evidence: Evidence) -> Iterator[Result]:
     """Weights in low precision whose updates are smaller than the distance to the next number.
@@ -262,38 +319,41 @@ def update_swallowed(evidence: Evidence) -> Iterator[Result]:
 
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
     """
-    return _seen(evidence, "update.swallowed", "error", "updates lost to rounding", of="steps")
+    return passed_on(
+        evidence, "update.swallowed", "error", "updates lost to rounding", of="weights around a step"
+    )
 
 
-@check("param.not_stepped", site=Site.OPTIMIZER, needs=("batches",), exact=True, leads_to=("loss.flat",))
-def never_stepped(evidence: Evidence) -> Iterator[Result]:
-    """No optimizer has made a step in twenty batches with a backward, and no weight has changed by a bit.
-
-    Formula: number of steps = 0 in twenty batches with a backward, and no element of any weight looked at has
-    changed.
-    """
-    return _seen(evidence, "param.not_stepped", "error", "steps that are never made", of="backward")
-
-
-@check("replica.diverged", site=Site.OPTIMIZER, needs=("steps",), exact=True, leads_to=("loss.*",))
+@check(
+    "replica.diverged",
+    site=Site.OPTIMIZER,
+    needs=("batches",),
+    exact=True,
+    leads_to=("loss.*",),
+    subject="replicas",
+)
 def replica_diverged(evidence: Evidence) -> Iterator[Result]:
     """Replicas of DistributedDataParallel whose parameters differ.
 
     Formula: sum and norm of all parameters, gathered from all ranks at the end of an epoch.
     """
-    return _seen(evidence, "replica.diverged", "error", "replicas that differ")
+    return passed_on(
+        evidence, "replica.diverged", "error", "replicas that differ", of="replicas at the end of an epoch"
+    )
 
 
-@check("memory.growth", site=Site.RUN, needs=("batches",), exact=True)
+@check("memory.graphs_kept", site=Site.RUN, needs=("batches",), exact=True, leads_to=("memory.growth",))
 def graphs_kept(evidence: Evidence) -> Iterator[Result]:
     """The graphs of past batches stay in memory, one more each batch.
 
     Formula: the nodes of the last 58 losses are all alive, but those of the last two.
     """
-    return _seen(evidence, "memory.growth", "warning", "graphs that are kept", of="loss")
+    return passed_on(
+        evidence, "memory.graphs_kept", "warning", "graphs that are kept", of="graphs of 60 losses"
+    )
 
 
-def _seen(evidence: Evidence, code: str, severity: Severity, fine: str, of: str = "") -> Iterator[Result]:
+def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: str = "") -> Iterator[Result]:
     """One finding of all sightings with this code: of the first, with the number of the others.
 
     Args:
@@ -305,8 +365,12 @@ def _seen(evidence: Evidence, code: str, severity: Severity, fine: str, of: str 
     """
     sightings = [sighting for sighting in evidence.sightings if sighting.code == code]
     if not sightings:
-        is_there = not of or of in evidence.observed
-        yield RuledOut(fine) if is_there else Unable(f"nothing was seen of the {of}")
+        is_there = not of or bool(evidence.observed & set(of.split(" or of ")))
+        yield (
+            RuledOut(fine)
+            if is_there
+            else Unable(evidence.missing.get(of, f"too little was seen of the {of}"))
+        )
         return
     for own in dict.fromkeys(sighting.severity for sighting in sightings):
         first, *others = [sighting for sighting in sightings if sighting.severity == own]

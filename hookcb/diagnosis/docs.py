@@ -98,15 +98,15 @@ def document(margins: Iterable[Margin] = ()) -> str:
     parts = [INTRODUCTION, _overview()]
     for site, title in SITES.items():
         parts.append(f"## {title}")
-        parts += [_section(check, of_code) for check in CHECKS if check.site == site]
+        parts += [_section(check, of_code) for check in CHECKS.values() if check.site == site]
     return "\n\n".join(parts) + "\n"
 
 
 def _overview() -> str:
     rows = ["| code | | what it looks for |", "|---|---|---|"]
-    for check in sorted(CHECKS, key=lambda check: check.site):
-        codes, what = _listed(check.codes), _first_sentence(check).replace("|", "\\|")
-        rows.append(f"| {codes} | {_kind(check)} | {what} |")
+    for check in sorted(CHECKS.values(), key=lambda check: check.site):
+        code, what = f"`{check.code}`", _first_sentence(check).replace("|", "\\|")
+        rows.append(f"| {code} | {_kind(check)} | {what} |")
     return "\n".join(rows)
 
 
@@ -115,7 +115,7 @@ def _first_sentence(check: Check) -> str:
 
 
 def _section(check: Check, margins: dict[str, list[Margin]]) -> str:
-    parts = [f"### {_listed(check.codes)}", f"{_kind(check).capitalize()}. Needs {_needs(check)}.", check.doc]
+    parts = [f"### `{check.code}`", f"{_kind(check).capitalize()}. Needs {_needs(check)}.", check.doc]
     if not check.exact:
         parts.append("\n".join(_margin_lines(check, margins)))
     if check.leads_to:
@@ -124,7 +124,7 @@ def _section(check: Check, margins: dict[str, list[Margin]]) -> str:
 
 
 def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[str]:
-    known = [margin for code in check.codes for margin in margins.get(code, ())]
+    known = margins.get(check.code, [])
     if not known:
         yield "Margin: not measured."
     for margin in known:

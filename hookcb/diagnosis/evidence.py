@@ -155,7 +155,8 @@ class Evidence:
 
     Attributes:
         sources: what recorded it: "activations", "gradients", "loss", "batches" (what `Diagnose` sees of
-            inputs, targets and modules), "steps" (of optimizers and their groups), "time", "memory".
+            inputs, targets and modules), "batch" (one of them at least), "model" (as it is built), "graph"
+            (of the loss), "optimizers" (that are known), "steps" (of these), "time", "memory".
         n_batches: number of training batches; `n_looked` how many of them were looked at closely.
         layers: by name, in the order of execution.
         params: by name, in the order of the model.
@@ -171,12 +172,16 @@ class Evidence:
             with that.
         memory: bytes in use after each step, as far as it is known.
         stepped: by record of a step the index of the optimizer that made it, where that is known.
-        observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps".
+        observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps" …
         is_by_hand: whether the loop moves its weights without an optimizer.
         n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
         sightings: what was seen as it happened.
         silent: layers with a hook that was never called, with the likely reason.
         notes: what could not be looked at, in words.
+        missing: why a source is not there, if that is known.
+        absent: by subject of checks why it is no part of this training.
+        partial: why a source tells of a part of the model only, in which nothing can be ruled out.
+        unseen: by event why a loop that hookcb does not run has not shown it.
     """
 
     sources: set[str] = field(default_factory=set)
@@ -203,7 +208,30 @@ class Evidence:
     sightings: list[Sighting] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, str] = field(default_factory=dict)
+    unseen: dict[str, str] = field(default_factory=dict)
     _smooth: tuple[int, Series] | None = field(default=None, repr=False, compare=False)
+
+    def why_nothing_seen(self) -> str:
+        """Why this says nothing of a training, "" if it does."""
+        if not self.n_batches:
+            return self.unseen.get("before_batch", "no training batch was seen")
+        if "gradients" in self.sources:
+            return "" if any(p.stats for p in self.params.values()) else self._why_no_gradients()
+        has_output = any(layer.stats for layer in self.layers.values())
+        return "" if has_output or len(self.loss) else "no layer has put anything out in a training batch"
+
+    def _why_no_gradients(self) -> str:
+        if not self.params:
+            return "no parameter of the model requires a gradient"
+        for event in ("after_pred", "before_backward", "before_step"):
+            if event in self.unseen:
+                return self.unseen[event]
+        if not self.n_steps:
+            return f"no step was seen in {self.n_batches} batches, so that no gradient was looked at"
+        return "no parameter of the model had a gradient at a step"
 
     @property
     def first_loss(self) -> float:

@@ -1,6 +1,6 @@
 """Frame: what a model and its optimizers are made of, by name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +9,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookcb.diagnosis.evidence import Param
+from hookcb.diagnosis.model_probe import SHARDED
 from hookcb.diagnosis.records import is_adaptive, largest_lr
+from hookcb.diagnosis.step_probe import LOW
 from hookcb.gradient_flow import find_params
 from hookcb.modules import has_uninitialized, named_modules
 from hookcb.store import kept
+
+Norm, Dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
+SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # of checks, with their kinds of layers
+    "modes": ((Norm, Dropout, torch.jit.ScriptModule), "batch norm or dropout"),
+    "dropout": ((Dropout, nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule), "dropout layer"),
+    "gates": ((nn.LSTM, nn.GRU, torch.jit.ScriptModule), "LSTM or GRU"),
+    "flat ends": ((nn.Tanh, nn.Sigmoid, torch.jit.ScriptModule), "Tanh or Sigmoid layer"),
+}
 
 
 @dataclass(slots=True)
@@ -22,19 +32,27 @@ class Frame:
     Attributes:
         about: by layer its type and sizes, `Linear 64→64`.
         params: those that require a gradient, by name, without statistics.
+        n_optimizers: number of optimizers that are known.
+        absent: what the model has no part of, by subject of checks, with the reason.
+        partial: by source of evidence why it tells of a part of the model only.
     """
 
     about: dict[str, str] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
+    n_optimizers: int = 0
+    absent: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> "Frame":
         """Of a model and the optimizers that are known of."""
         modules = named_modules(model)
-        frame = cls({name: about(m) for name, m in modules.items()})
+        known = list(optimizers)
+        frame = cls({name: about(m) for name, m in modules.items()}, n_optimizers=len(known))
+        frame.absent, frame.partial = dict(_absent(model, known)), dict(_partial(model))
         groups: dict[int, tuple[int, Optimizer, dict[str, Any]]] = {
             id(p): (i, opt, group)
-            for i, opt in enumerate(optimizers)
+            for i, opt in enumerate(known)
             for group in opt.param_groups
             for p in group["params"]
         }
@@ -55,6 +73,29 @@ class Frame:
                 )
             frame.params[name] = param
         return frame
+
+
+def _absent(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
+    """What checks are about that is no part of a training of this model, with the reason."""
+    modules = list(model.modules())
+    for subject, (kinds, name) in SUBJECTS.items():
+        if not any(isinstance(m, kinds) for m in modules):
+            yield subject, f"there is no {name}"
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        yield "replicas", "there are no replicas of the model"
+    if not any(p.dtype in LOW and p.ndim > 1 for p in model.parameters()):
+        yield "low precision", "there are no weights in low precision"
+    if len(optimizers) < 2:
+        yield "players", "there are no two optimizers"
+
+
+def _partial(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Sources of evidence that cannot see all of this model, with the reason."""
+    if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        for source in ("activations", "model"):
+            yield source, "a part of the model is TorchScript, which hides its layers"
+    elif any(type(p).__name__ in SHARDED for p in model.parameters()):
+        yield "model", "parameters are sharded over processes, and a part of them is here"
 
 
 def about(m: nn.Module) -> str:

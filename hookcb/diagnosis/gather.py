@@ -30,6 +30,10 @@ def gather(cbs: Iterable[Callback], frame: Frame, own: Evidence | None = None) -
             if isinstance(cb, kind):
                 found.setdefault(kind, cb)
     evidence.params = frame.params
+    evidence.absent |= frame.absent
+    evidence.partial |= frame.partial
+    if frame.n_optimizers:
+        evidence.sources.add("optimizers")
     if stats := found.get(ActivationStats):
         _add_activations(evidence, stats, frame)
     if health := found.get(GradientHealth):
@@ -106,6 +110,8 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
         _add_output_gradients(evidence, health.output_stats)
     if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else somebody else has left them out
         evidence.n_skipped = health.skipped
+    elif len(evidence.steps["scale"]):
+        evidence.absent["scaler"] = "there is no GradScaler"
     evidence.n_steps = max(evidence.n_steps, len(steps))
 
 

@@ -16,7 +16,7 @@ from hookcb.diagnosis import (
     checks_seen,
 )
 from hookcb.diagnosis.evidence import Evidence
-from hookcb.diagnosis.registry import CHECKS, Check, Result, RuledOut, Unable, check_of
+from hookcb.diagnosis.registry import CHECKS, Absent, Check, Result, RuledOut, Unable, check_of
 from hookcb.diagnosis.verdict import NOT_CHECKED, Finding, Status, Verdict
 
 # Where the checks are, which register themselves when these are imported.
@@ -35,6 +35,10 @@ SOURCES = {  # what brings them
     "gradients": "GradientHealth",
     "loss": "a loss that is known: under watch, w.loss(loss)",
     "batches": "Diagnose",
+    "batch": "Diagnose, or a Learner with a batch to look at",
+    "model": "Diagnose, or a Learner with a batch to look at",
+    "graph": "Diagnose, or a Learner with a batch to look at",
+    "optimizers": "an optimizer",
     "steps": "Diagnose",
     "time": "Diagnose",
     "memory": "Diagnose",
@@ -47,32 +51,45 @@ def judge(evidence: Evidence) -> Verdict:
 
     A check that cannot run says so in the verdict's `coverage`; none raises.
     """
-    findings: list[Finding] = []
-    fine: list[tuple[Check, str]] = []
+    results = [(check, result) for check in CHECKS.values() for result in _run(check, evidence)]
+    found = [result for _, result in results if isinstance(result, Finding)]
+    fine = [(check, result.text) for check, result in results if isinstance(result, RuledOut)]
     unable: dict[str, list[str]] = {}  # codes by reason
-    for check in CHECKS:
-        for result in _run(check, evidence):
-            if isinstance(result, Finding):
-                findings.append(result)
-            elif isinstance(result, RuledOut):
-                fine.append((check, result.text))
-            else:
-                unable.setdefault(result.reason, []).extend(check.codes)
-    findings = list(_as_bad_as_they_lead_to(explained(findings, evidence)))
-    if not evidence.n_batches:
-        fine = []  # where nothing was seen nothing is ruled out
+    for check, result in results:
+        if isinstance(result, Unable):
+            unable.setdefault(result.reason, []).append(check.code)
+    reason = evidence.why_nothing_seen()
+    if reason:
+        fine = []  # if nothing was seen nothing is ruled out
+    findings = list(_as_bad_as_they_lead_to(explained(found, evidence)))
     primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
-    ruled_out = _in_order(fine, primary)
-    return Verdict(_status(findings), primary, tuple(findings), ruled_out, _coverage(evidence, unable))
+    status = _status(findings, reason)
+    return Verdict(
+        status,
+        primary,
+        tuple(findings),
+        _in_order(fine, primary),
+        _coverage(evidence, unable),
+        reason if status == "unknown" else "",
+        n_checked=len({*(finding.code for finding in found), *(check.code for check, _ in fine)}),
+        n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
+    )
 
 
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
+    if check.subject in evidence.absent:
+        return [Absent(evidence.absent[check.subject])]
     if missing := [need for need in check.needs if need not in evidence.sources]:
-        return [Unable(f"needs {' and '.join(SOURCES[need] for need in missing)}")]
+        known = [evidence.missing[need] for need in missing if need in evidence.missing]
+        why = " and ".join(dict.fromkeys(SOURCES[need] for need in missing))
+        return [Unable(known[0] if known else f"needs {why}")]
     try:
-        return list(check.function(evidence))
+        results = list(check.function(evidence))
     except Exception as error:  # a verdict without it is better than none
         return [Unable(f"failed by itself, please report it: {error!r}")]
+    partial = [evidence.partial[need] for need in check.needs if need in evidence.partial]
+    # a fault can be seen in a part of a model; to rule it out takes all of it
+    return [Unable(partial[0]) if partial and isinstance(x, RuledOut) else x for x in results]
 
 
 def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
@@ -103,19 +120,22 @@ def _leads_to(cause: Finding, finding: Finding) -> bool:
     return any(fnmatchcase(finding.code, pattern) for pattern in check_of(cause.code).leads_to)
 
 
-def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float]:
-    layer = evidence.layers.get(finding.layer)
+def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float, bool, str]:
+    layer, check = evidence.layers.get(finding.layer), check_of(finding.code)
     step = -1 if finding.step is None else finding.step
-    return step, check_of(finding.code).site, math.inf if layer is None else layer.place
+    place = math.inf if layer is None else layer.place
+    return step, check.site, place, not check.exact, check.code  # not by the order in which checks run
 
 
 def _weight(finding: Finding) -> tuple[int, bool]:
     return RANK[finding.severity], not check_of(finding.code).exact
 
 
-def _status(findings: Sequence[Finding]) -> Status:
+def _status(findings: Sequence[Finding], why_unseen: str) -> Status:
     severities = {finding.severity for finding in findings if not finding.consequence_of}
-    return "sick" if "error" in severities else "suspect" if "warning" in severities else "healthy"
+    if severities <= {"info"}:
+        return "unknown" if why_unseen else "healthy"
+    return "sick" if "error" in severities else "suspect"
 
 
 def _in_order(fine: Sequence[tuple[Check, str]], primary: Finding | None) -> tuple[str, ...]:

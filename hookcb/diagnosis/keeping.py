@@ -42,12 +42,17 @@ class KeptGraphs:
         if len(past) >= FOLLOWED - 2 and len(alive) == len(past):
             self.found = self.found or (alive[0], len(alive))
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether there were enough batches to tell."""
+        return len(self._tokens) >= FOLLOWED
+
     def sightings(self) -> Iterator[Sighting]:
         """Where all of them were kept."""
         if self.found is not None:
             step, n = self.found
             yield Sighting(
-                "memory.growth",
+                "memory.graphs_kept",
                 step=step,
                 value=float(n),
                 text=f"the graphs of the last {n} batches are all still in memory, and one more each batch.",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 # Nodes that only scale, reshape, choose from or sum up what they are given; these two by a single number.
 SCALING = (
@@ -47,6 +48,12 @@ KINDS = {
     "BinaryCrossEntropy": "binary cross-entropy",
     "BinaryCrossEntropyWithLogits": "binary cross-entropy",
 }
+COMPILED = "CompiledFunction"  # which runs what torch.compile has made
+HIDING = {
+    COMPILED: "torch.compile",
+    "CheckpointFunction": "a checkpointed region with use_reentrant=True",
+    "DifferentiableGraph": "TorchScript",
+}
 HEADS = ("Softmax", "Sigmoid", "Relu")
 MEAN = 1  # of the reductions of torch
 WEIGHTS = ("_saved_weight", "_saved_pos_weight")
@@ -64,6 +71,7 @@ class LossGraph(NamedTuple):
         scale: what the mean over samples is multiplied by; NaN of a sum, and where that is not known.
         applies: "softmax" or "sigmoid", where the loss does that itself.
         head: what the loss is given by, "Softmax", "Sigmoid", "Relu", or "".
+        hidden_by: the operation that hides what is behind it, "" if nothing does.
     """
 
     kind: str = ""
@@ -71,6 +79,17 @@ class LossGraph(NamedTuple):
     scale: float = math.nan
     applies: str = ""
     head: str = ""
+    hidden_by: str = ""
+
+    @property
+    def why_hidden(self) -> str:
+        """Why it is not known what gives the loss, "" if it is."""
+        if self.hidden_by:
+            what = HIDING.get(
+                self.hidden_by, f"{self.hidden_by}, an autograd function that is not torch's own,"
+            )
+            return f"{what} hides what gives the loss"
+        return "" if self.kind else "the kind of the loss is not known"
 
 
 def read_loss(node: Any) -> LossGraph:
@@ -85,17 +104,18 @@ def read_loss(node: Any) -> LossGraph:
     nodes = (at for at in _around(node) if node_name(at[0]) in (*KINDS, "LogSoftmax"))
     found, is_pure, scale = next(nodes, (None, False, math.nan))
     if found is None:
-        return LossGraph()
+        opaque = (node_name(at) for at, *_ in _around(node) if _is_opaque(at))
+        return LossGraph(hidden_by=next(opaque, ""))
     name, given = node_name(found), _behind(found)
     is_weighted = any(_saved(found, name) is not None for name in WEIGHTS)
     is_mean = getattr(found, "_saved_reduction", MEAN) == MEAN
     scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan
     if name == "LogSoftmax":  # of soft targets, which have no node of their own
-        return LossGraph("cross-entropy", is_pure, scale, "softmax", _head(given))
+        return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(given))
     if KINDS[name] == "nll" and node_name(given) == "LogSoftmax":
-        return LossGraph("cross-entropy", is_pure, scale, "softmax", _head(_behind(given)))
+        return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(_behind(given)))
     applies = "sigmoid" if name == "BinaryCrossEntropyWithLogits" else ""
-    return LossGraph(KINDS[name], is_pure, scale, applies, _head(given))
+    return LossGraph(KINDS[name], is_pure, scale, applies, *_head(given))
 
 
 def node_name(node: Any) -> str:
@@ -153,6 +173,19 @@ def _behind(node: Any) -> Any:
             return node
 
 
-def _head(node: Any) -> str:
+def head_of(node: Any) -> tuple[str, str]:
+    """`head` and `hidden_by` of a `LossGraph` that is given what this node makes."""
+    return _head(_behind(node) if node is not None and node_name(node) in SHAPING else node)
+
+
+def _head(node: Any) -> tuple[str, str]:
     name = node_name(node)
-    return name if name in HEADS else ""
+    return name if name in HEADS else "", name if _is_opaque(node) else ""
+
+
+def _is_opaque(node: Any) -> bool:
+    """Whether it stands for several operations, which its graph does not show; torch's own have a number."""
+    if node is None:
+        return False
+    own = str(node.name())
+    return isinstance(node, BackwardCFunction) or own.endswith("Backward") or "CppNode" in own

@@ -17,6 +17,7 @@ ALIKE = 0.99  # share of pairs of rows
 FEWEST = 4  # units, and inputs of each
 EXTREME = 0.9  # dropout
 SHUT = 0.03  # a gate below that lets nothing through, as a saturated sigmoid
+SHARDED = ("DTensor", "FlatParameter")  # of which this process has a part
 GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update", "new")}
 
 
@@ -72,7 +73,8 @@ def is_of_torch(m: nn.Module) -> bool:
 def own_weight(m: nn.Module) -> nn.Parameter | None:
     """Its weight, where that is a parameter of its own: one that is made of others may change when read."""
     weight = m._parameters.get("weight")
-    return None if isinstance(weight, UninitializedParameter) else weight
+    is_whole = not isinstance(weight, UninitializedParameter) and type(weight).__name__ not in SHARDED
+    return weight if is_whole else None
 
 
 def share_alike(weight: Tensor) -> float:
@@ -104,7 +106,7 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Sighting]:
                 open_ = 1 - open_
             if open_ < SHUT:
                 yield Sighting(
-                    "unit.saturated",
+                    "gate.shut",
                     name,
                     f"{name}.bias_ih_l{layer}" if name else f"bias_ih_l{layer}",
                     value=open_,

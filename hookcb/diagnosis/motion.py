@@ -32,7 +32,7 @@ class Motion:
             f"{prefix}.{name}" if prefix else name
             for prefix, m in named_modules(model).items()
             if not is_of_torch(m) or isinstance(m, nn.RNNBase)
-            for name in m._parameters
+            for name, _ in m.named_parameters(recurse=False)
         }
         self._constant = [(name, p) for name, p in params if name in own and _is_constant(p)]
 

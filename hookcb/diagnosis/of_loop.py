@@ -9,11 +9,14 @@ from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.preflight import add_preflight
 from hookcb.diagnosis.verdict import Verdict
 
 
 def diagnose_loop(loop: Any) -> Verdict:
     """What is wrong with the training of a loop; by its `Diagnose`, else by what other callbacks recorded.
+
+    Of a learner without `Diagnose`, outside of a fit, one batch is looked at too; see `add_preflight`.
 
     Raises:
         RuntimeError: where nothing is recorded.
@@ -28,6 +31,11 @@ def diagnose_loop(loop: Any) -> Verdict:
     evidence = Evidence()
     if records:
         evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
-    if not evidence.n_batches:
+    is_followed = not hasattr(loop, "get_loss")  # a loop that hookcb does not run
+    if is_followed and records:
+        evidence.unseen = dict(loop.coverage.missing)
+    elif not evidence.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
+    else:
+        add_preflight(evidence, loop, cbs)
     return judge(evidence)

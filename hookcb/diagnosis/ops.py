@@ -36,7 +36,7 @@ class OpHooks:
         self._acts, self._found = acts, found
         self._names = {id(m): name for name, m in named_modules(model).items()}
         self._open: list[OpProbe] = []
-        self._has_looked = False  # in one whole call of the model
+        self.has_looked = False  # in one whole call of the model
         self.sees_attention = False
         self.is_left_out = any(map(is_compiled, model.modules()))
         self._hooks = (
@@ -49,7 +49,7 @@ class OpHooks:
         )
 
     def _enter(self, m: nn.Module, args: Any) -> None:
-        is_useless = self._has_looked and not self.sees_attention  # looking costs as much as what it looks at
+        is_useless = self.has_looked and not self.sees_attention  # looking costs as much as what it looks at
         if torch.compiler.is_compiling() or is_useless or not self._acts():
             return
         self._close()
@@ -64,7 +64,7 @@ class OpHooks:
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._has_looked = self._has_looked or bool(self._open and output is not None)
+            self.has_looked = self.has_looked or bool(self._open and output is not None)
             self._close()
 
     def _close(self) -> None:

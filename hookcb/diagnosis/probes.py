@@ -27,16 +27,17 @@ from hookcb.diagnosis.evidence import Evidence, Series, Sighting
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.keeping import KeptGraphs
 from hookcb.diagnosis.layer_probe import KEEP, LayerProbe
-from hookcb.diagnosis.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.loss_graph import COMPILED, LossGraph, read_loss
 from hookcb.diagnosis.model_probe import look_at_model, look_at_optimizers
 from hookcb.diagnosis.motion import Motion
 from hookcb.diagnosis.nan_probe import SeenBatch, look_for_origin
 from hookcb.diagnosis.norm_probe import NormProbe
-from hookcb.diagnosis.op_probe import look_at_attention
+from hookcb.diagnosis.op_probe import FEWEST, look_at_attention
 from hookcb.diagnosis.ops import OpHooks
 from hookcb.diagnosis.overfit import look_at_labels_by_heart
+from hookcb.diagnosis.plain_run import graph_of_original
 from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
-from hookcb.diagnosis.replicas import look_at_replicas
+from hookcb.diagnosis.replicas import is_replica, look_at_replicas
 from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradient_flow import find_params
@@ -91,7 +92,8 @@ class Probes:
         self._resident = ResidentMemory()
         self._is_followed = is_followed
         self._inputs = StatStore(COLUMNS, KEEP)
-        self._has_origin = self._has_labels = False
+        self._has_origin = self._has_labels = self._has_modeled = self._has_grouped = False
+        self._has_compared = False  # replicas
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
         self.guarded(self._look_at_model, loop)
@@ -111,6 +113,7 @@ class Probes:
 
     def _look_at_model(self, loop: Any) -> None:
         self.sightings += look_at_model(loop.model)
+        self._has_modeled = True
 
     def see_attention(self, layer: str, share: Tensor) -> None:
         """A layer's attention, in the batch in progress."""
@@ -163,8 +166,15 @@ class Probes:
     def _see_graph(self, loop: Any, node: Any) -> None:
         self.graph = read_loss(node)
         self.guess = guess_of(self.graph, loop.pred, loop.yb)
+        if self.graph.hidden_by == COMPILED:
+            batch = SeenBatch(loop) if self._is_followed else loop
+            try:
+                self.graph, guess = graph_of_original(batch, self.graph, self._autocasts)
+                self.guess = self.guess if math.isnan(guess) else guess
+            except Exception as error:  # of the model's own; what gives the loss stays hidden
+                self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
         if node is None:
-            self.sightings.append(_detached(loop.train_iter))
+            self.sightings.append(detached_loss(loop.train_iter))
         self.sightings += look_at_head(self.graph, self.layers.last, loop.train_iter)
 
     def _look_for_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
@@ -243,12 +253,13 @@ class Probes:
         """The training of an epoch is over; what comes until the next batch is no waiting for data."""
         self._ended = math.nan
         self.sightings += look_at_replicas(loop.model, loop.train_iter)
+        self._has_compared = self._has_compared or is_replica(loop.model)
 
     # ---- all of it
 
     def evidence(self, frame: Frame) -> Evidence:
         """What was recorded so far."""
-        evidence = Evidence(sources={"batches", "steps", "time"}, params=frame.params)
+        evidence = Evidence(sources={"batches", "batch", "steps", "time"}, params=frame.params)
         # a batch that has gone back may be the last, whose end nobody tells
         evidence.n_batches = self.n_batches + (self._under_way is not None)
         evidence.n_looked = self.n_looked + bool(self._under_way)
@@ -262,8 +273,7 @@ class Probes:
         evidence.waits, evidence.batches, evidence.memory = (
             curve.series() for curve in (self.wait, self.length, self.memory)
         )
-        if len(evidence.memory):
-            evidence.sources.add("memory")
+        self._add_sources(evidence)
         evidence.n_steps = self.n_steps
         evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in self.optimizers.values())
         if evidence.is_by_hand:
@@ -287,16 +297,35 @@ class Probes:
         evidence.stepped = [places[key] for key in self.stepped]
         evidence.observed = self._observed(evidence)
         evidence.notes += self.notes
-        if self._ops.is_left_out:
-            evidence.notes.append("attention was not looked at, as the model is compiled")
         evidence.sightings = [*self.sightings, *self._late_sightings(steps, rows)]
         return evidence
 
     def _observed(self, evidence: Evidence) -> set[str]:
         """What there was to look at."""
-        seen = {"inputs": self._inputs.infos, "labels": self._has_labels, "loss": len(evidence.loss)}
-        seen |= {"attention": self._attention, "backward": self._n_backward, "steps": self.n_steps}
+        seen: dict[str, object] = {"inputs": self._inputs.infos, "labels": self._has_labels}
+        seen |= {"loss": len(evidence.loss), "backward": self._n_backward, "steps": self.n_steps}
+        seen |= {"batches": self.n_batches, "groups of the optimizer": self._has_grouped}
+        seen["samples that differ"] = any(x > 0 for x in self._inputs.series("x")[:, -1].tolist())
+        seen["attention"] = any(len(shares) >= FEWEST for shares in self._attention.values())
+        seen["time before a backward"] = self.stale.has_looked and len(self.optimizers) == 1
+        seen["weights around a step"] = self.swallowed.has_looked
+        seen["graphs of 60 losses"] = self.kept.has_looked
+        seen["replicas at the end of an epoch"] = self._has_compared
         return {name for name, is_there in seen.items() if is_there}
+
+    def _add_sources(self, evidence: Evidence) -> None:
+        """What could be looked at, and why the rest could not."""
+        has = {"memory": len(evidence.memory), "model": self._has_modeled}
+        evidence.sources |= {source for source, is_there in has.items() if is_there}
+        evidence.missing["memory"] = "memory in use is not known on this system"
+        evidence.missing["model"] = "the look at the model failed"
+        if self.graph is not None:
+            evidence.missing["graph"] = self.graph.why_hidden
+            evidence.sources |= set() if self.graph.why_hidden else {"graph"}
+        if self._ops.is_left_out:
+            evidence.missing["attention"] = "the model is compiled, which hides its attention"
+        elif self._ops.has_looked and not self._ops.sees_attention:
+            evidence.absent["attention"] = "there is no attention among the operations of the model"
 
     def _late_sightings(self, steps: list[int], rows: list[list[float]]) -> Iterator[Sighting]:
         seen = {sighting.code for sighting in self.sightings}
@@ -322,6 +351,7 @@ class Probes:
     def look_at_end(self, loop: Any, error: BaseException | None) -> None:
         """The training is over; with what it has raised, None where it ended well."""
         self.sightings += look_at_optimizers(loop.model, self.optimizers.values())
+        self._has_grouped = bool(self.optimizers)
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
             self._norms.look_at_error(error, loop.train_iter)
@@ -340,7 +370,8 @@ def _place(error: Exception) -> str:
     return f"{last.name}, {last.filename.rpartition('/')[2]}:{last.lineno}"
 
 
-def _detached(step: int) -> Sighting:
+def detached_loss(step: int) -> Sighting:
+    """A loss without a graph, at a step."""
     return Sighting(
         "loss.detached",
         step=step,

@@ -47,7 +47,14 @@ class Unable:
     reason: str
 
 
-Result = Finding | RuledOut | Unable
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """What a check looks at is no part of this training, so that it does not count: "there is no GradScaler"."""
+
+    reason: str
+
+
+Result = Finding | RuledOut | Unable | Absent
 CheckFunction = Callable[[Evidence], Iterator[Result]]
 
 
@@ -56,20 +63,22 @@ class Check:
     """A registered check.
 
     Attributes:
-        codes: of the findings it may give.
+        code: of the findings it may give.
         site: where in the flow these are.
         exact: whether it has no threshold.
         needs: what must have been recorded, see `Evidence.sources`.
         function: what looks.
+        subject: what it is about, if not every training has that, see `Evidence.absent`.
         leads_to: codes of findings that may follow from one of these; a trailing `*` stands for any ending.
     """
 
-    codes: tuple[str, ...]
+    code: str
     site: Site
     exact: bool
     needs: tuple[str, ...]
     function: CheckFunction
     leads_to: tuple[str, ...]
+    subject: str = ""
 
     @property
     def doc(self) -> str:
@@ -77,20 +86,30 @@ class Check:
         return inspect.getdoc(self.function) or ""
 
 
-CHECKS: list[Check] = []
+CHECKS: dict[str, Check] = {}  # by code, in the order in which they are registered
 
 
 def check(
-    *codes: str,
+    code: str,
+    *,
     site: Site,
     needs: tuple[str, ...],
     exact: bool = False,
     leads_to: tuple[str, ...] = (),
+    subject: str = "",
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Registers a check; see `Check` for the arguments."""
+    """Registers a check; see `Check` for the arguments.
+
+    Raises:
+        ValueError: if there is a check of this code already.
+    """
+    if code in CHECKS:
+        raise ValueError(
+            f"there is a check {code!r} already, {CHECKS[code].function.__name__}; give another code"
+        )
 
     def register(function: CheckFunction) -> CheckFunction:
-        CHECKS.append(Check(codes, site, exact, needs, function, leads_to))
+        CHECKS[code] = Check(code, site, exact, needs, function, leads_to, subject)
         return function
 
     return register
@@ -100,11 +119,8 @@ def check_of(code: str) -> Check:
     """The check that gives findings of this code.
 
     Raises:
-        LookupError: where there is none.
+        LookupError: if there is none.
     """
-    for found in CHECKS:
-        if code in found.codes:
-            return found
-    raise LookupError(
-        f"there is no check {code!r}; there are {', '.join(c for f in CHECKS for c in f.codes)}"
-    )
+    if code not in CHECKS:
+        raise LookupError(f"there is no check {code!r}; there are {', '.join(CHECKS)}")
+    return CHECKS[code]

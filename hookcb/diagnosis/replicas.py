@@ -9,10 +9,15 @@ from hookcb.diagnosis.evidence import Sighting
 from hookcb.untouched import same_bits
 
 
+def is_replica(model: nn.Module) -> bool:
+    """Whether there are others like it on other ranks, which can be asked."""
+    is_one = isinstance(model, nn.parallel.DistributedDataParallel)
+    return is_one and distributed.is_available() and distributed.is_initialized()
+
+
 def look_at_replicas(model: nn.Module, step: int) -> Iterator[Sighting]:
     """At the end of an epoch, on all ranks: they tell one another sum and norm of their parameters."""
-    is_replica = isinstance(model, nn.parallel.DistributedDataParallel)
-    if not (is_replica and distributed.is_available() and distributed.is_initialized()):
+    if not is_replica(model):
         return
     own = _fingerprint(model)
     of_ranks = [torch.empty_like(own) for _ in range(distributed.get_world_size())]

@@ -38,6 +38,11 @@ class Swallowed:
             self.shares.setdefault(name, []).append((step, share.float()))
         self._before = []
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether a weight was looked at around enough steps."""
+        return any(len(shares) >= FEWEST for shares in self.shares.values())
+
     def sightings(self) -> Iterator[Sighting]:
         """Weights that lose most of their updates, each time."""
         for name, shares in self.shares.items():
@@ -69,6 +74,7 @@ class _Of(NamedTuple):
     dirty: Tensor | float | None  # largest gradient found at the cleanest backward since its last step
     n_steps: int
     n_stale: Tensor | float
+    n_seen: int = 0  # steps before which a backward was seen
 
 
 class StaleGradients:
@@ -84,21 +90,26 @@ class StaleGradients:
 
     def before_backward(self) -> None:
         """A backward begins."""
-        for opt, (dirty, n_steps, n_stale) in self._of.items():
+        for opt, (dirty, n_steps, n_stale, n_seen) in self._of.items():
             if n_steps and dirty != 0.0:
                 now = _smaller(_largest(opt, self._ids), dirty)
-                self._of[opt] = _Of(now, n_steps, n_stale)
+                self._of[opt] = _Of(now, n_steps, n_stale, n_seen)
 
     def after_step(self, opt: Optimizer) -> None:
         """It has made a step."""
-        dirty, n_steps, n_stale = self._of.get(opt, _Of(None, 0, 0.0))
+        dirty, n_steps, n_stale, n_seen = self._of.get(opt, _Of(None, 0, 0.0))
         if dirty is not None:
             n_stale = n_stale + (dirty > 0)
-        self._of[opt] = _Of(None, n_steps + 1, n_stale)
+        self._of[opt] = _Of(None, n_steps + 1, n_stale, n_seen + (dirty is not None))
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether enough backwards were seen between the steps of an optimizer."""
+        return any(of.n_seen >= FEWEST - 1 for of in self._of.values())
 
     def sightings(self) -> Iterator[Sighting]:
         """Where each step since the first found them."""
-        for _, n_steps, n_stale in list(self._of.values()):
+        for _, n_steps, n_stale, _ in list(self._of.values()):
             if n_steps >= FEWEST and float(n_stale) >= n_steps - 1:
                 yield Sighting(
                     "grad.stale",

@@ -15,13 +15,18 @@ from hookcb.console import printable, spelled
 from hookcb.printed import Printed
 
 Severity = Literal["error", "warning", "info"]
-Status = Literal["healthy", "suspect", "sick"]
+Status = Literal["healthy", "suspect", "sick", "unknown"]
 
 WIDTH = 100  # columns that the text is filled to
 MOST_LINES, NARROWEST, LONGEST_NAME = 15, 20, 60  # columns, but for the first
 NOT_CHECKED = "not checked: "  # begins what is left out of the text
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
-STATUS_STYLES = {"sick": "bold red", "suspect": "bold yellow", "healthy": "bold green"}
+STATUS_STYLES = {
+    "sick": "bold red",
+    "suspect": "bold yellow",
+    "healthy": "bold green",
+    "unknown": "bold magenta",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +109,15 @@ class Verdict(Printed):
     """What a diagnosis comes to.
 
     Attributes:
-        status: "healthy"; "suspect" where there is a warning; "sick" where there is an error.
-        primary: the finding taken for the cause, None where the training is healthy.
+        status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen that
+            a verdict could rest on, else "healthy", as far as looked. A verdict is true if it is healthy.
+        primary: the finding taken for the cause, None if there is neither an error nor a warning.
         findings: all of them, causes first.
         ruled_out: what was checked and is fine, with the number that says so.
         coverage: what was looked at, and what could not be.
+        reason: why nothing was seen, "" unless the status is "unknown".
+        n_checked, n_checks: number of checks that could look, and of those whose subject is part of this
+            training: without a GradScaler its scale is not counted.
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -123,6 +132,24 @@ class Verdict(Printed):
     findings: tuple[Finding, ...]
     ruled_out: tuple[str, ...]
     coverage: tuple[str, ...]
+    reason: str = ""
+    n_checked: int = 0
+    n_checks: int = 0
+
+    def __bool__(self) -> bool:
+        return self.status == "healthy"
+
+    @property
+    def headline(self) -> str:
+        """The status, the cause, and how much was looked at, in one line."""
+        looked = f"{self.n_checked} of {self.n_checks} checks"
+        if self.primary is not None:
+            return f"{self.status.upper()}  {_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
+        if self.status == "unknown":
+            return f"UNKNOWN  nothing was seen: {self.reason}"
+        if self.n_checked < self.n_checks:
+            return f"HEALTHY  as far as looked: {looked}"
+        return f"HEALTHY  nothing wrong was found{f': {looked}' if self.n_checks else ''}"
 
     @property
     def consequences(self) -> tuple[Finding, ...]:
@@ -135,9 +162,9 @@ class Verdict(Printed):
         if self.primary is None:
             notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
             fine = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
-            body = ["HEALTHY  nothing wrong was found", *notes]
+            body = [*_filled(self.headline, width, 3, indent=""), *notes]
             return [*body, *_filled(fine, width, min(5, MOST_LINES - len(body) - len(end))), *end]
-        lines = _filled(f"{self.status.upper()}  {_summary(self.primary)}", width, 1, indent="")
+        lines = _filled(self.headline, width, 1, indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
         if told := self.consequences:
             lines += _filled(f"Follows from it: {', '.join(dict.fromkeys(map(_short, told)))}.", width, 2)
@@ -152,7 +179,8 @@ class Verdict(Printed):
     def _looked_at(self) -> str:
         told = [text for text in self.coverage if not text.startswith(NOT_CHECKED)]
         gaps = len(self.coverage) - len(told)
-        more = f"; some checks could not run, for {gaps} reasons that are in .coverage" if gaps else ""
+        why = "a reason that is" if gaps == 1 else f"{gaps} reasons that are"
+        more = f"; some checks could not run, for {why} in .coverage" if gaps else ""
         return f"Looked at: {'; '.join(told)}{more}." if self.coverage else ""
 
     def __str__(self) -> str:

@@ -132,7 +132,10 @@ class Watching(SamplingCallback):
             raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
         with suppress(RuntimeError):  # a model that was watched, and is gone
             self._frame = Frame.of(self.model, self._probes.optimizers.values())
-        return gather([*self._brought, *self.learn.cbs], self._frame, self._probes.evidence(self._frame))
+        own = self._probes.evidence(self._frame)
+        if self._is_followed:
+            own.unseen = dict(self.learn.coverage.missing)
+        return gather([*self._brought, *self.learn.cbs], self._frame, own)
 
     def _probe(self, look: Callable[[Probes, Any, bool], object]) -> None:
         if self._probes and self.training:

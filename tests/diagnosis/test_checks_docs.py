@@ -15,8 +15,9 @@ from hookcb import Diagnose, synth_learner
 from hookcb.diagnosis import docs
 from hookcb.diagnosis.docs import Margin, document, main, read_margins
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.judge import SECTIONS, SOURCES
-from hookcb.diagnosis.registry import CHECKS, RuledOut, Unable, check_of
+from hookcb.diagnosis.judge import SECTIONS, SOURCES, _run, explained
+from hookcb.diagnosis.registry import CHECKS, Absent, RuledOut, Site, Unable, check_of
+from hookcb.diagnosis.registry import check as register
 from hookcb.diagnosis.trends import held, persistent
 from hookcb.diagnosis.verdict import Finding
 
@@ -24,7 +25,8 @@ DESIGNED = re.findall(
     r"\S+",
     """
     nonfinite.first nonfinite.contained param.unreachable param.not_in_optimizer param.duplicated
-    param.not_stepped update.swallowed grad.stale loss.detached init.symmetric mode.mismatch head.activation
+    param.not_stepped param.restored init.zero gate.shut memory.graphs_kept update.swallowed grad.stale
+    loss.detached init.symmetric mode.mismatch head.activation
     hook.silent replica.diverged amp.scale_collapse input.nonfinite input.constant label.out_of_range
 
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
@@ -33,8 +35,8 @@ DESIGNED = re.findall(
     """,
 )
 OF_THE_MACHINE = {"time.data_bound", "memory.growth"}
-CODES = {code for check in CHECKS for code in check.codes}
-STATISTICAL = [check for check in CHECKS if not check.exact]
+CODES = set(CHECKS)
+STATISTICAL = [check for check in CHECKS.values() if not check.exact]
 MARGIN = Margin(
     "unit.dead", 0.6, is_low=False, healthy=0.44, control="dilated convolutions", lowest=0.75, highest=1.0
 )
@@ -56,7 +58,7 @@ def test_the_page_is_current():
 
 def test_the_page_has_each_check_with_all_that_is_known_of_it():
     page = document([MARGIN])
-    for check in CHECKS:
+    for check in CHECKS.values():
         assert check.doc in page
     headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
     assert len(headings) == len(CHECKS)
@@ -68,7 +70,7 @@ def test_checks_come_in_the_order_of_the_flow():
     page = document()
     sections = [page.index(f"## {docs.SITES[site]}") for site in sorted(docs.SITES)]
     assert sections == sorted(sections)
-    assert set(docs.SITES) >= {check.site for check in CHECKS}
+    assert set(docs.SITES) >= {check.site for check in CHECKS.values()}
 
 
 def test_check_tells_a_page_that_is_missing_or_old_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -116,7 +118,7 @@ def test_each_measured_margin_is_of_a_statistical_check_and_apart():
     measured = read_margins()
     assert measured or not docs.MARGINS.exists()
     for margin in measured:
-        assert margin.code in {code for check in STATISTICAL for code in check.codes}
+        assert margin.code in {check.code for check in STATISTICAL}
         assert not margin.n_alarms, f"a false alarm was measured: {margin}"
 
 
@@ -179,7 +181,8 @@ def test_numbers_come_from_findings_and_from_what_is_ruled_out(monkeypatch):
         yield RuledOut("an infinite one", math.inf, 0.6)
         yield Unable("nothing was looked at")
 
-    registered = [replace(check_of("unit.dead"), function=check), *(c for c in CHECKS if c.exact)]
+    exact = {code: c for code, c in CHECKS.items() if c.exact}
+    registered = {"unit.dead": replace(check_of("unit.dead"), function=check), **exact}
     monkeypatch.setattr(margins, "CHECKS", registered)
     assert list(margins.numbers(Evidence())) == []  # without what it needs
     found = list(margins.numbers(Evidence(sources=frozenset({"gradients"}))))
@@ -226,7 +229,7 @@ def test_the_codes_of_the_design_are_registered_and_no_others():
     assert sorted(CODES) == sorted(DESIGNED)
 
 
-@pytest.mark.parametrize("check", named(CHECKS))
+@pytest.mark.parametrize("check", named(CHECKS.values()))
 def test_a_check_says_what_it_computes(check):
     assert re.search(r"^(Formula|Exact): \S", check.doc, re.MULTILINE), check.doc
 
@@ -237,7 +240,7 @@ def test_a_statistical_check_has_a_source_and_a_limit(check):
     assert re.search(r"\d", check.doc.partition("Source:")[0]), check.doc
 
 
-@pytest.mark.parametrize("check", named(CHECKS))
+@pytest.mark.parametrize("check", named(CHECKS.values()))
 def test_what_a_check_needs_and_leads_to_is_there(check):
     assert check.needs
     assert set(check.needs) <= set(SOURCES)
@@ -246,14 +249,33 @@ def test_what_a_check_needs_and_leads_to_is_there(check):
         assert any(code.startswith(begin) if is_open else code == pattern for code in CODES), pattern
 
 
-def test_a_check_is_registered_once_and_found_by_its_codes():
-    functions = [check.function for check in CHECKS]
+def test_a_check_is_registered_once_and_found_by_its_code():
+    functions = [check.function for check in CHECKS.values()]
     assert len(set(functions)) == len(functions)
     assert {function.__module__ for function in functions} == {section.__name__ for section in SECTIONS}
-    for code in CODES:
-        assert code in check_of(code).codes
+    assert [check_of(code).code for code in CHECKS] == list(CHECKS)
 
 
 def test_a_number_is_optional_where_something_is_ruled_out():
     assert RuledOut("weight decay (none)") == RuledOut("weight decay (none)")
     assert RuledOut("dead units (0 %)", 0.0, 0.6) != RuledOut("dead units (0 %)")
+
+
+def test_a_second_check_of_a_code_is_refused():
+    with pytest.raises(ValueError, match=r"there is a check 'unit\.dead' already, dead_units"):
+        register("unit.dead", site=Site.MODULES, needs=("gradients",))
+    assert check_of("unit.dead").function.__name__ == "dead_units"
+
+
+@pytest.mark.parametrize("code", ["param.not_stepped", "param.restored", "init.zero", "gate.shut"])
+def test_weights_that_cannot_learn_explain_a_flat_loss(code):
+    cause, flat = Finding(code, "error", step=0), Finding("loss.flat", "warning", step=0)
+    assert [f.consequence_of for f in explained([flat, cause], Evidence())] == ["", code]
+
+
+@pytest.mark.parametrize("check", named(CHECKS.values()))
+def test_a_check_without_any_evidence_says_that_it_could_not_look(check):
+    by_itself = {"model", "graph"}  # who has looked at these has seen all there is
+    found = _run(check, Evidence(sources=set(SOURCES) - by_itself))
+    assert found
+    assert all(isinstance(result, Unable | Absent) for result in found), found

@@ -192,7 +192,7 @@ def test_decay_that_makes_up_the_step_or_has_eaten_the_weights_is_told(param):
 @pytest.mark.parametrize(
     "param",
     [
-        weight(weight_decay=0.0),
+        weight(weight_decay=0.0, optimizer=0),
         weight(weight_decay=5e-4),
         weight(weight_decay=0.1, clipped_norm=[0.01] * 40, is_adaptive=True, update_ratio=[3e-3] * 40),
         weight(weight_decay=9.0, clipped_norm=[1.0] * 10 + [10.0] * 30),

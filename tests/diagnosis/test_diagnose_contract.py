@@ -28,7 +28,7 @@ from hookcb import (
 )
 
 NAN = float("nan")
-STATUSES = ("healthy", "suspect", "sick")
+STATUSES = ("healthy", "suspect", "sick", "unknown")
 # whether these trainings are healthy is not what is asked here
 anyhow = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
 

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
 REACHED = (torch, F, torch.Tensor, nn.Module, torch.optim.Optimizer, torch.optim.SGD, torch.autograd)
 ENDS = {"an error": SaysSo(1, 2), "Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(3)}
 ENDS["a cancel"] = CANCELS["fit"]()
-STATUSES = ("healthy", "suspect", "sick")
+STATUSES = ("healthy", "suspect", "sick", "unknown")
 SCALE = {"init_scale": 2.0**8, "growth_interval": 2}
 
 

@@ -56,7 +56,7 @@ def into_dict():
 @pytest.mark.parametrize("keep", [appended, Running, into_dict])
 def test_losses_that_are_kept_with_their_graph_are_told(keep):
     (found,) = loop(keep())
-    assert (found.code, found.value) == ("memory.growth", FOLLOWED - 2)
+    assert (found.code, found.value) == ("memory.graphs_kept", FOLLOWED - 2)
     assert f"last {FOLLOWED - 2} batches" in found.text
 
 
