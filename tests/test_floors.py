@@ -21,6 +21,7 @@ FLOORS = [
         "display",
         "dryrun",
         "events",
+        "fetches",
         "files",
         "freezing",
         "fused",

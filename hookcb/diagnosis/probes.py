@@ -39,6 +39,7 @@ from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.replicas import look_at_replicas
 from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
+from hookcb.fetches import FetchTimer
 from hookcb.gradient_flow import find_params
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore, kept
@@ -58,7 +59,7 @@ class Probes:
         is_followed: whether the loop is not ours, so that its loss function is not known.
 
     Attributes:
-        took: seconds that the last batch has taken.
+        fetches: times those of batches.
         is_alarmed: whether something was seen that should be told at once.
     """
 
@@ -66,7 +67,7 @@ class Probes:
         self.layers = LayerProbe(loop.model)
         self.sightings: list[Sighting] = []
         self.notes: list[str] = []
-        self.took, self.is_alarmed = 0.0, False
+        self.fetches, self.is_alarmed = FetchTimer(), False
         self._step = 0
         self.dead, self.swallowed = DeadUnits(loop.model), Swallowed(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
@@ -118,9 +119,9 @@ class Probes:
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Its inputs are known."""
-        now, self._step = time.perf_counter(), loop.train_iter
+        waited, self._step = self.fetches.take(), loop.train_iter
         if loop.train_iter and not math.isnan(self._ended):
-            self.wait.add(loop.train_iter, now - self._ended)
+            self.wait.add(loop.train_iter, waited)
         n_samples = batch_size((*loop.yb, loop.xb))
         self.n_examples += n_samples
         self._norms.begin_batch(loop.train_iter, n_samples)
@@ -219,8 +220,7 @@ class Probes:
         """The batch is over."""
         now = time.perf_counter()
         if not math.isnan(self._ended):
-            self.took = now - self._ended
-            self.length.add(loop.train_iter, self.took)
+            self.length.add(loop.train_iter, now - self._ended)
         self._ended = now
         self.n_batches += 1
         self.n_looked += looking

@@ -21,7 +21,7 @@ class Watching(SamplingCallback):
     """Brings `ActivationStats` and `GradientHealth`, has probes look beside them, and makes `evidence` of it.
 
     Args:
-        budget: share of the training's time that it may take, 0..1; the first 20 batches come on top.
+        budget: share of the batches that are looked at closely, 0..1; see `Schedule`.
         name: what the learner calls it.
     """
 
@@ -49,6 +49,7 @@ class Watching(SamplingCallback):
         self._brought = [BroughtHealth(self, health)]
         if any(m is not self.model for m in self.model.modules()) or has_params(self.model):
             self._brought.insert(0, BroughtStats(self, stats))
+        self.learn.follow_fetches(self._probes.fetches)
         self.learn.add_cbs(self._brought)
 
     def wants(self, i: int) -> bool:
@@ -105,7 +106,6 @@ class Watching(SamplingCallback):
         self._is_forward = False
         if self._probes and self.training:
             self._probe(Probes.end_batch)
-            self._schedule.took(self._probes.took, self.is_looking)
 
     def after_train(self) -> None:
         self._probe(Probes.end_epoch)
@@ -114,6 +114,7 @@ class Watching(SamplingCallback):
         """The fit is over: hooks come off, and what was recorded stays as plain values."""
         if self._probes is not None:
             self._probes.close()
+            self.learn.leave_fetches(self._probes.fetches)
             self._evidence, self._probes = evidence, None
         brought, self._brought = self._brought, []
         for cb in brought:
@@ -132,7 +133,9 @@ class Watching(SamplingCallback):
             raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
         with suppress(RuntimeError):  # a model that was watched, and is gone
             self._frame = Frame.of(self.model, self._probes.optimizers.values())
-        return gather([*self._brought, *self.learn.cbs], self._frame, self._probes.evidence(self._frame))
+        evidence = gather([*self._brought, *self.learn.cbs], self._frame, self._probes.evidence(self._frame))
+        evidence.looks = self._schedule.rule
+        return evidence
 
     def _probe(self, look: Callable[[Probes, Any, bool], object]) -> None:
         if self._probes and self.training:
