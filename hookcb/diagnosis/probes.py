@@ -22,7 +22,7 @@ from hookcb.diagnosis.batch_probe import (
     look_at_inputs,
     look_at_labels,
 )
-from hookcb.diagnosis.dead_units import DeadUnits
+from hookcb.diagnosis.dead_units import EXAMPLES, DeadUnits
 from hookcb.diagnosis.evidence import Evidence, Series, Sighting
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.keeping import KeptGraphs
@@ -44,7 +44,8 @@ from hookcb.gradient_flow import find_params
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore, kept
 
-OFTEN = 64  # steps at the beginning in which dead units are looked for each time, as it costs little
+OFTEN = 64  # steps at the beginning in which dead units are looked for each time, as it costs little;
+# with small batches up to 512, for that takes 512 examples
 SMALL = 65_536  # elements of an output up to which it is looked at in each batch
 
 
@@ -80,7 +81,9 @@ class Probes:
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess = math.nan
-        self.n_batches = self.n_looked = self.n_steps = self.n_examples = 0
+        self.n_batches = self.n_looked = self.n_steps = 0
+        self.n_examples = self._n_samples = 0  # whose gradients the next step gets; of the batch in progress
+        self._is_step_cancelled = False
         self.losses: dict[int, Curve] = {}  # by id of the optimizer
         self._last_loss: float | Tensor | None = None
         self.n_without: Counter[str] = Counter()
@@ -122,9 +125,9 @@ class Probes:
         waited, self._step = self.fetches.take(), loop.train_iter
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
-        n_samples = batch_size((*loop.yb, loop.xb))
-        self.n_examples += n_samples
-        self._norms.begin_batch(loop.train_iter, n_samples)
+        self._n_samples = batch_size((*loop.yb, loop.xb))
+        self.n_examples += self._n_samples
+        self._norms.begin_batch(loop.train_iter, self._n_samples)
         if looking:
             self.layers.begin(loop.train_iter)
             numbers = input_numbers(loop.xb)
@@ -192,9 +195,19 @@ class Probes:
                 return min(dense, key=Tensor.numel)
         return None
 
+    def leave_out(self, loop: Any, looking: bool) -> None:
+        """The batch in progress is cancelled, and gives no gradients."""
+        self.n_examples -= self._n_samples
+        self._n_samples = 0
+
+    def cancel_step(self, loop: Any, looking: bool) -> None:
+        """The step in progress is not made; its gradients may stay for the next one."""
+        self.swallowed.drop()
+        self._is_step_cancelled = True
+
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Gradients are whole."""
-        if looking or self.n_steps < OFTEN:
+        if looking or self.n_steps < OFTEN or (self.n_steps < EXAMPLES and self.dead.n_examples < EXAMPLES):
             self.dead.look(loop.train_iter, self.n_examples)
             without = (name for name, p, _ in self._params if p.requires_grad and p.grad is None)
             self.n_without.update(without)
@@ -205,7 +218,8 @@ class Probes:
         """The step is made."""
         self.n_steps += 1
         self.swallowed.after_step(loop.train_iter)
-        self.n_examples = 0
+        self.n_examples = self.n_examples if self._is_step_cancelled else 0
+        self._is_step_cancelled = False
         if loop.opt is not None:
             self.optimizers[id(loop.opt)] = loop.opt
             if looking:
@@ -292,7 +306,7 @@ class Probes:
         yield from self.swallowed.sightings()
         if len(self.optimizers) == 1:  # several clear the gradients of one another, at times not seen
             yield from self.stale.sightings()
-        yield from self._motion.sightings(self.n_batches, self.n_steps, self._n_backward)
+        yield from self._motion.sightings(self.n_steps, self._n_backward)
         yield from self.kept.sightings()
 
     def look_at_labels(self, learn: Any, findings: tuple[Finding, ...]) -> bool:

@@ -97,6 +97,16 @@ class Watching(SamplingCallback):
     def before_step(self) -> None:
         self._probe(Probes.begin_step)
 
+    def after_cancel_backward(self) -> None:
+        self._probe(Probes.leave_out)
+
+    def after_cancel_batch(self) -> None:
+        super().after_cancel_batch()
+        self._probe(Probes.leave_out)
+
+    def after_cancel_step(self) -> None:
+        self._probe(Probes.cancel_step)
+
     def after_step(self) -> None:
         self._is_new_step = True
         self._probe(Probes.end_step)
