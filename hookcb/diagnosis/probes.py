@@ -215,16 +215,17 @@ class Probes:
             self.swallowed.before_step()
 
     def end_step(self, loop: Any, looking: bool) -> None:
-        """The step is made."""
+        """The step is made, or was cancelled."""
         self.n_steps += 1
         self.swallowed.after_step(loop.train_iter)
-        self.n_examples = self.n_examples if self._is_step_cancelled else 0
-        self._is_step_cancelled = False
+        is_made, self._is_step_cancelled = not self._is_step_cancelled, False
+        if is_made:
+            self.n_examples = 0
         if loop.opt is not None:
             self.optimizers[id(loop.opt)] = loop.opt
             if looking:
                 self.stepped.append(id(loop.opt))
-            if self.n_steps <= OFTEN:
+            if is_made and self.n_steps <= OFTEN:
                 self.stale.after_step(loop.opt)
             if self._last_loss is not None:
                 self.losses.setdefault(id(loop.opt), Curve()).add(loop.train_iter, self._last_loss)
