@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hookcb.hooks import Hook
 
 NOT_CALLED = "it was not called"
+FROZEN = "it was not called; its parameters are frozen, so that no gradient tells whether they are used"
 USED = (
     "its parameters get gradients, so it was used without being called: by .forward, by its weights alone, "
     "or in code compiled before the hooks were on, which torch.compiler.reset() drops"
@@ -108,7 +109,8 @@ def why_not_called(modules: Mapping[str, nn.Module], name: str) -> str:
         return "TorchScript runs it without hooks"
     if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
         return "MultiheadAttention uses its weights without calling it"
-    return NOT_CALLED
+    params = [] if name not in modules else list(modules[name].parameters())
+    return FROZEN if params and not any(p.requires_grad for p in params) else NOT_CALLED
 
 
 def _count(n: int, what: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fastcore.foundation import L
@@ -17,6 +17,7 @@ from hookcb.callbacks.preds import GatherPreds
 from hookcb.callbacks.progress import Progress
 from hookcb.callbacks.recorder import Recorder
 from hookcb.events import CancelException, CancelFitException, CancelValidException
+from hookcb.fetches import FetchListener, ToldFetches
 from hookcb.files import check_saved, read_saved, save_whole
 from hookcb.loop import Callbacks, Loop, strays_named
 from hookcb.lr_curve import LRFind
@@ -34,6 +35,8 @@ from hookcb.prepare import (
 )
 from hookcb.resume import Resume, validated_weights
 from hookcb.summary import Summary, module_summary
+
+T = TypeVar("T")
 
 
 class Learner(Loop):
@@ -69,6 +72,8 @@ class Learner(Loop):
     True
     """
 
+    between = "data"  # it fetches its batches itself, and does nothing else there
+
     def __init__(
         self,
         dls: Any,
@@ -90,6 +95,7 @@ class Learner(Loop):
         self.loss_func, self.opt_func, self.lr, self.n_inp = loss_func, opt_func, check_lr(lr), n_inp
         self.opt = opt_func if isinstance(opt_func, Optimizer) else None
         self._opt_params: list[nn.Parameter] | None = None  # for which opt_func made the optimizer
+        self._fetch_listeners: list[FetchListener] = []
         self._resume: Resume | None = None  # until the fit has come to where it goes on
         self.device = None if device is None else torch.device(device)
         self.add_cbs(cbs)
@@ -206,11 +212,24 @@ class Learner(Loop):
     def _fetched(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         """Batches with their numbers; where a signal has ended the workers of a loader too, no more come."""
         try:
-            yield from batches
+            yield from self._told(batches)
         except Exception as error:
             if not self.stop_asked:
                 raise
             raise (CancelFitException if self.training else CancelValidException) from error
+
+    def _told(self, batches: Iterable[T]) -> Iterable[T]:
+        """The batches of a training or validation, as who listens is told of fetches."""
+        listeners = tuple(self._fetch_listeners) if self.training else ()
+        return ToldFetches(batches, listeners) if listeners else batches
+
+    def follow_fetches(self, listener: FetchListener) -> None:
+        """Tells `listener` of each fetch of a training batch, from the next epoch on."""
+        self._fetch_listeners.append(listener)
+
+    def leave_fetches(self, listener: FetchListener) -> None:
+        """Ends what `follow_fetches` began; a second time does nothing."""
+        self._fetch_listeners = [x for x in self._fetch_listeners if x is not listener]
 
     def _batch(self) -> None:
         self.pred = self.predict()

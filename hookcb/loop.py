@@ -15,6 +15,7 @@ from hookcb.console import show
 from hookcb.diagnosis.of_loop import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
+from hookcb.fetches import FetchListener, follow_loaders, leave_loaders
 from hookcb.report.terminal import loop_tree
 from hookcb.threads import is_here
 
@@ -64,6 +65,18 @@ class Loop:
         self._entered: list[Callback] | None = None  # while a fit runs: whose before_fit was called
         self.build_dispatch()
         self.add_cbs(cbs)
+
+    # ---- what it waits for
+
+    between = "other"  # what a step is busy with from `after_batch` to `before_batch`, as far as is known
+
+    def follow_fetches(self, listener: FetchListener) -> None:
+        """Tells `listener` of each fetch of a batch in this thread, until `leave_fetches`."""
+        follow_loaders(listener)
+
+    def leave_fetches(self, listener: FetchListener) -> None:
+        """Ends what `follow_fetches` began; a second time does nothing."""
+        leave_loaders(listener)
 
     # ---- state that follows from other state
 

@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 
 # what begins when all callbacks have had their turn at an event; zero_grad comes after the last one
 NEXT = {
-    "before_train": "data",
-    "before_validate": "data",
     "before_batch": "forward",
     "after_pred": "loss",
     "before_backward": "backward",
     "before_step": "optimizer",
     "after_step": "optimizer",
-    "after_batch": "data",
 }
+BETWEEN = "before_train", "before_validate", "after_batch"  # events after which the loop says what begins
 FIRST, LAST = -1000, 1000  # orders before and behind all other callbacks
 
 
@@ -74,7 +72,7 @@ def follow_phases(
     Args:
         learn: the loop.
         owner: name of the callback that asks.
-        begin: called with one of `PHASES`.
+        begin: called with one of `PHASES`, or "other".
         train: in training.
         valid: in validation, also one in the middle of a batch.
         last: order of what comes behind all others, of those that shall count as callbacks.
@@ -82,7 +80,8 @@ def follow_phases(
     aside = [part for part, follows in (("_train", train), ("_validate", valid)) if not follows]
     events = [event.value for event in Event if not event.endswith(("_fit", *aside))]
     callbacks = dict.fromkeys(events, "callbacks")
-    after = {event: NEXT[event] for event in events if event in NEXT}
+    following = NEXT | dict.fromkeys(BETWEEN, learn.between)
+    after = {event: following[event] for event in events if event in following}
     edges = [Edge(begin, callbacks, FIRST, f"_{owner}_first"), Edge(begin, after, last, f"_{owner}_last")]
     for edge in edges:
         edge.run_train, edge.run_valid = train, valid

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from hookcb.events import PHASES
 from hookcb.step_store import StepStore
-from hookcb.step_times import FIRST_BATCH
+from hookcb.step_times import FIRST_BATCH, STEP_PHASES
 
 Marks = list[tuple[str, Any]]  # what begins, and its event
-ZEROS = dict.fromkeys(PHASES, 0.0)
+ZEROS = dict.fromkeys(STEP_PHASES, 0.0)
 
 
 class StepClock:
@@ -26,6 +25,7 @@ class StepClock:
 
     Args:
         store: where to.
+        between: the phase from the end of a step on: "data" if nothing but a fetch lies there.
 
     >>> from hookcb.step_clock import StepClock
     >>> from hookcb.step_store import StepStore
@@ -39,28 +39,28 @@ class StepClock:
     32
     """
 
-    def __init__(self, store: StepStore) -> None:
-        self._store = store
+    def __init__(self, store: StepStore, between: str = "data") -> None:
+        self._store, self._between = store, between
         self._sums = ZEROS.copy()
         self._began = nan  # the step: at no time, as this may begin in the middle of one
-        self._phase, self._since = "data", 0.0
+        self.phase, self._since = between, 0.0
         self._notes: list[str] = []
 
     def begin(self, phase: str) -> None:
         """Another phase begins; it does so ten times a step, so that each look-up counts."""
         now = perf_counter()
-        self._sums[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+        self._sums[self.phase] += now - self._since
+        self.phase, self._since = phase, now
 
     def start(self) -> None:
         """A training or validation begins: its first batch waits for the loader to start."""
         self._sums, self._notes = ZEROS.copy(), [FIRST_BATCH]
-        self._phase, self._since = "data", perf_counter()
+        self.phase, self._since = self._between, perf_counter()
         self._began = self._since
 
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
         """The step ends."""
-        self.begin("data")
+        self.begin(self._between)
         total, self._began = self._since - self._began, self._since
         seconds, self._sums = tuple(self._sums.values()), ZEROS.copy()
         if total == total:  # else its beginning was missed
@@ -80,7 +80,7 @@ class CudaStepClock(StepClock):
     """Has a CUDA device tell as well when it comes to each phase, by events that nothing waits for.
 
     Args:
-        store: where to.
+        store, between: see `StepClock`.
         device: of the model.
         event, stream: make an event, and give the stream to follow; by default CUDA's.
     """
@@ -91,8 +91,10 @@ class CudaStepClock(StepClock):
         device: torch.device,
         event: Callable[[], Any] | None = None,
         stream: Callable[[torch.device], Any] = torch.cuda.current_stream,
+        *,
+        between: str = "data",
     ) -> None:
-        super().__init__(store)
+        super().__init__(store, between)
         self._device, self._current = device, stream
         self._new = event or partial(torch.cuda.Event, enable_timing=True)
         self._stream = stream(device)
@@ -116,7 +118,7 @@ class CudaStepClock(StepClock):
         """The step ends."""
         number = self._store.n
         super().end(epoch, step, n_samples)
-        marks, self._marks = self._marks, []  # the next step begins with the next "data"
+        marks, self._marks = self._marks, []  # the next step begins with the next phase
         if self._store.n > number:
             self._waiting.append((number, marks))
         self.read()
@@ -133,6 +135,29 @@ class CudaStepClock(StepClock):
         event = self._free.pop() if self._free else self._new()
         event.record(self._stream)
         self._marks.append((phase, event))
+
+
+class FetchPhase:
+    """Has a clock count each fetch as "data", in whatever phase it comes.
+
+    Args:
+        clock: gives the one that runs, None if none does.
+    """
+
+    def __init__(self, clock: Callable[[], StepClock | None]) -> None:
+        self._clock, self._before = clock, ""
+
+    def begin(self) -> None:
+        """A fetch begins."""
+        if (clock := self._clock()) is not None:
+            self._before = clock.phase
+            clock.begin("data")
+
+    def end(self) -> None:
+        """It has ended."""
+        if (clock := self._clock()) is not None and self._before:
+            clock.begin(self._before)
+            self._before = ""
 
 
 def device_seconds(marks: Marks) -> tuple[float, ...]:

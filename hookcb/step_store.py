@@ -24,7 +24,7 @@ class StepStore:
     >>> from hookcb.step_store import StepStore
     >>> store = StepStore(keep=4)
     >>> for step in range(10):
-    ...     store.add((0.3, (0.0, 0.1, 0.0, 0.2, 0.0, 0.0), 0, step, 32))
+    ...     store.add((0.3, (0.0, 0.1, 0.0, 0.2, 0.0, 0.0, 0.0), 0, step, 32))
     >>> [time.step for time in store.times()]
     [0, 4, 8, 9]
     """

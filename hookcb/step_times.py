@@ -15,7 +15,8 @@ from hookcb.tables import Column, fitted
 from hookcb.units import duration
 
 FIRST_BATCH = "first batch of an epoch"
-DEVICE_PHASES = tuple(f"device_{phase}" for phase in PHASES)
+STEP_PHASES = (*PHASES, "other")
+DEVICE_PHASES = tuple(f"device_{phase}" for phase in STEP_PHASES)
 DEVICE_TOTAL = "device_total"
 # share of the time that steps wait for data, from which reports say so; above it TensorBoard's plugin for
 # profiles recommends more workers (torch_tb_profiler 0.4.3, profiler/data.py)
@@ -39,11 +40,14 @@ class StepTime:
         backward: the backward pass.
         optimizer: the step of the optimizer, and `zero_grad`.
         callbacks: what callbacks do at all events.
+        other: what a loop that is not a Learner's does between its batches; 0 in a Learner. In such a loop
+            `data` is the time in fetches of a DataLoader, and 0 if batches come from elsewhere.
         total: all of these.
         n_samples: in the batch, None where there is no tensor to tell.
         notes: what happened: "first batch of an epoch", "cancelled", "validation", "compilation" …
-        device_data, device_forward, device_loss, device_backward, device_optimizer, device_callbacks: seconds
-            of the same phases by the device's clock; None without CUDA, or where it has not come to that yet.
+        device_data, device_forward, device_loss, device_backward, device_optimizer, device_callbacks,
+            device_other: seconds of the same phases by the device's clock; None without CUDA, or until it has
+            come to that.
         device_total: all of these.
     """
 
@@ -55,6 +59,7 @@ class StepTime:
     backward: float
     optimizer: float
     callbacks: float
+    other: float
     total: float
     n_samples: int | None = None
     notes: tuple[str, ...] = ()
@@ -64,6 +69,7 @@ class StepTime:
     device_backward: float | None = None
     device_optimizer: float | None = None
     device_callbacks: float | None = None
+    device_other: float | None = None
     device_total: float | None = None
 
 
@@ -115,7 +121,7 @@ class Outlier:
         )
 
 
-# a step as it is kept: its total and the seconds of each of PHASES, then epoch, step and n_samples
+# a step as it is kept: its total and the seconds of each of STEP_PHASES, then epoch, step and n_samples
 Row = tuple[float, tuple[float, ...], int, int, int | None]
 
 
@@ -128,7 +134,7 @@ def step_time(row: Row, notes: Sequence[str] = (), on_device: Sequence[float] = 
         on_device: seconds of each phase by the device's clock, if they are there.
     """
     total, seconds, epoch, step, n_samples = row
-    named: dict[str, Any] = dict(zip(PHASES, seconds, strict=True))
+    named: dict[str, Any] = dict(zip(STEP_PHASES, seconds, strict=True))
     if on_device:
         named |= zip((*DEVICE_PHASES, DEVICE_TOTAL), (*on_device, sum(on_device)), strict=True)
     return StepTime(epoch, step, **named, total=total, n_samples=n_samples, notes=tuple(notes))
@@ -141,7 +147,7 @@ def percentiles(steps: Sequence[StepTime], slowest: Sequence[StepTime] = ()) -> 
         steps: one or more.
         slowest: others, that count for the longest only.
     """
-    found = _percentiles(steps, slowest, (*PHASES, "total"))
+    found = _percentiles(steps, slowest, (*STEP_PHASES, "total"))
     timed, slow = ([x for x in of if x.device_total is not None] for of in (steps, slowest))
     return found | (_percentiles(timed, slow, (*DEVICE_PHASES, DEVICE_TOTAL)) if timed else {})
 
@@ -191,12 +197,12 @@ def outliers(steps: Sequence[StepTime], factor: float, usual: Sequence[StepTime]
         usual: steps to take the medians of, by default `steps`.
     """
     usual = usual or steps
-    medians = {name: statistics.median(getattr(x, name) for x in usual) for name in (*PHASES, "total")}
+    medians = {name: statistics.median(getattr(x, name) for x in usual) for name in (*STEP_PHASES, "total")}
     return [_outlier(step, medians) for step in steps if step.total > factor * medians["total"]]
 
 
 def _outlier(step: StepTime, medians: Mapping[str, float]) -> Outlier:
-    extra = {phase: getattr(step, phase) - medians[phase] for phase in PHASES}
+    extra = {phase: getattr(step, phase) - medians[phase] for phase in STEP_PHASES}
     phase = max(extra, key=lambda phase: extra[phase])
     ratio = step.total / medians["total"] if medians["total"] else math.inf
     return Outlier(step.epoch, step.step, step.total, ratio, phase, extra[phase], step.notes)
@@ -225,11 +231,10 @@ class StepReport(Printed):
         self.lines = findings(of, found, factor)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = [
-            name for name in (*PHASES, "total") if name == "total" or self.of[name].max
-        ]  # else a phase of none
+        shown = [name for name in STEP_PHASES if self.of[name].max]  # as of backward in validation there is none
+        names = [*shown, "total"]
         table = fitted(names, names, self._columns(), options, title=self.title, head="phase")
-        if len(table.rows) > 1:
+        if shown:
             table.rows[-2].end_section = True
         yield table
         yield Text("\n".join(self.lines))

@@ -23,6 +23,7 @@ FLOORS = [
         "display",
         "dryrun",
         "events",
+        "fetches",
         "files",
         "folder_lock",
         "freezing",

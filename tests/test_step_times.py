@@ -15,10 +15,11 @@ from rich.console import Console
 
 from hookcb import incidents, step_clock
 from hookcb.incidents import Incidents
-from hookcb.step_clock import PHASES, CudaStepClock, StepClock
+from hookcb.step_clock import CudaStepClock, StepClock
 from hookcb.step_store import N_SLOWEST, StepStore
 from hookcb.step_times import (
     FIRST_BATCH,
+    STEP_PHASES,
     StepReport,
     findings,
     outliers,
@@ -31,7 +32,7 @@ from hookcb.store import StatStore
 
 def made_up(total=1.0, step=0, epoch=0, n_samples=32, notes=(), on_device=(), **seconds):
     """A step in which forward takes what is left of the total."""
-    seconds = dict.fromkeys(PHASES, 0.0) | seconds
+    seconds = dict.fromkeys(STEP_PHASES, 0.0) | seconds
     seconds["forward"] = seconds["forward"] or total - sum(seconds.values())
     return step_time((total, tuple(seconds.values()), epoch, step, n_samples), notes, on_device)
 
@@ -39,9 +40,9 @@ def made_up(total=1.0, step=0, epoch=0, n_samples=32, notes=(), on_device=(), **
 def randomly(n, seed=0):
     draw = random.Random(seed)
     return [
-        made_up(total=sum(x), step=i, **dict(zip(PHASES, x, strict=True)))
+        made_up(total=sum(x), step=i, **dict(zip(STEP_PHASES, x, strict=True)))
         for i in range(n)
-        for x in [[draw.uniform(0.1, 2) for _ in PHASES]]
+        for x in [[draw.uniform(0.1, 2) for _ in STEP_PHASES]]
     ]
 
 
@@ -69,9 +70,9 @@ def now(monkeypatch):
 
 
 def test_a_step_has_its_phases_as_fields():
-    step = step_time((2.1, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 3, 7, None), ["cancelled"])
+    step = step_time((2.1, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.0), 3, 7, None), ["cancelled"])
     assert (step.epoch, step.step, step.total, step.n_samples) == (3, 7, 2.1, None)
-    assert [getattr(step, phase) for phase in PHASES] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert [getattr(step, phase) for phase in STEP_PHASES] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.0]
     assert step.notes == ("cancelled",)
     assert step.device_forward is step.device_total is None
     with pytest.raises(AttributeError):
@@ -79,7 +80,7 @@ def test_a_step_has_its_phases_as_fields():
 
 
 def test_a_step_on_a_device_has_its_seconds_too():
-    step = made_up(on_device=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    step = made_up(on_device=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0))
     assert (step.device_data, step.device_callbacks, step.device_total) == (1.0, 6.0, 21.0)
 
 
@@ -87,13 +88,13 @@ def test_a_step_on_a_device_has_its_seconds_too():
 def test_percentiles_are_those_of_torch(n):
     steps = randomly(n)
     found = percentiles(steps)
-    assert list(found) == [*PHASES, "total"]
+    assert list(found) == [*STEP_PHASES, "total"]
     for name, of in found.items():
         seconds = torch.tensor([getattr(step, name) for step in steps], dtype=torch.float64)
         q = torch.quantile(seconds, torch.tensor([0.5, 0.9, 0.99, 1.0], dtype=torch.float64)).tolist()
         assert [of.p50, of.p90, of.p99, of.max] == pytest.approx(q)
         assert of.mean == pytest.approx(seconds.mean().item())
-    assert sum(found[phase].share for phase in PHASES) == pytest.approx(1.0)
+    assert sum(found[phase].share for phase in STEP_PHASES) == pytest.approx(1.0)
     assert found["total"].share == pytest.approx(1.0)
 
 
@@ -104,7 +105,7 @@ def test_the_longest_is_that_of_the_slowest_too_and_the_rest_is_not():
 
 
 def test_percentiles_of_a_device_are_those_of_the_steps_that_it_told_of():
-    steps = [made_up(on_device=(0.0, 1.0, 0.0, 3.0, 0.0, 0.0)), made_up()]
+    steps = [made_up(on_device=(0.0, 1.0, 0.0, 3.0, 0.0, 0.0, 0.0)), made_up()]
     found = percentiles(steps, steps)
     assert found["device_forward"].p50 == 1.0
     assert found["device_backward"].share == 0.75
@@ -189,7 +190,7 @@ def test_the_report_says_it_in_a_table_and_in_words():
 
 
 def test_the_report_of_a_device_shows_its_median_and_believes_its_data():
-    steps = [made_up(1.0, data=0.9, on_device=(0.0, 0.5, 0.0, 0.5, 0.0, 0.0))]
+    steps = [made_up(1.0, data=0.9, on_device=(0.0, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0))]
     text = shown(StepReport(percentiles(steps), None, [], 3.0, "1 step"))
     assert "on the device" in text
     assert "500 ms" in text
@@ -211,7 +212,7 @@ def test_findings_are_few():
 
 
 def a_row(step, total=1.0):
-    return total, (0.0, total, 0.0, 0.0, 0.0, 0.0), 0, step, 1
+    return total, (0.0, total, 0.0, 0.0, 0.0, 0.0, 0.0), 0, step, 1
 
 
 @pytest.mark.parametrize("keep", [2, 3, 4, 7, 50])
@@ -287,9 +288,9 @@ def test_a_clock_adds_up_each_phase(now):
     clock.end(0, 1, 4)
     clock.read()
     first, second = store.times()
-    assert [getattr(first, phase) for phase in PHASES] == [1, 2, 3, 5, 26, 44]
+    assert [getattr(first, phase) for phase in STEP_PHASES] == [1, 2, 3, 5, 26, 44, 0]
     assert first.total == 81
-    assert [getattr(second, phase) for phase in PHASES] == [1, 2, 3, 5, 6, 4]
+    assert [getattr(second, phase) for phase in STEP_PHASES] == [1, 2, 3, 5, 6, 4, 0]
     assert (first.notes, second.notes) == ((FIRST_BATCH,), ())
 
 
@@ -374,7 +375,7 @@ def test_a_device_tells_the_same_phases_by_its_own_clock(on_cuda, now):
         clock.end(0, step, 4)
     for step in store.times():
         assert step.total == 21
-        assert [getattr(step, f"device_{phase}") for phase in PHASES] == [10, 20, 30, 50, 60, 40]
+        assert [getattr(step, f"device_{phase}") for phase in STEP_PHASES] == [10, 20, 30, 50, 60, 40, 0]
         assert step.device_total == 210
 
 

@@ -8,7 +8,7 @@ from hookcb.callback import Callback
 from hookcb.incidents import Incidents
 from hookcb.phases import LAST, Edge, follow_phases, leave_phases
 from hookcb.prepare import place
-from hookcb.step_clock import CudaStepClock, StepClock
+from hookcb.step_clock import CudaStepClock, FetchPhase, StepClock
 from hookcb.step_readings import StepReadings
 
 
@@ -21,6 +21,9 @@ class StepTimer(Callback, StepReadings):
     that are cancelled are in, with a note; those whose training was cancelled, or died, are not. Nothing
     waits for a GPU, whose own times come by CUDA events.
 
+    In a loop that is not a Learner's, under `watch` or an adapter, waiting for data is the time in fetches of
+    a DataLoader, in the thread that trains; what else lies between two batches is `other`.
+
     Args:
         keep: number of steps that stay; of more every second, fourth … is kept, and the newest. The slowest
             100 stay too, for `outliers`.
@@ -29,9 +32,10 @@ class StepTimer(Callback, StepReadings):
 
     Attributes:
         times: a `StepTime` for each step: `epoch`, `step`, seconds of `data`, `forward`, `loss`, `backward`,
-            `optimizer`, `callbacks` and `total`, `n_samples`, and `notes`: "first batch of an epoch",
-            "cancelled", "validation" (in the middle of the batch), "checkpoint written", "compilation",
-            "garbage collection of 12 ms". On CUDA `device_forward` … too. A resumed fit times its own steps.
+            `optimizer`, `callbacks`, `other` and `total`, `n_samples`, and `notes`: "first batch of an
+            epoch", "cancelled", "validation" (in the middle of the batch), "checkpoint written",
+            "compilation", "garbage collection of 12 ms". On CUDA `device_forward` … too. A resumed fit times
+            its own steps.
 
     Raises:
         TypeError, ValueError: for arguments that cannot be.
@@ -59,14 +63,16 @@ class StepTimer(Callback, StepReadings):
         self._clock: StepClock | None = None  # of the training or validation in progress
         self._edges: list[Edge] = []
         self._incidents: Incidents | None = None  # while a fit runs
+        self._fetches: FetchPhase | None = None  # while one in a loop that is not a Learner's runs
 
     def before_fit(self) -> None:
         self.clear()
         self._clocks = {}
         device = place(self.model, None)
         for part in ("train", "valid") if self.run_valid else ("train",):
-            store = self._stores[part]
-            clock = CudaStepClock(store, device) if device.type == "cuda" else StepClock(store)
+            store, between = self._stores[part], self.learn.between
+            is_cuda = device.type == "cuda"
+            clock = CudaStepClock(store, device, between=between) if is_cuda else StepClock(store, between)
             follows = part == "train", part == "valid"
             name = f"{self.name}_{part}"
             self._edges += follow_phases(self.learn, name, clock.begin, *follows, last=self.order)
@@ -74,6 +80,9 @@ class StepTimer(Callback, StepReadings):
         self._clock = self._clocks.get("train" if self.training else "valid")  # where it joins a running fit
         self._incidents = Incidents(self._note)
         self._incidents.open()
+        if self.learn.between != "data":
+            self._fetches = FetchPhase(lambda: self._clock)
+            self.learn.follow_fetches(self._fetches)
 
     def before_train(self) -> None:
         self._begin("train")
@@ -103,6 +112,9 @@ class StepTimer(Callback, StepReadings):
         clock.end(self.epoch, step, n_samples(learn.xb))
 
     def after_fit(self) -> None:
+        if self._fetches is not None:
+            self.learn.leave_fetches(self._fetches)
+            self._fetches = None
         leave_phases(self.learn, self._edges)
         if self._incidents is not None:
             self._incidents.close()
@@ -118,4 +130,10 @@ class StepTimer(Callback, StepReadings):
 
     def __getstate__(self) -> dict[str, Any]:
         self._read_device()
-        return super().__getstate__() | {"_clocks": {}, "_clock": None, "_edges": [], "_incidents": None}
+        return super().__getstate__() | {
+            "_clocks": {},
+            "_clock": None,
+            "_edges": [],
+            "_incidents": None,
+            "_fetches": None,
+        }

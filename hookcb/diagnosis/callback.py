@@ -22,7 +22,9 @@ class Diagnose(Watching):
         on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit, or
             sets `stop_asked` of a watch, whose loop is not ours to end. It is looked for after batches 20,
             200, 2,000 …, and when the loss or a gradient is not finite.
-        budget: share of the training's time that it may take, 0..1; the first 20 batches come on top.
+        budget: share of the batches that it may look at closely, 0..1. The first 20 batches come on top, and
+            one is looked at whenever their number has doubled. No clock decides, so that the same training
+            gets the same verdict on a machine that is busy.
         show: whether to print the verdict at the end; within `learn.no_logging()` it is not.
         name: what the learner calls it.
 
@@ -46,7 +48,7 @@ class Diagnose(Watching):
         if on_sick not in ("warn", "stop"):
             raise ValueError(f"on_sick is {on_sick!r}; give 'warn' or 'stop'")
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
-            raise ValueError(f"budget is {budget!r}; give a share of the training's time, 0 to 1")
+            raise ValueError(f"budget is {budget!r}; give a share of the batches, 0 to 1")
         super().__init__(float(budget), name=name)
         self.on_sick, self.show = on_sick, show
         self.verdict: Verdict | None = None

@@ -30,7 +30,7 @@ EXPLODING = 1e3
 JUMP, JUMP_BEFORE, ENOUGH_BEFORE = 10.0, 50, 5  # the total norm to the median of the records before
 RISEN, ENOUGH_AFTER = 2.0, 3  # the loss after a jump to that before it, and batches to tell it from
 DEAD, DEAD_ERROR = 0.6, 0.8  # share of units; healthy trainings have up to 0.44
-DEAD_LOOKS, DEAD_EXAMPLES, MANY_LOOKS, FEWEST_UNITS = 8, 512, 30, 8
+DEAD_LOOKS, DEAD_EXAMPLES, FEWEST_UNITS = 8, 512, 8
 LEFT, LARGE_STEP = 0.05, 0.2  # of the first loss; an update ratio that may have killed all
 ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in records, of zero activations
 RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
@@ -338,7 +338,8 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
     """Units that no sample activates, so that their weights get no gradient and stay as they are.
 
     Formula: share of rows of a weight whose gradient was exactly zero each time, over 8 looks and 512
-    examples or 30 looks; without `Diagnose` the smallest share of zero rows of 8 records, from 0.99 on.
+    examples; without `Diagnose`, when the number of examples is not known, the smallest share of zero rows of
+    8 records, from 0.99 on, and nothing is ruled out below.
     Limit: 0.6, and 0.8 for an error; healthy ReLU networks came to 0.44 in narrow layers. A layer of which
     one weight gets gradients is not dead, as recurrent weights of sequences of one. Where whole layers are
     dead, those before them get no gradient either: then it is told of the layer at which the activations
@@ -354,6 +355,9 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
         yield Unable(f"no weight was looked at {DEAD_LOOKS} times and at {DEAD_EXAMPLES} examples")
         return
     worst = max(shares.values(), key=lambda found: found[1])[1]
+    if worst < DEAD and all(math.isnan(p.dead) for p, _ in shares.values()):
+        yield Unable("dead units are counted by Diagnose, which knows the number of examples")
+        return
     if worst < DEAD:
         yield RuledOut(f"dead units ({worst:.0%})", worst, DEAD)
         return
@@ -421,7 +425,7 @@ def _dead_share(param: Param, has_converged: bool) -> float:
     if not math.isnan(param.dead):
         is_enough = param.n_looked >= DEAD_LOOKS and param.n_examples >= DEAD_EXAMPLES
         share = param.never_alive if has_converged and not math.isnan(param.never_alive) else param.dead
-        return share if is_enough or param.n_looked >= MANY_LOOKS else math.nan
+        return share if is_enough else math.nan
     rows = finite(param.series("zero_rows").values)
     if len(rows) < DEAD_LOOKS:
         return math.nan
@@ -465,6 +469,11 @@ def _dead(param: Param, share: float, others: int) -> Finding:
     span = trailing(rows, lambda x: x >= min(share, DEAD_ERROR))
     more = f", and {others} more layer{'s' * (others > 1)} with such units" if others else ""
     n = round(min(1.0, share) * param.shape[0])
+    seen = (
+        f"{param.n_looked} looks at {param.n_examples:,} examples"
+        if param.n_looked
+        else f"{len(rows)} records"
+    )
     return Finding(
         "unit.dead",
         "error" if share >= DEAD_ERROR else "warning",
@@ -473,9 +482,8 @@ def _dead(param: Param, share: float, others: int) -> Finding:
         step=param.dead_since if param.dead_since is not None else span.first if span else None,
         value=share,
         limit=DEAD,
-        message=f"{share:.0%} of the units of {param.layer or param.name} ({n} of {param.shape[0]}) "
-        "never get a "
-        f"gradient; from {DEAD:.0%} on too few are left to learn{more}.",
+        message=f"{share:.0%} of the units of {param.layer or param.name} ({n} of {param.shape[0]}) had no "
+        f"gradient in {seen}; from {DEAD:.0%} on too few are left to learn{more}.",
         causes=("a bias far below zero or weights that are too large", "a step that was too large"),
         next_steps=(
             f"Look at the bias and initialization of {param.layer or param.name}",

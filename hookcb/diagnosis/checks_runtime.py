@@ -25,8 +25,10 @@ MOST_BYTES = 1e18
 def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     """Training that waits for its batches.
 
-    Formula: median wait for a batch / median time of a batch with that, the first five left out. Limit: 0.3,
-    and 0.6 for an error; nothing below 3 ms, where there is nothing to gain.
+    Formula: median time in the fetch of a batch / median time from the end of one batch to that of the next,
+    the first five left out. Limit: 0.3, and 0.6 for an error; nothing below 3 ms, where there is nothing to
+    gain. A Learner fetches its batches itself. In any other loop only a DataLoader's fetches are seen: what
+    else the loop does between its steps is not waiting, and batches from elsewhere are not judged.
 
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
@@ -35,6 +37,10 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     pairs = [(wait, x) for wait, x in pairs if math.isfinite(wait) and math.isfinite(x)]
     if len(pairs) < ENOUGH_WAITS:
         yield Unable(f"fewer than {WARM_UP + ENOUGH_WAITS} batches were timed")
+        return
+    n_fetched = sum(wait > 0 for wait, _ in pairs)
+    if 2 * n_fetched <= len(pairs):
+        yield Unable(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
         return
     wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
     share = ratio(wait, whole)
@@ -47,7 +53,7 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
         step=evidence.batches.steps[WARM_UP],
         value=share,
         limit=WAITING,
-        message=f"{share:.0%} of the time goes by in waiting for a batch, {1e3 * wait:.0f} ms of "
+        message=f"{share:.0%} of the time goes by in fetching batches, {1e3 * wait:.0f} ms of "
         f"{1e3 * whole:.0f} ms each (limit {WAITING:.0%}).",
         causes=("samples that are slow to load or transform", "no worker processes, or too few"),
         next_steps=(
@@ -77,14 +83,14 @@ def growing_memory(evidence: Evidence) -> Iterator[Result]:
     if slope - CERTAIN * error <= 0 or slope <= GROWTH or not _is_steady([x for _, x in points]):
         yield RuledOut(f"growing memory ({slope / 1e6:.2f} MB a step)", slope, GROWTH)
         return
+    n_steps = points[-1][0] - points[0][0]  # of a long run not each is there
     yield Finding(
         "memory.growth",
         "warning",
         step=int(points[0][0]),
         value=slope,
         limit=GROWTH,
-        message=f"Memory grows by {slope / 1e6:.1f} MB a step, {slope * len(points) / 1e9:.1f} GB so "
-        "far (limit "
+        message=f"Memory grows by {slope / 1e6:.1f} MB a step, {slope * n_steps / 1e9:.1f} GB so far (limit "
         f"{GROWTH / 1e6:.0f} MB a step).",
         causes=("losses or outputs that are kept with their graph", "a list that tensors are appended to"),
         next_steps=("Keep loss.item() or loss.detach() rather than the loss itself",),

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from hookcb.coverage import NOT_CALLED, USED
 from hookcb.diagnosis.checks_loss import flat_loss
-from hookcb.diagnosis.evidence import Evidence, Sighting
+from hookcb.diagnosis.evidence import Evidence, Param, Sighting
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.verdict import Finding, Severity
 from hookcb.modules import listed
@@ -161,26 +162,47 @@ def gates_shut(evidence: Evidence) -> Iterator[Result]:
 
 @check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
 def hook_silent(evidence: Evidence) -> Iterator[Result]:
-    """Layers with a hook that were never called, so that nothing is known of them: a note.
+    """Layers that were not called in any batch looked at, so that nothing is known of their outputs: a note.
 
-    Formula: number of calls = 0 after the training.
+    Formula: number of calls = 0, and no parameter of the layer had a gradient. A layer whose parameters had
+    one is used in another way than by a call; of a frozen one that cannot be known; and some kinds of layers
+    are never called by themselves. No note is made of these, nor of layers without parameters if another
+    layer is used without a call.
     """
-    if not evidence.silent:
-        fine = RuledOut("layers that were never called")
-        yield fine if evidence.layers else Unable("no layer was seen")
+    if not evidence.layers:
+        yield Unable("no call of any layer was seen")
         return
-    first, *others = evidence.silent
-    more = f", nor were {listed(others, 3)}" if others else ""
+    unused = [
+        name for name, why in evidence.silent.items() if why == NOT_CALLED and _is_unused(evidence, name)
+    ]
+    if not unused:
+        yield RuledOut("layers that are not used")
+        return
+    first, *others = unused
+    more = f", nor {'were' if len(others) > 1 else 'was'} {listed(others, 3)}" if others else ""
     yield Finding(
         "hook.silent",
         "info",
         first,
-        value=float(len(evidence.silent)),
+        value=float(len(unused)),
         limit=0.0,
-        message=f"{first} was never called{more}: {evidence.silent[first]}.",
-        causes=("a layer that is not used, or used in another way than by calling it",),
-        next_steps=("take it away, or call it in forward",),
+        message=f"{first} was not called in any of the {evidence.n_looked} batches looked at{more}.",
+        causes=("a layer that the forward leaves out, always or in most batches",),
+        next_steps=("if it is meant to take part, call it in forward; if not, take it away",),
     )
+
+
+def _is_unused(evidence: Evidence, layer: str) -> bool:
+    """Whether a layer that was not called is in no other use either, as far as its parameters tell."""
+    if params := [p for p in evidence.params.values() if p.layer == layer]:
+        is_known = "gradients" in evidence.sources  # else its hook has looked for a gradient, once
+        return not is_known or (any(p.n_without for p in params) and not any(map(_has_gradient, params)))
+    used = {p.layer for p in evidence.params.values() if _has_gradient(p)} & evidence.silent.keys()
+    return not used and USED not in evidence.silent.values()
+
+
+def _has_gradient(param: Param) -> bool:
+    return any(x > 0 for x in param.series("norm").values)
 
 
 @check("nonfinite.first", site=Site.MODULES, needs=("batch",), exact=True, leads_to=EVERYTHING)

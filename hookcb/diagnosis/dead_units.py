@@ -10,7 +10,7 @@ from hookcb.diagnosis.model_probe import Convolution, is_of_torch, own_weight
 from hookcb.modules import named_modules
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-LOOKS, EXAMPLES, MANY_LOOKS = 8, 512, 30  # of which it takes both, or many
+LOOKS, EXAMPLES = 8, 512  # of which it takes both
 FEWEST = 4  # units, and inputs of each
 
 
@@ -59,6 +59,7 @@ class DeadUnits:
         self._layers |= _bare_layers(model)
         self._last: dict[str, Tensor] = {}  # of each unit the last look at which it had a gradient, from 1
         self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
+        self.n_examples = 0  # of all looks that count
 
     def look(self, step: int, n_examples: int) -> None:
         """Gradients are whole, of so many examples."""
@@ -66,6 +67,7 @@ class DeadUnits:
         alive = {name: x for name, x in found.items() if x is not None}
         if all(x.is_cpu and not bool(x.any()) for x in alive.values()):
             return
+        self.n_examples += n_examples
         for name, x in alive.items():
             looks = self._looks.setdefault(name, [])
             looks.append((step, n_examples))
@@ -81,7 +83,7 @@ class DeadUnits:
         n, n_examples = 0, 0
         for n, (_, of) in enumerate(reversed(looks), start=1):
             n_examples += of
-            if (n >= LOOKS and n_examples >= EXAMPLES) or n >= MANY_LOOKS:
+            if n >= LOOKS and n_examples >= EXAMPLES:
                 break
         dead = [x for x in last if x <= len(looks) - n]
         since = int(statistics.median(dead)) if dead else 0

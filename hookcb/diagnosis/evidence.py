@@ -158,6 +158,7 @@ class Evidence:
             inputs, targets and modules), "batch" (one of them at least), "model" (as it is built), "graph"
             (of the loss), "optimizers" (that are known), "steps" (of these), "time", "memory".
         n_batches: number of training batches; `n_looked` how many of them were looked at closely.
+        looks: the rule by which later ones were, "" if no budget has thinned them.
         layers: by name, in the order of execution.
         params: by name, in the order of the model.
         steps: series over the steps looked at: `total_norm`, `clipped_total_norm`, `clip_coef`, `lr`,
@@ -168,8 +169,8 @@ class Evidence:
         guess: the loss of guessing: ln C of cross-entropy over C classes, of MSE the mean square of the
             targets; NaN where it is not known.
         input_std: standard deviation of the first float input, batch by batch; `input_rms` its RMS.
-        waits: seconds from the end of a batch to the beginning of the next; `batches` seconds of a batch
-            with that.
+        waits: seconds in fetches of batches since the batch before, 0 if none was seen; `batches` seconds
+            from the end of the batch before to that of this one.
         memory: bytes in use after each step, as far as it is known.
         stepped: by record of a step the index of the optimizer that made it, where that is known.
         observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps" …
@@ -187,6 +188,7 @@ class Evidence:
     sources: set[str] = field(default_factory=set)
     n_batches: int = 0
     n_looked: int = 0
+    looks: str = ""
     layers: dict[str, Layer] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
     steps: dict[str, Series] = field(default_factory=dict)

@@ -148,7 +148,8 @@ def _in_order(fine: Sequence[tuple[Check, str]], primary: Finding | None) -> tup
 
 def _coverage(evidence: Evidence, unable: dict[str, list[str]]) -> tuple[str, ...]:
     n = evidence.n_batches
-    looked = f"{n} batch{'es' * (n != 1)}, {evidence.n_looked} of them closely"
+    rule = f" ({evidence.looks})" if evidence.looks else ""
+    looked = f"{n} batch{'es' * (n != 1)}, {evidence.n_looked} of them closely{rule}"
     size = f"{len(evidence.layers)} layers, {len(evidence.params)} parameters"
     gaps = [f"{NOT_CHECKED}{', '.join(dict.fromkeys(codes))} ({why})" for why, codes in unable.items()]
     return (looked, size, *evidence.notes, *gaps)

@@ -40,7 +40,7 @@ class Motion:
         """Of each parameter whether any of its followed elements has changed by a bit."""
         return {name: not torch.equal(_some(p), begin) for name, (p, begin) in self._begins.items()}
 
-    def sightings(self, n_batches: int, n_steps: int, n_backward: int) -> Iterator[Sighting]:
+    def sightings(self, n_steps: int, n_backward: int) -> Iterator[Sighting]:
         """An optimizer that is never asked, and matrices that stay a single row."""
         trained = {name for name, (p, _) in self._begins.items() if p.requires_grad}
         moved = self.moved()
@@ -50,7 +50,7 @@ class Motion:
                 "param.not_stepped",
                 step=0,
                 value=0.0,
-                text=f"in {n_batches} batches with a backward no optimizer has made a step, and no weight "
+                text=f"in {n_backward} batches with a backward no optimizer has made a step, and no weight "
                 "has changed by a bit.",
                 causes=("the step of the optimizer was forgotten, or is in a branch that is never taken",),
                 next_steps=("call optimizer.step() after loss.backward()",),

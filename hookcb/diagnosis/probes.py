@@ -22,7 +22,7 @@ from hookcb.diagnosis.batch_probe import (
     look_at_inputs,
     look_at_labels,
 )
-from hookcb.diagnosis.dead_units import DeadUnits
+from hookcb.diagnosis.dead_units import EXAMPLES, DeadUnits
 from hookcb.diagnosis.evidence import Evidence, Series, Sighting
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.keeping import KeptGraphs
@@ -40,13 +40,15 @@ from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.replicas import is_replica, look_at_replicas
 from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
+from hookcb.fetches import FetchTimer
 from hookcb.gradient_flow import find_params
 from hookcb.hand_steps import StepByHand
 from hookcb.modules import ModelGoneError
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore, kept
 
-OFTEN = 64  # steps at the beginning in which dead units are looked for each time, as it costs little
+OFTEN = 64  # steps at the beginning in which dead units are looked for each time, as it costs little;
+# with small batches up to 512, for that takes 512 examples
 SMALL = 65_536  # elements of an output up to which it is looked at in each batch
 
 
@@ -61,7 +63,7 @@ class Probes:
         is_followed: whether the loop is not ours, so that its loss function is not known.
 
     Attributes:
-        took: seconds that the last batch has taken.
+        fetches: times those of batches.
         is_alarmed: whether something was seen that should be told at once.
     """
 
@@ -69,7 +71,7 @@ class Probes:
         self.layers = LayerProbe(loop.model)
         self.sightings: list[Sighting] = []
         self.notes: list[str] = []
-        self.took, self.is_alarmed = 0.0, False
+        self.fetches, self.is_alarmed = FetchTimer(), False
         self._step = 0
         self.dead, self.swallowed = DeadUnits(loop.model), Swallowed(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
@@ -83,7 +85,9 @@ class Probes:
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess = math.nan
-        self.n_batches = self.n_looked = self.n_steps = self.n_examples = 0
+        self.n_batches = self.n_looked = self.n_steps = 0
+        self.n_examples = self._n_samples = 0  # whose gradients the next step gets; of the batch in progress
+        self._is_step_cancelled = False
         self.losses: dict[int, Curve] = {}  # by id of the optimizer
         self._last_loss: float | Tensor | None = None
         self.n_without: Counter[str] = Counter()
@@ -129,12 +133,12 @@ class Probes:
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Its inputs are known."""
         self._under_way = None
-        now, self._step = time.perf_counter(), loop.train_iter
+        waited, self._step = self.fetches.take(), loop.train_iter
         if loop.train_iter and not math.isnan(self._ended):
-            self.wait.add(loop.train_iter, now - self._ended)
-        n_samples = batch_size((*loop.yb, loop.xb))
-        self.n_examples += n_samples
-        self._norms.begin_batch(loop.train_iter, n_samples)
+            self.wait.add(loop.train_iter, waited)
+        self._n_samples = batch_size((*loop.yb, loop.xb))
+        self.n_examples += self._n_samples
+        self._norms.begin_batch(loop.train_iter, self._n_samples)
         if looking:
             self.layers.begin(loop.train_iter)
             numbers = input_numbers(loop.xb)
@@ -210,9 +214,19 @@ class Probes:
                 return min(dense, key=Tensor.numel)
         return None
 
+    def leave_out(self, loop: Any, looking: bool) -> None:
+        """The batch in progress is cancelled, and gives no gradients."""
+        self.n_examples -= self._n_samples
+        self._n_samples = 0
+
+    def cancel_step(self, loop: Any, looking: bool) -> None:
+        """The step in progress is not made; its gradients may stay for the next one."""
+        self.swallowed.drop()
+        self._is_step_cancelled = True
+
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Gradients are whole."""
-        if looking or self.n_steps < OFTEN:
+        if looking or self.n_steps < OFTEN or (self.n_steps < EXAMPLES and self.dead.n_examples < EXAMPLES):
             self.dead.look(loop.train_iter, self.n_examples)
             without = (name for name, p, _ in self._params if p.requires_grad and p.grad is None)
             self.n_without.update(without)
@@ -220,15 +234,17 @@ class Probes:
             self.swallowed.before_step()
 
     def end_step(self, loop: Any, looking: bool) -> None:
-        """The step is made."""
+        """The step is made, or was cancelled."""
         self.n_steps += 1
         self.swallowed.after_step(loop.train_iter)
-        self.n_examples = 0
+        is_made, self._is_step_cancelled = not self._is_step_cancelled, False
+        if is_made:
+            self.n_examples = 0
         if loop.opt is not None:
             self.optimizers[id(loop.opt)] = loop.opt
             if looking:
                 self.stepped.append(id(loop.opt))
-            if self.n_steps <= OFTEN:
+            if is_made and self.n_steps <= OFTEN:
                 self.stale.after_step(loop.opt)
             if self._last_loss is not None:
                 self.losses.setdefault(id(loop.opt), Curve()).add(loop.train_iter, self._last_loss)
@@ -238,8 +254,7 @@ class Probes:
         """The batch is over."""
         now = time.perf_counter()
         if not math.isnan(self._ended):
-            self.took = now - self._ended
-            self.length.add(loop.train_iter, self.took)
+            self.length.add(loop.train_iter, now - self._ended)
         self._ended, self._under_way = now, None
         self.n_batches += 1
         self.n_looked += looking
@@ -335,7 +350,7 @@ class Probes:
         yield from self.swallowed.sightings()
         if len(self.optimizers) == 1:  # several clear the gradients of one another, at times not seen
             yield from self.stale.sightings()
-        yield from self._motion.sightings(self.n_batches, self.n_steps, self._n_backward)
+        yield from self._motion.sightings(self.n_steps, self._n_backward)
         yield from self.kept.sightings()
 
     def look_at_labels(self, learn: Any, findings: tuple[Finding, ...]) -> bool:

@@ -30,6 +30,10 @@ class Swallowed:
             (name, p, _elements(p), _elements(p.grad) != 0) for name, p in self._params if p.grad is not None
         ]
 
+    def drop(self) -> None:
+        """The step is not made."""
+        self._before = []
+
     def after_step(self, step: int) -> None:
         """Weights are updated."""
         for name, p, before, asked in self._before:

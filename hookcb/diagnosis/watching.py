@@ -21,7 +21,7 @@ class Watching(SamplingCallback):
     """Brings `ActivationStats` and `GradientHealth`, has probes look beside them, and makes `evidence` of it.
 
     Args:
-        budget: share of the training's time that it may take, 0..1; the first 20 batches come on top.
+        budget: share of the batches that are looked at closely, 0..1; see `Schedule`.
         name: what the learner calls it.
     """
 
@@ -49,6 +49,7 @@ class Watching(SamplingCallback):
         self._brought = [BroughtHealth(self, health)]
         if any(m is not self.model for m in self.model.modules()) or has_params(self.model):
             self._brought.insert(0, BroughtStats(self, stats))
+        self.learn.follow_fetches(self._probes.fetches)
         self.learn.add_cbs(self._brought)
 
     def wants(self, i: int) -> bool:
@@ -96,6 +97,16 @@ class Watching(SamplingCallback):
     def before_step(self) -> None:
         self._probe(Probes.begin_step)
 
+    def after_cancel_backward(self) -> None:
+        self._probe(Probes.leave_out)
+
+    def after_cancel_batch(self) -> None:
+        super().after_cancel_batch()
+        self._probe(Probes.leave_out)
+
+    def after_cancel_step(self) -> None:
+        self._probe(Probes.cancel_step)
+
     def after_step(self) -> None:
         self._is_new_step = True
         self._probe(Probes.end_step)
@@ -105,7 +116,6 @@ class Watching(SamplingCallback):
         self._is_forward = False
         if self._probes and self.training:
             self._probe(Probes.end_batch)
-            self._schedule.took(self._probes.took, self.is_looking)
 
     def after_train(self) -> None:
         self._probe(Probes.end_epoch)
@@ -114,6 +124,7 @@ class Watching(SamplingCallback):
         """The fit is over: hooks come off, and what was recorded stays as plain values."""
         if self._probes is not None:
             self._probes.close()
+            self.learn.leave_fetches(self._probes.fetches)
             self._evidence, self._probes = evidence, None
         brought, self._brought = self._brought, []
         for cb in brought:
@@ -135,7 +146,9 @@ class Watching(SamplingCallback):
         own = self._probes.evidence(self._frame)
         if self._is_followed:
             own.unseen = dict(self.learn.coverage.missing)
-        return gather([*self._brought, *self.learn.cbs], self._frame, own)
+        evidence = gather([*self._brought, *self.learn.cbs], self._frame, own)
+        evidence.looks = self._schedule.rule
+        return evidence
 
     def _probe(self, look: Callable[[Probes, Any, bool], object]) -> None:
         if self._probes and self.training:

@@ -28,9 +28,9 @@ from hookcb import (
     step_clock,
 )
 from hookcb.callbacks.step_timer import StepTimer
+from hookcb.events import PHASES
 from hookcb.phases import Edge
-from hookcb.step_clock import PHASES
-from hookcb.step_times import FIRST_BATCH
+from hookcb.step_times import FIRST_BATCH, STEP_PHASES
 
 SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
 
@@ -209,7 +209,7 @@ def test_the_phases_add_up_and_the_fields_say_which_step_it_is():
         assert step.total == pytest.approx(sum(getattr(step, phase) for phase in PHASES))
         assert step.device_total is None
     assert timer.samples_per_second > 0
-    assert set(timer.percentiles()) == {*PHASES, "total"}
+    assert set(timer.percentiles()) == {*STEP_PHASES, "total"}
 
 
 def test_by_the_real_clock_a_slow_loader_shows_in_data():
@@ -456,7 +456,7 @@ def test_a_batch_that_dies_is_out_and_what_was_before_can_be_read(clock):
     with pytest.raises(SaysSo):
         fit(make_learner(), cbs=[timer, spy([], "a", {("after_loss", 2): SaysSo(1, 2)})])
     assert [step.step for step in timer.times] == [0, 1]
-    assert len(timer.report().of) == len(PHASES) + 1
+    assert len(timer.report().of) == len(STEP_PHASES) + 1
 
 
 def test_a_fit_forgets_the_one_before():

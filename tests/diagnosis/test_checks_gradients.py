@@ -5,7 +5,6 @@ import pytest
 from hookcb.diagnosis.checks_gradients import attenuated_gradients, dead_units, exploding_gradients
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import RuledOut, Unable
-from hookcb.diagnosis.verdict import Finding
 
 NAN = float("nan")
 
@@ -196,4 +195,10 @@ def test_units_that_are_few_or_sparse_by_nature_are_no_finding(params):
 def test_dead_units_need_eight_looks_and_many_examples():
     for n_looked, n_examples in [(7, 9_999), (8, 511)]:
         assert isinstance(only(dead_units, evidence(dead("a", 0, 1.0, n_looked, n_examples))), Unable)
-    assert isinstance(only(dead_units, evidence(dead("a", 0, 0.9, 30, 60))), Finding)
+    assert isinstance(only(dead_units, evidence(dead("a", 0, 0.9, 100, 511))), Unable)
+    found = only(dead_units, evidence(dead("a", 0, 0.9, 8, 512)))
+    assert "had no gradient in 8 looks at 512 examples" in found.message
+
+
+def test_without_the_number_of_examples_no_dead_unit_is_ruled_out():
+    assert isinstance(only(dead_units, evidence(weight("a", 0), weight("b", 1))), Unable)

@@ -40,9 +40,17 @@ def test_waiting_for_data_is_told(wait, severity):
     assert "ms" in found.message
 
 
-@pytest.mark.parametrize(("wait", "batch"), [(0.02, 0.1), (0.002, 0.003), (0.0, 0.0)])
+@pytest.mark.parametrize(("wait", "batch"), [(0.02, 0.1), (0.002, 0.003), (1e-9, 1e-9)])
 def test_short_waits_are_no_finding(wait, batch):
     assert isinstance(only(waiting_for_data, timed(wait, batch)), RuledOut)
+
+
+@pytest.mark.parametrize("every", [2, 3, 10, 1000])
+def test_time_without_the_fetch_of_a_batch_is_no_waiting(every):
+    waits = series([9.0 if i % every == 0 else 0.0 for i in range(41)])
+    found = only(waiting_for_data, Evidence(waits=waits, batches=series([10.0] * 41)))
+    assert isinstance(found, Unable)
+    assert "the fetch of a batch was seen before" in found.reason
 
 
 def test_fourteen_batches_are_too_few_to_be_timed():
@@ -62,6 +70,12 @@ def test_memory_that_grows_is_told():
     found = only(growing_memory, memory([100 * MB + 3 * MB * i + random_.random() * MB for i in range(100)]))
     assert (found.code, found.severity, found.step) == ("memory.growth", "warning", 10)
     assert found.value == pytest.approx(3 * MB, rel=0.01)
+
+
+def test_of_a_long_run_the_growth_so_far_is_that_of_all_its_steps():
+    steps = range(0, 4_000, 4)  # of which every fourth is kept
+    found = only(growing_memory, Evidence(memory=Series.of(steps, [2 * MB * step for step in steps])))
+    assert "Memory grows by 2.0 MB a step, 7.9 GB so far" in found.message
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from support import fit
 from torch import nn
 
-from hookcb.diagnosis.dead_units import EXAMPLES, LOOKS, MANY_LOOKS, DeadUnits
+from hookcb import Diagnose, Learner
+from hookcb.diagnosis.dead_units import EXAMPLES, LOOKS, DeadUnits
 
 D, H, N = 6, 10, 64
 
@@ -146,11 +148,24 @@ def test_units_that_were_never_alive_are_told_from_those_that_died():
     assert (found.lately, found.never) == (6 / H, 2 / H)
 
 
-@pytest.mark.parametrize(("n_examples", "n"), [(512, 8), (100, 8), (64, 8), (40, 13), (32, 16), (2, 30)])
-def test_it_takes_eight_looks_and_512_examples_or_many_looks(n_examples, n):
-    assert (LOOKS, EXAMPLES, MANY_LOOKS) == (8, 512, 30)
+@pytest.mark.parametrize(("n_examples", "n"), [(512, 8), (100, 8), (64, 8), (40, 13), (32, 16), (15, 35)])
+def test_it_takes_eight_looks_and_512_examples(n_examples, n):
+    assert (LOOKS, EXAMPLES) == (8, 512)
     found = looked(net(n_dead=3), n=40, n_examples=n_examples)["0.weight"]
     assert (found.n_looked, found.n_examples) == (n, n * n_examples)
+
+
+@pytest.mark.parametrize(("size", "told"), [(4, True), (1, False)])
+def test_of_small_batches_so_many_are_looked_at_that_it_is_known(size, told):
+    """Units that are dead from the beginning, in 150 batches: of 4 these are enough examples, of one not."""
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(size, D, generator=g), torch.randn(size, 3, generator=g)) for _ in range(150)]
+    learn = Learner(batches, net(n_dead=9), F.mse_loss, torch.optim.SGD, 1e-3, cbs=Diagnose(show=False))
+    verdict = fit(learn).diagnose()
+    found = [f for f in verdict.findings if f.code == "unit.dead"]
+    assert bool(found) is told
+    assert told or not any("dead units" in text for text in verdict.ruled_out)
+    assert not told or "(9 of 10) had no gradient in 128 looks at 512 examples" in found[0].message
 
 
 def test_with_few_looks_it_says_how_few():

@@ -30,8 +30,8 @@ def train(model, params, n=5, lr=0.1, opt=torch.optim.SGD, d=8):
         opt.step()
 
 
-def codes(motion, n_batches=30, n_steps=30, n_backward=30):
-    return [(s.code, s.param) for s in motion.sightings(n_batches, n_steps, n_backward)]
+def codes(motion, n_steps=30, n_backward=30):
+    return [(s.code, s.param) for s in motion.sightings(n_steps, n_backward)]
 
 
 @pytest.mark.parametrize("trained", [range(6), [0], [1, 5], [2, 3], []])
@@ -102,7 +102,7 @@ def test_parameters_of_all_shapes_and_kinds_are_followed():
 
 def test_backwards_without_any_step_are_told():
     motion = Motion(net())
-    (found,) = motion.sightings(25, 0, 25)
+    (found,) = motion.sightings(0, 25)
     assert (found.code, found.layer, found.step, found.value) == ("param.not_stepped", "", 0, 0.0)
     assert "in 25 batches" in found.text
 
@@ -110,25 +110,25 @@ def test_backwards_without_any_step_are_told():
 def test_nineteen_backwards_are_too_few():
     assert ENOUGH == 20
     motion = Motion(net())
-    assert codes(motion, 19, 0, 19) == []
-    assert codes(motion, 20, 0, 20) == [("param.not_stepped", "")]
+    assert codes(motion, 0, 19) == []
+    assert codes(motion, 0, 20) == [("param.not_stepped", "")]
 
 
 def test_steps_that_are_made_or_weights_that_move_without_are_no_finding():
     model = net()
     motion = Motion(model)
-    assert codes(motion, 30, 1, 30) == []
+    assert codes(motion, 1, 30) == []
     with torch.no_grad():
         model[0].weight += 1e-3  # by hand, as p -= lr * p.grad
-    assert codes(motion, 30, 0, 30) == []
+    assert codes(motion, 0, 30) == []
 
 
 def test_a_frozen_model_has_no_step_to_make():
-    assert codes(Motion(net().requires_grad_(False)), 30, 0, 30) == []
+    assert codes(Motion(net().requires_grad_(False)), 0, 30) == []
 
 
 def test_a_loop_that_is_only_looked_at_has_none_either():
-    assert codes(Motion(net()), n_batches=100, n_steps=0, n_backward=0) == []
+    assert codes(Motion(net()), n_steps=0, n_backward=0) == []
 
 
 # ---- matrices that stay one unit
@@ -178,7 +178,7 @@ def test_a_constant_recurrent_layer_is_told():
     motion = Motion(model)
     train(model, model.parameters())
     assert {param for _, param in codes(motion)} == {"rnn.weight_ih_l0", "rnn.weight_hh_l0"}
-    assert {s.layer for s in motion.sightings(30, 30, 30)} == {"rnn"}
+    assert {s.layer for s in motion.sightings(30, 30)} == {"rnn"}
 
 
 @pytest.mark.parametrize(
