@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hookcb.batch import batch_size, parts
 from hookcb.diagnosis.batch_probe import (
     COLUMNS,
+    constant_of,
     guess_of,
     input_numbers,
     look_at_head,
@@ -78,7 +79,7 @@ class Probes:
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
-        self.guess = math.nan
+        self.guess = self.constant = math.nan
         self.n_batches = self.n_looked = self.n_steps = self.n_examples = 0
         self.losses: dict[int, Curve] = {}  # by id of the optimizer
         self._last_loss: float | Tensor | None = None
@@ -155,6 +156,7 @@ class Probes:
     def _see_graph(self, loop: Any, loss: Tensor) -> None:
         self.graph = read_loss(loss.grad_fn)
         self.guess = guess_of(self.graph, loop.pred, loop.yb)
+        self.constant = constant_of(self.graph, loop.yb)
         if loss.grad_fn is None:
             self.sightings.append(_detached(loop.train_iter))
         self.sightings += look_at_head(self.graph, self.layers.last, loop.train_iter)
@@ -247,7 +249,7 @@ class Probes:
         if len(evidence.loss):
             evidence.sources.add("loss")
         evidence.loss_kind = self.graph.kind if self.graph and self.graph.is_pure else ""
-        evidence.guess = self.guess
+        evidence.guess, evidence.constant = self.guess, self.constant
         evidence.waits, evidence.batches, evidence.memory = (
             curve.series() for curve in (self.wait, self.length, self.memory)
         )
