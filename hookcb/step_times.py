@@ -231,7 +231,9 @@ class StepReport(Printed):
         self.lines = findings(of, found, factor)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = [name for name in STEP_PHASES if self.of[name].max]  # as of backward in validation there is none
+        shown = [
+            name for name in STEP_PHASES if self.of[name].max
+        ]  # as of backward in validation there is none
         names = [*shown, "total"]
         table = fitted(names, names, self._columns(), options, title=self.title, head="phase")
         if shown:

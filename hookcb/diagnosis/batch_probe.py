@@ -164,6 +164,36 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
     return math.nan
 
 
+def constant_of(graph: LossGraph, yb: Any) -> float:
+    """The loss of the best constant for the targets of a batch: their entropy, or variance; NaN if unknown.
+
+    Targets of a batch that are all the same have a constant without loss: then it is 0.
+    """
+    y = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.ndim and y.numel()), None)
+    if y is None or not graph.is_pure or y.is_complex():
+        return math.nan
+    if graph.kind == "mse":
+        return graph.scale * float(y.detach().float().var(0, correction=0).mean())
+    if graph.kind == "cross-entropy":
+        return graph.scale * float(_entropy(_class_shares(y.detach())).sum())
+    if graph.kind == "binary cross-entropy":
+        p = y.detach().float().mean(0)
+        return graph.scale * float((_entropy(p) + _entropy(1 - p)).mean())
+    return math.nan
+
+
+def _class_shares(y: Tensor) -> Tensor:
+    """Of class indices, of which negative ones are ignored, or of soft targets `(N, C, …)`."""
+    if y.is_floating_point():
+        return y.transpose(0, 1).flatten(1).float().mean(1) if y.ndim > 1 else y.float()
+    counts = torch.bincount(y[y >= 0].long())
+    return counts / counts.sum()
+
+
+def _entropy(p: Tensor) -> Tensor:
+    return -torch.xlogy(p, p)
+
+
 HEAD_ADVICE = {  # by what the loss applies itself
     "softmax": ("cross-entropy applies a softmax itself", "give it the scores as they are, logits"),
     "sigmoid": (

@@ -19,6 +19,7 @@ from hookcb.diagnosis.trends import (
     trailing,
     weights,
 )
+from hookcb.diagnosis.updates import begins_large, begins_small, lower_rate, told_init
 from hookcb.diagnosis.verdict import Finding
 
 # Limits beside what 75 healthy trainings came to (those of tests/gradients, five seeds each).
@@ -92,14 +93,16 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
 
 def _is_faint_before(param: Param, largest: float, evidence: Evidence) -> bool:
     """Whether nothing nearer to the input has gradients either; keys of attention have small ones anyway."""
-    if param.place_of_layer is None:
-        return True
-    place = param.place_of_layer
-    others = [
-        p for p in evidence.params.values() if p.place_of_layer is not None and p.place_of_layer < place
-    ]
+    others = [p for p in evidence.params.values() if _comes_before(p, param)]
     strongest = [median(p.series("rms").values[-LATEST:]) for p in others]
     return not any(x > FAINT * largest for x in strongest)
+
+
+def _comes_before(one: Param, other: Param) -> bool:
+    """Whether it is nearer to the input: by order of execution, else of definition."""
+    if one.place_of_layer is None or other.place_of_layer is None:
+        return one.place < other.place
+    return one.place_of_layer < other.place_of_layer
 
 
 def _ratios(params: Sequence[Param], sizes: dict[str, Series]) -> list[Series]:
@@ -139,7 +142,7 @@ def _attenuated(
         f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers." if n > 1 else ""
     )
     where = " It falls there all at once." if steep else falls
-    causes, steps = _why_attenuated(evidence)
+    causes, steps = _why_attenuated(evidence, params[at : top + 1])
     return Finding(
         "grad.attenuated",
         "error" if lowest.ratio < ATTENUATED_ERROR else "warning",
@@ -157,7 +160,7 @@ def _attenuated(
     )
 
 
-def _why_attenuated(evidence: Evidence) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     kinds = [layer.kind for layer in evidence.layers.values() if layer.kind in FLAT]
     if len(kinds) > 2:
         kind = max(sorted(set(kinds)), key=kinds.count)
@@ -169,9 +172,10 @@ def _why_attenuated(evidence: Evidence) -> tuple[tuple[str, ...], tuple[str, ...
         return ("a long sequence, through which the gradient fades step by step", "closed gates"), (
             "Use shorter sequences, and begin with a forget-gate bias of 1",
         )
-    return ("units that are saturated, or weights that are too small", "many layers without a shortcut"), (
-        "Initialize with torch.nn.init.kaiming_normal_, or add normalization or residual connections",
-    )
+    advice = "Add normalization or residual connections"
+    if begins_small(chain):
+        return ("weights that begin too small", "many layers without a shortcut"), (told_init(chain), advice)
+    return ("units that are saturated", "many layers without a shortcut"), (advice,)
 
 
 @check(
@@ -204,7 +208,7 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     if max((len(series) for _, series in layers), default=0) < LATEST and len(norms) <= ENOUGH_BEFORE:
         yield Unable(f"fewer than {LATEST} records of gradients before convergence")
     elif found := _excess(layers):
-        yield _exploding(*found)
+        yield _exploding([p for p, _ in layers], *found)
     elif jump := _jump(evidence, norms):
         yield _jumping(evidence, *jump)
     elif math.isnan(largest := _largest(layers)):
@@ -254,11 +258,12 @@ def _largest(layers: list[tuple[Param, Series]]) -> float:
     return max((x for *_, sizes in _windows(layers) if (x := _times_usual(sizes)[1]) > 0), default=math.nan)
 
 
-def _exploding(param: Param, excess: float, span: Span) -> Finding:
+def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span) -> Finding:
     is_recurrent = param.kind in RECURRENT
     cause = "a recurrent layer that multiplies the gradient at each time step" if is_recurrent else ""
     first = "Clip the norm of the gradients: GradientClip(1.0)"
-    second = "Initialize with smaller weights, or add normalization"
+    is_large = begins_large(params)
+    second = "Initialize with smaller weights, or add normalization" if is_large else "Add normalization"
     return Finding(
         "grad.exploding",
         "error",
@@ -270,7 +275,7 @@ def _exploding(param: Param, excess: float, span: Span) -> Finding:
         message=f"The gradient (RMS) of {param.name} is {times(excess)} times that of the usual layer "
         "and of the "
         f"last one; up to {EXPLODING:,.0f} times is healthy.",
-        causes=(cause or "weights that are too large, so that each layer multiplies the gradient",),
+        causes=(cause or "layers that each multiply the gradient",),
         next_steps=(first, second) if is_recurrent else (second, first),
         kind=param.about,
         last_step=span.last,
@@ -314,7 +319,8 @@ def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
         causes=("a learning rate that is too high", "a batch with odd samples"),
         next_steps=(
             "Clip the norm of the gradients: GradientClip(1.0)",
-            f"Look at the batch of step {step}, and lower the learning rate",
+            f"Look at the batch of step {step}",
+            *lower_rate(evidence),
         ),
         kind=param.about if param else "",
         last_step=step,
@@ -371,7 +377,7 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
         begins = _first_silent(evidence, shares) or _last_dead(evidence, all_dead) if all_dead else None
     param = begins or next(p for p, share in shares.values() if share == worst)
     others = sum(share >= DEAD for _, share in shares.values()) - (shares[param.layer][1] >= DEAD)
-    yield _dead(param, max(worst if begins else 0.0, shares[param.layer][1]), others)
+    yield _dead(evidence, param, max(worst if begins else 0.0, shares[param.layer][1]), others)
 
 
 def _silent_since(evidence: Evidence) -> Span | None:
@@ -400,8 +406,14 @@ def _all_silent(evidence: Evidence, span: Span) -> Finding:
         value=1.0,
         limit=DEAD,
         message=f"All gradients are exactly zero since step {span.first}{where}: nothing is learned.",
-        causes=("a step that was too large, after which no unit is active",),
-        next_steps=("Divide the learning rate by 10",),
+        causes=(
+            "a step that was too large, after which no unit is active",
+            "an output or a loss that is constant",
+        ),
+        next_steps=(
+            *lower_rate(evidence),
+            "Look at the outputs and the loss at this step: nothing in them depends on the weights any more",
+        ),
         kind=param.about if param else "",
         last_step=span.last,
     )
@@ -464,7 +476,7 @@ def _last_dead(evidence: Evidence, dead: list[Param]) -> Param | None:
     return next((p for p in reversed(ordered) if p.layer not in fed), ordered[-1])
 
 
-def _dead(param: Param, share: float, others: int) -> Finding:
+def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Finding:
     rows = param.series("zero_rows")
     span = trailing(rows, lambda x: x >= min(share, DEAD_ERROR))
     more = f", and {others} more layer{'s' * (others > 1)} with such units" if others else ""
@@ -486,8 +498,9 @@ def _dead(param: Param, share: float, others: int) -> Finding:
         f"gradient in {seen}; from {DEAD:.0%} on too few are left to learn{more}.",
         causes=("a bias far below zero or weights that are too large", "a step that was too large"),
         next_steps=(
-            f"Look at the bias and initialization of {param.layer or param.name}",
-            "Lower the learning rate, or use LeakyReLU or GELU in place of ReLU",
+            f"Look at the bias of {param.layer or param.name}, and at what goes into it",
+            *lower_rate(evidence),
+            "Use LeakyReLU or GELU in place of ReLU",
         ),
         kind=param.about,
         last_step=span.last if span else None,

@@ -3,9 +3,22 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
+from hookcb.diagnosis.evidence import CONVERGED, WINDOW, Evidence, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
-from hookcb.diagnosis.trends import finite, is_warming_up, median, slope, spread, trailing
+from hookcb.diagnosis.trends import (
+    LATEST,
+    does_well,
+    finite,
+    is_warming_up,
+    median,
+    persistent,
+    ratio,
+    slope,
+    spread,
+    trailing,
+    weights,
+)
+from hookcb.diagnosis.updates import begins_large, lower_rate, told_init, updates
 from hookcb.diagnosis.verdict import Finding
 
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
@@ -15,6 +28,7 @@ ENOUGH = 50  # batches to tell a flat or rising loss from
 FLAT, NEAR_GUESS, NOISE = 0.95, 0.8, 3.0  # of the first loss, of the guess; standard errors
 HARDLY = 0.05  # of the first loss; what it falls by, whatever the noise
 RISEN, OF_MINIMUM, FEWEST = 0.5, 2.0, 20
+LARGE_STEP, MANY, OF = 0.05, 5, 8  # update ratio, in so many of so many records
 RISEN_UNKNOWN = 4.0  # of a loss that may be one side of a game
 INFLATED = 5.0  # times the first batch: the first ten already diverge
 BELOW_ZERO = -1e-6  # rounding
@@ -29,7 +43,7 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
     Formula: loss of the first batch, before any update / loss of guessing: ln C of cross-entropy over C
     classes, the mean square of the targets of MSE. Limit: above twice and by more than 2 for cross-entropy,
     three times for MSE; a warning from five times on where it is still above guessing after ten batches, else
-    a note.
+    a note. A note, too, where it comes to a fifth of that of the best constant by the end, an R² of 0.8.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "verify loss @ init".
     """
@@ -45,18 +59,24 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
     is_lasting = (
         median(evidence.loss.values[WINDOW : 2 * WINDOW]) > guess
     )  # a scale that is learned at once is none
+    is_harmful = first > INIT_WARNING * guess and is_lasting and not does_well(evidence)
+    head = [p for p in weights(evidence)[-1:] if begins_large([p])]
+    scale = "inputs" if kind in ENTROPIES else "inputs and targets"
     yield Finding(
         "loss.init",
-        "warning" if first > INIT_WARNING * guess and is_lasting else "info",
+        "warning" if is_harmful else "info",
         step=evidence.loss.steps[0],
         value=first,
         limit=limit,
         message=f"The loss of the first batch is {first:.3g}; guessing has {guess:.3g}, and up to "
         f"{limit:.3g} is usual.",
-        causes=("weights of the last layer that are too large", "inputs or targets on a large scale"),
+        causes=(
+            *(("weights of the last layer that are too large",) if head else ()),
+            f"{scale} on a large scale",
+        ),
         next_steps=(
-            "Initialize the last layer with smaller weights",
-            "Bring inputs and targets to a std of 1",
+            *((told_init(head),) if head else ()),
+            f"Bring {scale} to a std of 1",
         ),
         last_step=evidence.loss.steps[0],
     )
@@ -114,7 +134,10 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     Formula: moving average above the beginning by 50 % of its size, and above twice its minimum where it is
     positive, for the last 50 batches, or the last third of a shorter run of 20 or more. Of a loss of unknown
     kind, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator) rises as the other
-    learns.
+    learns. Of an unknown kind it is an error only where five of eight steps change a weight by 0.05, else a
+    note: it may have a part whose targets grow. Nothing is said of squared and Huber errors that come to a
+    fifth of the mean square of the outputs or less, and were more of it at first: targets that are made by
+    the model itself, as values in reinforcement learning, grow with what is learned.
 
     Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
     loss that rises again and again; the limits are ours.
@@ -132,18 +155,53 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     if span is None or span.n < min(ENOUGH, len(smooth) // 3):
         yield RuledOut(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
         return
+    if _follows_targets(evidence):
+        yield RuledOut(
+            f"diverging loss (at {last:.3g}, from {first:.3g}, and small beside outputs that grow)"
+        )
+        return
     yield Finding(
         "loss.diverging",
-        "error",
+        "error" if evidence.loss_kind or _has_large_steps(evidence) else "info",
         step=span.first,
         value=last,
         limit=limit,
         message=f"The loss has risen from {first:.3g} to {last:.3g}, and stays above {limit:.3g} for "
         f"{span.n:,} batches.",
-        causes=("the learning rate is too high", "a loss with the wrong sign"),
-        next_steps=("Divide the learning rate by 10", "Clip the norm of the gradients: GradientClip(1.0)"),
+        causes=("the learning rate is too high", "a loss with the wrong sign", "targets that grow"),
+        next_steps=(
+            *(lower_rate(evidence) or ("Find a learning rate: learn.lr_find()",)),
+            "Look for a minus sign in the loss, and at whether its targets grow",
+        ),
         last_step=span.last,
     )
+
+
+def _has_large_steps(evidence: Evidence) -> bool:
+    """Whether steps change a weight by so much that they may be why the loss rises."""
+    sizes = (updates(p) for p in weights(evidence))
+    return any(persistent(of, lambda x: x > LARGE_STEP, MANY, OF) for of in sizes)
+
+
+def _follows_targets(evidence: Evidence) -> bool:
+    """Whether errors are small beside the outputs, and were not at first, when these were smaller."""
+    outputs = max(evidence.layers.values(), key=lambda layer: layer.place, default=None)
+    if evidence.loss_kind not in ("mse", "huber") or outputs is None:
+        return False
+    losses, means = dict(evidence.loss), dict(outputs.series("mean"))
+    shares = [
+        ratio(
+            _squared(losses.get(step, math.nan), evidence.loss_kind), std**2 + means.get(step, math.nan) ** 2
+        )
+        for step, std in outputs.series("std")
+    ]
+    at_first, at_last = median(shares[:LATEST]), median(shares[-LATEST:])
+    return len(shares) >= 2 * LATEST and at_last < CONVERGED and at_last < at_first
+
+
+def _squared(loss: float, kind: str) -> float:
+    """The squared error of a loss; a Huber loss is half of it, or linear from an error of 1 on."""
+    return loss if kind == "mse" else max(2 * loss, (loss + 0.5) ** 2 if loss > 0.5 else 0.0)
 
 
 def _beginning(evidence: Evidence) -> float:

@@ -23,6 +23,7 @@ from hookcb.diagnosis.trends import (
     trailing,
     weights,
 )
+from hookcb.diagnosis.updates import LEAST, lower_rate, multiplier, updates
 from hookcb.diagnosis.verdict import Finding
 
 TOO_LARGE_AT_FIRST, N_FIRST, PERSISTS_AT_FIRST = 0.2, 10, 3  # Adam with lr 1e-2 begins with 0.1 to 0.2
@@ -30,12 +31,13 @@ TOO_LARGE, PERSISTS, OF = 0.05, 5, 8  # later; 1e-3 is usual
 LARGER_THAN_WEIGHTS = 1.0
 FAR_LARGER = 10.0  # one such step is enough
 LONG_WARM_UP = 80  # batches
-SMALL_START, GROWS = 0.2, 0.3  # of 1/sqrt(fan in), of the later norm: a weight that begins near zero
 LEARNED, LEARNED_WELL = 0.8, 0.05  # share of the first loss that is left; below it the updates do their work
 TOO_SMALL, TOO_SMALL_ERROR = 1e-5, 1e-6
 HARDLY = 0.9  # share of the first loss that is left
 CLIPPED, CLIPPED_SHARE, CLIPPED_TO, CLIPPED_TO_NOTHING = 0.999, 0.95, 0.01, 1e-4
+LARGE_NORM = 100.0  # of all gradients; a limit of clipping is 0.1 to 10 as a rule
 DECAY, DECAY_RECORDS = 0.9, 20  # share of the decay in the step
+USUAL_DECAY = 0.1  # what AdamW is given as a rule is no more
 SHRUNK, DECAYED = 0.1, 2.0  # to 1/sqrt(fan in); sum of lr · weight decay that explains it, e**-2
 SPARSE = 30.0  # max |gradient| to its RMS, which of normal numbers is 5
 SKETCH = 1024  # elements of a weight that updates are read from
@@ -61,16 +63,18 @@ SKIPPED, MOST_SKIPPED = 0.1, 4  # a scaler that begins too high skips a few step
 def large_updates(evidence: Evidence) -> Iterator[Result]:
     """Steps that change a weight by much of its size.
 
-    Formula: max over weights of ‖ΔW‖ / ‖W‖. Limit: 0.2 in three of the first ten records, 0.05 in five of
-    eight later ones; 1e-3 is usual. An error where two of the first ten steps are larger than the weights, or
-    the loss rises. Left out: weights that begin near zero and grow (a last layer of zeros, LoRA), and
-    trainings whose loss falls all the same by a fifth, or, with steps larger than the weights, to a
-    twentieth.
+    Formula: max over weights of ‖ΔW‖ / ‖W‖, where ‖W‖ counts at least as with torch's own initialization, a
+    std of 1/sqrt(3 fan in): weights that begin near zero and grow (a last layer of zeros, LoRA) are not
+    changed by much. Limit: 0.2 in three of the first ten records, 0.05 in five of eight later ones; 1e-3 is
+    usual. An error where two of the first ten steps are larger than the weights, or the loss rises. Left out:
+    tokens and positions, which are added, and trainings whose loss falls all the same by a fifth, or, with
+    steps larger than the weights, to a twentieth. The advice is computed from the first steps, up to the one
+    after which the loss is higher.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
     until = evidence.converged_at()
-    found = [(p, _updates(p, until)) for p in weights(evidence)]
+    found = [(p, updates(p, until)) for p in weights(evidence)]
     found = [(p, series) for p, series in found if len(series)]
     if max((len(series) for _, series in found), default=0) < PERSISTS_AT_FIRST:
         yield Unable(f"fewer than {PERSISTS_AT_FIRST} steps were looked at before convergence")
@@ -79,31 +83,15 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     huge = [x for x in (_huge(p, series) for p, series in found) if x]
     large = [x for x in (_large(p, series) for p, series in found) if x]
     if huge and not left < LEARNED_WELL:
-        yield _too_large(max(huge, key=lambda x: x[1]), is_error=True)
+        yield _too_large(evidence, max(huge, key=lambda x: x[1]), is_error=True)
     elif large and left >= LEARNED:  # what is not known to harm may be meant
-        yield _too_large(max(large, key=lambda x: x[1]), is_error=left > 1)
+        yield _too_large(evidence, max(large, key=lambda x: x[1]), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in found)
         yield RuledOut(f"large updates (at most {worst:.1e} of a weight)", *_nearest(found, left >= LEARNED))
 
 
 _Large = tuple[Param, float, Span, float]
-
-
-def _updates(param: Param, until: float) -> Series:
-    """Its update ratios, but for the steps in which it grows from near zero."""
-    ratios = before(param.series("update_ratio"), until)
-    norms = dict(param.series("weight_norm"))
-    grown = GROWS * median(norms.values())
-    usual = SMALL_START * math.sqrt(
-        max(1, param.shape[0])
-    )  # the norm of a weight with a std of 1/sqrt(fan in)
-    kept = Series()
-    for step, x in ratios:
-        was = norms.get(step, math.nan) / math.hypot(1, x)  # before the step, which is at right angles mostly
-        if not (was < usual and was < grown):
-            kept.add(step, x)
-    return kept
 
 
 def _huge(param: Param, series: Series) -> _Large | None:
@@ -137,7 +125,7 @@ def _nearest(found: list[tuple[Param, Series]], is_idle: bool) -> tuple[float, f
     return max(known, key=lambda of: of[0] / of[1], default=(math.nan, math.nan))
 
 
-def _too_large(found: _Large, is_error: bool) -> Finding:
+def _too_large(evidence: Evidence, found: _Large, is_error: bool) -> Finding:
     param, size, span, limit = found
     return Finding(
         "update.too_large",
@@ -147,22 +135,16 @@ def _too_large(found: _Large, is_error: bool) -> Finding:
         step=span.first,
         value=size,
         limit=limit,
-        message=f"A step changes {param.name} by {times(size)} times its own size; {limit:g} is too "
-        "much, 0.001 is "
-        "usual.",
+        message=f"A step changes {param.name} by {times(size)} times its size; {limit:g} is too much, 0.001 "
+        "is usual.",
         causes=("the learning rate is too high", "no warm-up"),
         next_steps=(
-            f"Divide the learning rate by {_divisor(size)}",
+            *(lower_rate(evidence) or ("Find a learning rate: learn.lr_find()",)),
             "Begin with a warm-up, or clip gradients",
         ),
         kind=param.about,
         last_step=span.last,
     )
-
-
-def _divisor(size: float) -> str:
-    """The power of ten by which the updates come near 0.01."""
-    return f"{10 ** min(6, max(1, round(math.log10(min(size, 1e6) / 0.01)))):,}"
 
 
 @check(
@@ -203,6 +185,7 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
     if size >= TOO_SMALL or left < LEARNED:
         yield RuledOut(f"learning rate too low (update ratio {size:.1e})", size, TOO_SMALL)
         return
+    causes, advice = _why_small(evidence, size)
     yield Finding(
         "update.too_small",
         "error" if size < TOO_SMALL_ERROR and left > HARDLY else "warning",
@@ -210,11 +193,27 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
         value=size,
         limit=TOO_SMALL,
         message=f"A step changes the usual weight by {size:.1e} of its size; below {TOO_SMALL:.0e} "
-        "hardly anything is "
-        "learned, 1e-03 is usual.",
-        causes=("the learning rate is too low", "gradients that are very small, or clipped"),
-        next_steps=("Multiply the learning rate by 100, or find one: learn.lr_find()",),
+        "hardly anything is learned, 1e-03 is usual.",
+        causes=causes,
+        next_steps=advice,
         last_step=max(last for _, last in spans),
+    )
+
+
+def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Causes and advice: a learning rate changes nothing where there is no gradient to multiply."""
+    if size == 0:
+        return ("the gradient of most weights is exactly zero, whatever the learning rate",), (
+            "Look at what the model ends in, and at the loss: a softmax over one unit is constant, and an "
+            "output that a clamp, a ReLU or a saturated sigmoid holds fast passes no gradient",
+        )
+    n = multiplier(evidence, size)
+    if n < LEAST:
+        return ("gradients of most weights that are very small beside those of the largest",), (
+            "Look at why gradients fade: the learning rate already moves some weights as much as it should",
+        )
+    return ("the learning rate is too low", "gradients that are very small, or clipped"), (
+        f"Multiply the learning rate by {n:,}, or find one: learn.lr_find()",
     )
 
 
@@ -273,14 +272,18 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
         message=f"{share:.0%} of the gradients are clipped, to {usual:.1e} of their norm as a rule (limit "
         f"{CLIPPED_TO:g}): the learning rate is that much lower than it seems.{note}",
         causes=("a limit of clipping that is too low", "gradients that are summed rather than averaged"),
-        next_steps=(f"Set the limit of clipping to {_usual_norm(evidence)}, or leave it out",),
+        next_steps=(_clip_advice(evidence),),
         last_step=coefs.steps[-1],
     )
 
 
-def _usual_norm(evidence: Evidence) -> str:
+def _clip_advice(evidence: Evidence) -> str:
+    """A limit near the usual norm, unless that is what clipping protects from."""
     norm = median(evidence.steps.get("total_norm", Series()).values)
-    return f"{norm:.2g}, the median norm" if norm > 0 else "the median norm of the gradients"
+    if norm > LARGE_NORM:
+        return f"Look at why gradients have a norm of {norm:.2g}: a summed loss, or inputs on a large scale"
+    usual = f"{norm:.2g}, the median norm" if norm > 0 else "the median norm of the gradients"
+    return f"Set the limit of clipping to {usual}, or leave it out"
 
 
 @check(
@@ -376,8 +379,16 @@ def _decayed(params: list[Param], shares: Series, span: Span) -> Finding:
         message=f"Weight decay of {decay:g} makes up {share:.0%} of a step of the usual weight (limit "
         f"{DECAY:.0%}), or "
         "has shrunk it to almost nothing: the weights follow it rather than the loss.",
-        causes=(f"a weight decay of {decay:g}, which is too high",),
-        next_steps=("Set weight_decay to 0.01, or to 0 for a trial",),
+        causes=(
+            f"a weight decay of {decay:g}, which is too high"
+            if decay > USUAL_DECAY
+            else "gradients that are very small, beside which even a usual weight decay is much",
+        ),
+        next_steps=(
+            "Set weight_decay to 0.01, or to 0 for a trial"
+            if decay > USUAL_DECAY
+            else "Set weight_decay to 0 for a trial, and look at why gradients are smaller than the decay",
+        ),
         last_step=span.last,
     )
 
@@ -526,5 +537,8 @@ def _scale_collapse(step: int | None, value: float, limit: float, text: str) -> 
         limit=limit,
         message=text,
         causes=("activations or gradients beyond 65,504, where float16 ends", "NaN in the loss"),
-        next_steps=("Use bfloat16, or lower the learning rate", "Begin with GradScaler(init_scale=2**12)"),
+        next_steps=(
+            "Use bfloat16, which overflows where float32 does",
+            *(("Begin with GradScaler(init_scale=2**12)",) if limit == SKIPPED else ()),
+        ),
     )

@@ -116,8 +116,13 @@ class Param:
 
     @property
     def is_weight(self) -> bool:
-        """Whether its size can be compared: matrices and filters, not biases, norms and embeddings."""
-        return len(self.shape) > 1 and self.kind not in SPARSE_KINDS
+        """Whether its size can be compared: matrices and filters, not biases, norms and embeddings.
+
+        Nor is what is broadcast over the batch, `(1, N, C)` or `(1, C, 1, 1)`: tokens and positions are
+        added, and others scale.
+        """
+        is_broadcast = len(self.shape) > 2 and self.shape[0] == 1 and "Conv" not in self.kind
+        return len(self.shape) > 1 and self.kind not in SPARSE_KINDS and not is_broadcast
 
     def series(self, stat: str) -> Series:
         """One of `stats`, empty where it was not recorded."""
@@ -168,6 +173,8 @@ class Evidence:
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" where it is not known.
         guess: the loss of guessing: ln C of cross-entropy over C classes, of MSE the mean square of the
             targets; NaN where it is not known.
+        constant: the loss of the best constant for the targets of the first batch: their entropy, or
+            variance; NaN if it is not known.
         input_std: standard deviation of the first float input, batch by batch; `input_rms` its RMS.
         waits: seconds in fetches of batches since the batch before, 0 if none was seen; `batches` seconds
             from the end of the batch before to that of this one.
@@ -197,6 +204,7 @@ class Evidence:
     losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
     guess: float = math.nan
+    constant: float = math.nan
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
     waits: Series = field(default_factory=Series)

@@ -1,7 +1,7 @@
 """Evidence out of what callbacks have recorded."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,10 +64,17 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
     for place, layer in enumerate(evidence.layers.values()):
         layer.place = place
     for param in evidence.params.values():
-        if param.layer in evidence.layers:
-            param.place_of_layer = evidence.layers[param.layer].place
+        param.place_of_layer = _place_of(param.layer, evidence.layers)
     if stats.hooks is not None and steps:
         evidence.silent = dict(stats.coverage.silent)
+
+
+def _place_of(name: str, layers: Mapping[str, Layer]) -> int | None:
+    """Place of a layer; of one without a hook that of the first inside it, unless it is the model itself."""
+    if name in layers:
+        return layers[name].place
+    inside = [layer.place for layer in layers.values() if name and layer.name.startswith(f"{name}.")]
+    return min(inside, default=None)
 
 
 def _layer(evidence: Evidence, name: str, frame: Frame, kind: str) -> Layer:

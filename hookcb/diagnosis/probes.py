@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hookcb.batch import batch_size, parts
 from hookcb.diagnosis.batch_probe import (
     COLUMNS,
+    constant_of,
     guess_of,
     input_numbers,
     look_at_head,
@@ -84,7 +85,7 @@ class Probes:
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
-        self.guess = math.nan
+        self.guess = self.constant = math.nan
         self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # whose gradients the next step gets; of the batch in progress
         self._is_step_cancelled = False
@@ -177,6 +178,7 @@ class Probes:
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # of the model's own; what gives the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
+        self.constant = constant_of(self.graph, loop.yb)
         if node is None:
             self.sightings.append(detached_loss(loop.train_iter))
         self.sightings += look_at_head(self.graph, self.layers.last, loop.train_iter)
@@ -284,7 +286,7 @@ class Probes:
         if len(evidence.loss):
             evidence.sources.add("loss")
         evidence.loss_kind = self.graph.kind if self.graph and self.graph.is_pure else ""
-        evidence.guess = self.guess
+        evidence.guess, evidence.constant = self.guess, self.constant
         evidence.waits, evidence.batches, evidence.memory = (
             curve.series() for curve in (self.wait, self.length, self.memory)
         )

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.evidence import CONVERGED, WINDOW, Evidence, Param, Series
 
 LATEST = 5  # records that a median is taken of: one batch says little
 MOST_POINTS = 80  # of a robust slope, which is of all pairs
@@ -120,6 +120,12 @@ def loss_left(evidence: Evidence, first: float) -> float:
     """
     last = median(evidence.loss.values[-WINDOW:])
     return 1 + (last - first) / abs(first) if math.isfinite(first) and first != 0 else math.nan
+
+
+def does_well(evidence: Evidence) -> bool:
+    """Whether the loss has come to a fifth of that of the best constant, R² 0.8."""
+    last = median(evidence.loss.values[-WINDOW:])
+    return last < CONVERGED * evidence.constant
 
 
 def rates(evidence: Evidence) -> Series:

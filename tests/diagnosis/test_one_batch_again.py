@@ -49,7 +49,9 @@ def reason(verdict):
 # ---- what it sees
 
 
-@pytest.mark.parametrize(("last", "loss_func"), [(nn.ReLU(), F.cross_entropy), (nn.Softmax(1), F.cross_entropy)])
+@pytest.mark.parametrize(
+    ("last", "loss_func"), [(nn.ReLU(), F.cross_entropy), (nn.Softmax(1), F.cross_entropy)]
+)
 def test_an_activation_on_the_logits_is_found_without_diagnose(last, loss_func):
     verdict = trained(net(last), loss_func=loss_func).diagnose()
     assert (verdict.status, verdict.primary.code, verdict.primary.layer) == ("sick", "head.activation", "3")
@@ -76,7 +78,9 @@ def test_more_is_looked_at_than_without_it(monkeypatch):
 
 def test_the_counts_are_in_the_headline_of_a_sick_one_too():
     verdict = trained(net(nn.ReLU())).diagnose()
-    assert verdict.lines()[0] == f"SICK  head.activation in 3 ({verdict.n_checked} of {verdict.n_checks} checks)"
+    assert (
+        verdict.lines()[0] == f"SICK  head.activation in 3 ({verdict.n_checked} of {verdict.n_checks} checks)"
+    )
     assert verdict.to_dict()["n_checks"] == verdict.n_checks
 
 
@@ -116,9 +120,7 @@ def test_a_repeated_parameter_in_the_optimizer_is_found():
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     opt.param_groups[0]["params"].append(model[0].weight)
-    learn = fit(
-        Learner(loader(), model, F.cross_entropy, opt), 1, cbs=[ActivationStats(), GradientHealth()]
-    )
+    learn = fit(Learner(loader(), model, F.cross_entropy, opt), 1, cbs=[ActivationStats(), GradientHealth()])
     assert learn.diagnose().primary.code == "param.duplicated"
 
 
