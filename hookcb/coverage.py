@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
+from hookcb.console import printable
 from hookcb.modules import named_modules
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Coverage:
     def __str__(self) -> str:
         layers, batches = _count(len(self.hooked), "layer"), _count(self.n_batches, "batch")
         skipped = f", {_count(self.n_skipped, 'batch')} not looked at" if self.n_skipped else ""
-        return "\n".join(
+        lines = "\n".join(
             [
                 f"{len(self.fired)} of {layers} seen in {batches}{skipped}",
                 *(f"silent: {name}: {reason}" for name, reason in self.silent.items()),
@@ -76,6 +77,7 @@ class Coverage:
                 *(f"without gradient: {name}: {reason}" for name, reason in self.without_grad.items()),
             ]
         )
+        return printable(lines)
 
     def warning(self) -> str:
         """What to say when no hook was called at all."""

@@ -44,7 +44,7 @@ class GradientFinding:
     message: str
 
     def __str__(self) -> str:
-        return self.message
+        return printable(self.message)
 
 
 class GradientCheck(JupyterMixin, list[GradientFinding]):

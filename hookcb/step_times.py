@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from hookcb.console import printable
 from hookcb.events import PHASES
 from hookcb.printed import Printed
 from hookcb.tables import Column, fitted
@@ -115,7 +116,7 @@ class Outlier:
     def __str__(self) -> str:
         happened = f"; {', '.join(self.notes)}" if self.notes else ""
         ratio = f"{self.ratio:,.0f}" if self.ratio >= 100 else f"{self.ratio:.3g}"
-        return (
+        return printable(
             f"step {self.step}, epoch {self.epoch}: {duration(self.seconds)}, {ratio} times the "
             f"median; {self.phase} took {duration(self.extra)} more than usual{happened}"
         )
