@@ -52,8 +52,8 @@ class Resume:
 
         Raises:
             FileNotFoundError: where there is none.
-            ValueError: where it is truncated, damaged, foreign, or of another version of hookcb; for "latest" without
-                a `Checkpoint`, or where none of its files is whole.
+            ValueError: If it is truncated, damaged, foreign, or of another version of hookcb; for "latest"
+                without a `Checkpoint`, or if none of its files is whole.
         """
         if resume is None:
             return None
