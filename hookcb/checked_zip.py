@@ -55,6 +55,9 @@ def _check_ends(opened: BinaryIO, file: str | Path) -> None:
 
 def _damage(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> str:
     """What is wrong with a part; empty if nothing."""
+    # else torch reads nothing, without an error, of what is marked as a folder, for example
+    if part.external_attr or part.compress_type != zipfile.ZIP_STORED or part.compress_size != part.file_size:
+        return "it is not marked as a part that torch.save has written"
     try:
         with archive.open(part) as opened:
             while opened.read(BLOCK):

@@ -121,7 +121,7 @@ class Learner(Loop):
             cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
             resume: a file that `Checkpoint` has written, or a folder, of which the newest whole file is
                 taken, to go on from; "latest" is the folder of this fit's `Checkpoint`, and begins anew where
-                that has none.
+                that has none. `Progress` shows what is resumed; that nothing is left to train is a warning.
 
         Raises:
             TypeError, ValueError, RuntimeError, OSError: before training starts, for what cannot be trained.
@@ -382,7 +382,7 @@ class Learner(Loop):
         their average.
 
         Raises:
-            ValueError: where `file` is truncated, or was written by neither.
+            ValueError: If `file` is truncated or damaged, or was written by neither.
             RuntimeError: where its weights do not fit the model, or with `strict` not all of it.
         """
         self._place()

@@ -169,7 +169,7 @@ class SavedReadings(LayerReadings):
 
         Raises:
             FileNotFoundError: where there is none.
-            ValueError: where it was not written by `save`, or not whole.
+            ValueError: If it was not written by `save`, is not whole, or has changed since.
         """
         state = load_saved(path, torch.device("cpu"), set(cls.saved))
         readings = cls(**{option: state[option] for option in cls.options})

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 
 from hookcb.callbacks.checkpoint import Checkpoint
 from hookcb.callbacks.progress import Progress
@@ -51,8 +52,8 @@ class Resume:
 
         Raises:
             FileNotFoundError: where there is none.
-            ValueError: where it is truncated, foreign, or of another version of hookcb; for "latest" without
-                a `Checkpoint`, or where none of its files is whole.
+            ValueError: If it is truncated, damaged, foreign, or of another version of hookcb; for "latest"
+                without a `Checkpoint`, or if none of its files is whole.
         """
         if resume is None:
             return None
@@ -119,10 +120,14 @@ class Resume:
 
     def _losses(self) -> list[str]:
         row = self._state["row"]
-        if losses := [f"{name} {row[name]:.4g}" for name in ("train_loss", "valid_loss") if name in row]:
+        # callbacks may put anything there
+        shown = {name: row.get(name) for name in ("train_loss", "valid_loss")}
+        if losses := [f"{name} {x:.4g}" for name, x in shown.items() if isinstance(x, int | float)]:
             return losses
-        recorded = [of["losses"] for of in self._state["cbs"].values() if {"losses", "lrs"} <= of.keys()]
-        return [f"loss {float(losses[-1]):.4g}" for losses in recorded if len(losses)]
+        recorded = [of.get("losses") for of in self._state["cbs"].values() if isinstance(of, dict)]
+        return [
+            f"loss {x[-1].item():.4g}" for x in recorded if isinstance(x, Tensor) and x.ndim == 1 and len(x)
+        ]
 
     def _check_callbacks(self, file: Path, learn: "Learner") -> None:
         attached = {cb.name for cb in learn.cbs}

@@ -57,6 +57,17 @@ def test_a_file_with_any_single_bit_changed_is_refused_or_reads_as_it_was(file):
     assert [said for said in refusals if not said.startswith(f"{file} ")] == []
 
 
+def test_a_tensor_that_is_marked_as_a_folder_is_refused(file):
+    """Torch takes it for one without bytes, and gives whatever was in memory."""
+    content = bytearray(file.read_bytes())
+    entry = content.rindex(b"archive/data/0") - 46  # in the table of contents
+    assert content[entry : entry + 4] == b"PK\x01\x02"
+    content[entry + 38] ^= 0x10  # external attributes
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"file.pt is damaged: model\.a"):
+        read_saved(file, CPU)
+
+
 def test_a_part_of_zeros_is_refused(file):
     content = bytearray(file.read_bytes())
     at = content.index(STATE["model"]["a"].numpy().tobytes())

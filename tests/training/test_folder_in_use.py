@@ -82,6 +82,18 @@ def test_a_folder_that_another_process_writes_into_is_refused_by_its_host_and_nu
     assert in_child(lambda: FolderLock().open(tmp_path)) == "True"
 
 
+def test_a_fit_of_another_process_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
+    whole, said = outcome(train(plain, 2)), []
+    (tmp_path / "epoch-0007.pt.partial").write_bytes(b"PK")  # of a fit that was killed
+    other = acting(
+        "after_batch", lambda cb: said.append(in_child(lambda: train(plain, 1, Checkpoint(tmp_path))))
+    )
+    changed = differing(whole, outcome(train(plain, 2, Checkpoint(tmp_path, every=1, keep=2), other)))
+    assert changed == []
+    assert f"in use by process {os.getpid()} on" in said[0]
+    assert names(tmp_path) == ["epoch-0002-batch-000004.pt", "epoch-0002.pt"]
+
+
 def test_a_second_fit_of_this_process_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     within = acting("after_batch", lambda cb: refused(tmp_path / "link", "in use by another fit of this"))

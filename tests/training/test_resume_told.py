@@ -2,12 +2,14 @@
 
 import io
 import re
+import sys
+import types
 
 import pytest
 from resuming import acting, learner, raising, seed_all
 from rich.console import Console
 
-from hookcb import CancelFitException, Checkpoint, Progress
+from hookcb import Callback, CancelFitException, Checkpoint, Progress
 
 
 def shown(folder, n_epoch, *cbs, resume="latest", width=60):
@@ -63,6 +65,21 @@ def test_a_file_from_before_a_validation_is_told_so(tmp_path):
     assert text.startswith(f"resumed from {file}: all training in epoch 1 of 2, step 5, train_loss ")
 
 
+@pytest.mark.parametrize("odd", [None, "much", [1.0]])
+def test_a_row_that_has_no_number_for_a_loss_ends_nothing(tmp_path, odd):
+    class Odd(Callback):
+        order = 90
+
+        def after_epoch(self):
+            self.learn.row.update(train_loss=odd, valid_loss=odd)
+
+        def state_dict(self):
+            return {"losses": odd, "lrs": odd}
+
+    shown(tmp_path, 1, Odd())
+    assert "epoch 1 of 2, step 5, loss " in shown(tmp_path, 2, Odd())[0]
+
+
 def test_a_fit_that_begins_says_nothing_of_resuming(tmp_path):
     assert "resume" not in shown(tmp_path, 1)[0]
     assert "resume" not in shown(tmp_path, 1, resume=None)[0]
@@ -84,3 +101,17 @@ def test_a_terminal_with_a_bar_shows_the_line_too(tmp_path):
     learn.fit(2, cbs=Checkpoint(tmp_path), resume="latest")
     assert "epoch-0001.pt" in out.getvalue()
     assert "leave out resume=" in out.getvalue()
+
+
+def test_a_notebook_shows_the_line_above_its_rows(tmp_path, monkeypatch):
+    shown(tmp_path, 1)
+    pages = []
+    handle = types.SimpleNamespace(update=pages.append)
+    fake = types.SimpleNamespace(HTML=str, display=lambda page, display_id: handle)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=fake))
+    monkeypatch.setitem(sys.modules, "IPython.display", fake)
+    learn = learner(cbs=Progress(console=Console(file=io.StringIO(), force_jupyter=True)))
+    learn.fit(2, cbs=Checkpoint(tmp_path), resume="latest")
+    assert pages[0].startswith(f"<div>resumed from {tmp_path / 'epoch-0001.pt'}: epoch 1 of 2, step 5, ")
+    assert pages[-1].startswith(pages[0].partition("</div>")[0])
+    assert "<td>1</td>" in pages[-1]
