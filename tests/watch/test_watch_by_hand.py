@@ -149,13 +149,15 @@ def test_a_model_that_is_freed_before_its_watch_is_closed_is_no_failure_of_ours(
 
 def test_a_batch_that_is_under_way_is_counted_once_it_has_gone_back():
     model = make_model()
-    opt = torch.optim.SGD(model[0].parameters(), lr=0.1)  # a batch ends as the next one begins
+    opt = torch.optim.SGD(model[0].parameters(), lr=0.1)  # of a part: a batch ends as the next one begins
     with watch(model, Diagnose(show=False)) as w:
-        for n, (x, y) in enumerate(BATCHES, 1):
+        for x, y in make_batches(40):
+            opt.zero_grad()
             F.mse_loss(model(x), y).backward()
             opt.step()
-            assert w.diagnose().coverage[0].startswith(f"{n} batch")
-    assert w.diagnose().coverage[0].startswith("6 batches, 6 of them")
+        assert w.has_batch
+        assert w.diagnose().coverage[0].startswith("40 batches")
+    assert w.diagnose().coverage[0].startswith("40 batches")
 
 
 def test_the_optimizer_of_another_model_is_told():
