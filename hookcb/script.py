@@ -66,7 +66,7 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
 def _nothing_in(path: str | Path) -> str:
     return (
         f"no training was seen in {os.fspath(path)}, so there is no verdict; a model is seen when it is "
-        "called with gradients on, in the main thread, and its parameters are moved, by an optimizer or by hand"
+        "called with gradients on, in the main thread, and its parameters move, by an optimizer or by hand"
     )
 
 
@@ -232,8 +232,8 @@ class Models:
     def _note_unmoved(self) -> None:
         for title in [m.title for m in self._all if m.has_gradients and not m.is_trained]:
             self.notes.append(
-                f"{title} got gradients, and its parameters were not moved, by an optimizer or by hand; if it "
-                "is to be trained, make the optimizer from this model's parameters()"
+                f"{title} got gradients, and its parameters were not moved, by an optimizer or by hand; if "
+                "it is to be trained, make the optimizer from this model's parameters()"
             )
 
     @contextmanager

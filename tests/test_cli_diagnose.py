@@ -119,6 +119,22 @@ def test_a_script_that_trains_nothing_is_told_so(run, lines):
     assert "no training was seen in" in out
 
 
+@pytest.mark.parametrize("write", ["p.data.add_(p.grad, alpha=-lr)", "p.sub_(lr * p.grad)"])
+def test_weights_that_are_moved_by_hand_are_a_training(run, write):
+    code, out, _ = run(f"""
+        net, lr = make()[0], 0.1
+        for x, y in batches():
+            net.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    {write}
+        """)
+    assert code == 0
+    assert "Sequential\nHEALTHY" in out
+    assert "the loop moves its weights without an optimizer" in " ".join(out.split())
+
+
 def test_an_optimizer_of_another_copy_is_noticed(run):
     code, out, _ = run("net, opt = make()\ntrain(make()[0], opt)")
     assert code == 1

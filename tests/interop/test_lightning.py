@@ -12,7 +12,16 @@ import pytest
 import torch
 from trainers import EPOCHS, N_TRAIN, N_VALID, Planted, lightning_trainer, loaders, loss_func, quiet
 
-from hookcb import ActivationStats, Callback, CancelFitException, GradientHealth, assert_no_hooks, watch
+from hookcb import (
+    ActivationStats,
+    Callback,
+    CancelFitException,
+    Diagnose,
+    GradientHealth,
+    Recorder,
+    assert_no_hooks,
+    watch,
+)
 
 with quiet():
     from lightning.pytorch.callbacks import Callback as LightningCallback
@@ -247,3 +256,24 @@ def test_the_adapter_works_with_the_package_under_its_older_name():
 def test_a_callback_given_without_the_adapter_is_refused_with_its_name():
     with pytest.raises(AttributeError, match=r"hookcb\.adapters\.lightning\.HookcbCallback\(ActivationStats"):
         lightning_trainer(ActivationStats())
+
+
+def test_the_callback_gives_the_verdict_and_what_it_rests_on():
+    callback = HookcbCallback([Diagnose(show=False)], cbs=[Recorder])
+    with pytest.raises(RuntimeError, match="nothing is recorded yet"):
+        callback.diagnose()
+    for _ in range(2):
+        trainer = lightning_trainer(callback)
+        trainer.fit(CallsItself(), *loaders())
+        assert callback.diagnose() is callback.diagnosis.verdict
+        assert callback.diagnose().coverage[0].startswith(f"{EPOCHS * N_TRAIN} batches")
+        assert callback.activation_stats is callback.followed.activation_stats
+        assert len(callback.recorder.losses) == EPOCHS * N_TRAIN
+
+
+def test_a_watch_counts_each_batch_of_a_fit_that_accumulates():
+    module = CallsItself()
+    with watch(module, Diagnose(show=False)) as w:
+        lightning_trainer(None, accumulate_grad_batches=2).fit(module, *loaders())
+        assert w.diagnose().coverage[0].startswith(f"{EPOCHS * N_TRAIN} batches")
+    assert w.facts.n_losses_found == EPOCHS * N_TRAIN

@@ -269,14 +269,14 @@ UNTOLD = {name for name, row in TRAINERS.items() if "w.loss" in row["loss"]}
 
 
 @pytest.mark.parametrize("name", sorted(UNTOLD))
-def test_without_being_told_loss_and_epochs_stay_unknown(name, monkeypatch):
+def test_without_being_told_losses_are_found_and_epochs_stay_unknown(name, monkeypatch):
     from hookcb import Watch
 
     monkeypatch.setattr(Watch, "loss", lambda self, loss: loss)
     monkeypatch.setattr(Watch, "epoch", lambda self: None)
     probe, followed = probed(name)
-    assert {*probe.events} == ALL - {"after_loss"}
-    assert "w.loss(loss)" in followed.coverage.missing["after_loss"]
+    assert {*probe.events} == ALL
+    assert followed.facts.n_losses_found == followed.seen["after_loss"] == followed.seen["before_backward"]
     assert {epoch for epoch, _, _ in probe.epochs} == {0}
     assert any("w.epoch()" in note for note in followed.coverage.notes)
 

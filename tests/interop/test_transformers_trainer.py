@@ -16,9 +16,11 @@ from hookcb import (
     ActivationStats,
     Callback,
     CancelFitException,
+    Diagnose,
     GradientAccumulation,
     GradientHealth,
     Learner,
+    Recorder,
     assert_no_hooks,
     count_hooks,
 )
@@ -277,11 +279,11 @@ def test_a_model_without_a_loss_in_its_output_has_no_loss_event(tmp_path):
             loss = nn.functional.cross_entropy(logits, inputs["labels"])
             return (loss, {"logits": logits}) if return_outputs else loss
 
-    callback = HookcbCallback(GradientHealth)
+    callback = HookcbCallback([GradientHealth], cbs=Recorder)
     trainer = hf_trainer(Plain(), str(tmp_path), callback, eval_strategy="no")
     trainer.__class__ = type("Both", (type(trainer), OwnLoss), {"compute_loss": OwnLoss.compute_loss})
     trainer.train()
-    assert "after_loss" in callback.coverage.missing
+    assert callback.followed.facts.n_losses_found == len(callback.recorder.losses) == EPOCHS * N_TRAIN
     assert len(callback.gradient_health.stats) == EPOCHS * N_TRAIN
 
 
@@ -290,3 +292,15 @@ def test_a_callback_given_without_the_adapter_is_refused_with_its_name(given, tm
     message = r"hookcb\.adapters\.transformers\.HookcbCallback\(ActivationStats"
     with pytest.raises(AttributeError, match=message):
         bert_trainer(tmp_path, bert(), [given])
+
+
+def test_the_callback_gives_the_verdict_and_what_it_rests_on(tmp_path):
+    callback = HookcbCallback(Diagnose(show=False))
+    with pytest.raises(RuntimeError, match="nothing is recorded yet"):
+        callback.diagnose()
+    trainer = hf_trainer(LossNet(), str(tmp_path), callback, eval_strategy="no")
+    trainer.train()
+    assert callback.diagnose() is callback.diagnosis.verdict
+    assert callback.diagnose().coverage[0].startswith(f"{EPOCHS * N_TRAIN} batches")
+    assert callback.activation_stats is callback.followed.activation_stats
+    assert len(callback.gradient_health.stats) > 0
