@@ -2,7 +2,6 @@
 
 import torch
 from accelerate import Accelerator
-from rich import print
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +21,7 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
     for _ in range(3):
         for xb, yb in loader:
             with accelerator.accumulate(model):
-                loss = w.loss(nn.functional.cross_entropy(model(xb), yb))
+                loss = nn.functional.cross_entropy(model(xb), yb)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     w.begin_step(optimizer)  # so that gradients are read before they are clipped

@@ -1,7 +1,6 @@
 """Mixed precision with a GradScaler, a step for every four batches: gradients are read whole and unscaled."""
 
 import torch
-from rich import print
 from torch import nn
 
 from hookcb import ActivationStats, GradientHealth, watch
@@ -18,7 +17,7 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
     for _ in range(3):
         for i, (xb, yb) in enumerate(zip(x.split(32), y.split(32), strict=True)):
             with torch.autocast("cpu", torch.float16):
-                loss = w.loss(nn.functional.cross_entropy(model(xb), yb) / n_batches)
+                loss = nn.functional.cross_entropy(model(xb), yb) / n_batches
             scaler.scale(loss).backward()
             if (i + 1) % n_batches == 0:
                 scaler.unscale_(optimizer)

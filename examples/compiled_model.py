@@ -1,7 +1,6 @@
 """A compiled model, watched: watch what torch.compile gave, before its first call."""
 
 import torch
-from rich import print
 from torch import nn
 
 from hookcb import ActivationStats, GradientHealth, watch

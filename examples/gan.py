@@ -1,7 +1,6 @@
 """A GAN, two nets with an optimizer each: a watch for each net."""
 
 import torch
-from rich import print
 from torch import nn
 
 from hookcb import ActivationStats, GradientHealth, watch
@@ -38,5 +37,5 @@ with (
         g_optimizer.zero_grad()
         c_optimizer.zero_grad()  # of what has come here on the way to the generator
 
-print("generator", g.gradient_health.report(), g.activation_stats.report())
-print("critic", c.gradient_health.report(), c.activation_stats.report())
+print("generator", g.gradient_health.report(), g.activation_stats.report(), sep="\n")
+print("critic", c.gradient_health.report(), c.activation_stats.report(), sep="\n")

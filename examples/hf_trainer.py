@@ -6,7 +6,6 @@ The model is a tiny BERT made from its configuration, and the data random: nothi
 import tempfile
 
 import torch
-from rich import print
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hookcb import ActivationStats, GradientHealth

@@ -2,7 +2,6 @@
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from rich import print
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -1,7 +1,6 @@
 """A training loop of your own, watched: one line, and the loop stays as it is."""
 
 import torch
-from rich import print
 from torch import nn
 
 from hookcb import ActivationStats, GradientHealth, watch
@@ -19,7 +18,7 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        w.epoch()  # optional, as is w.loss(loss): neither can be seen from outside
+        w.epoch()  # optional: where an epoch ends cannot be seen from outside
 
 print(w.activation_stats.report())
 print(w.gradient_health.report())

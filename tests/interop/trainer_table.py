@@ -14,7 +14,7 @@ COLUMNS = {
     "stop": "a callback that ends the fit",
 }
 
-TOLD = "`w.loss(loss)`"
+TOLD = "found; in validation `w.loss(loss)`"
 EARLY = "after; before, with `w.begin_step(optimizer)` there"
 
 # by the name of its function in trainers.py
@@ -65,7 +65,7 @@ TRAINERS = {
         "scale": "unscaled",
         "clipping": EARLY,
         "epochs": "`w.epoch` as handler of `EPOCH_COMPLETED`",
-        "loss": "`w.loss(loss)` in the loss function",
+        "loss": "found; in validation `w.loss(loss)` in the loss function",
         "validation": "calls in eval mode",
         "stop": "look at `w.stop_asked`",
     },
@@ -75,7 +75,7 @@ TRAINERS = {
         "scale": "it has no GradScaler",
         "clipping": EARLY,
         "epochs": "`w.epoch()` in `on_epoch_end`",
-        "loss": "`w.loss(loss)` in `get_loss`",
+        "loss": "found; in validation `w.loss(loss)` in `get_loss`",
         "validation": "calls in eval mode",
         "stop": "look at `w.stop_asked`",
     },
