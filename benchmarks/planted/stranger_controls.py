@@ -287,12 +287,12 @@ def wave(seed: int, cbs: Callbacks, opt: type[Optimizer], width: int, lr: float,
 
 @control(STRANGER_CONTROLS, "a sine by saturated tanh layers, Adam", target=0.015)
 def sine(seed: int, cbs: Callbacks) -> Run:
-    return wave(seed, cbs, Adam, width=24, lr=5e-3, n_step=700)
+    return wave(seed, cbs, Adam, width=40, lr=1e-3, n_step=700)
 
 
-@control(STRANGER_CONTROLS, "a sine by saturated tanh layers, RMSprop", target=0.02)
+@control(STRANGER_CONTROLS, "a sine by wider saturated tanh layers, AdamW", target=0.02)
 def wide_sine(seed: int, cbs: Callbacks) -> Run:
-    return wave(seed, cbs, RMSprop, width=40, lr=1e-3, n_step=700)
+    return wave(seed, cbs, AdamW, width=64, lr=7e-4, n_step=700)
 
 
 def line(seed: int, cbs: Callbacks, opt: Optimizer, model: nn.Module, n: int, n_step: int) -> Run:
