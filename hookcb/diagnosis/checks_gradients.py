@@ -198,9 +198,10 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
 
     Formula: (a) RMS of a layer's largest weight gradient / the larger of that of the median layer and of the
     last one, the median of five records: 1,000; healthy trainings came up to 600. Only of a layer whose
-    gradient is at most thirty times that of the one before it, as what explodes does so up to the input. (b) the norm of all
-    gradients above ten times its median over up to 50 records before, and the loss twice as high in the ten
-    batches after it as in the ten before: a rare batch alone is no fault. Both before convergence.
+    gradient is at most thirty times that of the one before it, as what explodes does so up to the input. (b)
+    the norm of all gradients above ten times its median over up to 50 records before, and the loss twice as
+    high in the ten batches after it as in the ten before: a rare batch alone is no fault. Both before
+    convergence.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
