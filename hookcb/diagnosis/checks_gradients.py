@@ -28,6 +28,7 @@ FAINT = 1e-3  # to the largest one's: so much more comes to what is nearer to th
 DROP = 0.01  # to that of the next layer: by so much a single layer takes away
 # To the median layer's and the last one's: 600, in the first steps of branches that begin with zeros.
 EXPLODING = 1e3
+REACHES = 1 / 30  # of a gradient that explodes; of the layer before it, which gets it multiplied once more
 JUMP, JUMP_BEFORE, ENOUGH_BEFORE = 10.0, 50, 5  # the total norm to the median of the records before
 RISEN, ENOUGH_AFTER = 2.0, 3  # the loss after a jump to that before it, and batches to tell it from
 DEAD, DEAD_ERROR = 0.6, 0.8  # share of units; healthy trainings have up to 0.44
@@ -196,9 +197,11 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     """Gradients that grow on the way from the loss to the input, or from one step to the next.
 
     Formula: (a) RMS of a layer's largest weight gradient / the larger of that of the median layer and of the
-    last one, the median of five records: 1,000; healthy trainings came up to 600. (b) the norm of all
-    gradients above ten times its median over up to 50 records before, and the loss twice as high in the ten
-    batches after it as in the ten before: a rare batch alone is no fault. Both before convergence.
+    last one, the median of five records: 1,000; healthy trainings came up to 600. Only of a layer whose
+    gradient is at most thirty times that of the one before it, as what explodes does so up to the input. (b)
+    the norm of all gradients above ten times its median over up to 50 records before, and the loss twice as
+    high in the ten batches after it as in the ten before: a rare batch alone is no fault. Both before
+    convergence.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
@@ -242,7 +245,21 @@ def _times_usual(sizes: list[float]) -> tuple[int, float]:
     if len(known) < 2:
         return 0, math.nan
     usual = max(known[(len(known) - 1) // 2], last)  # of two layers the smaller one
-    return sizes.index(known[-1]), ratio(known[-1], usual)
+    i = max(_passed_on(sizes), key=lambda i: sizes[i])
+    return i, ratio(sizes[i], usual)
+
+
+def _passed_on(sizes: list[float]) -> Iterator[int]:
+    """The layers whose gradient is not far above that of the one before them, which an explosion reaches too.
+
+    The head of a value beside a policy is: its gradient is large as its loss is.
+    """
+    previous = math.inf
+    for i, size in enumerate(sizes):
+        if math.isfinite(size):
+            if previous >= REACHES * size:
+                yield i
+            previous = size
 
 
 def _excess(layers: list[tuple[Param, Series]]) -> tuple[Param, float, Span] | None:

@@ -18,7 +18,7 @@ from hookcb.diagnosis.trends import (
     trailing,
     weights,
 )
-from hookcb.diagnosis.updates import begins_large, lower_rate, told_init, updates
+from hookcb.diagnosis.updates import begins_large, first_update, lower_rate, told_init, updates
 from hookcb.diagnosis.verdict import Finding
 
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
@@ -29,6 +29,7 @@ FLAT, NEAR_GUESS, NOISE = 0.95, 0.8, 3.0  # of the first loss, of the guess; sta
 HARDLY = 0.05  # of the first loss; what it falls by, whatever the noise
 RISEN, OF_MINIMUM, FEWEST = 0.5, 2.0, 20
 LARGE_STEP, MANY, OF = 0.05, 5, 8  # update ratio, in so many of so many records
+LARGE_AT_FIRST = 0.2  # of a step before the loss rises, after which nothing may move any more
 RISEN_UNKNOWN = 4.0  # of a loss that may be one side of a game
 INFLATED = 5.0  # times the first batch: the first ten already diverge
 BELOW_ZERO = -1e-6  # rounding
@@ -134,10 +135,10 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     Formula: moving average above the beginning by 50 % of its size, and above twice its minimum where it is
     positive, for the last 50 batches, or the last third of a shorter run of 20 or more. Of a loss of unknown
     kind, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator) rises as the other
-    learns. Of an unknown kind it is an error only where five of eight steps change a weight by 0.05, else a
-    note: it may have a part whose targets grow. Nothing is said of squared and Huber errors that come to a
-    fifth of the mean square of the outputs or less, and were more of it at first: targets that are made by
-    the model itself, as values in reinforcement learning, grow with what is learned.
+    learns. Of an unknown kind it is an error only if five of eight steps change a weight by 0.05, or one
+    before the rise by 0.2, else a note: it may have a part whose targets grow. Nothing is said of squared and
+    Huber errors that come to a fifth of the mean square of the outputs or less, and were more of it at first:
+    targets that the model makes itself, as values in reinforcement learning, grow with what is learned.
 
     Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
     loss that rises again and again; the limits are ours.
@@ -180,7 +181,8 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
 def _has_large_steps(evidence: Evidence) -> bool:
     """Whether steps change a weight by so much that they may be why the loss rises."""
     sizes = (updates(p) for p in weights(evidence))
-    return any(persistent(of, lambda x: x > LARGE_STEP, MANY, OF) for of in sizes)
+    lasting = any(persistent(of, lambda x: x > LARGE_STEP, MANY, OF) for of in sizes)
+    return lasting or first_update(evidence) > LARGE_AT_FIRST
 
 
 def _follows_targets(evidence: Evidence) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.checks_gradients import attenuated_gradients
+from hookcb.diagnosis.checks_gradients import attenuated_gradients, exploding_gradients
 from hookcb.diagnosis.checks_layers import activation_scale, saturated_units
 from hookcb.diagnosis.checks_loss import diverging_loss, first_loss
 from hookcb.diagnosis.checks_optimizer import (
@@ -245,6 +245,21 @@ def test_keys_that_are_learned_may_have_small_gradients_beside_the_way_of_the_in
     assert isinstance(only(attenuated_gradients, evidence(memory, *chain)), RuledOut)
 
 
+def test_the_head_of_a_value_beside_a_policy_may_have_by_far_the_largest_gradient():
+    sizes = {
+        "critic.0": 0.2,
+        "critic.1": 0.01,
+        "critic.2": 2.3,
+        "actor.0": 9e-4,
+        "actor.1": 1e-4,
+        "actor.2": 2e-3,
+    }
+    params = [weight(name, place=i, rms=[x] * N) for i, (name, x) in enumerate(sizes.items())]
+    assert isinstance(only(exploding_gradients, evidence(*params)), RuledOut)
+    params[1] = weight("critic.1", place=1, rms=[2.0] * N)
+    assert only(exploding_gradients, evidence(*params)).layer == "critic.2"
+
+
 def grows(kind, end_of_outputs):
     """A loss that rises from 1 to 6, beside outputs whose standard deviation grows from 0.5."""
     loss = [1.0] * 10 + [6.0] * 90
@@ -269,9 +284,12 @@ def test_a_model_that_was_good_and_gets_worse_diverges_however_large_its_outputs
     assert only(diverging_loss, given).severity == "error"
 
 
-@pytest.mark.parametrize(("ratio", "severity"), [(1e-3, "info"), (0.1, "error")])
-def test_a_loss_of_unknown_kind_diverges_only_beside_large_steps(ratio, severity):
-    given = evidence(weight(update_ratio=[ratio] * N), loss=[1.0] * 10 + [9.0] * (N - 10))
+@pytest.mark.parametrize(
+    ("ratios", "severity"),
+    [([1e-3] * N, "info"), ([0.01] * 20 + [0.1] * 40, "error"), ([0.5] + [0.0] * (N - 1), "error")],
+)
+def test_a_loss_of_unknown_kind_diverges_only_beside_large_steps(ratios, severity):
+    given = evidence(weight(update_ratio=ratios), loss=[1.0] * 10 + [9.0] * (N - 10))
     assert only(diverging_loss, given).severity == severity
 
 
