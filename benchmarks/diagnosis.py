@@ -2,8 +2,8 @@
 
     python benchmarks/diagnosis.py [--only tiny mlp resnet transformer] [--steps 500] [--rounds 9] [--busy]
 
-A turn is a whole fit, setting up, looking at the end and the verdict included. The budget counts in time, so
-a fit of fewer steps costs more: its first 20 batches are looked at whatever the budget says.
+A turn is a whole fit, setting up, looking at the end and the verdict included. Of a fit of fewer
+steps a larger part is looked at, so that it costs more.
 """
 
 import argparse

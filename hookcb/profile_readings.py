@@ -403,6 +403,8 @@ def _operator_text(key: str, value: int) -> str:
 
 def _on_data(phases: PhaseTimes) -> str:
     data = phases["data"]
+    if not data.seconds:
+        return "how long steps wait for the loader was not seen, as the loop is not a Learner's"
     without = f"a step without it would take {duration(phases.step - data.seconds)}"
     if data is max(phases, key=lambda row: row.seconds):
         return f"data-bound: {data.share:.1%} of the step waits for the loader; {without}"

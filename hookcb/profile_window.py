@@ -14,6 +14,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_
 from hookcb.arguments import check_count
 from hookcb.batch import n_batches
 from hookcb.console import warn
+from hookcb.events import PHASES
 from hookcb.layer_ranges import LayerRanges
 from hookcb.modules import Where, find_modules, is_compiled, named_modules
 from hookcb.profile_ops import read_ops
@@ -177,7 +178,7 @@ class Window:
         self.ranges = LayerRanges(layers)
         self._compilations = 0
 
-    def begin_step(self, step: int, record: bool) -> None:
+    def begin_step(self, step: int, phase: str, record: bool) -> None:
         """A step begins, with the fetch of its batch; it is recorded, or the profiler only gets ready."""
         if record and not self.is_recording:
             if not self._is_prepared:
@@ -185,7 +186,8 @@ class Window:
             self._prof.start_trace()
             self.is_recording, self._compilations = True, n_compilations()
         self.ranges.begin_step(step)
-        self.ranges.begin_phase("data")
+        if phase in PHASES:  # what lies in none is "other"
+            self.ranges.begin_phase(phase)
 
     def begin_phase(self, phase: str) -> None:
         """A phase of the step begins."""
@@ -246,8 +248,8 @@ class Windows:
         """What to say where nothing was profiled."""
         return f"nothing was profiled: {self.plan.words()}, and {self.n_steps} steps ran"
 
-    def begin_step(self) -> None:
-        """The next step begins, with the fetch of its batch."""
+    def begin_step(self, phase: str) -> None:
+        """The next step begins, with the fetch of its batch or, in a loop that is not ours, with "other"."""
         action = self.plan.action(self.n_steps)
         if action is ProfilerAction.NONE:
             return
@@ -258,7 +260,7 @@ class Windows:
             self._window = Window(dict(self._layers), self.plan.activities, **self.options)
             self.n_switched += 1
             self.follow(True)
-        self._window.begin_step(self.n_steps, record=action is not ProfilerAction.WARMUP)
+        self._window.begin_step(self.n_steps, phase, record=action is not ProfilerAction.WARMUP)
 
     def begin_phase(self, phase: str) -> None:
         """A phase of the step begins."""

@@ -3,7 +3,14 @@
 from case import Case
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
+from more_controls_runtime import RUNTIME_CONTROLS
 from more_controls_steps import STEP_CONTROLS
 from stranger_controls import STRANGER_CONTROLS
 
-MORE_CONTROLS: list[Case] = [*NET_CONTROLS, *LOSS_CONTROLS, *STEP_CONTROLS, *STRANGER_CONTROLS]
+MORE_CONTROLS: list[Case] = [
+    *NET_CONTROLS,
+    *LOSS_CONTROLS,
+    *STEP_CONTROLS,
+    *RUNTIME_CONTROLS,
+    *STRANGER_CONTROLS,
+]

@@ -48,8 +48,8 @@ from hookcb.modules import ModelGoneError
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore, kept
 
-OFTEN = 64  # steps at the beginning in which dead units are looked for each time, as it costs little;
-# with small batches up to 512, for that takes 512 examples
+OFTEN, MOST_OFTEN = 64, 512  # steps at the beginning in which dead units are looked for each time
+MANY = 4 * EXAMPLES  # examples, of which small batches take more of these steps
 SMALL = 65_536  # elements of an output up to which it is looked at in each batch
 
 
@@ -216,6 +216,10 @@ class Probes:
                 return min(dense, key=Tensor.numel)
         return None
 
+    def _looks_for_dead(self) -> bool:
+        """Whether units are followed in each step, which costs little."""
+        return self.n_steps < OFTEN or (self.n_steps < MOST_OFTEN and self.dead.n_examples < MANY)
+
     def leave_out(self, loop: Any, looking: bool) -> None:
         """The batch in progress is cancelled, and gives no gradients."""
         self.n_examples -= self._n_samples
@@ -228,7 +232,7 @@ class Probes:
 
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Gradients are whole."""
-        if looking or self.n_steps < OFTEN or (self.n_steps < EXAMPLES and self.dead.n_examples < EXAMPLES):
+        if looking or self._looks_for_dead():
             self.dead.look(loop.train_iter, self.n_examples)
             without = (name for name, p, _ in self._params if p.requires_grad and p.grad is None)
             self.n_without.update(without)

@@ -136,7 +136,7 @@ def test_callbacks_that_record_are_enough_for_a_verdict(cbs):
 
 
 def test_gradient_health_alone_sees_dead_units():
-    learn = make_learner(30, lr=0.001, model=nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)))
+    learn = make_learner(140, lr=0.001, model=nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)))
     nn.init.constant_(learn.model[0].bias, -50.0)
     for cbs in ([GradientHealth], [ActivationStats(include_paramless=True), GradientHealth()], [Diagnose]):
         with warnings.catch_warnings():

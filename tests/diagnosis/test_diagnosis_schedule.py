@@ -1,7 +1,6 @@
 """Which batches are looked at: a function of their number alone, and no clock changes it."""
 
 import itertools
-import json
 import time
 
 import pytest
@@ -84,7 +83,7 @@ class Clock:
 CLOCKS = {"quick": (1e-6,), "slow": (60.0,), "busy": (1e-3, 50.0, 1e-5, 0.2, 7.0)}
 
 
-def trained(name, monkeypatch, *cbs, n=120):
+def trained(name, monkeypatch, *cbs, n=180):
     """The verdict on a training whose ReLU layer dies at batch 30, the batches looked at, and its weights."""
     clock = Clock(*CLOCKS[name])
     monkeypatch.setattr(time, "perf_counter", clock)
@@ -109,7 +108,8 @@ def test_the_verdict_is_the_same_whatever_the_clock_says(monkeypatch, accumulate
     for name in CLOCKS:
         cbs = [GradientAccumulation(2)] if accumulates else []
         verdict, steps, weights = trained(name, monkeypatch, *cbs)
-        told = json.loads(verdict.to_json())
+        told = verdict.to_dict()
+        del told["status"], told["primary"]  # which findings of time may be
         of_machine = "waiting for data", "growing memory"
         told["ruled_out"] = [x for x in told["ruled_out"] if not x.startswith(of_machine)]
         told["findings"] = [f for f in told["findings"] if not f["code"].startswith("time.")]
@@ -117,7 +117,7 @@ def test_the_verdict_is_the_same_whatever_the_clock_says(monkeypatch, accumulate
         found.append((told, steps, weights))
     assert found[0] == found[1] == found[2]
     assert not accumulates or len(found[0][1]) > 10
-    assert accumulates or found[0][1] == looks(120)
+    assert accumulates or found[0][1] == looks(180)
     assert any(f["code"] == "unit.dead" for f in found[0][0]["findings"])
 
 

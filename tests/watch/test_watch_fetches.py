@@ -12,7 +12,7 @@ from support import fit, make_batches, make_learner, make_model
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hookcb import Callback, Diagnose, Learner, StepTimer, step_clock, watch
+from hookcb import Callback, Diagnose, Learner, ProfilerCallback, StepTimer, step_clock, watch
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
 SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
@@ -210,6 +210,18 @@ def test_step_timer_of_a_watch_is_copied_and_pickled():
     w = trained(make_batches(3), StepTimer())
     for copied in (copy.deepcopy(w.step_timer), pickle.loads(pickle.dumps(w.step_timer))):
         assert len(copied.times) == 3
+
+
+# ---- ProfilerCallback
+
+
+def test_a_profile_does_not_call_what_lies_between_steps_data():
+    profiler = ProfilerCallback(wait=0, warmup=1, active=2)
+    trained(make_batches(5), profiler, own=lambda step: time.sleep(1e-3))
+    phases = profiler.phases()
+    assert phases["data"].seconds == 0
+    assert phases["other"].seconds > 1e-3
+    assert "how long steps wait for the loader was not seen" in str(profiler.report())
 
 
 # ---- nothing stays
