@@ -48,6 +48,7 @@ FLOORS = [
         "nan_tracing",
         "own_hooks",
         "plots",
+        "precision",
         "prepare",
         "printed",
         "profile_ops",
