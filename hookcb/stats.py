@@ -26,6 +26,24 @@ def has_stats(x: object) -> bool:
     )
 
 
+def kind_of(x: object) -> str:
+    """What it is that has no statistics: its type, of a tensor also what `layer_stats` cannot take of it.
+
+    >>> kind_of(torch.zeros(2, dtype=torch.complex64)), kind_of(torch.zeros(2, device="meta")), kind_of(None)
+    ('Tensor, complex64', 'Tensor, on meta', 'NoneType')
+    """
+    name = type(x).__name__
+    if not isinstance(x, Tensor):
+        return name
+    reasons = {
+        "nested": x.is_nested,
+        str(x.layout).removeprefix("torch."): x.layout is not torch.strided and not x.is_nested,
+        str(x.dtype).removeprefix("torch."): x.is_complex() or x.is_quantized,
+        "on meta": x.is_meta,
+    }
+    return ", ".join([name, *(reason for reason, holds in reasons.items() if holds)])
+
+
 def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
     """What `LAYER_STATS` names, of all elements.
 
