@@ -40,8 +40,9 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
         eps: magnitude up to which an element counts as near zero, in the unit of `x`.
 
     Returns:
-        A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased std as float64
-        arithmetic gives them (not finite where `x` is not), extremes of finite elements, shares 0..1, a count. NaN for too few.
+        A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased std as
+        float64 arithmetic gives them (not finite where `x` is not), extremes of finite elements, shares 0..1,
+        a count. NaN for too few.
 
     Source: float64 sums of d and d², d = x - pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing
     the sample variance", 1983. The pivot is an element, so within √(n-1) standard deviations of the mean

@@ -54,7 +54,8 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
     Returns:
         A tensor `(8,)` on the device of `x`, float64 where `x` is, else float32: mean and unbiased standard
         deviation; smallest, largest and largest absolute of the finite elements, all in the unit of `x`;
-        shares with |x| ≤ eps and of exact zeros, 0..1; number of NaN and infinite elements. NaN where there are too few elements.
+        shares with |x| ≤ eps and of exact zeros, 0..1; number of NaN and infinite elements. NaN if there
+        are too few elements.
 
     fastai counts each negative value as near zero; here it goes by magnitude.
     """
