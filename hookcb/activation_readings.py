@@ -132,11 +132,11 @@ class ActivationReadings(SavedReadings):
     def hist_edges(self, layer: Layer, phase: str = "train") -> Any:
         """The edges of a layer's bins, `(bins + 1,)`, in the unit of its output."""
         self._check_hist()
-        self.store_of(phase)  # which sets the ranges
+        store = self.store_of(phase)  # which sets the ranges
 
         def of(name: str) -> Tensor:
             low, high = self._reducers[phase, name].edges or (math.nan, math.nan)
-            return torch.linspace(low, high, self.bins + 1, dtype=torch.float64).float()
+            return torch.linspace(low, high, self.bins + 1, dtype=torch.float64).to(store.series(name).dtype)
 
         return self.of_layers(layer, of)
 

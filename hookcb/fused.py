@@ -40,8 +40,9 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
         eps: magnitude up to which an element counts as near zero, in the unit of `x`.
 
     Returns:
-        A float32 tensor `(8,)` on the device of `x`: mean and unbiased std as float64 arithmetic gives them
-        (not finite where `x` is not), extremes of finite elements, shares 0..1, a count. NaN for too few.
+        A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased std as
+        float64 arithmetic gives them (not finite where `x` is not), extremes of finite elements, shares 0..1,
+        a count. NaN for too few.
 
     Source: float64 sums of d and d², d = x - pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing
     the sample variance", 1983. The pivot is an element, so within √(n-1) standard deviations of the mean
@@ -52,7 +53,7 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     programs = max(1, min(PROGRAMS, -(-x.numel() // BLOCK)))
     real = tl.float64 if x.dtype is torch.float64 else tl.float32
     parts = torch.empty(8, programs, dtype=torch.float64, device=x.device)
-    stats = torch.empty(8, dtype=torch.float32, device=x.device)
+    stats = torch.empty(8, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, wherever `x` is
         fusion = {"enable_fp_fusion": True}  # as by default, but said: Triton 3.9 warns where it is left open
         reduce[(programs,)](x, parts, x.numel(), float(eps), real, BLOCK, **fusion)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hookcb.precision import WIDE, at_least_float32, scaled_norm, widened, widest
+
 OF_GRADIENT = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 GRAD_STATS = (*OF_GRADIENT, "weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
 STEP_STATS = ("total_norm", "clipped_total_norm", "mean_norm", "lr", "scale", "skipped", "clip_coef")
@@ -50,14 +52,14 @@ def plain_gradient(x: Tensor) -> Tensor | None:
         x = x.coalesce()
         if x.sparse_dim() != 1 or x.numel() <= SKETCH:
             x = x.to_dense()
-        elif x.is_complex() or x.dtype not in (torch.float32, torch.float64):
+        elif x.is_complex() or x.dtype not in WIDE:
             values = plain_gradient(x.values())
             return None if values is None else _sparse(x, values)
         else:
             return x
     if x.is_complex():
         return x.abs()
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return at_least_float32(x)
 
 
 def _sparse(x: Tensor, values: Tensor) -> Tensor:
@@ -112,11 +114,14 @@ def summarize_gradient(x: Tensor) -> GradSummary:
         return GradSummary(row_norms(x), low, high, 0.0)
     finite = elements[elements.isfinite()]
     low, high = (end.item() for end in torch.aminmax(finite)) if len(finite) else (math.nan, math.nan)
-    return GradSummary(row_norms(x.double()), low, high, float(elements.numel() - len(finite)))
+    scale = size if 0 < size < math.inf else 1.0  # else squares leave the range of float64 too
+    return GradSummary(
+        row_norms(x.double() / scale) * scale, low, high, float(elements.numel() - len(finite))
+    )
 
 
 class GradColumns(NamedTuple):
-    """Statistics of gradients by record and parameter, each `(R, k)` float64."""
+    """Statistics of gradients by record and parameter, each `(R, k)`, as the device can: see `widest`."""
 
     norm: Tensor  # L2
     abs_max: Tensor  # of finite elements
@@ -127,20 +132,21 @@ class GradColumns(NamedTuple):
 
 def reduce_small(x: Tensor, shape: torch.Size) -> GradColumns:
     """Of k small gradients of one shape in R records: `(R, k, n)`."""
-    n, nothing = x.shape[-1], torch.full(x.shape[:-1], math.nan, dtype=torch.float64, device=x.device)
+    n, wide = x.shape[-1], widest(x.device)
+    nothing = torch.full(x.shape[:-1], math.nan, dtype=wide, device=x.device)
     if not n:
         zero = torch.zeros_like(nothing)
         return GradColumns(zero, nothing, zero, nothing, nothing)
     size = x.abs()
     of_rows = size.reshape(*x.shape[:2], shape[0], -1).amax(3) if len(shape) > 1 else size
-    abs_max, nonfinite = of_rows.amax(2), torch.zeros_like(nothing)
+    abs_max, nonfinite, norm_of = of_rows.amax(2), torch.zeros_like(nothing), torch.linalg.vector_norm
     if not (x.is_cpu and bool(((abs_max > SAFE_LOW) & (abs_max < SAFE_HIGH)).all())):
         others = size.isfinite().logical_not_()
-        x, size, nonfinite = x.double(), size.double(), others.sum(2).double()
+        x, size, nonfinite, norm_of = x.to(wide), size.to(wide), others.sum(2).to(wide), scaled_norm
         abs_max = size.masked_fill(others, 0).amax(2).masked_fill(others.all(2), math.nan)
-    zero_rows = (of_rows == 0).mean(2, dtype=torch.float64) if len(shape) > 1 else nothing
-    norm, total = (torch.linalg.vector_norm(x, p, dim=2).double() for p in (2, 1))
-    return GradColumns(norm, abs_max.double(), nonfinite, zero_rows, total / n)
+    zero_rows = (of_rows == 0).mean(2, dtype=wide) if len(shape) > 1 else nothing
+    norm, total = norm_of(x, dim=2).to(wide), torch.linalg.vector_norm(x, 1, dim=2).to(wide)
+    return GradColumns(norm, abs_max.to(wide), nonfinite, zero_rows, total / n)
 
 
 def reduce_large(rows: Tensor, numbers: Tensor, n_dims: int) -> GradColumns:
@@ -152,8 +158,8 @@ def reduce_large(rows: Tensor, numbers: Tensor, n_dims: int) -> GradColumns:
         n_dims: of the gradients.
     """
     low, high, nonfinite, mean_abs = numbers.unbind(2)
-    norm = torch.linalg.vector_norm(rows.double(), dim=2)
-    zero_rows = (rows == 0).mean(2, dtype=torch.float64) if n_dims > 1 else torch.full_like(norm, math.nan)
+    norm = scaled_norm(widened(rows), dim=2)
+    zero_rows = (rows == 0).mean(2, dtype=norm.dtype) if n_dims > 1 else torch.full_like(norm, math.nan)
     return GradColumns(norm, torch.maximum(high, -low), nonfinite, zero_rows, mean_abs)
 
 
@@ -214,7 +220,7 @@ def sketch_copy(x: Tensor) -> Tensor:
     x = _followed(x.reshape(-1))
     if x.is_complex():
         x = torch.view_as_real(x).reshape(-1)
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return at_least_float32(x)
 
 
 def update_ratio(change: Tensor, before: Tensor) -> Tensor:
@@ -223,35 +229,35 @@ def update_ratio(change: Tensor, before: Tensor) -> Tensor:
     Around 1e-3 is usual for a step of a healthy run; far above, the learning rate is too high.
 
     Args:
-        change: differences of weights, `(…, n)`, float64, as their squares may be tiny.
+        change: differences of weights, `(…, n)`.
         before: the weights they are relative to.
 
     Returns:
-        Float64 `(…)`; 0 where nothing has changed, inf where all were zero before.
+        `(…)`; 0 where nothing has changed, inf where all were zero before.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
-    size = torch.linalg.vector_norm(change, dim=-1)
+    size = scaled_norm(widened(change), dim=-1)  # as squares may be tiny
     return torch.where(size == 0, size, size / torch.linalg.vector_norm(before, dim=-1))
 
 
 def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, mean and unbiased std of followed weights, `(…, n)`, those of complex ones of the magnitudes.
 
-    The norm is the root of the sum of squares of these n. Float64 `(…)` each.
+    The norm is the root of the sum of squares of these n. `(…)` each, as the device can: see `widest`.
     """
     if is_complex:
         x = torch.linalg.vector_norm(x.reshape(*x.shape[:-1], -1, 2), dim=-1)
-    norm, n = torch.linalg.vector_norm(x, dim=-1).double(), x.shape[-1]
-    mean = x.mean(-1, dtype=torch.float64)
+    norm, n = widened(torch.linalg.vector_norm(x, dim=-1)), x.shape[-1]
+    mean = x.mean(-1, dtype=norm.dtype)
     if n < 2:
         return norm, mean, torch.full_like(norm, math.nan)
-    around = torch.linalg.vector_norm(x - mean[..., None].to(x.dtype), dim=-1).double()
+    around = widened(torch.linalg.vector_norm(x - mean[..., None].to(x.dtype), dim=-1))
     return norm, mean, around / (n - 1) ** 0.5
 
 
 def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
-    """Unbiased std of n elements by their norm and sum, in float64; of the sketch where digits would be lost.
+    """Unbiased std of n elements by their norm and sum; of the sketch where digits would be lost.
 
     Σ(x - mean)² = Σx² - n·mean² loses them where the mean is large against the spread, as at weights of a
     layer norm, which begin as ones.

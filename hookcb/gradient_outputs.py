@@ -12,7 +12,7 @@ from hookcb.batch import parts
 from hookcb.grad_stats import Number
 from hookcb.hooks import Hooks
 from hookcb.modules import find_modules, make_ready_for_hooks
-from hookcb.stats import has_stats, take
+from hookcb.stats import has_stats, kind_of, take
 from hookcb.tables import COUNT, Column, Worst
 from hookcb.threads import is_here
 
@@ -112,7 +112,7 @@ class OutputHooks:
         for path, x in list(parts(grads[0] if len(grads) == 1 else grads, name)):
             if not isinstance(x, Tensor):
                 continue
-            taken: Any = type(x).__name__
+            taken: Any = kind_of(x)
             if has_stats(x):
                 unscaled = x if isinstance(self.scale, float) and self.scale == 1 else x.float() / self.scale
                 taken = (*take(unscaled, self.stats.sample), type(m).__name__, x.shape)

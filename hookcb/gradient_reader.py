@@ -1,5 +1,6 @@
 """GradientReader: looks at gradients and weights around a step of the optimizer, and waits for no device."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -25,9 +26,9 @@ from hookcb.grad_stats import (
     update_ratio,
     weight_stats,
 )
+from hookcb.precision import at_least_float32, moved, scaled_norm, widened, widest
 
 Numbers = Sequence[float] | Tensor  # those of a CPU are put side by side later, for many steps together
-WIDE = (torch.float32, torch.float64)
 
 
 class Param(NamedTuple):
@@ -58,6 +59,8 @@ class Layout:
         self.start: Tensor | None = None  # the first sketch
         self.is_known = False  # to those who keep the numbers
         self.nothing = torch.empty(0, device=self.device)
+        is_double = any(param.p.dtype in (torch.float64, torch.complex128) for param in params)
+        self.dtype = torch.float64 if is_double else torch.float32  # of what is recorded
         self._with_memory = [param.p for param in self.params if _has_memory(param.p)]
         self._addresses: list[int] = []
         self._views: list[Tensor] = []
@@ -74,7 +77,7 @@ class Layout:
         for i, p in self._copied.items():
             self._views[i] = sketch_copy(p)
         whole = torch.cat(self._views)
-        return whole if whole.dtype in WIDE else whole.float()
+        return at_least_float32(whole)
 
 
 def _has_memory(p: Tensor) -> bool:
@@ -246,7 +249,7 @@ def _flat(xs: list[Tensor], nothing: Tensor) -> Tensor:
     if not xs:
         return nothing
     if len({x.dtype for x in xs}) > 1:
-        xs = [x.double() for x in xs]
+        xs = [widened(x) for x in xs]
     flat: Tensor = torch._C._nn.flatten_dense_tensors(xs)
     return flat.clone() if len(xs) == 1 else flat  # of one it is a view
 
@@ -257,7 +260,11 @@ def _number(x: Tensor) -> Number:
 
 
 def _norm(x: Tensor) -> Number:
-    return _number(torch.linalg.vector_norm(x if x.layout is torch.strided else x.values()))
+    x = x if x.layout is torch.strided else x.values()
+    norm = _number(torch.linalg.vector_norm(x))
+    if isinstance(norm, float) and norm == math.inf:  # its squares alone may be beyond its dtype
+        return _number(scaled_norm(x.double().reshape(-1), dim=0))
+    return norm
 
 
 def _row(numbers: list[Number], layout: Layout) -> Numbers:
@@ -265,13 +272,13 @@ def _row(numbers: list[Number], layout: Layout) -> Numbers:
     if layout.device.type == "cpu" or not numbers:
         return numbers  # type: ignore[return-value]  # on a CPU all are floats
     whole = [x if isinstance(x, Tensor) else torch.full((), x, device=layout.device) for x in numbers]
-    return torch.stack([x.float() for x in whole])
+    return torch.stack([x.to(layout.dtype) for x in whole])
 
 
 def _table(rows: Sequence[Numbers]) -> Tensor:
-    """Such rows of several steps, float64."""
+    """Such rows of several steps, as the device can: see `widest`."""
     if isinstance(rows[0], Tensor):
-        return torch.stack(rows).double()  # type: ignore[arg-type]  # all are
+        return widened(torch.stack(rows))  # type: ignore[arg-type]  # all are
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
@@ -340,10 +347,10 @@ def _reduce(takens: list[Taken], skipped: list[Number]) -> Columns:
     clipped = _clipped_norms(takens)
     made = numbers_on(layout.device, skipped)[:, None] == 0
     used = (norm if clipped is None else clipped).where(made, torch.nan)
-    numels = torch.tensor(layout.numels, dtype=torch.float64, device="cpu").to(layout.device)
+    numels = torch.tensor(layout.numels, dtype=norm.dtype, device="cpu").to(layout.device)
     rms = norm / numels.sqrt()
     values = [norm, used, rms, abs_max, nonfinite, zero_rows, *_of_weights(takens, numels), mean_abs]
-    by_param = torch.stack(values, 2).float().transpose(0, 1).contiguous()
+    by_param = torch.stack(values, 2).to(layout.dtype).transpose(0, 1).contiguous()
     return dict(zip([param.name for param in layout.params], by_param, strict=True))
 
 
@@ -371,7 +378,7 @@ def _of_weights(takens: list[Taken], numels: Tensor) -> list[Tensor]:
     layout, n = takens[0].layout, takens[0].layout.n_small
     before, after = _stacked(taken.before for taken in takens), _stacked(taken.after for taken in takens)
     start = before[:1] if layout.start is None else layout.start[None]
-    vectors = before, after, start, (after - before).double(), (after - start).double()
+    vectors = before, after, start, after - before, after - start
     kinds = zip(layout.lengths, layout.is_complex, strict=True)
     alike = [(kind, len(list(same))) for kind, same in groupby(kinds)]
     split = [_split(x, [k * length for (length, _), k in alike]) for x in vectors]
@@ -395,7 +402,7 @@ def _clipped_norms(takens: list[Taken]) -> Tensor | None:
     if takens[0].clipped_small is None:
         return None
     small = _split(_stacked(taken.clipped_small for taken in takens), layout.numels[:n])
-    norms = [torch.linalg.vector_norm(x.double(), dim=1) for x in small]
+    norms = [scaled_norm(widened(x), dim=1) for x in small]
     large = _table([taken.clipped_large for taken in takens])
     return torch.cat([*(x[:, None] for x in norms), large.view(len(takens), -1)], 1)
 
@@ -407,16 +414,16 @@ def _split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 def _stacked(xs: Iterable[Tensor | None]) -> Tensor:
     there = [x for x in xs if x is not None]
     if len({x.dtype for x in there}) > 1:
-        there = [x.double() for x in there]
+        there = [widened(x) for x in there]
     return torch.stack(there)
 
 
 def numbers_on(device: torch.device, numbers: Sequence[Number]) -> Tensor:
-    """Numbers of several steps, `(R,)` float64, on one device."""
+    """Numbers of several steps, `(R,)`, on one device and as precise as it can: see `widest`."""
     if not any(isinstance(x, Tensor) for x in numbers):
-        return torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+        return torch.tensor(numbers, dtype=widest(device), device="cpu").to(device, non_blocking=True)
     own = [x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in numbers]
-    return torch.stack([x.detach().reshape(()).to(device).double() for x in own])
+    return torch.stack([moved(x.detach().reshape(()), device) for x in own])
 
 
 def first_nonfinite(params: Iterable[Param]) -> tuple[str, int] | None:
@@ -433,7 +440,7 @@ def first_nonfinite(params: Iterable[Param]) -> tuple[str, int] | None:
     if not elements:
         return None
     norms = torch._foreach_norm([x for _, x in elements])
-    if bool(torch.stack([norm.double().to(norms[0].device) for norm in norms]).isfinite().all()):
+    if bool(torch.stack([moved(norm, norms[0].device) for norm in norms]).isfinite().all()):
         return None
     for name, x in elements:
         if n := int(x.isfinite().logical_not_().sum()):  # none where only a square has overflowed

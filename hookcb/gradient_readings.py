@@ -19,6 +19,7 @@ from hookcb.gradient_outputs import OutputGradients
 from hookcb.gradient_reader import Columns, GradientReader, Param, StepTaken, numbers_on, reduce_steps
 from hookcb.gradient_steps import SkipCount
 from hookcb.modules import listed
+from hookcb.precision import moved, scaled_norm
 from hookcb.readings import Layer, LayerReadings, SavedReadings
 from hookcb.store import StatStore
 from hookcb.tables import COUNT, Column, Ranked, Report, Worst
@@ -398,7 +399,7 @@ def _times(norm: float, usual: float) -> float:
 
 def _of_steps(steps: Sequence[StepTaken], by_device: Sequence[Columns]) -> Tensor:
     """`STEP_STATS` of steps, `(R, 7)`, from the columns of their parameters."""
-    norms = [x[:, :2].double() for columns in by_device for x in columns.values()]
+    norms = [x[:, :2] for columns in by_device for x in columns.values()]
     device = norms[0].device if norms else torch.device("cpu")
     own = {
         "lr": [s.lr for s in steps],
@@ -407,13 +408,16 @@ def _of_steps(steps: Sequence[StepTaken], by_device: Sequence[Columns]) -> Tenso
     }
     lr, scale, skipped = (numbers_on(device, of) for of in own.values())
     if norms:
-        whole = torch.stack([x.to(device) for x in norms])  # (n_params, R, 2)
-        (total, clipped), mean = torch.linalg.vector_norm(whole, dim=0).unbind(1), whole[..., 0].mean(0)
+        whole = torch.stack([moved(x, device) for x in norms])  # (n_params, R, 2)
+        (total, clipped), mean = scaled_norm(whole, dim=0).unbind(1), whole[..., 0].mean(0)
     else:
         total, clipped = torch.zeros_like(lr), torch.where(skipped == 0, 0.0, torch.nan)
         mean = torch.full_like(lr, torch.nan)
     coef = torch.where(total == 0, torch.where(clipped == 0, 1.0, clipped), clipped / total)
-    return torch.stack([total, clipped, mean, lr, scale, skipped, coef], 1).float()
+    is_double = any(x.dtype is torch.float64 for x in norms)
+    return torch.stack([total, clipped, mean, lr, scale, skipped, coef], 1).to(
+        torch.float64 if is_double else torch.float32
+    )
 
 
 def _logs(values: Sequence[float]) -> list[float]:

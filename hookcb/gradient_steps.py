@@ -91,7 +91,7 @@ class StepWatch:
         if is_cancelled:  # in a loop that is not ours the optimizer is called all the same
             return 1.0
         if self._found_inf is not None:
-            return kept((self._found_inf.reshape(()) > 0).double())
+            return kept((self._found_inf.reshape(()) > 0).float())
         return 0.0 if self._is_made else 1.0
 
     def missing(self, params: Sequence[Param]) -> list[str]:

@@ -53,7 +53,7 @@ class Mean:
 
     def compute(self) -> float:
         """The average over samples since the last reset."""
-        values = torch.stack([value.reshape(()).double().cpu() for value in self.values])
+        values = torch.stack([value.reshape(()).cpu().double() for value in self.values])
         sizes = torch.tensor(self.sizes, dtype=torch.float64)
         return float(values @ sizes / sizes.sum())
 

@@ -58,15 +58,15 @@ def random_kept() -> Iterator[None]:
     That is of Python, NumPy and torch's on the CPU; no device is waited for.
     """
     python, torchs = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy")  # where it is imported in the block, it has no state to keep
-    numpys = numpy and numpy.random.get_state()
+    numpy = sys.modules.get("numpy.random")  # if it is imported in the block, it has no state to keep
+    numpys = numpy and numpy.get_state()
     try:
         yield
     finally:
         random.setstate(python)
         torch.set_rng_state(torchs)
         if numpy:
-            numpy.random.set_state(numpys)
+            numpy.set_state(numpys)
 
 
 def _stateful(loaders: tuple[Any, ...]) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookcb.precision import widened, widest
 from hookcb.stats import LAYER_STATS, WHOLE, histogram, summarize
 from hookcb.store import StatStore
 
@@ -65,15 +66,15 @@ class Reducer:
             )
             values = summarize(rows, None if exact[0] is None else torch.cat(exact), self.eps)
             if self.bins:
-                values = torch.cat([values, self._counts(rows, values)], 1)
+                values = torch.cat([values, self._counts(rows, values).to(values.dtype)], 1)
             self.store.put(self.name, list(records), values)
 
     def _counts(self, rows: Tensor, values: Tensor) -> Tensor:
         if self._edges is None:
             self._edges = _around(values[0, LOW], values[0, HIGH])
-        self._edges = self._edges.to(rows.device, non_blocking=True)
+        self._edges = self._edges.to(rows.device, widest(rows.device), non_blocking=True)
         low, high = self._edges.unbind()
-        return histogram(rows, low, high, self.bins).float()
+        return histogram(rows, low, high, self.bins)
 
 
 def _kind(waiting: tuple[int, Tensor, Tensor | None]) -> tuple[Any, ...]:
@@ -84,9 +85,9 @@ def _kind(waiting: tuple[int, Tensor, Tensor | None]) -> tuple[Any, ...]:
 
 def _around(low: Tensor, high: Tensor) -> Tensor:
     """A range around finite `low` and `high`, with room for what training will add."""
-    low, high = low.nan_to_num(-1).double(), high.nan_to_num(1).double()
-    room = torch.where(high > low, (high - low) / 2, high.abs() / 2 + 0.5)
-    most = torch.finfo(torch.float32).max
+    most = torch.finfo(low.dtype).max
+    low, high = widened(low.nan_to_num(-1)), widened(high.nan_to_num(1))
+    room = torch.where(high > low, high / 2 - low / 2, high.abs() / 2 + 0.5)
     below = torch.where((low == 0) & (high > 0), low, low - room)  # nothing is below 0 behind a ReLU
     above = torch.where((high == 0) & (low < 0), high, high + room)
     return torch.stack([below, above]).clamp(-most, most)

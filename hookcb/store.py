@@ -76,7 +76,7 @@ class StatStore:
             self._values[name] = self._empty(0)
 
     def put(self, name: str, records: list[int], values: Tensor) -> None:
-        """Puts in the columns of a layer, `(len(records), n_columns)`, float32 on any device."""
+        """Puts in the columns of a layer, `(len(records), n_columns)`, float32 or float64 on any device."""
         self.add(name)
         if values.device.type == "cpu":
             self._write(_Queued(name, records, values))
@@ -88,12 +88,17 @@ class StatStore:
     def flush(self) -> None:
         """Sends what waits on devices on its way, and takes in what was sent before."""
         self._take_in()
-        for device in {queued.values.device for queued in self._queue}:
-            self._coming.append(_Transfer([q for q in self._queue if q.values.device == device]))
+        alike: dict[tuple[torch.device, torch.dtype], list[_Queued]] = {}
+        for queued in self._queue:
+            alike.setdefault((queued.values.device, queued.values.dtype), []).append(queued)
+        self._coming += map(_Transfer, alike.values())
         self._queue = []
 
     def series(self, name: str) -> Tensor:
-        """The columns of a layer, `(n_records, n_columns)` float32; NaN where it was not there."""
+        """The columns of a layer, `(n_records, n_columns)`; NaN where it was not there.
+
+        Float32, of one that has had float64 values float64.
+        """
         self._read()
         values = self._values.get(name, self._empty(0))
         missing = max(0, len(self.infos) - len(values))
@@ -159,6 +164,8 @@ class StatStore:
             capacity = min(self.keep, max(64, 2 * kept[-1]))
             values = self._values[queued.name] = torch.cat([values, self._empty(capacity - len(values))])
         is_run = kept[-1] - kept[0] == len(kept) - 1  # which a slice writes in half the time
+        if queued.values.dtype is torch.float64 and values.dtype is torch.float32:
+            values = self._values[queued.name] = values.double()
         values[slice(kept[0], kept[-1] + 1) if is_run else kept] = queued.values[taken]
         if kept[-1] == len(self.infos) - 1:
             self._newest.add(queued.name)

@@ -1,6 +1,7 @@
 """What a model consists of, layer by layer: parameters, output shapes, multiply-adds, bytes."""
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -63,7 +64,8 @@ class LayerRow:
         trainable_params: those of them that are trained.
         buffers: number of elements of its buffers, counted like parameters.
         n_calls: how often it was called.
-        shape: of its output, nested as that is; None where it was not called.
+        shape: of its output in the last call, nested as that is; None where it was not called.
+        shapes: all different ones, by their text, in the order of its calls.
         same: whether its output is shaped like one of its inputs, samples aside.
         calls_others: whether it calls other modules.
         multiply_adds: of its calls, without those of the modules inside that have a row of their own.
@@ -78,6 +80,7 @@ class LayerRow:
     buffers: int = 0
     n_calls: int = 0
     shape: Any = None
+    shapes: dict[str, Any] = field(default_factory=dict)
     same: bool = False
     calls_others: bool = False
     multiply_adds: int = 0
@@ -181,12 +184,13 @@ def module_summary(model: "nn.Module | Learner", *xb: Any, depth: int | None = N
     Args:
         model: the model, or a learner, whose `predict` is called and whose optimizer, loss and callbacks are
             told too.
-        *xb: its inputs; a single mapping gives keyword arguments. For a learner by default those of the first
-            batch. They are moved to the model's device.
+        *xb: its inputs, none for a model that takes none. A single mapping gives keyword arguments; if the
+            forward has no parameters of these names, it is itself the input. For a learner by default those
+            of the first batch. They are moved to the model's device.
         depth: how deep to go; what is inside modules of that depth counts as theirs. By default all the way.
 
     Raises:
-        ValueError: where there are no inputs, or `depth` is no number of levels.
+        ValueError: if there are no inputs and the model needs some, or `depth` is no number of levels.
         Exception: what the model raises, with a note that says where, and what had run before.
     """
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
@@ -298,6 +302,7 @@ class _Trace:
         row.multiply_adds += (flops - running.flops_inside) // 2
         row.n_calls += 1
         row.shape = shapes(output)
+        row.shapes[_shape_text(row.shape)] = row.shape
         row.same = isinstance(row.shape, torch.Size) and any(
             isinstance(shape, torch.Size) and shape[1:] == row.shape[1:] for shape in map(shapes, args)
         )
@@ -353,18 +358,31 @@ def _traced(model: "nn.Module | Learner", xb: tuple[Any, ...]) -> _Trace:
     with untouched(plain), learn.restored() if learn else nullcontext():
         if learn is not None and not xb:
             xb = _first_inputs(learn)
-        if not xb:
+        if not xb and not _takes(plain):
             raise ValueError(
                 "there is no batch xb; give what the model is called with, module_summary(model, x)"
             )
         xb = to_device(xb, _device(plain))
         named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
         with trace.following():
-            if learn is None:
-                plain(*xb) if named is None else plain(**named)
-            else:
+            if learn is not None:
                 _predict(learn, plain, xb if named is None else named)
+            elif named is not None and _takes(plain, **named):
+                plain(**named)
+            else:
+                plain(*xb)
     return trace
+
+
+def _takes(model: nn.Module, **named: Any) -> bool:
+    """Whether a forward can be called with these keyword arguments alone, as far as its signature tells."""
+    try:
+        inspect.signature(model.forward).bind(**named)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return bool(named)
+    return True
 
 
 def _lazy_copy(model: nn.Module) -> nn.Module:
@@ -452,7 +470,7 @@ def _cells(row: LayerRow) -> list[str]:
     return [
         "  " * (row.depth - 1) + (row.name.rpartition(".")[2] or "(model)"),
         row.type + times,
-        _shape_text(row.shape) if row.called else "not called" if row.why_not_called else "",
+        listed(list(row.shapes), 3) if row.called else "not called" if row.why_not_called else "",
         f"{row.params:,}" if row.params else "",
         trained if row.params else "",
         _short(row.multiply_adds) if row.multiply_adds else "",

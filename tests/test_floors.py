@@ -55,6 +55,7 @@ FLOORS = [
         "own_hooks",
         "optimizer_steps",
         "plots",
+        "precision",
         "prepare",
         "printed",
         "profile_ops",

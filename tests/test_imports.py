@@ -89,7 +89,7 @@ import torch, rich.console, fastcore.foundation, multiprocessing.connection, sub
 
 for name in ("resource", "fcntl", "pwd", "grp", "termios"):
     sys.modules[name] = None  # as on Windows
-for name in ("getuid", "getpgid", "fork", "killpg", "uname", "sysconf", "register_at_fork", "sched_getaffinity"):
+for name in ("getuid", "getpgid", "fork", "killpg", "uname", "sysconf", "register_at_fork"):
     delattr(os, name)
 for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGALRM", "alarm", "pthread_kill"):
     delattr(signal, name)

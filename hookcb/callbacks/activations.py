@@ -8,7 +8,7 @@ from hookcb.activation_readings import ActivationReadings
 from hookcb.batch import parts
 from hookcb.callbacks.hook import HookCallback
 from hookcb.hooks import detached
-from hookcb.stats import Sample, has_stats, take
+from hookcb.stats import Sample, has_stats, kind_of, take
 
 
 class ActivationStats(HookCallback, ActivationReadings):
@@ -95,7 +95,7 @@ class ActivationStats(HookCallback, ActivationReadings):
         # the usual case without a walk
         found = [(name, output)] if type(output) is Tensor else list(parts(output, name)) or [(name, output)]
         for path, x in found:
-            taken = (*take(detached(x), self.sample), kind, x.shape) if has_stats(x) else type(x).__name__
+            taken = (*take(detached(x), self.sample), kind, x.shape) if has_stats(x) else kind_of(x)
             self._batch.setdefault(path, []).append(taken)
 
     def after_cancel_batch(self) -> None:

@@ -87,7 +87,7 @@ def share_alike(weight: Tensor) -> float:
         return 0.0
     rows = rows[:MOST_ROWS, :: max(1, rows.shape[1] // MOST_COLUMNS)].float()
     rows = torch.where((rows[:, :1] < 0), -rows, rows)
-    counts = torch.unique(rows, dim=0, return_counts=True)[1].double()
+    counts = torch.unique(rows, dim=0, return_counts=True)[1].cpu().double()
     n = len(rows)
     return float((counts * (counts - 1)).sum() / (n * (n - 1)))
 

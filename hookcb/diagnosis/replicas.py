@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from hookcb.diagnosis.evidence import Sighting
+from hookcb.precision import widened
 from hookcb.untouched import same_bits
 
 
@@ -36,6 +37,6 @@ def look_at_replicas(model: nn.Module, step: int) -> Iterator[Sighting]:
 
 @torch.no_grad()
 def _fingerprint(model: nn.Module) -> Tensor:
-    """Sum and norm of each parameter, float64."""
-    params = [p.detach().double() for p in model.parameters()]
+    """Sum and norm of each parameter."""
+    params = [widened(p.detach()) for p in model.parameters()]
     return torch.stack([x for p in params for x in (p.sum(), p.norm())])

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from activation_zoo import NAN, Tagged, assert_same_readings, ids, numbered, steps, tags
+from activation_zoo import NAN, Tagged, assert_same_readings, ids, numbered, steps, tags, watch
 from support import BATCH, CANCELS, fit, make_learner, spy
 
 from hookcb import (
@@ -320,3 +320,22 @@ def test_hooks_left_on_after_the_fit_record_nothing_more():
     assert ids(stats.stats) == [0, 1, 2]
     stats.remove()
     assert_no_hooks(learn.model)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda x: x.to(torch.complex64), "Tensor, complex64"),
+        (lambda x: x.to_sparse(), "Tensor, sparse_coo"),
+        (lambda x: x.to_sparse_csr(), "Tensor, sparse_csr"),
+        (lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged), "NestedTensor, nested"),
+        (lambda x: x.to("meta"), "Tensor, on meta"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "Tensor, qint8"),
+        (lambda x: "text", "str"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_has_no_statistics_says_what_it_is(make, kind):
+    stats = watch(make(torch.ones(2, 2)))
+    assert stats.left_out == {"odd": kind}
+    assert stats.coverage.left_out["odd"] == kind

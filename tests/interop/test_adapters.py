@@ -35,3 +35,19 @@ def test_hookcb_itself_imports_no_trainer():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+SEEDED = """
+import random, numpy, torch
+def state():
+    own = numpy.random.get_state()
+    return random.getstate(), own[1].tobytes(), own[2:], torch.get_rng_state().tolist()
+before = state()
+import hookcb.adapters.{module}
+assert state() == before
+"""
+
+
+@pytest.mark.parametrize("module", ["lightning", "transformers"])
+def test_importing_an_adapter_draws_no_random_number(module):
+    subprocess.run([sys.executable, "-c", SEEDED.format(module=module)], check=True)

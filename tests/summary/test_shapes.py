@@ -219,3 +219,55 @@ def test_a_wrong_batch_gives_the_error_of_the_model(xb, error):
     with changes_in(model) as changed, pytest.raises(error):
         module_summary(model, *xb)
     assert changed == []
+
+
+class Reused(nn.Module):
+    """Calls one layer on inputs of several shapes."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes, self.act, self.fc = sizes, nn.ReLU(), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return [self.act(self.fc(x[:n])) for n in self.sizes][-1]
+
+
+def test_a_layer_called_several_times_shows_every_shape_it_gave():
+    summary = module_summary(Reused((4, 2, 4)), torch.ones(5, 2))
+    row = next(row for row in summary if row.name == "fc")
+    assert row.n_calls == 3
+    assert list(row.shapes.values()) == [torch.Size([4, 3]), torch.Size([2, 3])]
+    assert row.shape == torch.Size([4, 3])
+    assert "Linear ×3" in str(summary)
+    assert "4×3, 2×3" in str(summary)
+    assert "1×3, 2×3, 3×3 … and 2 more" in str(module_summary(Reused(range(1, 6)), torch.ones(5, 2)))
+
+
+class TakesOneDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 3)
+
+    def forward(self, batch):
+        return self.fc(batch["image"]) * batch["scale"]
+
+
+class TakesNothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+
+    def forward(self, n=None):
+        return self.table(torch.arange(n or 4))
+
+
+def test_a_model_that_takes_one_dict_is_given_it_whole():
+    summary = module_summary(TakesOneDict(), {"image": torch.ones(5, 2), "scale": 2.0})
+    assert summary.rows[0].shape == torch.Size([5, 3])
+
+
+def test_a_model_that_takes_nothing_is_run_without_inputs():
+    assert module_summary(TakesNothing()).rows[0].shape == torch.Size([4, 3])
+    assert module_summary(TakesNothing(), {"n": 2}).rows[0].shape == torch.Size([2, 3])
+    with pytest.raises(ValueError, match="there is no batch xb"):
+        module_summary(nn.Linear(2, 1))
