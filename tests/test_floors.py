@@ -56,6 +56,7 @@ FLOORS = [
         "randomness",
         "readings",
         "reducer",
+        "reductions",
         "replay",
         "saved_tensors",
         "stats",
