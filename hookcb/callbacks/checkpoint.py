@@ -86,10 +86,7 @@ class Checkpoint(Callback):
         check_monitor(self.learn, self.monitor or "train_loss")
         for left_by_a_kill in self.folder.glob("*.pt.partial"):
             left_by_a_kill.unlink()
-        self._stop.open(self._ask_to_stop)
-
-    def _ask_to_stop(self) -> None:
-        self.learn.stop_asked = True
+        self._stop.open(self.learn)
 
     def before_train(self) -> None:
         self._random = random_state(*loaders_of(self.learn))
@@ -129,13 +126,9 @@ class Checkpoint(Callback):
             self._write("train", f"-batch-{self.iter + 1:06d}")
 
     def after_fit(self) -> None:
-        self.learn.stop_asked = False
         if self._stop.asked:  # since the last batch
             self.after_cancel_fit()
-        try:
-            self._stop.obey()
-        finally:
-            self._stop.close()
+        self._stop.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "written": self._written, "random_of_phase": self._random}
