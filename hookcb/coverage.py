@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 NOT_CALLED = "it was not called"
 FROZEN = "it was not called; its parameters are frozen, so that no gradient tells whether they are used"
 USED = (
-    "its parameters get gradients, so it was used without being called: by .forward, by its weights alone, "
-    "or in code compiled before the hooks were on, which torch.compiler.reset() drops"
+    "its parameters get gradients, so it was used without being called here: by .forward, in another thread, "
+    "by its weights alone, or in code compiled before the hooks were on, which torch.compiler.reset() drops"
 )
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -376,7 +376,7 @@ class Loop:
         else:
             self._leave()
         finally:
-            self._entered = None
+            self._entered, self.stop_asked = None, False
 
     def _enter_all(self) -> None:
         cancels: list[CancelException] = []

@@ -61,7 +61,8 @@ def find_modules(
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """All modules of `model` by qualified name, a shared one under its first name.
 
-    Names are those of the plain model: without the wrappers of torch.compile and DistributedDataParallel.
+    Names are those of the plain model: without the wrappers of torch.compile, DataParallel and
+    DistributedDataParallel.
     """
     return {
         _plain_name(name): m for name, m in unwrapped(model).named_modules() if not _is_compile_wrapper(m)
@@ -69,8 +70,9 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers of `torch.compile` and DistributedDataParallel."""
-    while _is_compile_wrapper(model) or isinstance(model, nn.parallel.DistributedDataParallel):
+    """The module inside the wrappers of `torch.compile`, DataParallel and DistributedDataParallel."""
+    parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
+    while _is_compile_wrapper(model) or isinstance(model, parallel):
         model = model._orig_mod if _is_compile_wrapper(model) else model.module  # type: ignore[assignment]
     return model
 
@@ -122,14 +124,15 @@ def make_ready_for_hooks(model: nn.Module) -> None:
     is nothing to drop; other compiled functions of the process are compiled again at their next call.
 
     Raises:
-        TypeError: where `model` is, or has in it, a DataParallel.
+        TypeError: if `model` is, or has in it, a DataParallel on several devices.
     """
     for name, m in model.named_modules():
-        if isinstance(m, nn.DataParallel):
+        if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1:  # else it calls the module itself
             what = f"its module {name!r}" if name else "the model"
             raise TypeError(
-                f"{what} is a DataParallel, which runs copies of its layers that hooks cannot follow; "
-                "use torch.nn.parallel.DistributedDataParallel, or give the model inside, .module"
+                f"{what} is a DataParallel on devices {list(m.device_ids)}, which runs copies of its layers "
+                "that hooks cannot follow; use torch.nn.parallel.DistributedDataParallel, or train the model "
+                "inside, .module, on one device"
             )
     if "torch._dynamo" in sys.modules and any(map(is_compiled, model.modules())):
         torch.compiler.reset()

@@ -3,9 +3,11 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hookcb.loop import Loop
 
 CHILD_ENDED: int | None = getattr(signal, "SIGCHLD", None)  # which Windows does not have
 
@@ -21,15 +23,11 @@ class StopSignals:
         self._handlers: dict[int, Any] = {}
         self._child_handler: Any = None  # whose errors are held, once a signal has come
         self._process = 0  # whose signals they are
-        self._tell: Callable[[], object] | None = None
+        self._loop: Loop | None = None
 
-    def open(self, tell: Callable[[], object]) -> None:
-        """Takes the signals.
-
-        Args:
-            tell: called when the first one comes, in the middle of whatever code.
-        """
-        self._noted, self._process, self._tell = None, os.getpid(), tell
+    def open(self, loop: "Loop") -> None:
+        """Takes the signals; `loop.stop_asked` is set when the first one comes."""
+        self._noted, self._process, self._loop = None, os.getpid(), loop
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -43,8 +41,8 @@ class StopSignals:
             self._give_back()
             signal.raise_signal(number)
         self._noted = number
-        if not is_worker and self._tell is not None:
-            self._tell()
+        if not is_worker and self._loop is not None:
+            self._loop.stop_asked = True
             self._hold_errors_of_children()
 
     def _hold_errors_of_children(self) -> None:
@@ -77,12 +75,15 @@ class StopSignals:
         signal.raise_signal(number)
 
     def close(self) -> None:
-        """Gives the signals back."""
-        self._give_back()
-        self._tell = None
-        if CHILD_ENDED is not None and self._child_handler is not None:
-            signal.signal(CHILD_ENDED, self._child_handler)
-            self._child_handler = None
+        """Obeys a signal that is left, and gives all of them back."""
+        try:
+            self.obey()
+        finally:
+            self._give_back()
+            self._loop = None
+            if CHILD_ENDED is not None and self._child_handler is not None:
+                signal.signal(CHILD_ENDED, self._child_handler)
+                self._child_handler = None
 
     def __reduce__(self) -> tuple[type["StopSignals"], tuple[()]]:
         return type(self), ()  # a copy takes no signals

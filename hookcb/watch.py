@@ -242,13 +242,13 @@ class Watch(Followed):
         return self._is_waiting() or (self._is_open() and self._in_closure())
 
     def _call_gives(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or self._is_elsewhere():
+        if torch.compiler.is_compiling() or not self.is_here:
             return
         if self._n_calls == 1 and self._is_followed and self.has_batch:
             self.has_pred(detached(output) if in_transform() else output)
 
     def _call_ends(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or self._is_elsewhere():
+        if torch.compiler.is_compiling() or not self.is_here:
             return
         self._n_calls = max(0, self._n_calls - 1)
         if not self._n_calls:

@@ -182,6 +182,8 @@ def _why_no_loss(facts: Facts) -> str:
 def _why_no_pred(facts: Facts) -> str:
     if facts.n_calls:
         return "no call of the model has come to its end"
+    if facts.n_elsewhere:
+        return "the model was called in other threads only; watch it in the one that trains"
     return "the model itself was not called; watch the part that is, or what torch.compile gave"
 
 

@@ -64,6 +64,7 @@ FLOORS = [
         "randomness",
         "readings",
         "reducer",
+        "reductions",
         "replay",
         "saved_tensors",
         "stats",

@@ -1,5 +1,6 @@
 """GradientAccumulation: one step for several batches."""
 
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -9,14 +10,15 @@ from hookcb.batch import batch_size
 from hookcb.callback import Callback
 from hookcb.events import CancelBatchException
 from hookcb.grads import scale_gradients
+from hookcb.reductions import reduction_of
 
 
 class GradientAccumulation(Callback):
     """Adds up the gradients of `n` batches before each step, for large batches on little memory.
 
-    The step is that of one batch with all the samples of the group, where the loss is a mean over samples:
-    batches weigh by their size. With a loss of `reduction="sum"` gradients are summed as they are. Layers
-    that look at a batch as a whole, such as batch norm, still see the small ones.
+    The step is that of one batch with all the samples of the group. If the loss is a mean over samples,
+    batches weigh by their size; if it is a sum, gradients are summed as they are. Layers that look at a batch
+    as a whole, such as batch norm, still see the small ones.
 
     `before_step` and `after_step` come once a group. The last group of an epoch may be smaller. Where only
     the end of the training shows which is the last (a loader without a length, batches that were cancelled),
@@ -28,10 +30,14 @@ class GradientAccumulation(Callback):
 
     Args:
         n: number of batches of a group, 1 or more.
+        reduction: "mean" or "sum", what the loss of a batch is of the losses of its samples. By default it is
+            what `loss_func.reduction` says, or the default of the function's parameter `reduction`, or the
+            operation that the first loss was made by. A function of which none of these tells is taken for a
+            mean, with a warning.
         name: what the learner calls it.
 
     Raises:
-        TypeError, ValueError: where `n` is no such number.
+        TypeError, ValueError: if an argument is invalid.
 
     >>> from hookcb import Callback, GradientAccumulation, synth_learner
     >>> steps = Callback(after_step=lambda cb: print("step after batch", cb.iter))
@@ -45,13 +51,16 @@ class GradientAccumulation(Callback):
 
     order = -30
 
-    def __init__(self, n: int = 2, *, name: str | None = None) -> None:
+    def __init__(self, n: int = 2, *, reduction: str | None = None, name: str | None = None) -> None:
         super().__init__(name=name)
         if not isinstance(n, int) or isinstance(n, bool):
             raise TypeError(f"n is {n!r}; give a number of batches (fastai's n_acc is one of samples)")
         if n < 1:
             raise ValueError(f"n is {n}; give the number of batches of a group, 1 or more")
-        self.n = n
+        if reduction not in ("mean", "sum", None):
+            raise ValueError(f"reduction is {reduction!r}; give 'mean', 'sum', or None to find out")
+        self.n, self.reduction = n, reduction
+        self._is_mean: bool | None = None  # of this fit, once it is known
         self._loss: Tensor | None = None  # of the batch, while learn.loss is scaled
         self._size: int | None = None  # of the batch, until its backward has added its gradients
         self._begin_group()
@@ -60,6 +69,7 @@ class GradientAccumulation(Callback):
         self._n_batches = self._n_samples = self._unit = 0  # losses are weighted by their samples / _unit
 
     def before_fit(self) -> None:
+        self._is_mean = None
         self._begin_group()
 
     def before_backward(self) -> None:
@@ -69,6 +79,8 @@ class GradientAccumulation(Callback):
             left = (learn.n_iter or 0) - learn.iter
             self._unit = (min(self.n, left) if left > 0 else self.n) * max(1, size)
         self._loss, self._size = learn.loss, size
+        if self._is_mean is None:
+            self._is_mean = self._find_reduction() != "sum"
         if self._is_mean and size != self._unit:
             learn.loss = learn.loss * (size / self._unit)
         learn.accumulating = not self._is_whole(self._n_batches + 1)
@@ -106,19 +118,27 @@ class GradientAccumulation(Callback):
     def after_fit(self) -> None:
         self._restore_loss()
         self._begin_group()
-        self.learn.accumulating = False
+        self.learn.accumulating, self._is_mean = False, None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"n_batches": self._n_batches, "n_samples": self._n_samples, "unit": self._unit}
+        counts = {"n_batches": self._n_batches, "n_samples": self._n_samples, "unit": self._unit}
+        return counts | {"is_mean": self._is_mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._n_batches, self._n_samples, self._unit = state["n_batches"], state["n_samples"], state["unit"]
+        self._is_mean = state.get("is_mean")  # which older files do not have
 
-    @property
-    def _is_mean(self) -> bool:
+    def _find_reduction(self) -> str:
         loss_func = getattr(self.learn, "loss_func", None)
-        options = getattr(loss_func, "keywords", {})  # of a partial(F.mse_loss, reduction="sum")
-        return bool(getattr(loss_func, "reduction", options.get("reduction", "mean")) != "sum")
+        found = self.reduction or reduction_of(loss_func, self.learn.loss)
+        if found is None and loss_func is not None and self.n > 1:
+            title = getattr(loss_func, "__qualname__", type(loss_func).__name__)
+            warnings.warn(
+                f"whether the loss of {title} is a mean or a sum over the samples of a batch is not known; "
+                "it is taken for a mean: say GradientAccumulation(…, reduction='mean'), or 'sum'",
+                stacklevel=2,
+            )
+        return found or "mean"
 
     def _is_whole(self, n_batches: int) -> bool:
         is_last = self.learn.n_iter == self.learn.iter + 1  # a loader may give more batches than it says

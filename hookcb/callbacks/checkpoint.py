@@ -86,10 +86,7 @@ class Checkpoint(Callback):
         check_monitor(self.learn, self.monitor or "train_loss")
         if self._lock.open(self.folder):
             remove_unfinished(self.folder)
-        self._stop.open(self._ask_to_stop)
-
-    def _ask_to_stop(self) -> None:
-        self.learn.stop_asked = True
+        self._stop.open(self.learn)
 
     def before_train(self) -> None:
         self._random = random_state(*loaders_of(self.learn))
@@ -129,11 +126,9 @@ class Checkpoint(Callback):
             self._write("train", f"-batch-{self.iter + 1:06d}")
 
     def after_fit(self) -> None:
-        self.learn.stop_asked = False
-        with closing(self._lock), closing(self._stop):
+        with closing(self._lock), closing(self._stop):  # which obeys a signal
             if self._stop.asked:  # since the last batch; or the loader has failed, as its workers were told
                 self.after_cancel_fit()
-            self._stop.obey()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "written": self._written, "random_of_phase": self._random}

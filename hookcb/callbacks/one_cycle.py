@@ -16,6 +16,16 @@ class OneCycle(Schedule):
     The usual way to train well in few epochs: warm up, explore at a high rate, settle. Momentum, or the first
     beta, moves the other way round; both follow half a cosine up and half a cosine down.
 
+    It has the shape and the defaults of fastai's `fit_one_cycle`, and differs in this:
+
+    - fastai sets batch i of n to the point i / n of the cycle. Here, as in torch's `OneCycleLR`, the peak
+      comes one batch earlier, at batch `pct_start * n - 1`, and the last batch has exactly
+      `lr_max / div_final`, which fastai's never reaches.
+    - `moms` is the momentum at both ends and at the peak; fastai takes three numbers, one for each end.
+    - `lr_max` is one number or a list; `slice(lo, hi)`, which fastai spreads over layer groups, is refused.
+    - Only the rate and the momentum are set. Weight decay, which fastai takes as `wd`, is the optimizer's;
+      fastai's own Adam also has a weight decay of 0.01 and an eps of 1e-5, and torch's has not.
+
     Args:
         lr_max: the peak, a number or one for each parameter group; by default the optimizer's rate.
         div: the first batch has the rate `lr_max / div`.
@@ -32,7 +42,8 @@ class OneCycle(Schedule):
         TypeError, ValueError: for arguments that cannot be; when the fit begins, where the training loader
             has no length.
 
-    Source: L. Smith, N. Topin, "Super-Convergence", arxiv.org/abs/1708.07120; this form of it is fastai's.
+    Source: L. Smith, N. Topin, "Super-Convergence", arxiv.org/abs/1708.07120; this form of it is fastai's,
+        fastai/callback/schedule.py, `fit_one_cycle`.
 
     >>> from hookcb import OneCycle, synth_learner
     >>> learn = synth_learner(n_train=8)

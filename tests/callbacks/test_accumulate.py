@@ -83,6 +83,80 @@ def test_a_sum_is_not_scaled(make):
     assert_close(weights(learn.model), stepped_at(train, [[0, 1], [2, 3]], loss_func=make()))
 
 
+def summing(pred, y):
+    return (pred - y).square().sum()
+
+
+def summing_in_parts(pred, y):  # as of a variational autoencoder
+    return F.mse_loss(pred, y, reduction="sum") + -0.5 * torch.sum(pred)
+
+
+def with_default(pred, y, reduction="sum"):
+    return F.mse_loss(pred, y, reduction=reduction)
+
+
+def averaging_by_hand(pred, y):
+    return (pred - y).square().sum() / len(y)
+
+
+def averaging_with_penalty(pred, y):
+    return 2 * F.mse_loss(pred, y) + 0.01 * pred.square().mean()
+
+
+def averaged_or_summed(train, groups, loss_func, is_sum):
+    """Weights after a step for each group, of whose batches the losses are averaged or summed."""
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for group in groups:
+        n = sum(len(train[i][0]) for i in group)
+        for x, y in (train[i] for i in group):
+            (loss_func(model(x), y) * (1 if is_sum else len(x) / n)).backward()
+        opt.step()
+        opt.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    ("loss_func", "is_sum"),
+    [
+        (summing, True),
+        (summing_in_parts, True),
+        (with_default, True),
+        (partial(with_default, reduction="mean"), False),
+        (averaging_with_penalty, False),
+        (lambda pred, y: F.l1_loss(pred, y), False),
+    ],
+)
+def test_the_loss_of_a_plain_function_is_averaged_or_summed_as_it_was_made(loss_func, is_sum):
+    train = [(x, y / 10) for x, y in make_batches(4, bs=2, last=1)]
+    learn = fit(learner(train, GradientAccumulation(2), loss_func=loss_func))
+    assert_close(weights(learn.model), averaged_or_summed(train, [[0, 1], [2, 3]], loss_func, is_sum))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_cannot_be_found_out_is_told(reduction):
+    train = [(x, y / 10) for x, y in make_batches(3, bs=2, last=1)]
+    with pytest.warns(UserWarning, match=r"averaging_by_hand is a mean or a sum .* reduction='mean'"):
+        silent = fit(learner(train, GradientAccumulation(2), loss_func=averaging_by_hand), 2)
+    told = fit(learner(train, GradientAccumulation(2, reduction=reduction), loss_func=averaging_by_hand), 2)
+    groups = [[0, 1], [2], [0, 1], [2]]
+    assert_close(
+        weights(told.model), averaged_or_summed(train, groups, averaging_by_hand, reduction == "sum")
+    )
+    assert same(weights(silent.model), weights(told.model)) == (reduction == "mean")
+
+
+def test_what_is_told_comes_before_what_the_loss_says_of_itself():
+    train, loss_func = make_batches(4), nn.MSELoss()
+    learn = fit(learner(train, GradientAccumulation(2, reduction="sum"), loss_func=loss_func))
+    assert_close(weights(learn.model), averaged_or_summed(train, [[0, 1], [2, 3]], loss_func, is_sum=True))
+
+
+def test_another_reduction_is_refused():
+    with pytest.raises(ValueError, match="'none'"):
+        GradientAccumulation(2, reduction="none")
+
+
 def test_steps_fire_once_a_group_and_the_loss_reads_as_it_is():
     log, losses = [], []
     look = Callback(after_batch=lambda cb: losses.append(cb.loss.item()))

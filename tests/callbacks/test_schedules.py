@@ -142,6 +142,32 @@ def test_one_cycle_follows_its_formula(n, opt_func):
         assert mom == pytest.approx(cosine(*ends[1], share))
 
 
+def fastai_rates(n, lr_max, div, div_final, pct_start):
+    """Batch i at the point i / n of half a cosine up and half a cosine down, as in `combined_cos`."""
+
+    def between(start, end, pos):
+        return start + (1 + math.cos(math.pi * (1 - pos))) * (end - start) / 2
+
+    def rate(pct):
+        if pct < pct_start:
+            return between(lr_max / div, lr_max, pct / pct_start)
+        return between(lr_max, lr_max / div_final, (pct - pct_start) / (1 - pct_start))
+
+    return [rate(i / n) for i in range(n)]
+
+
+def test_one_cycle_differs_from_that_of_fastai_as_it_says():
+    n, options = 40, {"div": 25.0, "div_final": 1e5, "pct_start": 0.25}
+    lrs = fit(make_learner(n_train=n), cbs=OneCycle(1.0, **options)).recorder.lrs
+    theirs = fastai_rates(n, 1.0, **options)
+    assert list(lrs).index(max(lrs)) == 0.25 * n - 1
+    assert theirs.index(max(theirs)) == 0.25 * n
+    assert lrs[0] == pytest.approx(theirs[0])
+    assert lrs[-1] == pytest.approx(1e-5)
+    assert theirs[-1] > 1e-3
+    assert max(abs(a - b) for a, b in zip(lrs, theirs, strict=True)) < 0.2
+
+
 def test_one_cycle_peaks_at_the_rate_of_each_group():
     model = make_model()
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.4}]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from contextlib import suppress
 from datetime import timedelta
 
@@ -17,7 +18,9 @@ from hookcb import (
     DetectAnomaly,
     EarlyStopping,
     MaxTime,
+    MixedPrecision,
     TerminateOnNaN,
+    watch,
 )
 
 # ---- TerminateOnNaN
@@ -128,6 +131,63 @@ def test_the_error_names_the_operation_and_where_it_was():
 def test_a_window_without_a_batch_is_refused(window, error):
     with pytest.raises(error, match="start"):
         DetectAnomaly(*window)
+
+
+def test_windows_that_overlap_in_two_threads_leave_the_mode_as_the_first_found_it(mode):
+    first_is_in, second_is_in, first_is_over = (threading.Event() for _ in range(3))
+    seen = []
+
+    def first(cb):
+        if not first_is_in.is_set():
+            first_is_in.set()
+            assert second_is_in.wait(30)
+
+    def second(cb):
+        if not second_is_in.is_set():
+            second_is_in.set()
+            assert first_is_over.wait(30)
+            seen.append(anomaly_mode())
+
+    def run(wait_for, at):
+        wait_for.wait(30)
+        fit(make_learner(n_train=1, n_valid=0, cbs=[DetectAnomaly(), Callback(after_pred=at)]))
+
+    began = threading.Event()
+    began.set()
+    threads = [threading.Thread(target=run, args=args) for args in ((began, first), (first_is_in, second))]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    first_is_over.set()
+    threads[1].join()
+    assert seen == [(True, True)]
+    assert anomaly_mode() == mode
+
+
+def test_a_copy_made_in_a_window_does_not_close_it():
+    copies, seen = [], []
+
+    def look(cb):
+        copies.append(copy.deepcopy(cb.learn.detect_anomaly))
+        copies[-1].after_batch()
+        seen.append(torch.is_anomaly_enabled())
+
+    fit(make_learner(n_train=2, n_valid=0, cbs=[DetectAnomaly(), Callback(after_pred=look)]))
+    assert seen == [True, True]
+
+
+def test_it_is_refused_beside_a_gradscaler_with_what_to_use_instead():
+    learn = make_learner(cbs=[DetectAnomaly(), MixedPrecision("fp16")])
+    with pytest.raises(RuntimeError, match="NanTrace"):
+        fit(learn)
+    assert learn.train_iter == 0
+    learn.remove_cb(MixedPrecision)
+    learn.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    fit(learn)
+    assert learn.train_iter == 3
+    model = make_model()
+    with pytest.raises(RuntimeError, match="bfloat16"):
+        watch(model, DetectAnomaly(), scaler=torch.amp.GradScaler("cpu"))
 
 
 # ---- MaxTime

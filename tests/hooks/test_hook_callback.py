@@ -754,6 +754,7 @@ def test_a_callback_whose_first_batches_are_skipped_or_cancelled_does_not_warn()
 
 def test_data_parallel_is_refused_with_alternatives():
     model = nn.DataParallel(make())
+    model.device_ids = [0, 1]  # as with two GPUs
     for options in ({"hook": lambda *a: None}, {"hook": lambda *a: None, "is_forward": False}):
         with pytest.raises((TypeError, ValueError), match=r"Distributed|FSDP|\.module"):
             fit(model, HookCallback(**options))

@@ -30,7 +30,7 @@ from resuming import (
 from support import make_batches
 from torch.utils.data import DataLoader
 
-from hookcb import Callback, CancelFitException
+from hookcb import EMA, Callback, CancelFitException
 from hookcb.callbacks.checkpoint import Checkpoint
 
 SIGNALS = {"Ctrl-C": (signal.SIGINT, KeyboardInterrupt), "SIGTERM": (signal.SIGTERM, SystemExit)}
@@ -301,11 +301,13 @@ from resuming import acting, dataset, learner, seed_all
 from hookcb.callbacks.checkpoint import Checkpoint
 
 class Slow(Dataset):
-    "Is still asked for the third batch when Ctrl-C comes."
+    "Is still asked for the third batch when Ctrl-C comes, or, one of validation, for the second."
+    def __init__(self, at=8):
+        self.at = at
     def __len__(self):
         return 18
     def __getitem__(self, i):
-        if i == 8:
+        if i == self.at:
             time.sleep(0.5)
             os.killpg(0, signal.SIGINT)
             time.sleep(0.5)
@@ -315,9 +317,15 @@ def all_of_us(cb):
     os.killpg(0, signal.SIGINT)
     time.sleep(0.3)
 
-def end(name, data, *cbs):
+def mortal(worker):
+    "Ctrl-C ends it, as it does one that was spawned."
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+def end(name, data, *cbs, valid=(), **options):
     seed_all(0)
-    learn = learner(DataLoader(data, 4, num_workers=1))
+    options = {"num_workers": 1} | options
+    valid = {"valid": DataLoader(valid, 4, **options)} if valid else {}
+    learn = learner(DataLoader(data, 4, **options), **valid)
     try:
         with learn.no_logging():
             learn.fit(2, cbs=[Checkpoint(folder / name), *cbs])
@@ -326,7 +334,17 @@ def end(name, data, *cbs):
     return "nothing"
 
 if __name__ == "__main__":
-    ends = [end("batch", dataset(), acting("after_pred", all_of_us, k=1)), end("wait", Slow())]
+    dies = {"num_workers": 2, "worker_init_fn": mortal}
+    def strike():
+        return acting("after_pred", all_of_us, k=1)
+    ends = {
+        "batch": end("batch", dataset(), strike()),
+        "wait": end("wait", Slow()),
+        "batch, workers die": end("batch, workers die", dataset(), strike(), **dies),
+        "wait, workers die": end("wait, workers die", Slow(), **dies),
+        "validation, workers die": end("validation, workers die", dataset(8), valid=Slow(4), **dies),
+        "spawned": end("spawned", dataset(), strike(), multiprocessing_context="spawn"),
+    }
     (folder / "ends.json").write_text(json.dumps(ends))
 """
 
@@ -339,14 +357,65 @@ def terminal(tmp_path_factory):
     tests = Path(__file__).parent.parent
     paths = [tests.parent, tests, tests / "hooks", tests / "training"]
     command = [sys.executable, folder / "worker.py", folder, *paths]
-    ended = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=200)
     assert (folder / "ends.json").exists(), ended.stderr
-    return folder, dict(zip(["batch", "wait"], json.loads((folder / "ends.json").read_text()), strict=True))
+    return folder, json.loads((folder / "ends.json").read_text())
 
 
-@pytest.mark.parametrize("moment", ["batch", "wait"])
+MOMENTS = ["batch", "wait", "batch, workers die", "wait, workers die", "spawned"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_signal_to_the_workers_of_a_loader_too_ends_the_fit_with_a_file(terminal, moment):
     folder, ends = terminal
     assert ends[moment] == "KeyboardInterrupt"
-    assert names(folder / moment)[0].startswith("epoch-0001-batch-00000")
+    assert names(folder / moment) in (["epoch-0001-batch-000002.pt"], ["epoch-0001-batch-000003.pt"])
     check_goes_on(folder / moment, make=lambda: learner(DataLoader(dataset(), 4)))
+
+
+def test_a_signal_that_ends_the_workers_of_a_validation_loses_nothing_of_the_training(terminal):
+    folder, ends = terminal
+    assert ends["validation, workers die"] == "KeyboardInterrupt"
+    assert names(folder / "validation, workers die") == ["epoch-0001-trained.pt"]
+
+
+def test_an_error_of_a_loader_without_a_signal_is_the_users(tmp_path):
+    def batches():
+        yield from make_batches(2)
+        raise ConnectionResetError("mine")
+
+    class Loader:
+        def __iter__(self):
+            return batches()
+
+    with pytest.raises(ConnectionResetError, match="mine"):
+        train(lambda cbs=(): learner(Loader(), cbs), 1, Checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_loader_that_fails_of_the_signal_ends_the_fit_as_the_signal_asks(tmp_path, training):
+    class Loader:
+        def __iter__(self):
+            yield from make_batches(2)
+            signal.raise_signal(signal.SIGINT)
+            raise FileNotFoundError("the worker is gone")
+
+    def make(cbs=()):
+        return learner(Loader(), cbs) if training else learner(make_batches(2), cbs, valid=Loader())
+
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt):
+        train(make, 1, Checkpoint(tmp_path), EMA(0.5))
+    assert names(tmp_path) == ["epoch-0001-batch-000002.pt" if training else "epoch-0001-trained.pt"]
+    assert handlers() == before
+    plain_weights = train(lambda cbs=(): learner(make_batches(2), cbs, valid=None), 1).model.state_dict()
+    saved = torch.load(tmp_path / names(tmp_path)[0], weights_only=True)["model"]
+    assert differing(plain_weights, saved) == []
+
+
+def test_the_signal_comes_before_an_error_of_the_batch_which_is_shown_as_its_cause(tmp_path):
+    error = Stop("mine")
+    both = Callback(name="both", after_loss=lambda cb: [sending(signal.SIGINT)(cb), raising(error)(cb)])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(plain, 1, Checkpoint(tmp_path), both)
+    assert caught.value.__cause__ is error

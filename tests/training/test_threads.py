@@ -307,3 +307,80 @@ def test_a_fit_records_in_the_thread_that_it_runs_in():
     assert len(learn.activation_stats.stats) == 3
     fit(learn)
     assert learn.activation_stats.coverage.n_batches == 3
+
+
+# ---- DataParallel, which calls copies of its module in threads
+
+
+class TwoDevices(nn.Module):
+    """Calls two replicas of its module in threads, each with half of the batch, as DataParallel does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        halves, outputs = x.chunk(2), [None, None]
+
+        def run(i):
+            outputs[i] = replica(self.module)(halves[i])
+
+        for i in range(2):
+            in_thread(lambda i=i: run(i))
+        return torch.cat(outputs)
+
+
+def replica(m):
+    copied = m._replicate_for_data_parallel()
+    for name, p in m._parameters.items():
+        setattr(copied, name, p * 1)
+    for name, child in m._modules.items():
+        copied._modules[name] = replica(child)
+    return copied
+
+
+def silently(function):
+    with pytest.warns(UserWarning, match="in another thread"):
+        return function()
+
+
+def test_gradients_of_replicas_are_those_of_the_whole_batch():
+    whole, parallel = (
+        fit(make_learner(model=model, cbs=GradientHealth()))
+        for model in (make_model(), TwoDevices(make_model()))
+    )
+    for a, b in zip(whole.gradient_health.stats, parallel.gradient_health.stats, strict=True):
+        assert [p["norm"] for p in a] == pytest.approx([p["norm"] for p in b], rel=1e-4)
+
+
+def test_layers_of_replicas_are_not_recorded_in_place_of_the_model_and_it_is_said_why():
+    learn = make_learner(model=TwoDevices(make_model()), cbs=ActivationStats())
+    silently(lambda: fit(learn))
+    stats = learn.activation_stats
+    assert stats.coverage.fired == ()
+    assert all("in another thread" in why for why in stats.coverage.silent.values())
+    assert not stats.names
+
+
+def test_a_watch_of_the_module_that_replicas_are_made_of_says_that_it_saw_no_call():
+    parallel = TwoDevices(make_model())
+    opt = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    with watch(parallel.module, opt) as w:
+        step(parallel, opt)
+    assert "other threads" in w.coverage.missing["after_pred"]
+    assert "2 calls or steps in other threads, left out" in w.coverage.notes
+
+
+def test_a_data_parallel_on_one_device_is_the_model_inside():
+    plain, parallel = make_model(), nn.DataParallel(make_model())
+    found = []
+    for model in (plain, parallel):
+        learn = make_learner(model=model, cbs=[GradientHealth(activations=True), Diagnose(show=False)])
+        fit(learn, cbs=ActivationStats())
+        found.append((learn.activation_stats.names, values(learn.activation_stats), learn.diagnose().status))
+        assert learn.gradient_health.output_stats.names == ["0", "2"]
+    assert found[0] == found[1]
+    opt = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    with watch(parallel, opt, ActivationStats()) as w:
+        step(parallel, opt)
+    assert w.activation_stats.names == ["0", "2"]

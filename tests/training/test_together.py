@@ -61,13 +61,14 @@ SCALE = {"init_scale": 2.0**10, "growth_interval": 2}
 def all_of_them(dtype=torch.bfloat16, first="conv1"):
     """One of each that can be together, with arguments that make each do something, in the order they act."""
     options = SCALE if dtype is torch.float16 else {}
+    anomaly = [] if dtype is torch.float16 else [DetectAnomaly(1, 3)]  # does not go with a GradScaler
     return [
         Freeze(first, until=1),
         ChannelsLast(),
         GradientAccumulation(2),
         MixedPrecision(dtype, **options),
         TerminateOnNaN(),
-        DetectAnomaly(1, 3),
+        *anomaly,
         ActivationStats(every=3),
         GradientClip(0.5),
         EMA(0.8),
