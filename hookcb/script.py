@@ -25,6 +25,7 @@ from hookcb.callback import Callback
 from hookcb.callbacks.lr_finder import LRFinder
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.verdict import Verdict
+from hookcb.failures import told_failure
 from hookcb.followed import Followed
 from hookcb.learner import Learner
 from hookcb.watch import Watch
@@ -209,7 +210,7 @@ class _Model:
 
     @property
     def counts(self) -> bool:
-        """Whether its verdict decides: what gets gradients on the way to another model may be used as it is."""
+        """Whether its verdict decides; a model that gets gradients may be used as it is, say as a loss."""
         is_known = self.verdict is not None and self.verdict.status != "unknown"
         return self.is_trained or bool(self.optimizers) or is_known
 
@@ -451,8 +452,8 @@ class Models:
         self._guarded(model.close, error)
         if watch is not None and watch.failure is not None:
             self.notes.append(
-                f"the verdict on {model.title} is of what was seen until a part of hookcb failed, please "
-                f"report it: {watch.failure!r}"
+                f"the verdict on {model.title} is of what was seen until "
+                f"{told_failure('a part of hookcb', watch.failure)}"
             )
 
     def _close_all(self, error: BaseException | None) -> None:
@@ -495,7 +496,7 @@ class Models:
             return self._note(error)
 
     def _note(self, error: Exception) -> None:
-        note = f"a part of hookcb failed, please report it: {error!r}"
+        note = told_failure("a part of hookcb", error)
         if note not in self.notes:
             self.notes.append(note)
 

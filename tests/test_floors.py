@@ -37,6 +37,7 @@ FLOORS = [
         "incidents",
         "layer_ranges",
         "lr_curve",
+        "failures",
         "memory_growth",
         "memory_readings",
         "memory_sums",

@@ -135,7 +135,9 @@ def attn_collapse(evidence: Evidence) -> Iterator[Result]:
 
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
     """
-    return passed_on(evidence, "attn.collapse", "warning", "attention that looks at one place", of="attention")
+    return passed_on(
+        evidence, "attn.collapse", "warning", "attention that looks at one place", of="attention"
+    )
 
 
 @check(
@@ -271,7 +273,13 @@ def grad_stale(evidence: Evidence) -> Iterator[Result]:
 
     Formula: at no backward between two steps of an optimizer were its gradients zero or None, each time.
     """
-    return passed_on(evidence, "grad.stale", "error", "gradients left over from the step before", of="time before a backward")
+    return passed_on(
+        evidence,
+        "grad.stale",
+        "error",
+        "gradients left over from the step before",
+        of="time before a backward",
+    )
 
 
 @check(
@@ -286,7 +294,13 @@ def param_duplicated(evidence: Evidence) -> Iterator[Result]:
 
     Formula: number of times that a parameter is in the groups of all optimizers > 1.
     """
-    return passed_on(evidence, "param.duplicated", "error", "parameters twice in the optimizer", of="groups of the optimizer")
+    return passed_on(
+        evidence,
+        "param.duplicated",
+        "error",
+        "parameters twice in the optimizer",
+        of="groups of the optimizer",
+    )
 
 
 @check(
@@ -305,7 +319,9 @@ def update_swallowed(evidence: Evidence) -> Iterator[Result]:
 
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
     """
-    return passed_on(evidence, "update.swallowed", "error", "updates lost to rounding", of="weights around a step")
+    return passed_on(
+        evidence, "update.swallowed", "error", "updates lost to rounding", of="weights around a step"
+    )
 
 
 @check(
@@ -321,7 +337,9 @@ def replica_diverged(evidence: Evidence) -> Iterator[Result]:
 
     Formula: sum and norm of all parameters, gathered from all ranks at the end of an epoch.
     """
-    return passed_on(evidence, "replica.diverged", "error", "replicas that differ", of="replicas at the end of an epoch")
+    return passed_on(
+        evidence, "replica.diverged", "error", "replicas that differ", of="replicas at the end of an epoch"
+    )
 
 
 @check("memory.graphs_kept", site=Site.RUN, needs=("batches",), exact=True, leads_to=("memory.growth",))
@@ -330,7 +348,9 @@ def graphs_kept(evidence: Evidence) -> Iterator[Result]:
 
     Formula: the nodes of the last 58 losses are all alive, but those of the last two.
     """
-    return passed_on(evidence, "memory.graphs_kept", "warning", "graphs that are kept", of="graphs of 60 losses")
+    return passed_on(
+        evidence, "memory.graphs_kept", "warning", "graphs that are kept", of="graphs of 60 losses"
+    )
 
 
 def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: str = "") -> Iterator[Result]:
@@ -346,7 +366,11 @@ def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: 
     sightings = [sighting for sighting in evidence.sightings if sighting.code == code]
     if not sightings:
         is_there = not of or bool(evidence.observed & set(of.split(" or of ")))
-        yield RuledOut(fine) if is_there else Unable(evidence.missing.get(of, f"too little was seen of the {of}"))
+        yield (
+            RuledOut(fine)
+            if is_there
+            else Unable(evidence.missing.get(of, f"too little was seen of the {of}"))
+        )
         return
     for own in dict.fromkeys(sighting.severity for sighting in sightings):
         first, *others = [sighting for sighting in sightings if sighting.severity == own]

@@ -84,7 +84,9 @@ class LossGraph(NamedTuple):
     def why_hidden(self) -> str:
         """Why it is not known what gives the loss, "" if it is."""
         if self.hidden_by:
-            what = HIDING.get(self.hidden_by, f"{self.hidden_by}, an autograd function that is not torch's own,")
+            what = HIDING.get(
+                self.hidden_by, f"{self.hidden_by}, an autograd function that is not torch's own,"
+            )
             return f"{what} hides what gives the loss"
         return "" if self.kind else "the kind of the loss is not known"
 

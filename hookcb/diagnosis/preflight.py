@@ -116,7 +116,9 @@ def _look_at_batch(found: Evidence, learn: Any, step: int) -> None:
     found.sources.add("batch")
     found.observed |= {"loss"} | ({"backward"} if is_finite else set())
     if not is_finite:
-        found.sightings.append(look_for_origin(learn, "the loss or a gradient is not finite", True, step, None))
+        found.sightings.append(
+            look_for_origin(learn, "the loss or a gradient is not finite", True, step, None)
+        )
     if numbers is not None:
         row = numbers.tolist()
         found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())

@@ -3,11 +3,11 @@
 import math
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.replicas import is_replica, look_at_replicas
 from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
+from hookcb.failures import told_failure
 from hookcb.gradient_flow import find_params
 from hookcb.replay import Autocast, autocasts
 from hookcb.store import StatStore, kept
@@ -64,6 +65,7 @@ class Probes:
     """
 
     def __init__(self, loop: Any, acts: Callable[[], bool], is_followed: bool) -> None:
+        self._model = ref(loop.model)
         self.layers = LayerProbe(loop.model)
         self.sightings: list[Sighting] = []
         self.notes: list[str] = []
@@ -100,7 +102,9 @@ class Probes:
         try:
             look(*args)
         except Exception as error:  # whatever it is, it is not the training's fault
-            note = f"a part of Diagnose failed, please report it: {error!r} in {_place(error)}"
+            is_gone = self._model() is None
+            gone = "the model is gone, so that nothing more of it could be looked at"
+            note = gone if is_gone else told_failure("a part of Diagnose", error)
             if note not in self.notes:
                 self.notes.append(note)
 
@@ -308,6 +312,10 @@ class Probes:
         if self.graph is not None:
             evidence.missing["graph"] = self.graph.why_hidden
             evidence.sources |= set() if self.graph.why_hidden else {"graph"}
+        if self.layers.n_copies:
+            copies = "layers ran as copies, as nn.DataParallel makes them, which were not looked at"
+            evidence.notes.append(copies)
+            evidence.partial |= {"activations": copies}
         if self._ops.is_left_out:
             evidence.missing["attention"] = "the model is compiled, which hides its attention"
         elif self._ops.has_looked and not self._ops.sees_attention:
@@ -348,12 +356,6 @@ class Probes:
 def raised() -> BaseException | None:
     """What is being handled: in after_fit, what has ended the fit."""
     return sys.exception()
-
-
-def _place(error: Exception) -> str:
-    """Where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.name}, {last.filename.rpartition('/')[2]}:{last.lineno}"
 
 
 def detached_loss(step: int) -> Sighting:

@@ -49,7 +49,7 @@ class Unable:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """What a check looks at is no part of this training, so that it does not count: "there is no GradScaler"."""
+    """Why a check does not count, as what it looks at is no part of this training: "there is no GradScaler"."""
 
     reason: str
 
@@ -104,7 +104,9 @@ def check(
         ValueError: if there is a check of this code already.
     """
     if code in CHECKS:
-        raise ValueError(f"there is a check {code!r} already, {CHECKS[code].function.__name__}; give another code")
+        raise ValueError(
+            f"there is a check {code!r} already, {CHECKS[code].function.__name__}; give another code"
+        )
 
     def register(function: CheckFunction) -> CheckFunction:
         CHECKS[code] = Check(code, site, exact, needs, function, leads_to, subject)

@@ -20,7 +20,12 @@ WIDTH = 100  # columns that the text is filled to
 MOST_LINES, NARROWEST, LONGEST_NAME = 15, 20, 60  # columns, but for the first
 NOT_CHECKED = "not checked: "  # begins what is left out of the text
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
-STATUS_STYLES = {"sick": "bold red", "suspect": "bold yellow", "healthy": "bold green", "unknown": "bold magenta"}
+STATUS_STYLES = {
+    "sick": "bold red",
+    "suspect": "bold yellow",
+    "healthy": "bold green",
+    "unknown": "bold magenta",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +108,8 @@ class Verdict(Printed):
     """What a diagnosis comes to.
 
     Attributes:
-        status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen that
-            a verdict could rest on, else "healthy", as far as looked. A verdict is true if it is healthy.
+        status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen
+            that a verdict could rest on, else "healthy", as far as looked. A verdict is true if it is healthy.
         primary: the finding taken for the cause, None if there is neither an error nor a warning.
         findings: all of them, causes first.
         ruled_out: what was checked and is fine, with the number that says so.

@@ -201,7 +201,9 @@ def test_a_checkpointed_region_hides_it_only_if_it_is_reentrant():
 
 
 def test_a_loss_of_unknown_kind_rules_nothing_out():
-    verdict = verdict_on(net(nn.Softmax(dim=1)), lambda pred, y: (pred - F.one_hot(y, 3)).abs().pow(1.5).mean())
+    verdict = verdict_on(
+        net(nn.Softmax(dim=1)), lambda pred, y: (pred - F.one_hot(y, 3)).abs().pow(1.5).mean()
+    )
     assert HEAD not in verdict.ruled_out
     assert not_checked(verdict, "head.activation").startswith("the kind of the loss is not known")
 
@@ -209,7 +211,15 @@ def test_a_loss_of_unknown_kind_rules_nothing_out():
 def test_a_graph_of_torchs_own_operations_is_never_taken_for_hidden():
     x = torch.randn(6, 5, requires_grad=True)
     y = torch.randint(5, (6,))
-    for pred in (x, x.double(), x.t().t(), x.clone()[:, :5], x.exp(), x @ torch.randn(5, 5), x.view(6, 5).relu()):
+    for pred in (
+        x,
+        x.double(),
+        x.t().t(),
+        x.clone()[:, :5],
+        x.exp(),
+        x @ torch.randn(5, 5),
+        x.view(6, 5).relu(),
+    ):
         assert read_loss(F.cross_entropy(pred, y.to(pred.device)).grad_fn).hidden_by == ""
     assert read_loss(torch.stack([x.sum(), x.std()]).sum().grad_fn).hidden_by == ""
 
@@ -238,7 +248,11 @@ def test_labels_are_not_cleared_while_the_loss_has_not_been_seen_to_fall():
 
 def test_without_an_optimizer_a_preflight_rules_out_nothing_about_one():
     verdict = hookcb.diagnose(net(), batches(1)[0], F.cross_entropy)
-    for fine in ("parameters twice in the optimizer", "parameters outside the optimizer", "weight decay (none)"):
+    for fine in (
+        "parameters twice in the optimizer",
+        "parameters outside the optimizer",
+        "weight decay (none)",
+    ):
         assert fine not in verdict.ruled_out
     assert "gradients left over from the step before" not in verdict.ruled_out
     for code in ("param.duplicated", "param.not_in_optimizer", "wd.dominates"):
@@ -270,7 +284,9 @@ def test_gradient_health_alone_does_not_know_which_layers_are_used():
 
 
 def test_nan_is_not_ruled_out_where_a_loss_was_nan():
-    evidence = Evidence(sources={"batch", "loss"}, n_batches=3, loss=Series([0, 1, 2], [1.0, float("nan"), 1.0]))
+    evidence = Evidence(
+        sources={"batch", "loss"}, n_batches=3, loss=Series([0, 1, 2], [1.0, float("nan"), 1.0])
+    )
     evidence.observed = {"backward", "loss"}
     assert "NaN and infinities" not in judge(evidence).ruled_out
     assert not_checked(judge(evidence), "nonfinite.first").startswith("step 1 was not finite")
@@ -279,7 +295,9 @@ def test_nan_is_not_ruled_out_where_a_loss_was_nan():
 def test_a_part_of_a_model_can_show_a_fault_and_cannot_rule_it_out():
     layer = Layer("0", "Linear", "Linear 8→8", 0, {"std": Series([0, 1, 2], [1.0, 1.0, 1.0])})
     param = Param("0.weight", "0", "Linear", "Linear 8→8", 0, (8, 8), stats={"norm": Series([0], [1.0])})
-    evidence = Evidence(sources={"activations", "model"}, n_batches=3, params={"0.weight": param}, layers={"0": layer})
+    evidence = Evidence(
+        sources={"activations", "model"}, n_batches=3, params={"0.weight": param}, layers={"0": layer}
+    )
     assert any("scale of activations" in fine for fine in judge(evidence).ruled_out)
     evidence.partial = {"activations": "a part is hidden", "model": "a part is hidden"}
     evidence.sightings = [Sighting("dropout.extreme", "0", text="it drops all", next_steps=("drop less",))]

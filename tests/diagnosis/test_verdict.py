@@ -334,9 +334,7 @@ def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_i
 def test_info_is_nobodys_cause():
     for code in CHECKS:
         for to in ("loss.flat", "update.too_small", "grad.attenuated"):
-            out = explained(
-                [Finding(code, "info", step=0), Finding(to, "error", step=5)], Evidence()
-            )
+            out = explained([Finding(code, "info", step=0), Finding(to, "error", step=5)], Evidence())
             assert [f.consequence_of for f in out if f.severity == "error"] == [""]
 
 
