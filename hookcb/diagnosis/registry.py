@@ -49,7 +49,7 @@ class Unable:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Why a check does not count, as what it looks at is no part of this training: "there is no GradScaler"."""
+    """Why a check does not count: what it looks at is no part of this training, "there is no GradScaler"."""
 
     reason: str
 
