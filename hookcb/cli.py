@@ -100,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         "diagnose",
         help="run a training script, and say whether what it trains is healthy",
         description="Run a training script as `python SCRIPT ARGS...` does, watch each model that is trained "
-        "in it, and print the verdicts: sick, suspect or healthy, the cause, and what to do. The exit code "
-        "is 0 where all are healthy, else 1; the script's own where that is not 0.",
+        "in it, and print the verdicts: sick, suspect, healthy or unknown, the cause, and what to do. The "
+        "exit code is 0 if all are healthy, else 1; the script's own if that is not 0.",
     )
     script.add_argument("script", type=_file, help="the script, which need not know of hookcb")
     script.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")

@@ -11,10 +11,12 @@ from functools import wraps
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.callback import Callback
@@ -22,8 +24,10 @@ from hookcb.callbacks.lr_finder import LRFinder
 from hookcb.console import safe_console, show, show_error
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.verdict import Verdict
+from hookcb.failures import told_failure
 from hookcb.followed import Followed
 from hookcb.learner import Learner
+from hookcb.optimizer_steps import StepHook
 from hookcb.threads import in_backward
 from hookcb.watch import Watch
 
@@ -47,19 +51,21 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
         args: its arguments.
 
     Returns:
-        Exit code: 0 where all models are healthy; 1 where one is suspect or sick, nothing was trained, or the
-        script has raised; its own where that is not 0; 130 after Ctrl-C.
+        Exit code: 0 if all models are healthy; 1 if one is suspect or sick, if one has an optimizer and
+        nothing was seen of its training, if nothing was trained, or if the script has raised; its own if that
+        is not 0; 130 after Ctrl-C.
     """
     models = Models()
     code, has_failed = _run(os.fspath(path), list(args), models)
     shown = models.verdicts()
-    for title, verdict in shown:
+    for title, verdict, _ in shown:
         until = ", until the script failed" if has_failed else ""
         show(f"\n{title}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
         show(verdict, soft_wrap=True)
     for note in [*([] if shown else [_nothing_in(path)]), *models.notes]:
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
-    is_well = bool(shown) and all(verdict.status == "healthy" for _, verdict in shown)
+    counted = [verdict for _, verdict, counts in shown if counts]
+    is_well = bool(counted) and all(counted)
     return code or (0 if is_well else 1)
 
 
@@ -187,6 +193,28 @@ class _Model:
     verdict: Verdict | None = None
     is_trained: bool = False
     has_gradients: bool = False
+    optimizers: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """Its title, and the optimizers that have its parameters."""
+        names = ", ".join(self.optimizers)
+        if self.is_trained:
+            return f"{self.title}, trained by {names}" if names else self.title
+        why = f"{names} made no step" if names else "no optimizer has its parameters"
+        return f"{self.title}, not trained: {why}"
+
+    @property
+    def is_part_of_result(self) -> bool:
+        """Whether it was trained, or was meant to be; not of one that is used as it is."""
+        is_used_only = not (self.is_trained or self.has_gradients or self.optimizers)
+        return self.verdict is not None and not (is_used_only and self.verdict.primary is None)
+
+    @property
+    def counts(self) -> bool:
+        """Whether its verdict decides; a model that gets gradients may be used as it is, say as a loss."""
+        is_known = self.verdict is not None and self.verdict.status != "unknown"
+        return self.is_trained or bool(self.optimizers) or is_known
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends its watch, takes its verdict, and lets go of it."""
@@ -219,15 +247,26 @@ class Models:
         self._open: list[_Model] = []  # that are watched, the one called last at the end
         self._of: Any = WeakIdKeyDictionary()  # modules to the model they are a part of
         self._unscaled: Any = WeakIdKeyDictionary()  # scaled losses to the loss, and its GradScaler
+        self._optimizers: Any = WeakIdKeyDictionary()  # parameters to the names of what has them
+        self._names: list[str] = []  # of all optimizers of the script
+        self._name_of: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._stepped: set[str] = set()
         self._thread = threading.get_ident()
         self._is_inside = self._is_backward = False  # a call, or a backward
         self._n_fits = 0  # of a Learner, in progress
 
-    def verdicts(self) -> list[tuple[str, Verdict]]:
-        """Of each model that was trained, by title; where none was, of those that something is wrong with."""
-        judged = [(m, m.verdict) for m in self._all if m.verdict is not None]
-        shown = [x for x in judged if x[0].is_trained] or [x for x in judged if x[1].primary]
-        return [(m.title, verdict) for m, verdict in shown]
+    def verdicts(self) -> list[tuple[str, Verdict, bool]]:
+        """Of each model that was trained, or got gradients, or has an optimizer; and whether it decides."""
+        shown = [m for m in self._all if m.is_part_of_result]
+        return [(m.heading, m.verdict, m.counts) for m in shown if m.verdict is not None]
+
+    def _note_optimizers(self) -> None:
+        named = {name for m in self._all for name in m.optimizers}
+        for name in self._names:
+            if name not in named:
+                self.notes.append(f"{name} has no parameters of a model that was called with gradients on")
+            elif name not in self._stepped:
+                self.notes.append(f"{name} made no step")
 
     def _note_unmoved(self) -> None:
         for title in [m.title for m in self._all if m.has_gradients and not m.is_trained]:
@@ -246,6 +285,8 @@ class Models:
             stack.enter_context(_replaced(Tensor, "backward", self._going_back))
             stack.enter_context(_replaced(torch.amp.GradScaler, "scale", self._scaling))
             stack.enter_context(_replaced(Learner, "fit", self._fitting))
+            stack.enter_context(_replaced(Optimizer, "add_param_group", self._grouping))
+            stack.callback(StepHook(self._note_step, after=True).remove)
             try:
                 yield
             except BaseException as error:
@@ -296,6 +337,33 @@ class Models:
 
         return scale
 
+    def _grouping(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(real)
+        def add_param_group(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            result = real(opt, *args, **kwargs)
+            if not self._n_fits:  # else it is a Learner's, or a preflight's
+                self._guarded(self._note_group, opt)
+            return result
+
+        return add_param_group
+
+    def _note_group(self, opt: Optimizer) -> None:
+        if opt not in self._name_of:
+            kind = type(opt).__name__
+            n = sum(name.partition(" ")[0] == kind for name in self._names)
+            self._name_of[opt] = f"{kind} ({n + 1})" if n else kind
+            self._names.append(self._name_of[opt])
+        for p in opt.param_groups[-1]["params"]:
+            self._optimizers.setdefault(p, []).append(self._name_of[opt])
+
+    def _note_step(self, opt: Optimizer, *seen: Any) -> None:
+        self._stepped |= {self._name_of[opt]} if opt in self._name_of else set()
+
+    def _of_model(self, model: nn.Module) -> tuple[str, ...]:
+        """The names of the optimizers that have parameters of it, in the order in which they were made."""
+        found = {name for p in model.parameters() for name in self._optimizers.get(p, ())}
+        return tuple(name for name in self._names if name in found)
+
     def _fitting(self, real: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(real)
         def fit(learn: Learner, n_epoch: int, lr: float | None = None, cbs: Any = (), **options: Any) -> Any:
@@ -320,7 +388,9 @@ class Models:
         if isinstance(own, type):
             own = next((cb for cb in vars(learn).values() if type(cb) is own), None)
         if type(own) in (Diagnose, _Look) and own.verdict is not None:
-            self._all.append(_Model(self._title(learn.model), None, None, own.verdict, True))
+            names = self._of_model(learn.model) or (type(learn.opt).__name__,)
+            title = self._title(learn.model)
+            self._all.append(_Model(title, None, None, own.verdict, is_trained=True, optimizers=names))
 
     # ---- models
 
@@ -352,7 +422,9 @@ class Models:
         if root is None or any(is_lazy(p) for p in root.parameters()):
             return None
         for part in [model for model in self._open if model.model and _has_part(root, model.model)]:
-            self._close(part)  # it was tried by itself
+            self._close(part)
+            if not part.is_trained:  # it was tried by itself, and is looked at as a part from now on
+                self._all.remove(part)
         if len(self._open) == MOST:
             self._close(self._open[0])
         return self._watch(root)
@@ -378,17 +450,20 @@ class Models:
     def _close(self, model: _Model, error: BaseException | None = None) -> None:
         self._open.remove(model)
         watch = model.watch
+        if model.model is not None:
+            model.optimizers = self._of_model(model.model)
         self._guarded(model.close, error)
         if watch is not None and watch.failure is not None:
             self.notes.append(
-                f"the verdict on {model.title} is of what was seen until a part of hookcb failed, please "
-                f"report it: {watch.failure!r}"
+                f"the verdict on {model.title} is of what was seen until "
+                f"{told_failure('a part of hookcb', watch.failure)}"
             )
 
     def _close_all(self, error: BaseException | None) -> None:
         for model in list(self._open):
             self._close(model, error)
         self._note_unmoved()
+        self._note_optimizers()
 
     # ---- losses
 
@@ -424,7 +499,7 @@ class Models:
             return self._note(error)
 
     def _note(self, error: Exception) -> None:
-        note = f"a part of hookcb failed, please report it: {error!r}"
+        note = told_failure("a part of hookcb", error)
         if note not in self.notes:
             self.notes.append(note)
 

@@ -62,7 +62,10 @@ def test_the_demo_goes_on_where_it_was_stopped(capsys, without_matplotlib):
             main(["demo", "--epochs", "2"])
     capsys.readouterr()
     assert main(["demo", "--epochs", "2", "--resume"]) == 0
-    assert capsys.readouterr().out.partition("activations")[2] == whole
+    resumed = capsys.readouterr().out.partition("activations")[2]
+    # of fewer batches, fewer checks can tell
+    assert resumed.partition("HEALTHY")[0] == whole.partition("HEALTHY")[0]
+    assert "accuracy" in whole.partition("HEALTHY")[0]
 
 
 def test_a_demo_with_nothing_to_resume_says_so(capsys):

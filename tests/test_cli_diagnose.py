@@ -11,10 +11,12 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer
 
 from hookcb import Learner
 from hookcb.callbacks import GradientHealth
 from hookcb.cli import main
+from hookcb.gradient_recorder import GradientRecorder
 from hookcb.script import MOST
 
 BEGIN = """
@@ -68,9 +70,14 @@ def wide(monkeypatch):
 
 
 def titles(out):
+    """The line above each verdict, up to the optimizers."""
+    return [heading.partition(",")[0] for heading in headings(out)]
+
+
+def headings(out):
     """The line above each verdict."""
     lines = out.splitlines()
-    return [a for a, b in pairwise(lines) if b.startswith(("HEALTHY", "SUSPECT", "SICK"))]
+    return [a for a, b in pairwise(lines) if b.startswith(("HEALTHY", "SUSPECT", "SICK", "UNKNOWN"))]
 
 
 # ---- verdicts and exit codes
@@ -80,7 +87,7 @@ def test_a_healthy_script_is_said_to_be_and_exits_with_0(run):
     code, out, err = run(HEALTHY)
     assert code == 0
     assert titles(out) == ["Sequential"]
-    assert "HEALTHY nothing wrong was found" in out
+    assert "HEALTHY as far as looked" in out
     assert "40 batches" in out
     assert not err
 
@@ -141,6 +148,67 @@ def test_an_optimizer_of_another_copy_is_noticed(run):
     assert "Sequential got gradients, and its parameters were not moved" in out
 
 
+SWAPPED = """
+G, D = nn.Linear(8, 2), nn.Linear(2, 1)
+d, g = torch.optim.Adam(D.parameters(), 1e-3), torch.optim.Adam(D.parameters(), 1e-3)
+bce = nn.BCEWithLogitsLoss()
+for i in range(30):
+    fake = G(torch.randn(64, 8))
+    loss = bce(D(torch.randn(64, 2)), torch.ones(64, 1)) + bce(D(fake.detach()), torch.zeros(64, 1))
+    d.zero_grad(); loss.backward(); d.step()
+    loss = bce(D(fake), torch.ones(64, 1))
+    g.zero_grad(); loss.backward(); g.step()
+"""
+
+
+def test_a_model_whose_optimizer_has_the_parameters_of_another_is_in_the_result(run):
+    """As DCGAN with the generator's optimizer made of the discriminator's parameters."""
+    code, out, _ = run(SWAPPED)
+    assert code == 1
+    assert headings(out) == [
+        "Linear, not trained: no optimizer has its parameters",
+        "Linear (2), trained by Adam, Adam (2)",
+    ]
+    assert out.count("SICK param.not_stepped") == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_sick_model_decides_whatever_is_trained_before_or_after_it(run, order):
+    parts = [
+        "sick, _ = make()\nfor x, y in batches(30):\n    F.cross_entropy(sick(x), y).backward()\n",
+        HEALTHY,
+    ]
+    code, out, _ = run("".join(parts[i] for i in order))
+    assert code == 1
+    assert len(titles(out)) == 2
+    assert "SICK param.not_stepped" in out
+
+
+def test_a_model_with_an_optimizer_of_which_nothing_was_seen_is_not_healthy(run):
+    code, out, _ = run(HEALTHY + "net, opt = make()\nnet(W.T)\n")
+    assert code == 1
+    assert headings(out)[1] == "Sequential (2), not trained: Adam (2) made no step"
+    assert "UNKNOWN nothing was seen: " in out
+    assert "hookcb diagnose: Adam (2) made no step" in out
+
+
+@pytest.mark.parametrize("use", ["net(W.T)", "net(W.T.clone().requires_grad_()).sum().backward()"])
+def test_a_model_that_is_only_used_is_no_fault(run, use):
+    """Inference, also with gradients on, and a look at what a model is sensitive to."""
+    code, out, _ = run(HEALTHY + f"net = make()[0]\n{use}\n".replace("make()[0]", "nn.Linear(16, 3)"))
+    assert code == 0, out
+    assert "Sequential" in titles(out)
+
+
+def test_an_optimizer_of_something_else_is_named_and_no_fault(run):
+    code, out, _ = run(
+        HEALTHY + "alpha = torch.zeros(1, requires_grad=True)\nfree = torch.optim.SGD([alpha], 0.1)\n"
+    )
+    assert code == 0, out
+    assert headings(out) == ["Sequential, trained by Adam"]
+    assert "SGD has no parameters of a model that was called with gradients on" in out
+
+
 # ---- as Python runs it
 
 
@@ -165,7 +233,10 @@ def test_an_exception_is_shown_as_python_shows_it_and_the_verdict_follows(run):
     assert told[1].endswith("in <module>")
     assert told[-1].startswith("RuntimeError: mat1 and mat2")
     assert "hookcb" not in "".join(told)
-    assert titles(out) == ["Sequential, until the script failed"]
+    assert headings(out) == [
+        "Sequential, trained by Adam, until the script failed",
+        "Sequential (2), not trained: Adam (2) made no step, until the script failed",
+    ]
 
 
 def test_a_chain_of_exceptions_has_no_frame_of_ours(run):
@@ -205,12 +276,13 @@ def test_after_ctrl_c_the_verdict_comes_all_the_same(run):
     code, out, err = run(HEALTHY + "import signal\nsignal.raise_signal(signal.SIGINT)")
     assert code == 130
     assert err.rstrip().endswith("KeyboardInterrupt")
-    assert titles(out) == ["Sequential, until the script failed"]
+    assert headings(out) == ["Sequential, trained by Adam, until the script failed"]
 
 
 def test_afterwards_all_is_as_it_was(run):
     def state():
         patched = nn.Module.__call__, torch.Tensor.backward, torch.amp.GradScaler.scale, Learner.fit
+        patched += torch.optim.Optimizer.add_param_group, len(optimizer._global_optimizer_post_hooks)
         return patched, sys.argv, sys.path[:], sys.modules["__main__"], os.getcwd()
 
     before = state()
@@ -235,7 +307,9 @@ def test_the_installed_command_runs_a_script(tmp_path):
         text=True,
     )
     assert done.returncode == 1
-    assert re.match(r"lines of the script\n\nSequential\nSICK +update.too_large", done.stdout)
+    assert re.match(
+        r"lines of the script\n\nSequential, trained by Adam\nSICK +update.too_large", done.stdout
+    )
 
 
 # ---- what is a model, and whose a loss is
@@ -406,14 +480,11 @@ def test_a_search_for_a_rate_and_a_preflight_are_no_training(run):
 
 
 def test_what_fails_in_a_callback_of_ours_is_told_and_the_script_goes_on(run, monkeypatch):
-    def fail(health):
-        raise RuntimeError("ours")
-
-    monkeypatch.setattr(GradientHealth, "before_step", fail)
+    monkeypatch.setattr(GradientRecorder, "begin_step", None)
     _, out, err = run("train(*make())\nprint('to the end')")
     assert out.startswith("to the end\n")
     assert titles(out) == ["Sequential"]
-    assert "until a part of hookcb failed, please report it: RuntimeError('ours')" in out
+    assert "until a part of hookcb failed, please report it: TypeError(" in out
     assert not err
 
 

@@ -43,6 +43,7 @@ FLOORS = [
         "layer_ranges",
         "loss_found",
         "lr_curve",
+        "failures",
         "memory_growth",
         "memory_readings",
         "memory_sums",

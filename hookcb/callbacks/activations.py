@@ -89,7 +89,11 @@ class ActivationStats(HookCallback, ActivationReadings):
             self._batch = {}
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
-        name, kind, output = self.layer_name(m), type(m).__name__, seen[-1]
+        kind, output = type(m).__name__, seen[-1]
+        if id(m) not in self._names:
+            self.left_out[f"a copy of {kind}"] = "as nn.DataParallel makes them of the layers"
+            return
+        name = self.layer_name(m)
         if (self._options["pre"] or not self.is_forward) and len(output) == 1:
             output = output[0]
         # the usual case without a walk

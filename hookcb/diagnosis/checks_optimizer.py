@@ -397,11 +397,12 @@ def _decayed(params: list[Param], shares: Series, span: Span) -> Finding:
 def unmoved_parameters(evidence: Evidence) -> Iterator[Result]:
     """Parameters that stay as they are: no step is made, the learning rate is 0, or steps do nothing.
 
-    Exact: no step in twenty batches with a backward, and no element of any weight looked at has changed. Or not changed by a bit in the last five steps or more that should have changed it, by lr · ‖g‖ / ‖W‖
-    above 1e-6 and eight times the resolution of its dtype; gradients with zero rows or so sparse that the
-    sample of 1,024 elements may miss them are left out. Or a learning rate of exactly 0 over the last ten
-    batches that are a tenth of the run, or over twenty, before convergence; the very end of a decay and the
-    first step of a warm-up are none.
+    Exact: no step in twenty batches with a backward, and no element of any weight looked at has changed. Or
+    not changed by a bit in the last five steps or more that should have changed it, by lr · ‖g‖ / ‖W‖ above
+    1e-6 and eight times the resolution of its dtype; gradients with zero rows or so sparse that the sample of
+    1,024 elements may miss them are left out. Or a learning rate of exactly 0 over the last ten batches that
+    are a tenth of the run, or over twenty, before convergence; the very end of a decay and the first step of
+    a warm-up are none.
     """
     if any(sighting.code == "param.not_stepped" for sighting in evidence.sightings):
         yield from passed_on(evidence, "param.not_stepped", "error", "steps that are never made")

@@ -27,6 +27,7 @@ class LayerProbe:
         self._step = 0
         self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # of the batch in progress
         self.largest: dict[str, float] = {}
+        self.n_copies = 0  # calls of modules that are not the model's own
 
     def begin(self, step: int) -> None:
         """A batch begins that is looked at."""
@@ -34,6 +35,9 @@ class LayerProbe:
 
     def look(self, m: nn.Module, output: Any) -> None:
         """A layer has put something out, in training."""
+        if id(m) not in self._names:
+            self.n_copies += 1
+            return
         x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
         if x is None or not x.is_floating_point() or not x.numel():
             return

@@ -3,7 +3,6 @@
 import math
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -41,6 +40,7 @@ from hookcb.diagnosis.records import Curve, ResidentMemory, largest_lr
 from hookcb.diagnosis.replicas import is_replica, look_at_replicas
 from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
+from hookcb.failures import told_failure
 from hookcb.fetches import FetchTimer
 from hookcb.gradient_flow import find_params
 from hookcb.hand_steps import StepByHand
@@ -110,7 +110,7 @@ class Probes:
         except ModelGoneError:
             self._note("the model was freed before its watch was closed, so its end was not looked at")
         except Exception as error:  # whatever it is, it is not the training's fault
-            self._note(f"a part of Diagnose failed, please report it: {error!r} in {_place(error)}")
+            self._note(told_failure("a part of Diagnose", error))
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -343,6 +343,10 @@ class Probes:
         if self.graph is not None:
             evidence.missing["graph"] = self.graph.why_hidden
             evidence.sources |= set() if self.graph.why_hidden else {"graph"}
+        if self.layers.n_copies:
+            copies = "layers ran as copies, as nn.DataParallel makes them, which were not looked at"
+            evidence.notes.append(copies)
+            evidence.partial |= {"activations": copies}
         if self._ops.is_left_out:
             evidence.missing["attention"] = "the model is compiled, which hides its attention"
         elif self._ops.has_looked and not self._ops.sees_attention:
@@ -383,12 +387,6 @@ class Probes:
 def raised() -> BaseException | None:
     """What is being handled: in after_fit, what has ended the fit."""
     return sys.exception()
-
-
-def _place(error: Exception) -> str:
-    """Where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.name}, {last.filename.rpartition('/')[2]}:{last.lineno}"
 
 
 def detached_loss(step: int) -> Sighting:

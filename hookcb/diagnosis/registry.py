@@ -49,7 +49,7 @@ class Unable:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """What a check looks at is no part of this training, so that it does not count: "there is no GradScaler"."""
+    """Why a check does not count: what it looks at is no part of this training, "there is no GradScaler"."""
 
     reason: str
 

@@ -109,8 +109,8 @@ class Verdict(Printed):
     """What a diagnosis comes to.
 
     Attributes:
-        status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen that
-            a verdict could rest on, else "healthy", as far as looked. A verdict is true if it is healthy.
+        status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen
+            that a verdict could rest on, else "healthy", as far as looked. Only a healthy verdict is true.
         primary: the finding taken for the cause, None if there is neither an error nor a warning.
         findings: all of them, causes first.
         ruled_out: what was checked and is fine, with the number that says so.
