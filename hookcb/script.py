@@ -26,6 +26,7 @@ from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.failures import told_failure
 from hookcb.followed import Followed
+from hookcb.hand_steps import StepByHand
 from hookcb.learner import Learner
 from hookcb.optimizer_steps import StepHook
 from hookcb.threads import in_backward
@@ -193,14 +194,15 @@ class _Model:
     verdict: Verdict | None = None
     is_trained: bool = False
     has_gradients: bool = False
-    optimizers: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()  # that have its parameters
+    steppers: tuple[str, ...] = ()  # those of them that made a step
 
     @property
     def heading(self) -> str:
-        """Its title, and the optimizers that have its parameters."""
-        names = ", ".join(self.optimizers)
+        """Its title, and the optimizers that train it, or should."""
         if self.is_trained:
-            return f"{self.title}, trained by {names}" if names else self.title
+            return f"{self.title}, trained by {', '.join(self.steppers)}" if self.steppers else self.title
+        names = ", ".join(self.optimizers)
         why = f"{names} made no step" if names else "no optimizer has its parameters"
         return f"{self.title}, not trained: {why}"
 
@@ -341,7 +343,7 @@ class Models:
         @wraps(real)
         def add_param_group(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = real(opt, *args, **kwargs)
-            if not self._n_fits:  # else it is a Learner's, or a preflight's
+            if not self._n_fits and not isinstance(opt, StepByHand):  # else a Learner's, or one of ours
                 self._guarded(self._note_group, opt)
             return result
 
@@ -390,7 +392,7 @@ class Models:
         if type(own) in (Diagnose, _Look) and own.verdict is not None:
             names = self._of_model(learn.model) or (type(learn.opt).__name__,)
             title = self._title(learn.model)
-            self._all.append(_Model(title, None, None, own.verdict, is_trained=True, optimizers=names))
+            self._all.append(_Model(title, None, None, own.verdict, True, optimizers=names, steppers=names))
 
     # ---- models
 
@@ -452,6 +454,7 @@ class Models:
         watch = model.watch
         if model.model is not None:
             model.optimizers = self._of_model(model.model)
+            model.steppers = tuple(name for name in model.optimizers if name in self._stepped)
         self._guarded(model.close, error)
         if watch is not None and watch.failure is not None:
             self.notes.append(

@@ -287,7 +287,7 @@ class Watch(Followed):
         """See `Followed`; in a loop that has made no step of an optimizer, its own may come now."""
         is_first = self.has_batch and self._backward == "running"
         super().end_backward()
-        if is_first and not self._has_stepped:
+        if is_first and not self._has_stepped and not self.facts.has_other_optimizer:
             self._mark = WeightMark(self.model)
             if self._by_hand is not None:
                 super().begin_step(self._by_hand)

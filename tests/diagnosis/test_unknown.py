@@ -89,7 +89,9 @@ def test_the_optimizer_of_another_model_is_told():
     torch.manual_seed(0)
     watched, other = net(), net()
     opt = torch.optim.Adam(other.parameters())
-    with watch(watched, opt, Diagnose(show=False)) as w:
+    with pytest.warns(UserWarning, match="no parameter of"):
+        w = watch(watched, opt, Diagnose(show=False))
+    with w:
         train(other, opt)
     assert (w.diagnose().status, bool(w.diagnose())) == ("unknown", False)
     assert "was not called" in w.diagnose().reason
@@ -99,7 +101,9 @@ def test_an_optimizer_that_never_steps_is_told():
     """The model is called and gets gradients, and an optimizer that was not given trains it."""
     torch.manual_seed(0)
     model, other = net(), net()
-    with watch(model, torch.optim.Adam(other.parameters()), Diagnose(show=False)) as w:
+    with pytest.warns(UserWarning, match="no parameter of"):
+        w = watch(model, torch.optim.Adam(other.parameters()), Diagnose(show=False))
+    with w:
         train(model, torch.optim.Adam(model.parameters()))
     assert w.diagnose().status == "unknown"
     assert "made a step" in w.diagnose().reason
