@@ -72,7 +72,7 @@ class Learner(Loop):
     True
     """
 
-    between = "data"  # it fetches its batches itself, and does nothing else there
+    between_batches = "data"  # it fetches its batches itself, and does nothing else there
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ def follow_phases(
     aside = [part for part, follows in (("_train", train), ("_validate", valid)) if not follows]
     events = [event.value for event in Event if not event.endswith(("_fit", *aside))]
     callbacks = dict.fromkeys(events, "callbacks")
-    following = NEXT | dict.fromkeys(BETWEEN, learn.between)
+    following = NEXT | dict.fromkeys(BETWEEN, learn.between_batches)
     after = {event: following[event] for event in events if event in following}
     edges = [Edge(begin, callbacks, FIRST, f"_{owner}_first"), Edge(begin, after, last, f"_{owner}_last")]
     for edge in edges:

@@ -55,7 +55,9 @@ class StopSignals:
         try:
             self._child_handler(number, frame)
         except RuntimeError:
-            if _is_in_loader(frame):  # else the batch in progress, or the writing of a file, would be lost
+            # the batch in progress, or the writing of a file, would be lost; once closed, another of these may
+            # still hand on to this one
+            if self._loop is None or _is_in_loader(frame):
                 raise
 
     @property
@@ -81,9 +83,9 @@ class StopSignals:
         finally:
             self._give_back()
             self._loop = None
-            if CHILD_ENDED is not None and self._child_handler is not None:
+            # two checkpoints of a fit stack theirs, and close in the order in which they opened or the other
+            if CHILD_ENDED is not None and signal.getsignal(CHILD_ENDED) == self._child_ended:
                 signal.signal(CHILD_ENDED, self._child_handler)
-                self._child_handler = None
 
     def __reduce__(self) -> tuple[type["StopSignals"], tuple[()]]:
         return type(self), ()  # a copy takes no signals

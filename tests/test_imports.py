@@ -84,7 +84,7 @@ assert all(map(torch.equal, plain.values(), seen.values()))
 assert plain_state == seen_state
 """
 WITHOUT_UNIX = """
-import os, signal, sys
+import os, signal, sys, types
 import torch, rich.console, fastcore.foundation, multiprocessing.connection, subprocess
 
 for name in ("resource", "fcntl", "pwd", "grp", "termios"):
@@ -93,6 +93,10 @@ for name in ("getuid", "getpgid", "fork", "killpg", "uname", "sysconf", "registe
     delattr(os, name)
 for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGALRM", "alarm", "pthread_kill"):
     delattr(signal, name)
+sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda file, mode, n: None)
+sys.platform, own = "win32", sys.platform
+from hookcb import folder_lock  # all that asks for the platform by itself; modules of Python's do so too
+sys.platform = own
 """
 IN_USE = """
 import tempfile

@@ -129,10 +129,10 @@ class ProfilerCallback(Callback, ProfileReadings):
 
     def _fetch(self) -> None:
         if self._counts():
-            self._windows.begin_step(self.learn.between)
+            self._windows.begin_step(self.learn.between_batches)
 
     def _begin(self, phase: str) -> None:
-        if phase != self.learn.between and not self.learn.is_nested:
+        if phase != self.learn.between_batches and not self.learn.is_nested:
             self._windows.begin_phase(phase)
 
     def _follow(self, run: bool) -> None:

@@ -70,7 +70,7 @@ class StepTimer(Callback, StepReadings):
         self._clocks = {}
         device = place(self.model, None)
         for part in ("train", "valid") if self.run_valid else ("train",):
-            store, between = self._stores[part], self.learn.between
+            store, between = self._stores[part], self.learn.between_batches
             is_cuda = device.type == "cuda"
             clock = CudaStepClock(store, device, between=between) if is_cuda else StepClock(store, between)
             follows = part == "train", part == "valid"
@@ -80,7 +80,7 @@ class StepTimer(Callback, StepReadings):
         self._clock = self._clocks.get("train" if self.training else "valid")  # where it joins a running fit
         self._incidents = Incidents(self._note)
         self._incidents.open()
-        if self.learn.between != "data":
+        if self.learn.between_batches != "data":
             self._fetches = FetchPhase(lambda: self._clock)
             self.learn.follow_fetches(self._fetches)
 

@@ -79,14 +79,19 @@ def test_fits_in_another_thread_may_begin_and_end_in_the_middle_of_a_step():
 
 
 def test_fits_in_two_threads_train_and_record_as_one_after_the_other():
-    def run():
-        return [fit(make_learner(n_train=4), cbs=GradientHealth()) for _ in range(8)]
+    def made():  # here, as threads would share the random numbers that weights are made of
+        return [make_learner(n_train=4) for _ in range(8)]
 
-    alone, found = run()[0], []
+    def run(learners):
+        return [fit(learn, cbs=GradientHealth()) for learn in learners]
+
+    alone, found = run(made())[0], []
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=lambda: found.extend(run())) for _ in range(2)]
+        threads = [
+            threading.Thread(target=lambda learners=made(): found.extend(run(learners))) for _ in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
