@@ -90,7 +90,7 @@ def test_fits_in_two_threads_train_and_record_as_one_after_the_other():
     sys.setswitchinterval(1e-6)
     try:
         threads = [
-            threading.Thread(target=lambda learners=made(): found.extend(run(learners))) for _ in range(2)
+            threading.Thread(target=lambda group: found.extend(run(group)), args=[made()]) for _ in "ab"
         ]
         for thread in threads:
             thread.start()
