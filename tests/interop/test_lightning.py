@@ -65,7 +65,7 @@ def test_layers_are_recorded_also_where_the_module_itself_is_not_called():
 
 
 def test_what_cannot_be_attached_is_refused():
-    with pytest.raises(TypeError, match="is no Callback"):
+    with pytest.raises(TypeError, match="is not a Callback"):
         HookcbCallback("stats")
     with pytest.raises(ValueError, match="'activation_stats' is attached already"):
         HookcbCallback(ActivationStats(), ActivationStats())
