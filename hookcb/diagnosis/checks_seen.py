@@ -189,11 +189,12 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
         first,
         value=float(len(unused)),
         limit=0.0,
-        message=f"the layer {first} was not called in any of the {evidence.n_looked} batches looked at{more}.",
+        message=f"the layer {first} was not called in any of the {evidence.n_looked} batches looked at"
+        f"{more}.",
         causes=("a layer that the forward leaves out, always or in most batches", *reads[: int(may_be_read)]),
         next_steps=(
-            "if it is meant to take part, call it in forward; if "
-            + ("only its settings are read there, nothing is wrong" if may_be_read else "not, take it away"),
+            "if it is meant to take part, call it in forward; if not"
+            f"{', and its settings are not read there,' if may_be_read else ','} take it away",
         ),
     )
 

@@ -50,8 +50,8 @@ class Motion:
                 "param.not_stepped",
                 step=0,
                 value=0.0,
-                text=f"in {n_backward} batches with a backward no optimizer of the model has made a step, and no "
-                "weight has changed by a bit.",
+                text=f"in {n_backward} batches with a backward no optimizer of the model has made a step, "
+                "and no weight has changed by a bit.",
                 causes=(
                     "the step of the optimizer was forgotten, or is in a branch that is never taken",
                     "the optimizer was made from parameters of another model",

@@ -86,8 +86,8 @@ class StaleGradients:
     """Whether gradients of the last step are still there when the next backward adds to them.
 
     Told by a few parameters of each optimizer. Where any backward between two steps of it finds them zero or
-    None, somebody has cleared them. If the step finds other tensors there, they were replaced, say by those of
-    torch.autograd.grad, and nothing was added.
+    None, somebody has cleared them. If the step finds other tensors there, they were replaced, say by those
+    of torch.autograd.grad, and nothing was added.
     """
 
     def __init__(self, model: nn.Module) -> None:
