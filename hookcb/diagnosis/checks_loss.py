@@ -136,9 +136,9 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     kind, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator) rises as the other
     learns. Of an unknown kind it is an error only if five of eight steps change a weight by 0.05, or one
     before the rise by 0.2, else a note: it may have a part whose targets grow. Nothing is said of squared and
-    Huber errors if, since the rise, the RMS of the outputs is above that of the errors by more than the RMS of
-    the first outputs and that of the first errors together. By the triangle inequality the targets have grown
-    then, as do values in reinforcement learning, with what is learned.
+    Huber errors if, since the rise, the RMS of the outputs is above that of the errors by more than the RMS
+    of the first outputs and that of the first errors together. By the triangle inequality the targets have
+    grown then, as do values in reinforcement learning, with what is learned.
 
     Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
     loss that rises again and again; the limits are ours.
