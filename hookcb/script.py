@@ -225,7 +225,8 @@ class _Model:
             return
         watch.close(error)
         self.verdict = watch.diagnose()
-        has_moved = watch.seen["after_step"] > 0 or watch.facts.n_moved_by_hand > 0
+        # a watch follows no steps of LBFGS, but they are made
+        has_moved = bool(self.steppers) or watch.seen["after_step"] > 0 or watch.facts.n_moved_by_hand > 0
         self.is_trained = has_moved or watch.failure is not None
         self.has_gradients = watch.seen["before_backward"] > 0
         self.model = None
@@ -529,9 +530,10 @@ def _owner_at_work(m: nn.Module) -> nn.Module | None:
     frame: FrameType | None = sys._getframe(1)
     root = m
     while frame is not None:
-        owner = frame.f_locals.get("self")
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self, by any name
         if isinstance(owner, nn.Module):
-            if frame.f_code.co_name == "__init__":
+            if code.co_name == "__init__":
                 return None
             root = owner if _has_part(owner, root) else root
         frame = frame.f_back

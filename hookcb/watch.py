@@ -19,7 +19,7 @@ from hookcb.loss_found import find_loss, first_parameter_behind, scaler_at_work
 from hookcb.optimizer_steps import StepHook, params_of
 from hookcb.threads import in_backward
 from hookcb.watch_limits import WatchCoverage
-from hookcb.watch_taps import CompiledTap, in_transform, n_running
+from hookcb.watch_taps import CompiledTap, in_transform, n_running, optimizer_at_work
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
@@ -214,6 +214,8 @@ class Watch(Followed):
     def _follow(self, m: nn.Module, xb: Any) -> None:
         """A call begins that is a batch, or belongs to the one that is open."""
         self.facts.n_calls += 1
+        if not self._has_stepped and (opt := optimizer_at_work()) is not None:
+            self._has_stepped = self._has_our_params(opt)  # its step began before we did
         training = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
         leaf = first_parameter_behind(xb) if training else None
         if not (training and self._goes_on()):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hookcb.own_hooks import StandIn
 
@@ -56,3 +57,13 @@ def n_running(function: str, owner: object) -> int:
         n += frame.f_code.co_name == function and frame.f_locals.get("self") is owner
         frame = frame.f_back
     return n
+
+
+def optimizer_at_work() -> Optimizer | None:
+    """The optimizer whose step is in progress in this thread, and calls the model by its closure."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and isinstance(opt := frame.f_locals.get("self"), Optimizer):
+            return opt
+        frame = frame.f_back
+    return None

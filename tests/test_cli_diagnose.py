@@ -192,6 +192,27 @@ def test_a_model_with_an_optimizer_of_which_nothing_was_seen_is_not_healthy(run)
     assert "hookcb diagnose: Adam (2) made no step" in out
 
 
+def test_a_model_trained_by_lbfgs_is_not_said_to_have_made_no_step(run):
+    code, out, _ = run(
+        """
+        net = make()[0]
+        opt = torch.optim.LBFGS(net.parameters(), max_iter=3)
+        for x, y in batches(5):
+            def closure():
+                opt.zero_grad()
+                loss = F.cross_entropy(net(x), y)
+                loss.backward()
+                return loss
+            opt.step(closure)
+        """
+    )
+    assert code == 1
+    assert headings(out) == ["Sequential, trained by LBFGS"]
+    assert "UNKNOWN nothing was seen: LBFGS" in out
+    assert "were not moved" not in out
+    assert "LBFGS made no step" not in out
+
+
 @pytest.mark.parametrize("use", ["net(W.T)", "net(W.T.clone().requires_grad_()).sum().backward()"])
 def test_a_model_that_is_only_used_is_no_fault(run, use):
     """Inference, also with gradients on, and a look at what a model is sensitive to."""
@@ -365,7 +386,8 @@ def test_two_models_of_one_optimizer_are_healthy_and_the_last_has_the_loss(run, 
     assert {n: len(losses) for n, losses in told.items()} == {27: 39}  # the optimizer is known from a step on
 
 
-def test_a_model_whose_method_calls_its_parts_is_one_model(run, told):
+@pytest.mark.parametrize("this", ["self", "s"])
+def test_a_model_whose_method_calls_its_parts_is_one_model(run, told, this):
     code, out, _ = run(
         """
         class Net(nn.Module):
@@ -380,7 +402,7 @@ def test_a_model_whose_method_calls_its_parts_is_one_model(run, told):
         net = Net()
         opt = torch.optim.Adam(net.parameters(), 1e-2)
         train(net.scores, opt)
-        """
+        """.replace("self", this)
     )
     assert code == 0, out
     assert titles(out) == ["Net"]

@@ -22,8 +22,8 @@ FEWEST = 3  # batches that must be constant
 def input_numbers(xb: Any) -> Tensor | None:
     """`COLUMNS` of the inputs of a batch, float32 `(4,)` on their device; None where there is no tensor.
 
-    Standard deviation and root mean square of the first float tensor, NaN without one; the number of elements
-    that are not finite, of all; whether samples differ, NaN of a single one.
+    Standard deviation and root mean square of the first float tensor with dimensions, NaN without one; the
+    number of elements that are not finite, of all; whether samples differ, NaN of a single one.
     """
     tensors = [x.detach() for _, x in parts(xb) if isinstance(x, Tensor) and has_stats(x) and x.numel()]
     if not tensors:
@@ -33,7 +33,7 @@ def input_numbers(xb: Any) -> Tensor | None:
     std = rms = nothing
     bad = torch.zeros((), device=tensors[0].device)
     if floats:
-        first = floats[0].float()
+        first = next((x for x in floats if x.ndim), nothing).float()  # a number beside them has no scale
         std, rms = first.std(correction=0), first.square().mean().sqrt()
         bad = torch.stack([x.isfinite().logical_not().sum().to(bad.device) for x in floats]).sum().float()
     several = [x for x in tensors if x.ndim and len(x) > 1]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.diagnosis.evidence import CONVERGED, WINDOW, Evidence, Series
+from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -12,7 +12,6 @@ from hookcb.diagnosis.trends import (
     is_warming_up,
     median,
     persistent,
-    ratio,
     slope,
     spread,
     trailing,
@@ -137,8 +136,9 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     kind, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator) rises as the other
     learns. Of an unknown kind it is an error only if five of eight steps change a weight by 0.05, or one
     before the rise by 0.2, else a note: it may have a part whose targets grow. Nothing is said of squared and
-    Huber errors that come to a fifth of the mean square of the outputs or less, and were more of it at first:
-    targets that the model makes itself, as values in reinforcement learning, grow with what is learned.
+    Huber errors if, since the rise, the RMS of the outputs is above that of the errors by more than the RMS
+    of the first outputs and that of the first errors together. By the triangle inequality the targets have
+    grown then, as do values in reinforcement learning, with what is learned.
 
     Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
     loss that rises again and again; the limits are ours.
@@ -156,10 +156,8 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     if span is None or span.n < min(ENOUGH, len(smooth) // 3):
         yield RuledOut(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
         return
-    if _follows_targets(evidence):
-        yield RuledOut(
-            f"diverging loss (at {last:.3g}, from {first:.3g}, and small beside outputs that grow)"
-        )
+    if _has_growing_targets(evidence, span.first):
+        yield RuledOut(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
         return
     yield Finding(
         "loss.diverging",
@@ -185,20 +183,19 @@ def _has_large_steps(evidence: Evidence) -> bool:
     return lasting or first_update(evidence) > LARGE_AT_FIRST
 
 
-def _follows_targets(evidence: Evidence) -> bool:
-    """Whether errors are small beside the outputs, and were not at first, when these were smaller."""
+def _has_growing_targets(evidence: Evidence, since: int) -> bool:
+    """Whether outputs, from step `since` on, are larger than errors and the first targets can make them."""
     outputs = max(evidence.layers.values(), key=lambda layer: layer.place, default=None)
     if evidence.loss_kind not in ("mse", "huber") or outputs is None:
         return False
     losses, means = dict(evidence.loss), dict(outputs.series("mean"))
-    shares = [
-        ratio(
-            _squared(losses.get(step, math.nan), evidence.loss_kind), std**2 + means.get(step, math.nan) ** 2
-        )
+    looks = [
+        (step, math.sqrt(_squared(losses[step], evidence.loss_kind)), math.hypot(std, means[step]))
         for step, std in outputs.series("std")
+        if step in losses and step in means
     ]
-    at_first, at_last = median(shares[:LATEST]), median(shares[-LATEST:])
-    return len(shares) >= 2 * LATEST and at_last < CONVERGED and at_last < at_first
+    first_targets = median([error + size for _, error, size in looks[:LATEST]])
+    return median([size - error for step, error, size in looks[LATEST:] if step >= since]) > first_targets
 
 
 def _squared(loss: float, kind: str) -> float:

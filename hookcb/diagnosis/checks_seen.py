@@ -180,15 +180,22 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
         return
     first, *others = unused
     more = f", nor {'were' if len(others) > 1 else 'was'} {listed(others, 3)}" if others else ""
+    # of a layer without parameters the forward may read the settings, which nobody can see
+    may_be_read = not {p.layer for p in evidence.params.values()}.issuperset(unused)
+    reads = ("a forward that reads only its settings, as in F.dropout(x, self.dropout.p)",)
     yield Finding(
         "hook.silent",
         "info",
         first,
         value=float(len(unused)),
         limit=0.0,
-        message=f"{first} was not called in any of the {evidence.n_looked} batches looked at{more}.",
-        causes=("a layer that the forward leaves out, always or in most batches",),
-        next_steps=("if it is meant to take part, call it in forward; if not, take it away",),
+        message=f"the layer {first} was not called in any of the {evidence.n_looked} batches looked at"
+        f"{more}.",
+        causes=("a layer that the forward leaves out, always or in most batches", *reads[: int(may_be_read)]),
+        next_steps=(
+            "if it is meant to take part, call it in forward; if not"
+            f"{', and its settings are not read there,' if may_be_read else ','} take it away",
+        ),
     )
 
 

@@ -50,10 +50,15 @@ class Motion:
                 "param.not_stepped",
                 step=0,
                 value=0.0,
-                text=f"in {n_backward} batches with a backward no optimizer has made a step, and no weight "
-                "has changed by a bit.",
-                causes=("the step of the optimizer was forgotten, or is in a branch that is never taken",),
-                next_steps=("call optimizer.step() after loss.backward()",),
+                text=f"in {n_backward} batches with a backward no optimizer of the model has made a step, "
+                "and no weight has changed by a bit.",
+                causes=(
+                    "the step of the optimizer was forgotten, or is in a branch that is never taken",
+                    "the optimizer was made from parameters of another model",
+                ),
+                next_steps=(
+                    "call optimizer.step() after loss.backward(), with an optimizer of model.parameters()",
+                ),
             )
         for name, p in self._constant:
             rows = p.detach().flatten(1)

@@ -79,13 +79,15 @@ class _Of(NamedTuple):
     n_steps: int
     n_stale: Tensor | float
     n_seen: int = 0  # steps before which a backward was seen
+    grads: tuple[int, ...] = ()  # ids of the gradients found at the last of these backwards
 
 
 class StaleGradients:
     """Whether gradients of the last step are still there when the next backward adds to them.
 
     Told by a few parameters of each optimizer. Where any backward between two steps of it finds them zero or
-    None, somebody has cleared them.
+    None, somebody has cleared them. If the step finds other tensors there, they were replaced, say by those
+    of torch.autograd.grad, and nothing was added.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,15 +96,16 @@ class StaleGradients:
 
     def before_backward(self) -> None:
         """A backward begins."""
-        for opt, (dirty, n_steps, n_stale, n_seen) in self._of.items():
-            if n_steps and dirty != 0.0:
-                now = _smaller(_largest(opt, self._ids), dirty)
-                self._of[opt] = _Of(now, n_steps, n_stale, n_seen)
+        for opt, of in self._of.items():
+            if of.n_steps and of.dirty != 0.0:
+                found = _dense(opt, self._ids)
+                now = _smaller(_largest(found), of.dirty)
+                self._of[opt] = of._replace(dirty=now, grads=tuple(map(id, found)))
 
     def after_step(self, opt: Optimizer) -> None:
         """It has made a step."""
-        dirty, n_steps, n_stale, n_seen = self._of.get(opt, _Of(None, 0, 0.0))
-        if dirty is not None:
+        dirty, n_steps, n_stale, n_seen, grads = self._of.get(opt, _Of(None, 0, 0.0))
+        if dirty is not None and not set(grads).isdisjoint(map(id, _dense(opt, self._ids))):
             n_stale = n_stale + (dirty > 0)
         self._of[opt] = _Of(None, n_steps + 1, n_stale, n_seen + (dirty is not None))
 
@@ -113,7 +116,7 @@ class StaleGradients:
 
     def sightings(self) -> Iterator[Sighting]:
         """Where each step since the first found them."""
-        for _, n_steps, n_stale, _ in list(self._of.values()):
+        for _, n_steps, n_stale, *_ in list(self._of.values()):
             if n_steps >= FEWEST and float(n_stale) >= n_steps - 1:
                 yield Sighting(
                     "grad.stale",
@@ -132,13 +135,17 @@ def _smaller(found: Tensor | float, before: Tensor | float | None) -> Tensor | f
     return found if before is None or not isinstance(found, Tensor) else before
 
 
-def _largest(opt: Optimizer, ids: set[int]) -> Tensor | float:
-    """The largest gradient of its first and last parameter with one; 0.0 where there is none."""
+def _dense(opt: Optimizer, ids: set[int]) -> list[Tensor]:
+    """The dense gradients of its parameters that are among these."""
     params = [p for group in opt.param_groups for p in group["params"] if id(p) in ids]
     grads = [p.grad for p in params if p.grad is not None]
-    dense = [g.detach() for g in grads if g.layout is torch.strided and g.numel()]
+    return [g for g in grads if g.layout is torch.strided and g.numel()]
+
+
+def _largest(dense: list[Tensor]) -> Tensor | float:
+    """The largest value of the first and the last of these gradients; 0.0 if there is none."""
     if not dense:
         return 0.0
     ends = [dense[0], dense[-1]] if dense[0].device == dense[-1].device else dense[:1]
-    found = torch.stack([g.abs().amax().float() for g in ends]).amax()
+    found = torch.stack([g.detach().abs().amax().float() for g in ends]).amax()
     return float(found) if found.is_cpu else found

@@ -42,6 +42,13 @@ def test_std_and_rms_of_a_batch_are_those_of_its_elements(dtype, shape):
     assert (bad, differs) == (0.0, 1.0)
 
 
+def test_a_number_beside_the_inputs_has_no_scale():
+    """Such as the number of items in the batch, which the Trainer of Hugging Face gives to the model."""
+    ids = torch.arange(12).view(4, 3)
+    assert math.isnan(input_numbers({"n": torch.tensor(16.0), "ids": ids})[0])
+    assert input_numbers({"n": torch.tensor(16.0), "x": ids.float()})[0] > 3
+
+
 def test_the_first_float_tensor_counts_wherever_it_is():
     x = 3 * numbers(4, 3)
     for xb in (

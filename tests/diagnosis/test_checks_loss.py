@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hookcb.diagnosis.checks_loss import diverging_loss, first_loss, flat_loss, loss_spikes, unbounded_loss
-from hookcb.diagnosis.evidence import Evidence, Series
+from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.registry import RuledOut, Unable
 
 NAN, INF = math.nan, math.inf
@@ -128,6 +128,25 @@ def test_a_loss_that_rises_and_stays_high_is_told(values):
 )
 def test_a_loss_that_rises_for_a_while_or_a_little_does_not_diverge(values):
     assert isinstance(only(diverging_loss, evidence(values)), RuledOut)
+
+
+def squared_errors(size):
+    """Mean squared errors 1 to 4, and outputs that grow to `size`, of which each tenth batch is looked at."""
+    values = [1.0] * 40 + [1.0 + i / 20 for i in range(60)] + [4.0] * 60
+    head = Layer("head", "Linear", "Linear 2→1", 0)
+    head.stats["std"] = Series.of(range(0, 160, 10), [0.1] * 4 + [size * i / 12 for i in range(1, 13)])
+    head.stats["mean"] = Series.of(range(0, 160, 10), [0.0] * 16)
+    return evidence(values, kind="mse", layers={"head": head})
+
+
+def test_a_squared_error_that_only_larger_targets_explain_does_not_diverge():
+    """Errors of 2 with outputs of up to 4.9 need targets of 2.9, and the first were 1.1 at most."""
+    assert isinstance(only(diverging_loss, squared_errors(size=4.9)), RuledOut)
+
+
+def test_a_squared_error_that_outputs_explain_by_themselves_diverges():
+    """Errors of 2 with outputs of 2.9 or less may be of targets of 1."""
+    assert only(diverging_loss, squared_errors(size=2.9)).severity == "error"
 
 
 def test_a_loss_of_unknown_kind_may_be_one_side_of_a_game():

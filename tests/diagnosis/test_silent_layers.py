@@ -44,6 +44,17 @@ def test_a_layer_that_is_not_used_is_told():
     assert (found.layer, found.severity, found.value) == ("aside", "info", 2.0)
     assert "aside was not called in any of the 8 batches looked at, nor was act" in found.message
     assert "take it away" in found.next_steps[0]
+    assert str(found).splitlines()[1].startswith("  The layer aside was not called")  # as it is spelled
+
+
+def test_a_dropout_of_which_the_forward_reads_the_rate_is_not_asked_to_be_taken_away():
+    """Attention does so: F.scaled_dot_product_attention(…, dropout_p=self.dropout.p)."""
+    model = Net(lambda net, x: F.dropout(net.act(net.aside(x)), net.dropout.p))
+    model.dropout = nn.Dropout(0.1)
+    found = silent(model)
+    assert found.layer == "dropout"
+    assert any("reads only its settings" in cause for cause in found.causes)
+    assert found.next_steps[0].endswith("if not, and its settings are not read there, take it away")
 
 
 USES = {

@@ -87,6 +87,21 @@ def test_three_steps_are_needed(n, is_told):
     assert len(trained(never, n=n)) == is_told
 
 
+def test_gradients_that_replace_those_of_the_step_before_are_not_stale():
+    """As those of torch.autograd.grad, which adds nothing to what is there."""
+    model = net()
+    params, stale, opt = list(model.parameters()), StaleGradients(model), torch.optim.SGD(model.parameters())
+    for x, y in batches(12):
+        loss = F.mse_loss(model(x), y)
+        stale.before_backward()
+        for p, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            p.grad = grad
+        opt.step()
+        stale.after_step(opt)
+    assert stale.has_looked
+    assert not list(stale.sightings())
+
+
 def test_gradients_that_are_zero_by_themselves_are_not_stale():
     model = net()
     for p in model.parameters():
