@@ -1,7 +1,7 @@
 """watch: callbacks on any training loop, which stays as it is."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
@@ -152,6 +152,7 @@ class Watch(Followed):
         self._mark: WeightMark | None = None  # where weights were after the backward, until they are stepped
         self._by_hand: StepByHand | None = None  # once weights have moved without an optimizer
         self._hooks: list[Any] = []
+        self._part_hooks: list[Hook] = []  # until the model is called itself
         self._compiled: CompiledTap | None = None
         try:
             if isinstance(model, nn.Module):
@@ -170,6 +171,9 @@ class Watch(Followed):
         hooks.append(Hook(model, self._call_begins, detach=False, pre=True, with_kwargs=True))
         hooks.append(Hook(model, self._call_gives, detach=False))
         hooks.append(Hook(model, self._call_ends, detach=False, always_call=True))
+        for part in _parts(model):
+            self._part_hooks.append(Hook(part, self._part_begins, detach=False, pre=True, with_kwargs=True))
+            self._part_hooks.append(Hook(part, self._part_gives, detach=False))
         self._tap_compiled(model)
 
     def _tap_compiled(self, model: nn.Module) -> None:
@@ -185,8 +189,14 @@ class Watch(Followed):
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
+        self._leave_parts()
         if self._compiled is not None:
             self._compiled.close(model)
+
+    def _leave_parts(self) -> None:
+        hooks, self._part_hooks = self._part_hooks, []
+        for hook in hooks:
+            hook.remove()
 
     # ---- the model
 
@@ -197,6 +207,8 @@ class Watch(Followed):
         self._n_calls = n_running("_wrapped_call_impl", m) if self._n_calls else 1
         if self._n_calls > 1:
             return
+        if self._compiled is None:  # in a graph they do nothing, and without them it would be compiled anew
+            self._leave_parts()
         self._leave_aside()
         self._is_followed = not self._is_recomputing() and (torch.is_grad_enabled() or not m.training)
         if self._is_followed:
@@ -214,6 +226,9 @@ class Watch(Followed):
     def _follow(self, m: nn.Module, xb: Any) -> None:
         """A call begins that is a batch, or belongs to the one that is open."""
         self.facts.n_calls += 1
+        self._begin_or_go_on(m, xb)
+
+    def _begin_or_go_on(self, m: nn.Module, xb: Any) -> None:
         if not self._has_stepped and (opt := optimizer_at_work()) is not None:
             self._has_stepped = self._has_our_params(opt)  # its step began before we did
         training = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
@@ -255,6 +270,20 @@ class Watch(Followed):
         self._n_calls = max(0, self._n_calls - 1)
         if not self._n_calls:
             self._leave_aside()
+
+    # ---- a model that is never called itself, but in parts, as `net.actor(x)`
+
+    def _part_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._n_calls or self._is_elsewhere() or self.close_failed():
+            return
+        if torch.is_grad_enabled() and m.training and not self._is_recomputing():
+            self.facts.n_part_calls += 1
+            self._begin_or_go_on(m, args or kwargs)
+
+    def _part_gives(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        is_ours = not torch.compiler.is_compiling() and not self._n_calls and self.is_here
+        if is_ours and torch.is_grad_enabled() and self._is_waiting():
+            self.has_pred(detached(output) if in_transform() else output)
 
     # ---- what the loop may tell
 
@@ -426,6 +455,15 @@ class Watch(Followed):
     def coverage(self) -> WatchCoverage:
         """What could be seen so far, and what not, with the reason."""
         return WatchCoverage.of(self.seen, self.facts, self._epoch, len(self._optimizers))
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in a model that can be called: its children, of containers those inside."""
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:  # ModuleList and ModuleDict have none of their own
+            yield from _parts(child)
+        elif not isinstance(child, torch.jit.ScriptModule):  # which calls no hooks
+            yield child
 
 
 def _close(watch: "ref[Watch]") -> None:

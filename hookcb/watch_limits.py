@@ -55,6 +55,7 @@ class Facts:
 
     Attributes:
         n_calls: calls of the model that became batches, or parts of them.
+        n_part_calls: calls of parts of a model that had not been called itself, which became batches too.
         n_without_grad: calls in train mode without gradients.
         n_elsewhere: calls and steps in other threads.
         n_penalties: gradients of outputs that came with create_graph=True.
@@ -74,6 +75,7 @@ class Facts:
     """
 
     n_calls: int = 0
+    n_part_calls: int = 0
     n_without_grad: int = 0
     n_elsewhere: int = 0
     n_penalties: int = 0
@@ -191,6 +193,7 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
     several = n_optimizers if n_optimizers > 1 else 0
     counted = {
         "calls in train mode without gradients, left out": facts.n_without_grad,
+        "calls of parts of the model, which had not been called itself": facts.n_part_calls,
         "calls or steps in other threads, left out": facts.n_elsewhere,
         "steps without a call of the model before": facts.n_steps_alone,
         "steps of LBFGS, without step events, as they have no one gradient": facts.n_closures,

@@ -228,10 +228,12 @@ class Evidence:
         """Why this says nothing of a training, "" if it does."""
         if not self.n_batches:
             return self.unseen.get("before_batch", "no training batch was seen")
-        if "gradients" in self.sources:
-            return "" if any(p.stats for p in self.params.values()) else self._why_no_gradients()
-        has_output = any(layer.stats for layer in self.layers.values())
-        return "" if has_output or len(self.loss) else "no layer has put anything out in a training batch"
+        has_forward = len(self.loss) > 0 or any(layer.stats for layer in self.layers.values())
+        if "gradients" not in self.sources:
+            return "" if has_forward else "no layer has put anything out in a training batch"
+        if not any(p.stats for p in self.params.values()):
+            return self._why_no_gradients()
+        return "" if has_forward else self.unseen.get("after_pred", "")  # of half a training nothing is known
 
     def _why_no_gradients(self) -> str:
         if not self.params:
