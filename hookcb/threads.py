@@ -19,4 +19,4 @@ def is_here(thread: int) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    return (threading.get_ident() == thread or in_backward()) and not torch.jit.is_tracing()
+    return (threading.get_ident() == thread or in_backward()) and not torch._C._is_tracing()
