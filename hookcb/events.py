@@ -207,7 +207,16 @@ _WORDS = {
     "exception": "fit",
 }
 _OPENING, _CLOSING = {"before", "begin", "start", "pre"}, {"after", "end"}
-_OTHER_WORDS = {"save", "log", "init", "predict", "prediction", "sanity", "zero"}  # parts that have no event
+_OTHER_WORDS = {
+    "forward",
+    "save",
+    "log",
+    "init",
+    "predict",
+    "prediction",
+    "sanity",
+    "zero",
+}  # parts that have no event
 
 
 def looks_like_event(name: str) -> bool:
@@ -232,6 +241,8 @@ def event_meant(name: str) -> Event | None:
     ['after_batch', 'after_batch', 'before_step']
     """
     words = _words(name)
+    if "forward" in words:
+        return Event.BEFORE_BATCH if words & _OPENING else Event.AFTER_PRED
     if not words & {"on", "begin"}:
         close = difflib.get_close_matches(_plain(name), [_plain(event) for event in Event], n=1)
         return next((event for event in Event if [_plain(event)] == close), None)

@@ -16,6 +16,7 @@ from hookcb.hooks import Hook, detached
 from hookcb.loop import Callbacks, Loop, strays_named
 from hookcb.modules import ModelGoneError
 from hookcb.watch_limits import Facts, check_follows
+from hookcb.watch_taps import outside_transforms
 
 
 class Followed(Loop):
@@ -250,7 +251,8 @@ class Followed(Loop):
             return
         self.seen[event] += 1
         try:
-            super().emit(event)
+            with outside_transforms():
+                super().emit(event)
         except CancelException as cancel:
             self._note(cancel, event)
         except BaseException as error:

@@ -55,6 +55,8 @@ class Layout:
             min(n, SKETCH) * (1 + of) for n, of in zip(self.numels, self.is_complex, strict=True)
         ]
         self.is_middle = [n <= WHOLE for n in self.numels[self.n_small :]]
+        middle = [i for i, n in enumerate(self.numels) if SKETCH < n <= WHOLE]
+        self.middle = torch.tensor(middle, dtype=torch.int64, device="cpu").to(self.device)
         self.strides = {n: sketch_stride(n) for n in self.numels if n > WHOLE}
         self.start: Tensor | None = None  # the first sketch
         self.is_known = False  # to those who keep the numbers
@@ -389,7 +391,7 @@ def _of_weights(takens: list[Taken], numels: Tensor) -> list[Tensor]:
         found.append([*weight_stats(now, is_complex), *ratios])
     size, mean, std, ratio, drift = (torch.cat(of, 1) for of in zip(*found, strict=True))
     size[:, n:] *= (numels[n:] / SKETCH).sqrt()  # a norm grows with the number of elements
-    if middle := [n + i for i, is_middle in enumerate(layout.is_middle) if is_middle]:
+    if len(middle := layout.middle):
         exact, total = _table([taken.weights for taken in takens]).view(len(takens), -1, 2).unbind(2)
         std[:, middle] = std_of(exact, total, numels[middle], std[:, middle])
         size[:, middle], mean[:, middle] = exact, total / numels[middle]

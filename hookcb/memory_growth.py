@@ -55,7 +55,8 @@ class Growth:
 
     def __str__(self) -> str:
         if self.n_looks < ENOUGH:
-            return f"whether memory grows cannot be told from {self.n_looks} watched batches"
+            batches = "1 watched batch" if self.n_looks == 1 else f"{self.n_looks} watched batches"
+            return f"whether memory grows cannot be told from {batches}"
         if not self.is_growing:
             return "memory does not grow"
         by = [f"{name} ({decimal(n)})" for name, n in list(self.layers.items())[:3]]

@@ -241,7 +241,8 @@ def fitted(
     cells = {c: [spelled(c.text(row), options.encoding) for row in rows] for c in columns}
     widths = {c: _width([c.title, *texts]) for c, texts in cells.items() if any(texts)}
     gap, edge = (3, 1) if is_framed else (2, 0)
-    need = 0 if is_tree else _told_apart(names, {*names, *others})
+    need = _width(names) if is_tree else _told_apart(names, {*names, *others})
+    need = min(need, options.max_width // 2) if is_tree else need  # so deep a one leaves room for a number
     room = options.max_width - edge - gap
     shown = _chosen(widths, room - max(need, min(NAME, _width([head, *names]))), gap)
     room = max(1, room - sum(gap + _squeezed(c, widths[c]) for c in shown))

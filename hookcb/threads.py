@@ -14,6 +14,9 @@ def is_here(thread: int) -> bool:
     """Whether code runs in `thread`, as `threading.get_ident` calls it, or in a backward.
 
     A backward has threads of its own, one for each device, where activation checkpointing runs forwards
-    again. In a graph of torch.compile, which cannot ask, it is True.
+    again. In a graph of torch.compile, which cannot ask, it is True; while torch.jit.trace records a forward
+    it is False, else the traced model would contain what hooks compute.
     """
-    return torch.compiler.is_compiling() or threading.get_ident() == thread or in_backward()
+    if torch.compiler.is_compiling():
+        return True
+    return (threading.get_ident() == thread or in_backward()) and not torch._C._is_tracing()

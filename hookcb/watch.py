@@ -437,7 +437,7 @@ class Watch(Followed):
         return self._n_calls > 0
 
     def _is_elsewhere(self) -> bool:
-        self.facts.n_elsewhere += not self.is_here
+        self.facts.n_elsewhere += not (self.is_here or torch._C._is_tracing())
         return not self.is_here
 
     # ---- the end

@@ -453,6 +453,8 @@ def test_a_model_copied_in_mid_fit_carries_inert_hooks():
         ("on_optimizer_step", "after_step"),  # Hugging Face
         ("on_evaluate", "after_validate"),
         ("on_backward_begin", "before_backward"),  # fastai v1
+        ("before_forward", "before_batch"),  # Composer, PyTorch's hooks
+        ("after_forward", "after_pred"),
         ("begin_fit", "before_fit"),  # fastai v2, in its first months
         ("beforeBatch", "before_batch"),
         ("after_batch_", "after_batch"),

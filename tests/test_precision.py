@@ -105,7 +105,10 @@ def test_statistics_on_such_a_device_are_those_of_the_cpu(no_float64, n, scale):
 
 
 def trained(on, sample="auto"):
-    model = nn.Sequential(nn.Linear(3, 300), nn.ReLU(), nn.Linear(300, 220), nn.Flatten(0))
+    model = nn.Sequential(
+        nn.Linear(3, 300), nn.ReLU(), nn.Linear(300, 220), nn.Linear(220, 40), nn.Linear(40, 220)
+    )
+    model.append(nn.Flatten(0))
     g = torch.Generator().manual_seed(0)
     for m in model.modules():
         for name, p in list(m._parameters.items()):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -303,3 +304,10 @@ def test_a_summary_leaves_out_numbers_before_it_cuts_names():
         assert max(map(len, text.splitlines())) <= width
         assert all(head in text.splitlines()[0] for head in heads.split())
         assert "self_attention" in text
+
+
+def test_a_summary_leaves_out_numbers_before_it_wraps_names():
+    name = "layer_normalization_before_output"
+    inner = nn.Sequential(OrderedDict({name: nn.Linear(4, 4)}))
+    model = nn.Sequential(OrderedDict(encoder=inner))
+    assert f"  {name} " in in_terminal(module_summary(model, torch.ones(2, 4)), 80)

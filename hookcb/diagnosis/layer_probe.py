@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hookcb.batch import parts
 from hookcb.diagnosis.evidence import Layer, Series
 from hookcb.diagnosis.op_probe import saturated_share
+from hookcb.hooks import detached
 from hookcb.modules import named_modules
 from hookcb.stats import has_stats
 from hookcb.store import StatStore
@@ -41,7 +42,7 @@ class LayerProbe:
         x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
         if x is None or not x.is_floating_point() or not x.numel():
             return
-        x = x.detach()
+        x = detached(x)  # also out of a transform of torch.func
         saturated = saturated_share(m, x)
         values = [spread(x), x.new_full((), math.nan) if saturated is None else saturated]
         # a list, as what else changes from batch to batch would have compiled code compile each time

@@ -34,6 +34,8 @@ def diagnose_loop(loop: Any) -> Verdict:
     is_followed = not hasattr(loop, "get_loss")  # a loop that hookcb does not run
     if is_followed and records:
         evidence.unseen = dict(loop.coverage.missing)
+    elif is_followed:
+        raise RuntimeError("nothing is recorded in this loop; give watch a Diagnose(), cbs=Diagnose()")
     elif not evidence.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
     else:

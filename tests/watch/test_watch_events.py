@@ -814,6 +814,40 @@ def test_transforms_of_torch_func():
     assert seen(loop) == "E(T((plsS))T)E"
 
 
+def test_a_diagnosis_beside_transforms_of_torch_func_is_whole():
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(params, x, y):
+        return F.mse_loss(torch.func.functional_call(model, params, (x[None],)), y[None])
+
+    cbs = [hookcb.Diagnose(show=False), hookcb.ActivationStats(), hookcb.GradientHealth()]
+    with watch(model, opt, cbs=cbs) as w:
+        for _ in range(4):
+            F.mse_loss(model(X), Y).backward()
+            opt.step()
+            opt.zero_grad()
+            params = {name: p.detach() for name, p in model.named_parameters()}
+            torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, X, Y)
+    assert not [note for note in w.diagnose().coverage if "failed" in note]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_model_traced_in_a_watched_loop_contains_nothing_of_the_hooks():
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def traced():
+        return [node.kind() for node in torch.jit.trace(model, X).inlined_graph.nodes()]
+
+    before = traced()
+    with watch(model, opt, cbs=[hookcb.ActivationStats(), hookcb.Diagnose(show=False)]) as w:
+        F.mse_loss(model(X), Y).backward()
+        opt.step()
+        assert traced() == before
+    assert (w.seen["before_batch"], w.facts.n_elsewhere) == (1, 0)
+
+
 @dataclass
 class Out:
     logits: torch.Tensor
@@ -1535,3 +1569,9 @@ def test_memory_of_a_loop():
     assert rows[""].calls == rows["0"].calls == 1
     assert rows[""].kept > 0
     assert w.memory_stats.coverage.n_batches == 3
+
+
+def test_a_watch_without_callbacks_says_what_a_diagnosis_needs():
+    model = make_model()
+    with watch(model) as w, pytest.raises(RuntimeError, match=r"give watch a Diagnose\(\)"):
+        w.diagnose()
