@@ -55,8 +55,8 @@ class StopSignals:
         try:
             self._child_handler(number, frame)
         except RuntimeError:
-            # the batch in progress, or the writing of a file, would be lost; once closed, another of these may
-            # still hand on to this one
+            # the batch in progress, or the writing of a file, would be lost; once closed, another of these
+            # may still hand on to this one
             if self._loop is None or _is_in_loader(frame):
                 raise
 

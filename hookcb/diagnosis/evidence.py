@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from hookcb.coverage import BY_CLOSURE
+
 # Kinds of modules whose gradients are small by their nature: of rows that few samples ask for.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")
 WINDOW = 10  # batches whose mean loss is taken for the loss at the beginning
@@ -228,7 +230,8 @@ class Evidence:
         """Why this says nothing of a training, "" if it does."""
         if not self.n_batches:
             return self.unseen.get("before_batch", "no training batch was seen")
-        if "gradients" in self.sources:
+        is_by_closure = self.unseen.get("before_step") == BY_CLOSURE  # what it is trained by has no gradient
+        if "gradients" in self.sources and not is_by_closure:
             return "" if any(p.stats for p in self.params.values()) else self._why_no_gradients()
         has_output = any(layer.stats for layer in self.layers.values())
         return "" if has_output or len(self.loss) else "no layer has put anything out in a training batch"
