@@ -47,9 +47,9 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
     """Nothing is learned although one batch by itself can be: the labels do not follow from the inputs.
 
     Formula: a flat loss and no other finding, and 60 steps of a copy of the model on one batch bring its loss
-    there below 0.5 of what it was. Of a loss that falls by less than 5 % and is near guessing, as it does if
-    labels are learned by heart: a warning if the copy learns the batch no faster than with its labels in nine
-    other orders, by three standard deviations; only of classes that come several times in a batch.
+    there below 0.5 of what it was, no faster, by three standard deviations, than with the labels in nine
+    other orders; these are compared only of classes that come several times in a batch. A warning if that is
+    so of a loss that falls by less than 5 % and is near guessing, as it does if labels are learned by heart.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "overfit one batch"; Arpit et al., "A
     Closer Look at Memorization in Deep Networks", 2017: real labels are fitted faster than random ones.

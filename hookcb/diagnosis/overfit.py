@@ -18,6 +18,7 @@ from hookcb.modules import is_compiled, total_params, unwrapped
 STEPS, RATE = 60, 3e-3
 LEARNED = 0.5  # of the loss at the beginning
 ORDERS, FEW, FASTER = 9, 20, 3.0  # other orders of labels, steps with each, standard deviations
+PAIRS = 32  # of samples of one class, one for each sample at least: fewer tell too little
 MOST_PARAMS = 5_000_000  # above that the look would take too long
 
 
@@ -26,8 +27,8 @@ def look_at_labels_by_heart(
 ) -> Iterator[Sighting]:
     """If the loss is flat and nothing else is wrong, trains a copy of the model on the batch at hand.
 
-    If the loss falls slowly instead, its labels are compared with the same labels in other orders: labels
-    that do not follow from inputs are learned by heart, in any order alike.
+    Its labels are compared with the same labels in other orders: those that do not follow from inputs are
+    learned by heart, in any order alike. If the loss falls slowly instead, that alone counts.
 
     Args:
         learn: a learner at the end of its fit; it is left as it is.
@@ -44,8 +45,8 @@ def look_at_labels_by_heart(
     with _aside(learn):
         losses = _train(learn, STEPS)
         learned = losses[-1] < LEARNED * losses[0]
-        any_order = learned and not is_flat and _is_learned_in_any_order(learn, losses)
-    if not learned or not (is_flat or any_order):
+        follow = _follow_from_inputs(learn, losses) if learned else None
+    if not learned or follow or (follow is None and not is_flat):
         return
     by_heart = f"a copy of the model learns one batch by heart, from {losses[0]:.3g} to {losses[-1]:.3g}"
     yield Sighting(
@@ -63,8 +64,8 @@ def look_at_labels_by_heart(
     )
 
 
-def _is_learned_in_any_order(learn: Any, own: list[float]) -> bool:
-    """Whether other orders of the labels are learned as fast as their own; False if this cannot be told.
+def _follow_from_inputs(learn: Any, own: list[float]) -> bool | None:
+    """Whether labels are learned faster than in other orders; None if one batch cannot tell.
 
     Only of classes that come several times in the batch can a model learn from one sample for another.
 
@@ -73,15 +74,16 @@ def _is_learned_in_any_order(learn: Any, own: list[float]) -> bool:
     """
     y = learn.yb[0] if len(learn.yb) == 1 else None
     if not isinstance(y, Tensor) or y.ndim != 1 or y.is_floating_point():
-        return False
+        return None
     sizes = Counter(y.tolist()).values()
-    if sum(n * (n - 1) for n in sizes) < 2 * len(y) or 2 * max(sizes) > len(y):
-        return False
+    n_pairs = sum(n * (n - 1) // 2 for n in sizes)
+    if n_pairs < max(PAIRS, len(y)) or 2 * max(sizes) > len(y):
+        return None
     falls = []
     for _ in range(ORDERS):
         learn.yb = (y[torch.randperm(len(y)).to(y.device)],)
         falls.append(_fall(_train(learn, FEW)))
-    return _fall(own[: FEW + 1]) < statistics.fmean(falls) + FASTER * statistics.stdev(falls)
+    return _fall(own[: FEW + 1]) >= statistics.fmean(falls) + FASTER * statistics.stdev(falls)
 
 
 def _fall(losses: list[float]) -> float:

@@ -115,11 +115,11 @@ def clusters(shuffled, n_classes=4, bs=32):
     return [(x, y[torch.randperm(bs, generator=g)] if shuffled else y)]
 
 
-def seen_slow(data, **kwargs):
+def seen_slow(data, *findings, **kwargs):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
     learn = learner(model, data, **kwargs)
-    return at_end(learn, lambda: list(look_at_labels_by_heart(learn, (), 150, falls_slowly=True)))
+    return at_end(learn, lambda: list(look_at_labels_by_heart(learn, findings, 150, not findings)))
 
 
 def test_labels_that_are_learned_in_any_order_alike_are_told_of_a_loss_that_hardly_falls():
@@ -131,6 +131,9 @@ def test_labels_that_are_learned_in_any_order_alike_are_told_of_a_loss_that_hard
 
 def test_labels_that_are_learned_faster_than_in_other_orders_follow_from_inputs():
     assert seen_slow(clusters(shuffled=False)) == []
+    assert seen_slow(clusters(shuffled=False), FLAT) == []
+    (found,) = seen_slow(clusters(shuffled=True), FLAT)
+    assert (found.code, found.severity) == ("data.labels", "")
 
 
 @pytest.mark.parametrize(
