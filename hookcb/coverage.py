@@ -14,6 +14,7 @@ from hookcb.modules import named_modules
 if TYPE_CHECKING:
     from hookcb.hooks import Hook
 
+BY_CLOSURE = "LBFGS evaluates its closure several times in a step, and has no one gradient for it"
 NOT_CALLED = "it was not called"
 FROZEN = "it was not called; its parameters are frozen, so that no gradient tells whether they are used"
 USED = (

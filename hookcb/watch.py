@@ -274,7 +274,7 @@ class Watch(Followed):
     # ---- a model that is never called itself, but in parts, as `net.actor(x)`
 
     def _part_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._n_calls or self._is_elsewhere() or self.close_failed():
+        if torch.compiler.is_compiling() or self._n_calls or not self.is_here or self.close_failed():
             return
         if torch.is_grad_enabled() and m.training and not self._is_recomputing():
             self.facts.n_part_calls += 1

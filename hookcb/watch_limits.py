@@ -16,6 +16,7 @@ from hookcb.callbacks import (
     MixedPrecision,
     NanTrace,
 )
+from hookcb.coverage import BY_CLOSURE
 from hookcb.events import Event
 from hookcb.rates import RateCallback
 
@@ -163,7 +164,7 @@ def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
 
 def _why_no_step(facts: Facts) -> str:
     if facts.n_closures:
-        return "LBFGS evaluates its closure several times in a step, and has no one gradient for it"
+        return BY_CLOSURE
     if facts.has_other_optimizer:
         return "the optimizer that was given has no parameter of the model; give the one that trains it"
     if facts.n_moved_by_hand:

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from support import SLEEP, Clock
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -12,21 +13,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hookcb.fetches import FetchTimer, ToldFetches, follow_loaders, leave_loaders
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
-SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
-
-
-class Clock:
-    """Goes on by a microsecond at each look, and as told."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, n=1):
-        self.now += n * SLEEP
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hookcb.diagnosis.registry import check_of
 from hookcb.diagnosis.verdict import Finding, Verdict
 
 ALARMS = ("error", "warning")
-INFO_CODES = frozenset({"data.labels", "hook.silent"})  # of findings that never alarm
+INFO_CODES = frozenset({"data.labels", "hook.silent"})  # of findings that are notes, as a rule
 SOON = 20  # steps within which a fault is to be seen
 BROKEN = "broke"  # status of a case that could not be run
 

@@ -2,6 +2,7 @@
 
 from hookcb.callbacks import Progress
 from hookcb.console import show, warn
+from hookcb.diagnosis.checks_loss import falls_slowly
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes import raised
 from hookcb.diagnosis.verdict import Verdict
@@ -75,7 +76,7 @@ class Diagnose(Watching):
             return
         self._probes.guarded(self._probes.look_at_end, self.learn, raised())
         verdict = judge(evidence := self.evidence())
-        if self._probes.look_at_labels(self.learn, verdict.findings):
+        if self._probes.look_at_labels(self.learn, verdict.findings, falls_slowly(evidence)):
             verdict = judge(evidence := self.evidence())
         self.end(evidence)
         self.verdict = verdict

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from hookcb.coverage import BY_CLOSURE
+
 # Kinds of modules whose gradients are small by their nature: of rows that few samples ask for.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")
 WINDOW = 10  # batches whose mean loss is taken for the loss at the beginning
@@ -229,7 +231,8 @@ class Evidence:
         if not self.n_batches:
             return self.unseen.get("before_batch", "no training batch was seen")
         has_forward = len(self.loss) > 0 or any(layer.stats for layer in self.layers.values())
-        if "gradients" not in self.sources:
+        is_by_closure = self.unseen.get("before_step") == BY_CLOSURE  # what it is trained by has no gradient
+        if "gradients" not in self.sources or is_by_closure:
             return "" if has_forward else "no layer has put anything out in a training batch"
         if not any(p.stats for p in self.params.values()):
             return self._why_no_gradients()

@@ -363,15 +363,15 @@ class Probes:
         yield from self._motion.sightings(self.n_steps, self._n_backward)
         yield from self.kept.sightings()
 
-    def look_at_labels(self, learn: Any, findings: tuple[Finding, ...]) -> bool:
+    def look_at_labels(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
         """The fit is over, and this was found; whether there is something to add."""
         before = len(self.sightings)
         if not self._is_followed and raised() is None:
-            self.guarded(self._look_by_heart, learn, findings)
+            self.guarded(self._look_by_heart, learn, findings, falls_slowly)
         return len(self.sightings) > before
 
-    def _look_by_heart(self, learn: Any, findings: tuple[Finding, ...]) -> None:
-        self.sightings += look_at_labels_by_heart(learn, findings, self.n_batches)
+    def _look_by_heart(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> None:
+        self.sightings += look_at_labels_by_heart(learn, findings, self.n_batches, falls_slowly)
 
     def look_at_end(self, loop: Any, error: BaseException | None) -> None:
         """The training is over; with what it has raised, None where it ended well."""

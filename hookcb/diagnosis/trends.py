@@ -81,16 +81,29 @@ def held(series: Series, n: int, of: int) -> float:
     return max((window[-n] for window in windows), default=math.nan)
 
 
-def slope(series: Series) -> float:
-    """Median of the slopes between all pairs of at most 80 points; NaN of fewer than two.
+def slope(series: Series, sigmas: float) -> tuple[float, float]:
+    """Interval of a robust slope: between which slopes of pairs of points it lies; NaN of fewer than two.
+
+    The points are at most 80 means of records in a row, so that none of a long series is left out.
+
+    Args:
+        series: finite values.
+        sigmas: how sure, in standard deviations of Kendall's statistic.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
-    points = list(zip(series.steps, series.values, strict=True))
-    points = points[:: max(1, math.ceil(len(points) / MOST_POINTS))]
-    return median(
-        (y2 - y1) / (x2 - x1) for i, (x1, y1) in enumerate(points) for x2, y2 in points[i + 1 :] if x2 > x1
-    )
+    size = max(1, math.ceil(len(series) / MOST_POINTS))
+    points = [
+        (statistics.fmean(series.steps[i : i + size]), statistics.fmean(series.values[i : i + size]))
+        for i in range(0, len(series), size)
+    ]
+    n = len(points)
+    slopes = sorted((y2 - y1) / (x2 - x1) for i, (x1, y1) in enumerate(points) for x2, y2 in points[i + 1 :])
+    if not slopes:
+        return math.nan, math.nan
+    half = sigmas * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / 2
+    low, high = math.floor(len(slopes) / 2 - half), math.ceil(len(slopes) / 2 + half)
+    return slopes[max(low, 0)], slopes[min(high, len(slopes) - 1)]
 
 
 def spread(values: Iterable[float]) -> tuple[float, float]:

@@ -11,7 +11,19 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from support import CANCELS, EVENTS, SaysSo, fit, make_batches, make_learner, make_model, primary_plan, spy
+from support import (
+    CANCELS,
+    EVENTS,
+    SLEEP,
+    Clock,
+    SaysSo,
+    fit,
+    make_batches,
+    make_learner,
+    make_model,
+    primary_plan,
+    spy,
+)
 from torch import nn
 
 from hookcb import (
@@ -31,22 +43,6 @@ from hookcb.callbacks.step_timer import StepTimer
 from hookcb.events import PHASES
 from hookcb.phases import Edge
 from hookcb.step_times import FIRST_BATCH, STEP_PHASES
-
-SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
-
-
-class Clock:
-    """Goes on by a microsecond at each look, and as told."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, seconds=SLEEP):
-        self.now += seconds
 
 
 @pytest.fixture

@@ -5,7 +5,14 @@ import random
 
 import pytest
 
-from hookcb.diagnosis.checks_loss import diverging_loss, first_loss, flat_loss, loss_spikes, unbounded_loss
+from hookcb.diagnosis.checks_loss import (
+    diverging_loss,
+    falls_slowly,
+    first_loss,
+    flat_loss,
+    loss_spikes,
+    unbounded_loss,
+)
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.registry import RuledOut, Unable
 
@@ -69,7 +76,7 @@ def test_without_a_guess_nothing_is_said_of_the_beginning(values, kind, guess):
     ("level", "guess", "severity"),
     [(2.35, 2.3, "warning"), (9.0, 2.3, "warning"), (0.7, 2.3, "info"), (2.3, NAN, "info")],
 )
-@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_a_loss_that_stays_is_told(level, guess, severity, noise):
     found = only(flat_loss, evidence(noisy([level] * 100, noise), guess=guess))
     assert (found.code, found.severity) == ("loss.flat", severity)
@@ -88,6 +95,44 @@ def test_a_loss_that_stays_is_told(level, guess, severity, noise):
 )
 def test_a_loss_that_falls_is_not_flat(values):
     assert isinstance(only(flat_loss, evidence(values, guess=2.3)), RuledOut)
+
+
+@pytest.mark.parametrize("n_classes", [10, 1000])
+@pytest.mark.parametrize("share", [0.01, 0.03])
+@pytest.mark.parametrize("bend", [0.5, 1, 3])
+def test_a_loss_that_surely_falls_is_not_flat_however_little(n_classes, share, bend):
+    """Steadily, faster at first, or faster at last; guessing is where it begins."""
+    guess = math.log(n_classes)
+    for n in (60, 150, 1000):
+        values = noisy([guess * (1 - share * (i / n) ** bend) for i in range(n)], guess * share / 6)
+        given = evidence(values, guess=guess)
+        assert isinstance(only(flat_loss, given), RuledOut)
+        assert falls_slowly(given)
+
+
+@pytest.mark.parametrize("size", [0.1, 0.4])
+def test_a_loss_whose_noise_hides_whether_it_falls_is_not_called_flat(size):
+    values = noisy([2.3] * 60, size)
+    found = only(flat_loss, evidence(values, guess=2.3))
+    assert isinstance(found, Unable)
+    assert only(flat_loss, evidence(noisy([2.3] * 1000, 0.1), guess=2.3)).severity == "warning"
+
+
+def test_noise_is_not_taken_for_a_fall():
+    random_ = random.Random(1)
+    fell = 0
+    for _ in range(200):
+        values = [2.3 + random_.gauss(0, 0.02) for _ in range(100)]
+        fell += isinstance(only(flat_loss, evidence(values, guess=2.3)), RuledOut)
+    assert fell <= 2  # three standard deviations leave one in seven hundred
+
+
+@pytest.mark.parametrize(
+    "values", [[2.3] * 100, [2.3 - 0.01 * i for i in range(100)], [2.3 - 1e-3 * i for i in range(49)]]
+)
+def test_a_flat_a_fast_and_a_short_loss_do_not_fall_slowly(values):
+    assert not falls_slowly(evidence(noisy(values, 0.01), guess=2.3))
+    assert not falls_slowly(evidence([2.3 - 1e-4 * i for i in range(100)], guess=NAN))
 
 
 def test_a_short_run_or_a_warm_up_is_not_called_flat():

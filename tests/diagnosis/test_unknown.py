@@ -109,6 +109,42 @@ def test_an_optimizer_that_never_steps_is_told():
     assert "the optimizer that was given has no parameter of the model" in w.diagnose().reason
 
 
+def closing(model, opt, n=60):
+    x, y = torch.randn(16, 4), torch.randint(3, (16,))
+
+    def closure():
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(n):
+        opt.step(closure)
+
+
+def test_a_training_by_closures_is_judged_by_what_was_seen_of_it():
+    """LBFGS has no one gradient for a step; layers and losses are there."""
+    torch.manual_seed(0)
+    model = net()
+    opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with watch(model, opt, Diagnose(show=False)) as w:
+        closing(model, opt)
+    assert (w.diagnose().status, w.diagnose().reason) == ("healthy", "")
+    assert w.diagnose().n_checked < w.diagnose().n_checks
+    fine = " ".join(w.diagnose().ruled_out)
+    assert "flat loss" in fine
+    assert not any(word in fine for word in ("attenuated", "exploding", "update", "dead"))
+
+
+def test_gradients_alone_see_nothing_of_a_training_by_closures():
+    torch.manual_seed(0)
+    model = net()
+    opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with watch(model, opt, GradientHealth()) as w:
+        closing(model, opt)
+    assert w.diagnose().status == "unknown"
+
+
 def test_a_frozen_model_is_unknown():
     model = net().requires_grad_(False)
     with watch(model, None, Diagnose(show=False)) as w:

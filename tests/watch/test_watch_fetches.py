@@ -8,28 +8,13 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.nn.functional as F
-from support import fit, make_batches, make_learner, make_model
+from support import SLEEP, Clock, fit, make_batches, make_learner, make_model
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hookcb import Callback, Diagnose, Learner, ProfilerCallback, StepTimer, step_clock, watch
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
-SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
-
-
-class Clock:
-    """Goes on by a microsecond at each look, and as told."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, n=1):
-        self.now += n * SLEEP
 
 
 @pytest.fixture
@@ -55,7 +40,7 @@ class Slow(IterableDataset):
 
     def __iter__(self):
         for batch in make_batches(self.n):
-            self.clock.sleep(self.sleeps)
+            self.clock.sleep(self.sleeps * SLEEP)
             yield batch
 
 
@@ -120,7 +105,9 @@ def test_batches_of_a_generator_are_not_judged(clock):
 @pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
 def test_fetches_of_several_loaders_at_once_are_counted_once_each(clock):
     batches = zip(loader(clock, 40), loader(clock, 40, sleeps=0), strict=True)
-    w = trained((batch for batch, _ in batches), Diagnose(show=False), own=lambda step: clock.sleep(3))
+    w = trained(
+        (batch for batch, _ in batches), Diagnose(show=False), own=lambda step: clock.sleep(3 * SLEEP)
+    )
     assert data_bound(w) == "fine"  # a quarter; counted twice it would be two fifths
 
 
@@ -130,7 +117,7 @@ def test_a_loader_that_reads_another_is_counted_once(clock):
             yield from loader(clock, 40)
 
     batches = DataLoader(Outer(), batch_size=None)
-    w = trained(batches, Diagnose(show=False), own=lambda step: clock.sleep(3))
+    w = trained(batches, Diagnose(show=False), own=lambda step: clock.sleep(3 * SLEEP))
     assert data_bound(w) == "fine"
 
 
