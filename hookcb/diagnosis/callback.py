@@ -2,7 +2,7 @@
 
 from hookcb.callbacks import Progress
 from hookcb.console import show, warn
-from hookcb.diagnosis.checks_loss import falls_slowly
+from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes import raised
 from hookcb.diagnosis.verdict import Verdict

@@ -4,16 +4,15 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
+from hookcb.diagnosis.falling import ENOUGH, falls_by, guesses, limit_of_flat, lowest_loss
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.trends import (
     LATEST,
-    before,
     does_well,
     finite,
     is_warming_up,
     median,
     persistent,
-    slope,
     spread,
     trailing,
     weights,
@@ -24,8 +23,6 @@ from hookcb.diagnosis.verdict import Finding
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
 NEVER_NEGATIVE = (*ENTROPIES, "mse", "huber", "smooth l1")
 INIT, INIT_ABOVE, INIT_MSE, INIT_WARNING = 2.0, 2.0, 3.0, 5.0  # times the guess; and by so much above it
-ENOUGH = 50  # batches to tell a flat or rising loss from
-FLAT, NEAR_GUESS, SURE = 0.95, 0.8, 3.0  # of the first loss, of the guess; standard deviations
 RISEN, OF_MINIMUM, FEWEST = 0.5, 2.0, 20
 LARGE_STEP, MANY, OF = 0.05, 5, 8  # update ratio, in so many of so many records
 LARGE_AT_FIRST = 0.2  # of a step before the loss rises, after which nothing may move any more
@@ -98,15 +95,15 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     if len(values) < ENOUGH or not math.isfinite(first) or is_warming_up(evidence):
         yield Unable(f"fewer than {ENOUGH} batches, or the learning rate still rises")
         return
-    lowest, limit = _lowest(evidence), _limit_of_flat(first)
-    least, most = _falls_by(loss)
+    lowest, limit = lowest_loss(evidence), limit_of_flat(first)
+    least, most = falls_by(loss)
     if lowest <= limit or least > 0:
         yield RuledOut(f"flat loss (from {first:.3g} down to {lowest:.3g})", lowest, limit)
         return
     if most > first - limit:
         yield Unable("the noise of the loss is too large, in so few batches, to tell whether it falls")
         return
-    is_guessing = _is_guessing(evidence)
+    is_guessing = guesses(evidence)
     guess = f"; guessing has {evidence.guess:.3g}" if is_guessing else ""
     yield Finding(
         "loss.flat",
@@ -124,35 +121,6 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
         ),
         last_step=loss.steps[-1],
     )
-
-
-def falls_slowly(evidence: Evidence) -> bool:
-    """Whether the loss falls, and yet by less than 5 % and is no better than 0.8 of guessing.
-
-    So does a slow training, and one that learns labels by heart that do not follow from inputs.
-    """
-    is_long = len(finite(evidence.loss.values)) >= ENOUGH and math.isfinite(first := evidence.first_loss)
-    is_near = is_long and _is_guessing(evidence) and _lowest(evidence) > _limit_of_flat(first)
-    return is_near and _falls_by(evidence.loss)[0] > 0
-
-
-def _lowest(evidence: Evidence) -> float:
-    return min(evidence.smooth_loss().values[WINDOW:])
-
-
-def _limit_of_flat(first: float) -> float:
-    return first - (1 - FLAT) * abs(first)
-
-
-def _falls_by(loss: Series) -> tuple[float, float]:
-    """By how much it falls over its length, at least and at most, as surely as three standard deviations."""
-    low, high = slope(before(loss, math.inf), SURE)
-    n_steps = loss.steps[-1] - loss.steps[0]
-    return -high * n_steps, -low * n_steps
-
-
-def _is_guessing(evidence: Evidence) -> bool:
-    return median(evidence.loss.values[-WINDOW:]) >= NEAR_GUESS * evidence.guess > 0
 
 
 @check("loss.diverging", site=Site.RUN, needs=("loss",), leads_to=("nonfinite.*",))

@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from hookcb.coverage import NOT_CALLED, USED
-from hookcb.diagnosis.checks_loss import falls_slowly, flat_loss
+from hookcb.diagnosis.checks_loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Param, Sighting
+from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.verdict import Finding, Severity
 from hookcb.modules import listed

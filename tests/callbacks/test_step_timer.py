@@ -45,6 +45,14 @@ from hookcb.phases import Edge
 from hookcb.step_times import FIRST_BATCH, STEP_PHASES
 
 
+@pytest.fixture(autouse=True)
+def no_collection_of_its_own():
+    """Garbage is collected only where a test asks for it, as a collection would be noted."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
@@ -257,15 +265,7 @@ def test_samples_are_counted_along_the_first_dimension_of_the_inputs(batches, ex
 # ---- what happened
 
 
-@pytest.fixture
-def without_collection():
-    """No collection of garbage comes in between, which would be noted too."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def test_a_validation_in_the_middle_of_a_batch_is_noted_and_counts_as_a_callback(clock, without_collection):
+def test_a_validation_in_the_middle_of_a_batch_is_noted_and_counts_as_a_callback(clock):
     def validate(cb):
         if cb.training and cb.train_iter == 1:
             cb.learn.validate()

@@ -7,13 +7,13 @@ import pytest
 
 from hookcb.diagnosis.checks_loss import (
     diverging_loss,
-    falls_slowly,
     first_loss,
     flat_loss,
     loss_spikes,
     unbounded_loss,
 )
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
+from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.registry import RuledOut, Unable
 
 NAN, INF = math.nan, math.inf
