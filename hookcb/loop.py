@@ -68,9 +68,7 @@ class Loop:
 
     # ---- what it waits for
 
-    between_batches = (
-        "other"  # what a step is busy with from `after_batch` to `before_batch`, as far as is known
-    )
+    between_batches = "other"  # the phase of a step from `after_batch` to `before_batch`, as far as is known
 
     def follow_fetches(self, listener: FetchListener) -> None:
         """Tells `listener` of each fetch of a batch in this thread, until `leave_fetches`."""

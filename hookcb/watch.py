@@ -36,7 +36,8 @@ def watch(
     Events come from hooks on the model and on the steps of its optimizers:
 
     - a batch begins where the model is called in train mode with gradients on, after the last one's backward
-      or step: several calls before a backward are of one batch, backwards without a step accumulate;
+      or step: several calls before a backward are of one batch, backwards without a step accumulate; until
+      the model is called itself, calls of its parts count, as of `net.actor(x)`;
     - a call in eval mode is a batch of validation; one in train mode without gradients is left out;
     - the backward is seen as gradients come to what the model returned, or to `w.loss(loss)`;
     - the loss is what backward is called on, the sum of several, before a GradScaler has scaled it; it is
