@@ -206,9 +206,9 @@ def test_a_model_trained_by_lbfgs_is_not_said_to_have_made_no_step(run):
             opt.step(closure)
         """
     )
-    assert code == 1
+    assert code == 0
     assert headings(out) == ["Sequential, trained by LBFGS"]
-    assert "UNKNOWN nothing was seen: LBFGS" in out
+    assert "HEALTHY as far as looked" in out  # by layers and losses: a step by closures has no one gradient
     assert "were not moved" not in out
     assert "LBFGS made no step" not in out
 
