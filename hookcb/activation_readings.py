@@ -258,19 +258,28 @@ class ActivationRow(Ranked):
         return "" if math.isnan(self.last["nonfinite"]) else format(self.last[stat], form)
 
 
+# of every report on layers, whatever was recorded of them
+FIRST_COLUMNS: tuple[Column[ActivationRow], ...] = (
+    COUNT,
+    Column("type", lambda row: row.type, 4, is_text=True),
+    Column("output", lambda row: "×".join(map(str, row.shape)), 6),
+)
+LAST_COLUMNS: tuple[Column[ActivationRow], ...] = (
+    Column("std, trend", lambda row: plots.sparkline(row.spread, 10), 5),
+    Column("look at", lambda row: row.mark, is_text=True, style="yellow"),
+)
+
+
 class ActivationReport(Report[ActivationRow]):
     """Statistics of layers in the last recorded batch."""
 
     missing = "the report has no layer"
     columns = (
-        COUNT,
-        Column("type", lambda row: row.type, 4, is_text=True),
-        Column("output", lambda row: "×".join(map(str, row.shape)), 6),
+        *FIRST_COLUMNS,
         Column("mean", lambda row: row.text("mean"), 3),
         Column("std", lambda row: row.text("std"), 1),
         Column("near zero", lambda row: row.text("near_zero", ".0%"), 2),
-        Column("std, trend", lambda row: plots.sparkline(row.spread, 10), 5),
-        Column("look at", lambda row: row.mark, is_text=True, style="yellow"),
+        *LAST_COLUMNS,
     )
 
 

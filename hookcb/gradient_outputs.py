@@ -6,14 +6,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookcb import plots
-from hookcb.activation_readings import ActivationReadings, ActivationReport, ActivationRow
+from hookcb.activation_readings import (
+    FIRST_COLUMNS,
+    LAST_COLUMNS,
+    ActivationReadings,
+    ActivationReport,
+    ActivationRow,
+)
 from hookcb.batch import parts
 from hookcb.grad_stats import Number
 from hookcb.hooks import Hooks
 from hookcb.modules import find_modules, make_ready_for_hooks
 from hookcb.stats import has_stats, kind_of, take
-from hookcb.tables import COUNT, Column, Worst
+from hookcb.tables import Column, Worst
 from hookcb.threads import is_here
 
 
@@ -69,14 +74,11 @@ class OutputReport(ActivationReport):
     """Statistics of the gradients of layers' outputs in the last recorded batch."""
 
     columns = (
-        COUNT,
-        Column("type", lambda row: row.type, 4, is_text=True),
-        Column("output", lambda row: "×".join(map(str, row.shape)), 6),
+        *FIRST_COLUMNS,
         Column("std", lambda row: row.text("std"), 1),
         Column("largest", lambda row: row.text("abs_max"), 3),
         Column("zeros", lambda row: row.text("zeros", ".0%"), 2),
-        Column("std, trend", lambda row: plots.sparkline(row.spread, 10), 5),
-        Column("look at", lambda row: row.mark, is_text=True, style="yellow"),
+        *LAST_COLUMNS,
     )
 
 

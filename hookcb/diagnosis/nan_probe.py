@@ -15,8 +15,6 @@ from hookcb.nan_report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nan_search import search
 from hookcb.replay import Autocast, BatchStarts
 
-WORN = "they were not finite before this batch"
-
 
 class SeenBatch:
     """A batch of a loop that is not ours, in the way in which a learner has one, for a replay.
