@@ -4,7 +4,7 @@
 
 Both take their turn in each round, timed by events on the card, which has nothing else to do: a small tensor
 shows how long Python launches, a large one how long the memory is read. The size from which on the ratio is
-below 1 belongs in `hookcb.fused.THRESHOLD`. GB/s are of the tensor, read once.
+below 1 belongs in `hookcb.activations.fused.THRESHOLD`. GB/s are of the tensor, read once.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hookcb.fused import fused_layer_stats
-from hookcb.stats import layer_stats
+from hookcb.activations.fused import fused_layer_stats
+from hookcb.activations.stats import layer_stats
 
 SIZES = [2**power for power in range(10, 27, 2)]
 CALLS = 10  # in a row between two events: what a layer after another costs
@@ -85,7 +85,8 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for n in SIZES:
             x = torch.randn(n, device="cuda").to(dtype)
-            with patch("hookcb.stats.can_fuse", return_value=False):  # plain statistics ask it too
+            # plain statistics ask it too
+            with patch("hookcb.activations.stats.can_fuse", return_value=False):
                 times = measure(x, options.eps, options.rounds)
             table.add_row(*row(x, times))
     Console().print(table)

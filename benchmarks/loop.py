@@ -25,17 +25,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hookcb import (
-    EMA,
-    Callback,
-    Event,
-    GradientAccumulation,
-    GradientClip,
-    Learner,
-    MixedPrecision,
-    Progress,
-    demo,
-)
+from hookcb import EMA, Callback, Event, GradientAccumulation, GradientClip, Learner, MixedPrecision, Progress
+from hookcb.cli import demo
 
 
 def net() -> nn.Module:

@@ -1,48 +1,14 @@
 """hookcb: callbacks that let you see inside any PyTorch training run."""
 
-from hookcb.randomness import random_kept
+from hookcb.core.randomness import random_kept
 
 with random_kept():  # rich draws a number when it is imported
     import fastcore.foundation  # noqa: F401  # whoever needs it imports it again
     import rich.console  # noqa: F401
 
-from hookcb.callback import Callback
-from hookcb.callbacks import (
-    EMA,
-    ActivationStats,
-    ChannelsLast,
-    Checkpoint,
-    Compile,
-    DetectAnomaly,
-    EarlyStopping,
-    EarlyStoppingCallback,
-    Freeze,
-    GradientAccumulation,
-    GradientClip,
-    GradientHealth,
-    HookCallback,
-    MaxTime,
-    MemoryStats,
-    Metrics,
-    MixedPrecision,
-    NanTrace,
-    OneCycle,
-    ProfilerCallback,
-    Progress,
-    Recorder,
-    ReduceLROnPlateau,
-    Schedule,
-    StepTimer,
-    TerminateOnNaN,
-    TerminateOnNaNCallback,
-    WarmupCosine,
-)
-from hookcb.coverage import Coverage
-from hookcb.diagnose import assert_healthy, diagnose
-from hookcb.diagnosis.callback import Diagnose
-from hookcb.diagnosis.verdict import Finding, Verdict
-from hookcb.dryrun import dummy_eval, model_sizes, num_features_model
-from hookcb.events import (
+from hookcb.activations.callback import ActivationStats
+from hookcb.core.callback import Callback
+from hookcb.core.events import (
     CancelBackwardException,
     CancelBatchException,
     CancelEpochException,
@@ -53,17 +19,47 @@ from hookcb.events import (
     CancelValidException,
     Event,
 )
-from hookcb.freezing import freeze, unfreeze
-from hookcb.gradient_flow import check_gradients, gradient_flow
-from hookcb.hooks import Hook, Hooks, hook_output, hook_outputs
-from hookcb.learner import Learner
-from hookcb.loop import Loop
-from hookcb.lr_curve import LRFind
-from hookcb.metrics import accuracy
-from hookcb.modules import find_modules, has_params, total_params
-from hookcb.sampling import SamplingCallback
-from hookcb.summary import Summary, layer_info, module_summary
+from hookcb.core.loop import Loop
+from hookcb.core.sampling import SamplingCallback
+from hookcb.diagnosis.callback import Diagnose
+from hookcb.diagnosis.verdict import Finding, Verdict
+from hookcb.gradients.callback import GradientHealth
+from hookcb.gradients.flow import check_gradients, gradient_flow
+from hookcb.hooks.callback import HookCallback
+from hookcb.hooks.coverage import Coverage
+from hookcb.hooks.dry_run import dummy_eval, model_sizes, num_features_model
+from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
+from hookcb.hooks.modules import find_modules, has_params, total_params
+from hookcb.hooks.summary import Summary, layer_info, module_summary
+from hookcb.loops.learner import Learner
+from hookcb.loops.lr_curve import LRFind
+from hookcb.loops.preflight import assert_healthy, diagnose
+from hookcb.nans.anomaly import DetectAnomaly
+from hookcb.nans.terminate import TerminateOnNaN, TerminateOnNaNCallback
+from hookcb.nans.trace import NanTrace
+from hookcb.profiling.callback import ProfilerCallback
+from hookcb.profiling.memory.callback import MemoryStats
+from hookcb.profiling.steps.timer import StepTimer
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
+from hookcb.training.accumulate import GradientAccumulation
+from hookcb.training.amp import MixedPrecision
+from hookcb.training.averages import accuracy
+from hookcb.training.channels_last import ChannelsLast
+from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.clip import GradientClip
+from hookcb.training.compile import Compile
+from hookcb.training.early_stopping import EarlyStopping, EarlyStoppingCallback
+from hookcb.training.ema import EMA
+from hookcb.training.freeze import Freeze
+from hookcb.training.freezing import freeze, unfreeze
+from hookcb.training.max_time import MaxTime
+from hookcb.training.metrics import Metrics
+from hookcb.training.progress import Progress
+from hookcb.training.recorder import Recorder
+from hookcb.training.schedules.one_cycle import OneCycle
+from hookcb.training.schedules.plateau import ReduceLROnPlateau
+from hookcb.training.schedules.schedule import Schedule
+from hookcb.training.schedules.warmup_cosine import WarmupCosine
 
 __version__ = "0.1.0"
 from hookcb.loggers import (
@@ -76,7 +72,7 @@ from hookcb.loggers import (
     read_csv,
     read_jsonl,
 )
-from hookcb.watch import Watch, watch
+from hookcb.loops.watch import Watch, watch
 
 __all__ = [
     "EMA",

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookcb.callback import Callback
-from hookcb.events import LEVELS, Event
-from hookcb.learner import Learner
-from hookcb.loop import Callbacks
+from hookcb.core.callback import Callback
+from hookcb.core.events import LEVELS, Event
+from hookcb.core.loop import Callbacks
+from hookcb.loops.learner import Learner
 
 
 def synth_learner(

@@ -34,7 +34,7 @@ from hookcb import (
     Loop,
     accuracy,
 )
-from hookcb.batch import to_device
+from hookcb.core.batch import to_device
 
 
 def ends_like(got, expected):

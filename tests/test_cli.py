@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import hookcb.demo
+import hookcb.cli.demo
 from hookcb import Recorder
-from hookcb.cli import main
+from hookcb.cli.main import main
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.fixture
 def without_matplotlib(monkeypatch):
     """Also saves the half second of drawing, where the picture makes no difference."""
-    monkeypatch.setattr("hookcb.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("hookcb.cli.main.find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), ("mlp", "1")])
@@ -30,7 +30,7 @@ def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsy
     shown = capsys.readouterr().out
     share = float(shown.rpartition("validation accuracy ")[2].partition("%")[0])
     assert share >= 95
-    for layer, _ in hookcb.demo.build_model(model).named_children():
+    for layer, _ in hookcb.cli.demo.build_model(model).named_children():
         assert f"│ {layer} " in shown
     assert "batch by batch: activations.png" in shown
     assert Path("activations.png").read_bytes().startswith(b"\x89PNG")
@@ -118,13 +118,13 @@ def test_without_scikit_learn_the_demo_says_how_to_get_it(monkeypatch, capsys):
 
 def test_the_installed_command_runs():
     done = subprocess.run(
-        [sys.executable, "-m", "hookcb.cli", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "hookcb.cli.main", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"hookcb {hookcb.__version__}\n"
 
 
 def test_the_held_out_digits_are_real_and_never_trained_on():
-    dls = hookcb.demo.digits(seed=5)
+    dls = hookcb.cli.demo.digits(seed=5)
     train, held_out = dls.train.dataset.tensors, dls.valid.dataset.tensors
     assert (len(train[0]), len(held_out[0])) == (1437, 360)
     assert set(held_out[1].tolist()) == set(range(10))
@@ -134,4 +134,4 @@ def test_the_held_out_digits_are_real_and_never_trained_on():
 
 def test_a_model_that_there_is_not_is_told():
     with pytest.raises(ValueError, match="'cnn' and 'mlp'"):
-        hookcb.demo.build_model("rnn")
+        hookcb.cli.demo.build_model("rnn")

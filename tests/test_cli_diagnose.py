@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import optimizer
 
 from hookcb import Learner
-from hookcb.callbacks import GradientHealth
-from hookcb.cli import main
-from hookcb.gradient_recorder import GradientRecorder
-from hookcb.script import MOST
+from hookcb.cli.main import main
+from hookcb.cli.script import MOST
+from hookcb.gradients.callback import GradientHealth
+from hookcb.gradients.recorder import GradientRecorder
 
 BEGIN = """
 import sys
@@ -323,7 +323,7 @@ def test_the_installed_command_runs_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BEGIN + "print('lines of the script')\n" + SICK)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "hookcb.cli", "diagnose", script],
+        [sys.executable, "-W", "error", "-m", "hookcb.cli.main", "diagnose", script],
         capture_output=True,
         text=True,
     )
@@ -353,7 +353,7 @@ for i in range(40):
 @pytest.fixture
 def told(monkeypatch):
     """The losses that watches were told, by the number of parameters of their model."""
-    from hookcb.script import _ScriptWatch
+    from hookcb.cli.script import _ScriptWatch
 
     told = {}
     tell = _ScriptWatch.tell

@@ -21,8 +21,8 @@ from hookcb import (
     gradient_flow,
     module_summary,
 )
-from hookcb.cli import main
-from hookcb.console import as_text, show, spelled, warn
+from hookcb.cli.main import main
+from hookcb.core.console import as_text, show, spelled, warn
 
 ENCODINGS = ["ascii", "latin-1", "cp1252", "gbk", "utf-8"]
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from hookcb.cli import main
-from hookcb.demo import train_digits
-from hookcb.demo_faults import FAULTS, find_fault
+from hookcb.cli.demo import train_digits
+from hookcb.cli.faults import FAULTS, find_fault
+from hookcb.cli.main import main
 
 MODELS = ("mlp", "cnn")
 
@@ -34,7 +34,7 @@ def test_a_planted_fault_is_taken_for_the_cause(name, model, capsys):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monkeypatch):
-    monkeypatch.setattr("hookcb.cli.find_spec", lambda name: None)  # saves drawing the picture
+    monkeypatch.setattr("hookcb.cli.main.find_spec", lambda name: None)  # saves drawing the picture
     assert main(["demo", "--model", model, "--epochs", "4"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"HEALTHY +as far as looked: \d+ of \d+ checks", last)

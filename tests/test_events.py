@@ -2,9 +2,9 @@
 
 import inspect
 
-import hookcb.events
+import hookcb.core.events
 from hookcb import Callback, Event, synth_learner
-from hookcb.events import LEVELS, outermost
+from hookcb.core.events import LEVELS, outermost
 
 
 def methods(cls):
@@ -55,7 +55,7 @@ def test_events_without_a_cancel_fire_in_the_order_of_the_list():
 
 
 def test_the_pseudocode_names_every_event_but_those_of_cancels():
-    text = inspect.getdoc(hookcb.events)
+    text = inspect.getdoc(hookcb.core.events)
     pseudocode, tables = text.split("A level is what lies", 1)
     for event in Event:
         if event.startswith("after_cancel_"):
@@ -65,7 +65,9 @@ def test_the_pseudocode_names_every_event_but_those_of_cancels():
 
 
 def test_the_table_has_a_line_for_each_cancel():
-    first_words = [line.split()[0] for line in inspect.getdoc(hookcb.events).splitlines() if line.strip()]
+    first_words = [
+        line.split()[0] for line in inspect.getdoc(hookcb.core.events).splitlines() if line.strip()
+    ]
     for level in LEVELS.values():
         assert first_words.count(level.cancel.__name__) >= 1
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hookcb.fetches import FetchTimer, ToldFetches, follow_loaders, leave_loaders
+from hookcb.core.fetches import FetchTimer, ToldFetches, follow_loaders, leave_loaders
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
 
@@ -18,7 +18,7 @@ TORCHS_OWN = _BaseDataLoaderIter.__next__
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("hookcb.fetches.perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock)
     return clock
 
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from hookcb.grad_stats import (
+from hookcb.gradients.stats import (
     SKETCH,
     plain_gradient,
     reduce_small,

@@ -34,8 +34,10 @@ seed()
 """
 LATER = """
 import rich.console
-from hookcb import display, loggers, plots
-from hookcb.demo import digits
+from hookcb import loggers
+from hookcb.training import display
+from hookcb.records import plots
+from hookcb.cli.demo import digits
 
 def bar():
     display._TerminalBar(rich.console.Console(force_terminal=True)).close()
@@ -95,7 +97,7 @@ for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGALRM", "alarm", "pthread_kill")
     delattr(signal, name)
 sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=lambda file, mode, n: None)
 sys.platform, own = "win32", sys.platform
-from hookcb import folder_lock  # all that asks for the platform by itself; modules of Python's do so too
+from hookcb.training.checkpoint import folder_lock
 sys.platform = own
 """
 IN_USE = """
@@ -104,7 +106,7 @@ import hookcb
 from importlib import import_module
 for name in MODULES:
     import_module(name)
-from hookcb.diagnosis import records
+from hookcb.diagnosis.probes import curves as records
 records.STATM = records.Path("no such file")
 learn = hookcb.synth_learner(cbs=[hookcb.Diagnose(), hookcb.ActivationStats(), hookcb.GradientHealth(),
                                   hookcb.MemoryStats(), hookcb.StepTimer()])

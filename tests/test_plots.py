@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hookcb.plots import color_dim, layer_lines, share_chart, sparkline
+from hookcb.records.plots import color_dim, layer_lines, share_chart, sparkline
 
 pytest.importorskip("matplotlib")
 from matplotlib import rcParams

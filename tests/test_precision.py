@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
-from hookcb import ActivationStats, GradientClip, GradientHealth, Learner, grad_stats, precision
-from hookcb.callbacks import activations
-from hookcb.stats import LAYER_STATS, histogram, layer_stats
+from hookcb import ActivationStats, GradientClip, GradientHealth, Learner
+from hookcb.activations import callback as activations
+from hookcb.activations.stats import LAYER_STATS, histogram, layer_stats
+from hookcb.core import precision
+from hookcb.gradients import stats as grad_stats
 
 DEVICE = torch.device("meta")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import layer_oracle
 
-from hookcb.stats import (
+from hookcb.activations.stats import (
     LAYER_STATS,
     SAMPLED,
     WHOLE,

@@ -13,11 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from hookcb import incidents, step_clock
-from hookcb.incidents import Incidents
-from hookcb.step_clock import CudaStepClock, StepClock
-from hookcb.step_store import N_SLOWEST, StepStore
-from hookcb.step_times import (
+from hookcb.profiling.steps import clock as step_clock
+from hookcb.profiling.steps import incidents
+from hookcb.profiling.steps.clock import CudaStepClock, StepClock
+from hookcb.profiling.steps.incidents import Incidents
+from hookcb.profiling.steps.store import N_SLOWEST, StepStore
+from hookcb.profiling.steps.times import (
     FIRST_BATCH,
     STEP_PHASES,
     StepReport,
@@ -27,7 +28,7 @@ from hookcb.step_times import (
     samples_per_second,
     step_time,
 )
-from hookcb.store import StatStore
+from hookcb.records.store import StatStore
 
 
 def made_up(total=1.0, step=0, epoch=0, n_samples=32, notes=(), on_device=(), **seconds):

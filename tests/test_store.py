@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from hookcb.store import StatStore
+from hookcb.records.store import StatStore
 
 
 def filled(keep, n, late=1):

@@ -11,7 +11,7 @@ from support import in_terminal
 from torch import nn
 
 from hookcb import ActivationStats, GradientHealth, Learner, MemoryStats, module_summary
-from hookcb.tables import Column, fitted
+from hookcb.records.tables import Column, fitted
 
 N = 12  # blocks, of four layers each
 DEAD = "model.encoder.layers.7.self_attention.output.dense"

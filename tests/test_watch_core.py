@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookcb import Callback, CancelFitException, GradientHealth, Learner, watch
-from hookcb.followed import Followed
+from hookcb.loops.external import Followed
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
 BATCHES = list(zip(X.split(6), Y.split(6), strict=True))

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from hookcb.adapters.attached import Attached, no_package
+from hookcb.adapters.base import Attached, no_package
 from hookcb.adapters.lightning_fit import LightningFit
-from hookcb.gradient_steps import scale_of
-from hookcb.randomness import random_kept
+from hookcb.core.randomness import random_kept
+from hookcb.gradients.steps import scale_of
 
 try:
     with random_kept():

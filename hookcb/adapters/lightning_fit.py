@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookcb.callback import Callback
-from hookcb.followed import Followed
-from hookcb.hooks import Hook
-from hookcb.own_hooks import register
-from hookcb.watch_limits import WatchCoverage
+from hookcb.core.callback import Callback
+from hookcb.hooks.hook import Hook
+from hookcb.hooks.own import register
+from hookcb.loops.coverage import WatchCoverage
+from hookcb.loops.external import Followed
 
 
 class LightningFit(Followed):

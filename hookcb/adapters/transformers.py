@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.adapters.attached import Attached, no_package
-from hookcb.callback import Callback
-from hookcb.randomness import random_kept
-from hookcb.watch import Watch
+from hookcb.adapters.base import Attached, no_package
+from hookcb.core.callback import Callback
+from hookcb.core.randomness import random_kept
+from hookcb.loops.watch import Watch
 
 try:
     with random_kept():

@@ -4,7 +4,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from hookcb.callbacks import ActivationStats, GradientHealth
+from hookcb.activations.callback import ActivationStats
+from hookcb.gradients.callback import GradientHealth
 
 
 class Leader(Protocol):

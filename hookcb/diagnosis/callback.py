@@ -1,13 +1,13 @@
 """Diagnose: watches a training, and says at its end what is wrong with it."""
 
-from hookcb.callbacks import Progress
-from hookcb.console import show, warn
+from hookcb.core.console import show, warn
+from hookcb.core.events import CancelFitException
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.probes import raised
+from hookcb.diagnosis.probes.suite import raised
+from hookcb.diagnosis.recorder import Watching
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.diagnosis.watching import Watching
-from hookcb.events import CancelFitException
+from hookcb.training.progress import Progress
 
 FIRST_LOOK, LATER = 20, 10  # the number of batches after which the state is judged, and how that grows
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from hookcb.coverage import BY_CLOSURE
+from hookcb.hooks.coverage import BY_CLOSURE
 
 # Kinds of modules whose gradients are small by their nature: of rows that few samples ask for.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")

@@ -9,12 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookcb.diagnosis.evidence import Param
-from hookcb.diagnosis.model_probe import SHARDED
-from hookcb.diagnosis.records import is_adaptive, largest_lr
-from hookcb.diagnosis.step_probe import LOW
-from hookcb.gradient_flow import find_params
-from hookcb.modules import has_uninitialized, named_modules
-from hookcb.store import kept
+from hookcb.diagnosis.probes.curves import is_adaptive, largest_lr
+from hookcb.diagnosis.probes.model import SHARDED
+from hookcb.diagnosis.probes.step import LOW
+from hookcb.gradients.flow import find_params
+from hookcb.hooks.modules import has_uninitialized, named_modules
+from hookcb.records.store import kept
 
 Norm, Dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
 SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # of checks, with their kinds of layers

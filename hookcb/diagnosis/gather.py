@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
-from hookcb.callback import Callback
-from hookcb.callbacks import ActivationStats, GradientHealth, Recorder
+from hookcb.activations.callback import ActivationStats
+from hookcb.activations.stats import LAYER_STATS
+from hookcb.core.callback import Callback
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
-from hookcb.grad_stats import STEP_STATS
-from hookcb.gradient_outputs import OutputGradients
-from hookcb.stats import LAYER_STATS
+from hookcb.gradients.callback import GradientHealth
+from hookcb.gradients.outputs import OutputGradients
+from hookcb.gradients.stats import STEP_STATS
+from hookcb.training.recorder import Recorder
 
 
 def gather(cbs: Iterable[Callback], frame: Frame, own: Evidence | None = None) -> Evidence:

@@ -5,31 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from hookcb.diagnosis import (
-    checks_exact,
-    checks_flow,
-    checks_gradients,
-    checks_layers,
-    checks_loss,
-    checks_optimizer,
-    checks_runtime,
-    checks_seen,
-)
+import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import CHECKS, Absent, Check, Result, RuledOut, Unable, check_of
 from hookcb.diagnosis.verdict import NOT_CHECKED, Finding, Status, Verdict
 
-# Where the checks are, which register themselves when these are imported.
-SECTIONS = (
-    checks_seen,
-    checks_exact,
-    checks_flow,
-    checks_layers,
-    checks_loss,
-    checks_gradients,
-    checks_optimizer,
-    checks_runtime,
-)
 SOURCES = {  # what brings them
     "activations": "ActivationStats",
     "gradients": "GradientHealth",

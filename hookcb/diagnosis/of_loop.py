@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from hookcb.callback import Callback
-from hookcb.callbacks import ActivationStats, GradientHealth
+from hookcb.activations.callback import ActivationStats
+from hookcb.core.callback import Callback
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.preflight import add_preflight
+from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.verdict import Verdict
+from hookcb.gradients.callback import GradientHealth
 
 
 def diagnose_loop(loop: Any) -> Verdict:

@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from hookcb.console import printable, spelled
-from hookcb.printed import Printed
+from hookcb.core.console import printable, spelled
+from hookcb.records.printing import Printed
 
 Severity = Literal["error", "warning", "info"]
 Status = Literal["healthy", "suspect", "sick", "unknown"]

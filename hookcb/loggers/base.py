@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
-from hookcb.randomness import random_kept
+from hookcb.core.randomness import random_kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hookcb.arguments import check_count
-from hookcb.callback import Callback
+from hookcb.core.arguments import check_count
+from hookcb.core.callback import Callback
 from hookcb.loggers.adapt import as_logger
 from hookcb.loggers.base import Histogram, Logger
 from hookcb.loggers.group import LoggerGroup
 from hookcb.loggers.newest import Newest
-from hookcb.store import kept
+from hookcb.records.store import kept
 
 
 class Log(Callback):

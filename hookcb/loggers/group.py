@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from hookcb.console import warn
+from hookcb.core.console import warn
+from hookcb.core.randomness import random_state, set_random_state
 from hookcb.loggers.base import Histogram, Logger, Opens, TakesHistograms
-from hookcb.randomness import random_state, set_random_state
 
 
 class LoggerGroup:

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import NamedTuple
 
-from hookcb.activation_readings import ActivationReadings
-from hookcb.callback import Callback
-from hookcb.callbacks.activations import ActivationStats
-from hookcb.callbacks.gradients import GradientHealth
-from hookcb.callbacks.step_timer import StepTimer
-from hookcb.grad_stats import STEP_STATS
-from hookcb.gradient_readings import GradientReadings
+from hookcb.activations.callback import ActivationStats
+from hookcb.activations.readings import ActivationReadings
+from hookcb.core.callback import Callback
+from hookcb.gradients.callback import GradientHealth
+from hookcb.gradients.readings import GradientReadings
+from hookcb.gradients.stats import STEP_STATS
 from hookcb.loggers.base import Histogram
-from hookcb.readings import LayerReadings
+from hookcb.profiling.steps.timer import StepTimer
+from hookcb.records.readings import LayerReadings
 
 # what names begin with, by the name of the callback; of another name they begin with that
 PREFIXES = {"activation_stats": "activations", "gradient_health": "gradients", "step_timer": "time"}

@@ -25,7 +25,7 @@ from support import Net, fit, make_learner, spy
 from torch import nn
 
 from hookcb import ActivationStats, Callback, CancelFitException, Learner
-from hookcb.stats import LAYER_STATS
+from hookcb.activations.stats import LAYER_STATS
 
 
 def of_net(n_train=3, n_valid=2, n_epoch=1, **kwargs):

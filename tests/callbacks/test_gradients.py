@@ -27,9 +27,9 @@ from hookcb import (
     synth_learner,
     unfreeze,
 )
-from hookcb.callbacks.gradients import GradientHealth
-from hookcb.grad_stats import GRAD_STATS, STEP_STATS
-from hookcb.gradient_flow import check_gradients, gradient_flow
+from hookcb.gradients.callback import GradientHealth
+from hookcb.gradients.flow import check_gradients, gradient_flow
+from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
 
 
 def plain(x):

@@ -23,9 +23,9 @@ from hookcb import (
     accuracy,
     synth_learner,
 )
-from hookcb.callbacks.schedule import Schedule
-from hookcb.lr_curve import LRFind, Smoothed, longest_fall
-from hookcb.lr_find import find_lr
+from hookcb.loops.lr_curve import LRFind, Smoothed, longest_fall
+from hookcb.loops.lr_find import find_lr
+from hookcb.training.schedules.schedule import Schedule
 
 
 class Seen(nn.Module):

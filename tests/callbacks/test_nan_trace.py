@@ -31,12 +31,12 @@ from hookcb import (
     MixedPrecision,
     TerminateOnNaN,
     count_hooks,
-    nan_tracing,
 )
-from hookcb.callbacks import nan_trace
-from hookcb.callbacks.nan_trace import NanTrace
-from hookcb.randomness import random_state, set_random_state
-from hookcb.replay import BatchStarts
+from hookcb.core.randomness import random_state, set_random_state
+from hookcb.nans import trace as nan_trace
+from hookcb.nans import tracer as nan_tracing
+from hookcb.nans.replay import BatchStarts
+from hookcb.nans.trace import NanTrace
 
 HERE = "test_nan_trace.py"
 

@@ -20,11 +20,11 @@ from hookcb import (
     CancelStepException,
     check_callback,
 )
-from hookcb.callbacks.one_cycle import OneCycle
-from hookcb.callbacks.plateau import ReduceLROnPlateau
-from hookcb.callbacks.schedule import Schedule
-from hookcb.callbacks.warmup_cosine import WarmupCosine
-from hookcb.monitor import improves, monitored, resolve_mode
+from hookcb.training.monitor import improves, monitored, resolve_mode
+from hookcb.training.schedules.one_cycle import OneCycle
+from hookcb.training.schedules.plateau import ReduceLROnPlateau
+from hookcb.training.schedules.schedule import Schedule
+from hookcb.training.schedules.warmup_cosine import WarmupCosine
 
 MAKERS = {
     "per batch": lambda: Schedule(partial(StepLR, step_size=2)),

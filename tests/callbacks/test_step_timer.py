@@ -37,12 +37,12 @@ from hookcb import (
     Compile,
     GradientAccumulation,
     Learner,
-    step_clock,
 )
-from hookcb.callbacks.step_timer import StepTimer
-from hookcb.events import PHASES
-from hookcb.phases import Edge
-from hookcb.step_times import FIRST_BATCH, STEP_PHASES
+from hookcb.core.events import PHASES
+from hookcb.profiling.phases import Edge
+from hookcb.profiling.steps import clock as step_clock
+from hookcb.profiling.steps.timer import StepTimer
+from hookcb.profiling.steps.times import FIRST_BATCH, STEP_PHASES
 
 
 @pytest.fixture(autouse=True)

@@ -212,7 +212,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("hookcb.callbacks.max_time.time", clock)
+    monkeypatch.setattr("hookcb.training.max_time.time", clock)
     return clock
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hookcb.diagnosis.replicas import look_at_replicas
+from hookcb.diagnosis.probes.replicas import look_at_replicas
 
 
 def replica():

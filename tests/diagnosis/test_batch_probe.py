@@ -10,7 +10,7 @@ from support import fit
 from torch import nn
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.batch_probe import (
+from hookcb.diagnosis.probes.batch import (
     FEWEST,
     guess_of,
     input_numbers,
@@ -18,7 +18,7 @@ from hookcb.diagnosis.batch_probe import (
     look_at_inputs,
     look_at_labels,
 )
-from hookcb.diagnosis.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 
 NAN = math.nan
 N, C, T = 6, 5, 3

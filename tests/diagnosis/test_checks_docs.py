@@ -13,9 +13,10 @@ from margins import Measured, Number
 
 from hookcb import Diagnose, synth_learner
 from hookcb.diagnosis import docs
+from hookcb.diagnosis.checks import SECTIONS
 from hookcb.diagnosis.docs import Margin, document, main, read_margins
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.judge import SECTIONS, SOURCES, _run, explained
+from hookcb.diagnosis.judge import SOURCES, _run, explained
 from hookcb.diagnosis.registry import CHECKS, Absent, RuledOut, Site, Unable, check_of
 from hookcb.diagnosis.registry import check as register
 from hookcb.diagnosis.trends import held, persistent

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookcb.diagnosis.checks_gradients import attenuated_gradients, dead_units, exploding_gradients
+from hookcb.diagnosis.checks.gradients import attenuated_gradients, dead_units, exploding_gradients
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import RuledOut, Unable
 

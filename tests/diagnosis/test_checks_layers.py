@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookcb.diagnosis.checks_layers import activation_scale, collapsed_activations, saturated_units
+from hookcb.diagnosis.checks.layers import activation_scale, collapsed_activations, saturated_units
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import RuledOut, Unable
 

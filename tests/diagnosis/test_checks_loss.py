@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hookcb.diagnosis.checks_loss import (
+from hookcb.diagnosis.checks.loss import (
     diverging_loss,
     first_loss,
     flat_loss,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hookcb.diagnosis.checks_optimizer import (
+from hookcb.diagnosis.checks.optimizer import (
     collapsed_scale,
     constant_clipping,
     dominating_decay,

@@ -5,8 +5,12 @@ import random
 
 import pytest
 
-from hookcb.diagnosis import checks_gradients, checks_layers, checks_loss, checks_optimizer, checks_runtime
-from hookcb.diagnosis.checks_runtime import growing_memory, waiting_for_data
+from hookcb.diagnosis.checks import gradients as checks_gradients
+from hookcb.diagnosis.checks import layers as checks_layers
+from hookcb.diagnosis.checks import loss as checks_loss
+from hookcb.diagnosis.checks import optimizer as checks_optimizer
+from hookcb.diagnosis.checks import runtime as checks_runtime
+from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_data
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import CHECKS, Finding, RuledOut, Unable
 

@@ -9,7 +9,7 @@ from support import fit
 from torch import nn
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.dead_units import EXAMPLES, LOOKS, DeadUnits
+from hookcb.diagnosis.probes.dead_units import EXAMPLES, LOOKS, DeadUnits
 
 D, H, N = 6, 10, 64
 

@@ -87,7 +87,7 @@ def trained(name, monkeypatch, *cbs, n=180):
     """The verdict on a training whose ReLU layer dies at batch 30, the batches looked at, and its weights."""
     clock = Clock(*CLOCKS[name])
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr("hookcb.fetches.perf_counter", clock, raising=False)
+    monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
     learn = make_learner(n, 0, model=model, lr=0.01)

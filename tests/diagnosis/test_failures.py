@@ -9,9 +9,9 @@ from support import fit, make_learner
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.layer_probe import LayerProbe
-from hookcb.diagnosis.probes import Probes
-from hookcb.failures import told_failure
+from hookcb.diagnosis.failures import told_failure
+from hookcb.diagnosis.probes.layer import LayerProbe
+from hookcb.diagnosis.probes.suite import Probes
 
 
 def notes(verdict):

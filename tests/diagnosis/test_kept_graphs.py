@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.keeping import FOLLOWED, KEY, KeptGraphs
+from hookcb.diagnosis.probes.retained_graphs import FOLLOWED, KEY, KeptGraphs
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 

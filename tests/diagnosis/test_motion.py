@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.motion import ENOUGH, Motion
+from hookcb.diagnosis.probes.motion import ENOUGH, Motion
 
 N = 32
 

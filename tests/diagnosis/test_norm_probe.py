@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.norm_probe import NormProbe
+from hookcb.diagnosis.probes.norm import NormProbe
 
 
 def net():

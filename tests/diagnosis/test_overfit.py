@@ -9,8 +9,8 @@ from support import everything, fit
 from torch import nn
 
 from hookcb import Callback, Finding, Learner
-from hookcb.diagnosis import overfit
-from hookcb.diagnosis.overfit import look_at_labels_by_heart
+from hookcb.diagnosis.probes import overfit
+from hookcb.diagnosis.probes.overfit import look_at_labels_by_heart
 
 FLAT = Finding("loss.flat", "warning")
 

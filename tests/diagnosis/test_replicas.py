@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.replicas import look_at_replicas
+from hookcb.diagnosis.probes.replicas import look_at_replicas
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import hookcb
 from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, watch
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series, Sighting
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.loss_graph import read_loss
+from hookcb.diagnosis.probes.loss_graph import read_loss
 
 HEAD = "an activation before the loss"
 BACKENDS = ("aot_eager",)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.step_probe import StaleGradients, Swallowed
+from hookcb.diagnosis.probes.step import StaleGradients, Swallowed
 
 
 def net(seed=0, n_out=2):

@@ -12,7 +12,7 @@ from support import in_terminal
 from torch import nn
 
 from hookcb import Freeze, GradientAccumulation, GradientClip, GradientHealth, MixedPrecision, synth_learner
-from hookcb.gradient_flow import check_gradients
+from hookcb.gradients.flow import check_gradients
 
 ADAM = torch.optim.Adam
 

@@ -20,7 +20,7 @@ from gradient_oracle import (
 from support import Net, make_batches
 
 from hookcb import GradientHealth
-from hookcb.gradient_flow import gradient_flow
+from hookcb.gradients.flow import gradient_flow
 
 # ---- reading
 

@@ -23,7 +23,7 @@ from hookcb import (
     GradientHealth,
     Learner,
 )
-from hookcb.gradient_flow import check_gradients, gradient_flow
+from hookcb.gradients.flow import check_gradients, gradient_flow
 
 adam = torch.optim.Adam
 OPTIONS = {

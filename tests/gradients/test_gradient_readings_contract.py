@@ -26,7 +26,7 @@ from gradient_oracle import (
 from torch import nn
 
 from hookcb import GradientClip, GradientHealth
-from hookcb.gradient_flow import gradient_flow
+from hookcb.gradients.flow import gradient_flow
 
 SIZES = {"small": 7, "large": 3000}
 

@@ -185,7 +185,7 @@ DTENSOR = """
     from torch import nn
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
     from gradient_oracle import assert_matches, batches, by_hand, learner, mlp
-    from hookcb.callbacks.gradients import GradientHealth
+    from hookcb.gradients.callback import GradientHealth
 
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hookcb import HookCallback, Learner
-from hookcb.hooks import Hook, Hooks, hook_output, hook_outputs
+from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
 
 
 def batch(rank):

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 from hookcb import HookCallback
-from hookcb.hooks import Hooks, hook_outputs
+from hookcb.hooks.hook import Hooks, hook_outputs
 from hookcb.testing import assert_no_hooks
 
 WAYS = ["torch.compile", "model.compile"]

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 from zoo import G, X, args, sequential
 
 from hookcb import find_modules
-from hookcb.hooks import Hook, Hooks, hook_output, hook_outputs
+from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
 from hookcb.testing import count_hooks
 
 

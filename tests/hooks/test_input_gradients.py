@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import G, X, args, sequential
 
-from hookcb.hooks import Hook, Hooks, hook_outputs
+from hookcb.hooks.hook import Hook, Hooks, hook_outputs
 from hookcb.testing import count_hooks
 
 

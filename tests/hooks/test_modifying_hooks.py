@@ -6,7 +6,7 @@ import zoo
 from torch import nn
 from zoo import G, X, sequential
 
-from hookcb.hooks import Hook
+from hookcb.hooks.hook import Hook
 
 OF_OUTPUTS = {"is_forward": False, "pre": True, "modify": True}  # replaces gradients of outputs
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from zoo import G, X, args, explode, sequential
 
-from hookcb.hooks import Hook, Hooks, hook_output, hook_outputs
+from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
 
 DIFFERENTIABLE = [
     "tensor", "tuple", "tuple_of_one", "list", "nested", "partly_used", "namedtuple", "dict", "ordered_dict",

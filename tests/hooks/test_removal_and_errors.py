@@ -6,7 +6,7 @@ import zoo
 from torch import nn
 from zoo import G, X, args, explode, sequential
 
-from hookcb.hooks import Hook, Hooks
+from hookcb.hooks.hook import Hook, Hooks
 from hookcb.testing import assert_no_hooks, count_hooks
 
 

@@ -14,7 +14,7 @@ from support import no_collection
 from torch import nn
 
 from hookcb import find_modules
-from hookcb.hooks import Hook, Hooks, hook_outputs
+from hookcb.hooks.hook import Hook, Hooks, hook_outputs
 from hookcb.testing import count_hooks
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookcb import fused
-from hookcb.fused import BLOCK, can_fuse, fused_layer_stats
-from hookcb.stats import layer_stats
+from hookcb.activations import fused
+from hookcb.activations.fused import BLOCK, can_fuse, fused_layer_stats
+from hookcb.activations.stats import layer_stats
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -254,7 +254,7 @@ def test_two_calls_agree_to_the_bit():
 
 
 def test_importing_the_module_does_not_import_triton():
-    code = "import sys, hookcb.fused; sys.exit('triton' in sys.modules)"
+    code = "import sys, hookcb.activations.fused; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -302,7 +302,7 @@ COMPILE = """
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from hookcb.fused import BLOCK, PROGRAMS, _kernels
+from hookcb.activations.fused import BLOCK, PROGRAMS, _kernels
 
 def build(kernel, target, aligned=(), constants=None, **signature):
     signature |= dict.fromkeys(constants, "constexpr")

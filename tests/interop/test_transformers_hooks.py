@@ -5,7 +5,7 @@ import torch
 import zoo
 from zoo import G, X
 
-from hookcb.hooks import hook_output
+from hookcb.hooks.hook import hook_output
 
 
 def test_a_stored_model_output_is_one():

@@ -26,8 +26,8 @@ from hookcb import (
     OneCycle,
     check_callback,
 )
-from hookcb.callbacks.step_timer import StepTimer
-from hookcb.grad_stats import GRAD_STATS, STEP_STATS
+from hookcb.activations.stats import LAYER_STATS
+from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
 from hookcb.loggers import (
     CSVLogger,
     Histogram,
@@ -39,7 +39,7 @@ from hookcb.loggers import (
     read_csv,
     read_jsonl,
 )
-from hookcb.stats import LAYER_STATS
+from hookcb.profiling.steps.timer import StepTimer
 
 
 class Kept:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookcb import Learner
-from hookcb.callbacks.memory import MemoryStats
+from hookcb.profiling.memory.callback import MemoryStats
 
 FLOAT, LONG = 4, 8  # bytes of an element
 

@@ -8,8 +8,8 @@ from memory_models import Blocks, batches_for, learner_for, mlp, watch
 from torch import nn
 
 from hookcb import Callback
-from hookcb.allocator import Allocator, AllocatorHistory
-from hookcb.callbacks.memory import MemoryStats
+from hookcb.profiling.memory.allocator import Allocator, AllocatorHistory
+from hookcb.profiling.memory.callback import MemoryStats
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

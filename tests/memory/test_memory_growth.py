@@ -8,8 +8,8 @@ from memory_models import FLOAT, batches_for, learner_for, mlp, watch
 from torch import nn
 
 from hookcb import Callback, CancelBackwardException
-from hookcb.callbacks.memory import MemoryStats
-from hookcb.memory_growth import Growth, Look, fit_line, growth_of
+from hookcb.profiling.memory.callback import MemoryStats
+from hookcb.profiling.memory.growth import Growth, Look, fit_line, growth_of
 
 BS, N = 8, 12
 

@@ -4,8 +4,8 @@ import pytest
 from memory_models import Blocks, batches_for, learner_for, mlp, watch
 from support import in_terminal
 
-from hookcb.callbacks.memory import MemoryStats
-from hookcb.memory_readings import bytes_text
+from hookcb.profiling.memory.callback import MemoryStats
+from hookcb.profiling.memory.readings import bytes_text
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from hookcb import (
     assert_no_hooks,
     count_hooks,
 )
-from hookcb.callbacks.memory import MemoryStats
+from hookcb.profiling.memory.callback import MemoryStats
 
 BS = 8
 KNOWS_TOP = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")

@@ -9,7 +9,7 @@ import torch
 from support import no_collection
 from torch.func import grad
 
-from hookcb.saved_tensors import SavedTensors
+from hookcb.profiling.memory.saved_tensors import SavedTensors
 
 AUTOGRAD = torch._C._autograd
 ORIGINAL = AUTOGRAD._saved_tensors_hooks_disable, AUTOGRAD._saved_tensors_hooks_enable

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Callback, Learner
-from hookcb.callbacks.accumulate import GradientAccumulation
-from hookcb.callbacks.amp import MixedPrecision
-from hookcb.callbacks.checkpoint import Checkpoint
-from hookcb.callbacks.ema import EMA
-from hookcb.callbacks.one_cycle import OneCycle
-from hookcb.demo import digits
+from hookcb.cli.demo import digits
+from hookcb.training.accumulate import GradientAccumulation
+from hookcb.training.amp import MixedPrecision
+from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.ema import EMA
+from hookcb.training.schedules.one_cycle import OneCycle
 
 EVERY, N_EPOCH, BATCH_SIZE = 3, 3, 48
 

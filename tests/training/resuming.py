@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb import Callback, Learner
-from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.training.checkpoint.callback import Checkpoint
 
 RESULTS = ("stats", "valid_stats", "norms", "coefs", "best", "best_epoch", "reason", "skipped")
 VALID = make_batches(2, seed=1)

@@ -9,7 +9,7 @@ from resuming import acting, differing, learner, names, outcome, train
 from support import fit, make_batches
 
 from hookcb import Callback, check_callback
-from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.training.checkpoint.callback import Checkpoint
 
 FIRST_THREE = ["epoch-0001.pt", "epoch-0002.pt", "epoch-0003.pt"]
 

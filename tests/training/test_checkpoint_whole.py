@@ -20,9 +20,9 @@ from resuming import Net, Stop, acting, differing, handler, learner, names, outc
 from support import fit, make_batches
 
 from hookcb import Callback, CancelBatchException, CancelFitException, Event
-from hookcb.callbacks.checkpoint import Checkpoint
-from hookcb.callbacks.max_time import MaxTime
-from hookcb.files import read_saved, save_whole
+from hookcb.core.files import read_saved, save_whole
+from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.max_time import MaxTime
 
 
 def plain(cbs=()):
@@ -50,7 +50,9 @@ def test_a_disk_that_is_full_is_told_by_path_bytes_needed_and_bytes_free(tmp_pat
     state = {"x": torch.rand(50_000)}
     size = save_whole(state, tmp_path / "file.pt").stat().st_size
     free = []
-    monkeypatch.setattr("hookcb.files.disk_usage", lambda folder: free.append(left(folder)) or usage(folder))
+    monkeypatch.setattr(
+        "hookcb.core.files.disk_usage", lambda folder: free.append(left(folder)) or usage(folder)
+    )
     usage, left = shutil.disk_usage, lambda folder: [file.stat().st_size for file in folder.glob("*.partial")]
     with files_limited_to(100_000), pytest.raises(OSError, match=FULL) as caught:
         save_whole(state, tmp_path / "file.pt")

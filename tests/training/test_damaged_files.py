@@ -9,7 +9,7 @@ from support import fit, make_learner, same, weights
 from torch import nn
 
 from hookcb import ActivationStats, Checkpoint, GradientHealth, Learner
-from hookcb.files import read_saved, save_whole
+from hookcb.core.files import read_saved, save_whole
 
 CPU = torch.device("cpu")
 STATE = {"model": {"a": torch.linspace(-1, 1, 9), "b": torch.arange(4)}, "opt": None, "rows": [(0.5, "x")]}

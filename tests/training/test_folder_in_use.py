@@ -16,9 +16,10 @@ from resuming import acting, differing, go_on, learner, names, outcome, raising,
 from support import make_batches
 from test_checkpoint_whole import files_limited_to
 
-from hookcb import Callback, CancelFitException, Checkpoint, folder_lock
-from hookcb.files import save_whole
-from hookcb.folder_lock import FolderLock
+from hookcb import Callback, CancelFitException, Checkpoint
+from hookcb.core.files import save_whole
+from hookcb.training.checkpoint import folder_lock
+from hookcb.training.checkpoint.folder_lock import FolderLock
 
 LOCK = "in-use.lock"
 

@@ -29,16 +29,16 @@ from hookcb import (
     CancelStepException,
     CancelTrainException,
 )
-from hookcb.callbacks.accumulate import GradientAccumulation
-from hookcb.callbacks.amp import MixedPrecision
-from hookcb.callbacks.checkpoint import Checkpoint
-from hookcb.callbacks.clip import GradientClip
-from hookcb.callbacks.early_stopping import EarlyStopping
-from hookcb.callbacks.ema import EMA
-from hookcb.callbacks.one_cycle import OneCycle
-from hookcb.callbacks.plateau import ReduceLROnPlateau
-from hookcb.callbacks.schedule import Schedule
-from hookcb.callbacks.warmup_cosine import WarmupCosine
+from hookcb.training.accumulate import GradientAccumulation
+from hookcb.training.amp import MixedPrecision
+from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.clip import GradientClip
+from hookcb.training.early_stopping import EarlyStopping
+from hookcb.training.ema import EMA
+from hookcb.training.schedules.one_cycle import OneCycle
+from hookcb.training.schedules.plateau import ReduceLROnPlateau
+from hookcb.training.schedules.schedule import Schedule
+from hookcb.training.schedules.warmup_cosine import WarmupCosine
 
 adam, sgd = torch.optim.Adam, torch.optim.SGD
 OPTIMIZERS = {

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from hookcb import Callback
-from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.training.checkpoint.callback import Checkpoint
 
 
 def generator(seed=3):

@@ -13,7 +13,7 @@ from support import same, weights
 from torch import nn
 
 from hookcb import Callback
-from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.training.checkpoint.callback import Checkpoint
 
 adam, sgd = torch.optim.Adam, torch.optim.SGD
 

@@ -10,9 +10,9 @@ from support import fit, make_batches
 from torch import nn
 
 from hookcb import Callback, Metrics
-from hookcb.callbacks.checkpoint import Checkpoint
-from hookcb.callbacks.clip import GradientClip
-from hookcb.callbacks.ema import EMA
+from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.clip import GradientClip
+from hookcb.training.ema import EMA
 
 sgd = torch.optim.SGD
 

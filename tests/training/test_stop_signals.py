@@ -31,7 +31,7 @@ from support import make_batches
 from torch.utils.data import DataLoader
 
 from hookcb import EMA, Callback, CancelFitException
-from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.training.checkpoint.callback import Checkpoint
 
 SIGNALS = {"Ctrl-C": (signal.SIGINT, KeyboardInterrupt), "SIGTERM": (signal.SIGTERM, SystemExit)}
 IN_TRAINING = ["before_batch", "after_pred", "after_loss", "before_backward", "after_backward"]
@@ -298,7 +298,7 @@ import torch
 torch.set_num_threads(1)
 from torch.utils.data import DataLoader, Dataset
 from resuming import acting, dataset, learner, seed_all
-from hookcb.callbacks.checkpoint import Checkpoint
+from hookcb.training.checkpoint.callback import Checkpoint
 
 class Slow(Dataset):
     "Is still asked for the third batch when Ctrl-C comes, or, one of validation, for the second."

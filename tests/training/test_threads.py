@@ -25,7 +25,7 @@ from hookcb import (
     MemoryStats,
     watch,
 )
-from hookcb.optimizer_steps import StepHook
+from hookcb.hooks.optimizer_steps import StepHook
 
 X, Y = make_batches(1)[0]
 

@@ -52,7 +52,7 @@ from hookcb import (
     accuracy,
     count_hooks,
 )
-from hookcb.demo import build_model, digits
+from hookcb.cli.demo import build_model, digits
 
 N_EPOCH, BS = 2, 256
 SCALE = {"init_scale": 2.0**10, "growth_interval": 2}

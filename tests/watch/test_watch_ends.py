@@ -27,7 +27,7 @@ from hookcb import (
     count_hooks,
     watch,
 )
-from hookcb.watch_limits import REFUSED
+from hookcb.loops.coverage import REFUSED
 
 X, Y = make_batches(1)[0]
 # every public callback that may follow a loop

@@ -1064,7 +1064,7 @@ def test_a_model_compiled_in_place_after_it_is_watched(graphs):
     # the first call is seen by its step
     assert seen(loop, model, opt) == f"E(T((sS){TRAINED * 2})T)E"
     assert len(found) == 1
-    assert type(model._compiled_call_impl).__module__ != "hookcb.watch_taps"
+    assert type(model._compiled_call_impl).__module__ != "hookcb.loops.taps"
 
 
 def test_a_wrapper_that_was_made_after_is_not_seen_and_coverage_says_so(graphs):

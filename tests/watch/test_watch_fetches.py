@@ -12,7 +12,8 @@ from support import SLEEP, Clock, fit, make_batches, make_learner, make_model
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hookcb import Callback, Diagnose, Learner, ProfilerCallback, StepTimer, step_clock, watch
+from hookcb import Callback, Diagnose, Learner, ProfilerCallback, StepTimer, watch
+from hookcb.profiling.steps import clock as step_clock
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
 
@@ -22,7 +23,7 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(step_clock, "perf_counter", clock)
-    monkeypatch.setattr("hookcb.fetches.perf_counter", clock, raising=False)
+    monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)
     return clock
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookcb import Callback, Diagnose, Recorder, watch
-from hookcb.diagnosis.loss_graph import read_loss
-from hookcb.loss_found import find_loss
+from hookcb.diagnosis.probes.loss_graph import read_loss
+from hookcb.loops.loss_found import find_loss
 
 BATCHES = make_batches(4)
 X, Y = BATCHES[0]

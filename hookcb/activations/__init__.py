@@ -1,0 +1,1 @@
+"""ActivationStats: statistics of what each layer puts out."""

@@ -1,0 +1,245 @@
+"""Statistics of a layer's output: pure functions from a tensor to small tensors, which wait for no device."""
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hookcb.activations.fused import can_fuse, fused_layer_stats
+from hookcb.core.precision import WIDE, at_least_float32, scale_of, scaled_norm, widened, widest
+
+LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
+WHOLE = 65_536  # up to so many elements all are looked at for shares and histograms
+SAMPLED = 4_096  # above that so many: the standard error of a share is at most 0.8 %
+
+Sample = int | None | Literal["auto"]
+
+
+def has_stats(x: object) -> bool:
+    """Whether `x` is a tensor that `layer_stats` can describe: dense, real, with values in memory."""
+    return (
+        isinstance(x, Tensor)
+        and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+        and x.layout is torch.strided
+        and not (x.is_nested or x.is_quantized or x.is_meta or x.is_complex())
+    )
+
+
+def kind_of(x: object) -> str:
+    """What it is that has no statistics: its type, of a tensor also what `layer_stats` cannot take of it.
+
+    >>> kind_of(torch.zeros(2, dtype=torch.complex64)), kind_of(torch.zeros(2, device="meta")), kind_of(None)
+    ('Tensor, complex64', 'Tensor, on meta', 'NoneType')
+    """
+    name = type(x).__name__
+    if not isinstance(x, Tensor):
+        return name
+    reasons = {
+        "nested": x.is_nested,
+        str(x.layout).removeprefix("torch."): x.layout is not torch.strided and not x.is_nested,
+        str(x.dtype).removeprefix("torch."): x.is_complex() or x.is_quantized,
+        "on meta": x.is_meta,
+    }
+    return ", ".join([name, *(reason for reason, holds in reasons.items() if holds)])
+
+
+def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
+    """What `LAYER_STATS` names, of all elements.
+
+    Args:
+        x: of any shape and any real dtype; widened to float32, float64 stays.
+        eps: magnitude up to which an element counts as near zero, in the unit of `x`.
+
+    Returns:
+        A tensor `(8,)` on the device of `x`, float64 where `x` is, else float32: mean and unbiased standard
+        deviation; smallest, largest and largest absolute of the finite elements, all in the unit of `x`;
+        shares with |x| ≤ eps and of exact zeros, 0..1; number of NaN and infinite elements. NaN if there
+        are too few elements.
+
+    fastai counts each negative value as near zero; here it goes by magnitude.
+    """
+    elements, exact = take(x.detach(), None)
+    return summarize(elements.reshape(1, -1), exact, eps)[0]
+
+
+def take(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor | None]:
+    """What to keep of a layer's output until there is time to reduce it.
+
+    Args:
+        x: the output, of n elements, detached.
+        sample: `"auto"`: up to 65,536 elements all, above that 4,096 and the moments of all; an int: at most
+            so many; None: all.
+
+    Returns:
+        A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, `(1, 6)`, or None
+        where these elements tell them.
+    """
+    n = x.numel()
+    most = n if sample is None else WHOLE if sample == "auto" else sample
+    if n <= most:
+        return (x.clone() if x.dtype in WIDE else x.float()), None
+    x = _flat(x)
+    elements = x[_strata(n, SAMPLED if sample == "auto" else most, x.device)]
+    return at_least_float32(elements), torch.stack(moments(x[None]), 1) if sample == "auto" else None
+
+
+def summarize(rows: Tensor, exact: Tensor | None, eps: float) -> Tensor:
+    """`LAYER_STATS` of rows of elements, `(R, n)`, as `(R, 8)`; `exact` are their moments, where known."""
+    *first, nonfinite = moments(rows) if exact is None else exact.unbind(1)
+    near_zero, zeros = shares(rows, eps)
+    return torch.stack([*first, near_zero.to(nonfinite.dtype), zeros.to(nonfinite.dtype), nonfinite], 1)
+
+
+def moments(rows: Tensor) -> tuple[Tensor, ...]:
+    """Mean, unbiased std, min, max, largest magnitude, number of non-finite elements of each row.
+
+    Args:
+        rows: `(R, n)`, any real dtype.
+
+    Returns:
+        Each `(R,)`, float64 if `rows` are, else float32. With NaN or infinities mean and std are what
+        arithmetic makes of them; min, max and magnitude are of finite elements.
+    """
+    n, dtype = rows.shape[1], torch.float64 if rows.dtype is torch.float64 else torch.float32
+    if n == 0:
+        nothing = torch.full((len(rows),), float("nan"), dtype=dtype, device=rows.device)
+        return *[nothing] * 5, torch.zeros_like(nothing)
+    if len(rows) == 1 and can_fuse(rows):
+        *first, _, _, nonfinite = fused_layer_stats(rows, eps=0.0)[:, None].unbind()
+        return *first, nonfinite
+    if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+        parts = _in_rows(rows) if n <= WHOLE else _in_parts(rows)
+    else:
+        parts = _in_one(rows)
+    mean, spread, low, high, nonfinite = parts
+    none = low > high
+    low, high = low.masked_fill_(none, float("nan")), high.masked_fill_(none, float("nan"))
+    std = spread / (n - 1) ** 0.5 if n > 1 else torch.full_like(mean, float("nan"))
+    return tuple(x.to(dtype) for x in (mean, std, low, high, torch.maximum(high, -low), nonfinite))
+
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # mean, L2 norm around it, min, max, n non-finite: (R,)
+
+
+def _in_one(rows: Tensor) -> Parts:
+    """By Welford's way: exact at any offset, and fused into one pass where it is compiled."""
+    rows = at_least_float32(rows)
+    scale = scale_of(rows, 1) if rows.dtype is torch.float64 else None  # squares beyond 1e308 are rare
+    scaled = rows if scale is None else rows / scale
+    var, mean = torch.var_mean(scaled, dim=1, correction=0)
+    mean = torch.where(
+        mean.isnan(), scaled.mean(1), mean
+    )  # var_mean gives NaN where an infinite mean is true
+    mean, spread = widened(mean), (widened(var) * rows.shape[1]).sqrt()
+    if scale is not None:
+        mean, spread = mean * scale[:, 0], spread * scale[:, 0]
+    return mean, spread, *_finite(rows)
+
+
+def _finite(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Smallest and largest of the finite elements, ±inf where there are none, and the number of others."""
+    others, inf = rows.isfinite().logical_not_(), float("inf")
+    return rows.masked_fill(others, inf).amin(1), rows.masked_fill(others, -inf).amax(1), others.sum(1)
+
+
+def _in_rows(rows: Tensor) -> Parts:
+    """By sums and norms, a tenth of the time of `var_mean` on a CPU, which are exact for most rows.
+
+    Σ(x - mean)² = Σx² - n·mean² loses digits where the mean is large against the spread. Rows where it does,
+    from |mean|/std ≈ 16 on, and those that overflow or are not finite are taken again in float64.
+    """
+    rows, n = at_least_float32(rows), rows.shape[1]
+    mean, total = rows.mean(1).double(), torch.linalg.vector_norm(rows, dim=1).double().square_()
+    low, high = rows.amin(1), rows.amax(1)
+    squares = torch.addcmul(total, mean, mean, value=-n)
+    spread = squares.sqrt()
+    again = torch.sub(squares, total, alpha=4e-3).gt_(0).logical_not()  # NaN too
+    nonfinite = torch.zeros_like(low)
+    hard = rows[again]
+    if len(hard):
+        low[again], high[again], others = _finite(hard)
+        nonfinite[again] = others.to(nonfinite.dtype)
+        hard = hard.double()
+        scale = scale_of(hard, 1)
+        hard = hard.div_(scale)
+        center = hard.mean(1, keepdim=True)
+        mean[again] = (center * scale)[:, 0]
+        spread[again] = torch.linalg.vector_norm(hard - center, dim=1) * scale[:, 0]
+    return mean, spread, low, high, nonfinite
+
+
+def _in_parts(rows: Tensor) -> Parts:
+    """Long rows in parts, which are joined by the formula of Chan, Golub and LeVeque (1979)."""
+    (x,) = rows
+    whole = x[: len(x) // WHOLE * WHOLE].view(-1, WHOLE)
+    pieces = [*whole.split(16), x[None, len(whole) * WHOLE :]]  # few at a time, as widening copies them
+    pieces = [piece for piece in pieces if piece.numel()]
+    n = torch.cat([torch.full((len(piece),), float(piece.shape[1])).double() for piece in pieces])
+    mean, spread, low, high, nonfinite = map(torch.cat, zip(*map(_in_rows, pieces), strict=True))
+    center = (n / len(x) * mean).sum()
+    spread = scaled_norm(torch.cat([spread, n.sqrt() * (mean - center)]), 0)
+    joined = center, spread, low.amin(), high.amax(), nonfinite.sum()
+    mean, spread, low, high, nonfinite = (x.reshape(1) for x in joined)
+    return mean, spread, low, high, nonfinite
+
+
+def shares(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Of each row of `(R, n)` the shares, 0..1, of |x| ≤ eps and of exact zeros; NaN of none."""
+    size = rows.abs()
+    near_zero = torch.le(size, eps, out=torch.empty_like(size))  # as float: ten times as fast to sum as bool
+    return near_zero.mean(1), size.eq_(0).mean(1)
+
+
+def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int) -> Tensor:
+    """Counts of each row's elements in bins of equal width from `low` to `high`, both included.
+
+    Args:
+        rows: `(R, n)`, float32 or float64.
+        low: lower edge of the range, in the unit of `rows`; a 0-d tensor on its device, or a float.
+        high: upper edge.
+        bins: number of bins.
+
+    Returns:
+        `(R, bins + 2)`: first what is below `low`, last what is above `high`. NaN is in none of them.
+    """
+    wide = widest(rows.device)
+    low, high = torch.as_tensor(low, dtype=wide), torch.as_tensor(high, dtype=wide)
+    position = rows.mul(0.5).sub_(low / 2)  # half, as the difference of the largest floats overflows
+    position.mul_(bins / (high / 2 - low / 2)).clamp_(-1, bins - 1).floor_()
+    position.add_(rows.clone().gt_(high))  # by the edge itself, as products are rounded
+    slot = position.nan_to_num_(nan=bins + 1).long()
+    slot += torch.arange(1, len(rows) * (bins + 3), bins + 3, device=rows.device)[:, None]
+    exact = (
+        torch.float32 if rows.shape[1] < 2**24 else torch.float64 if wide is torch.float64 else torch.int32
+    )
+    counts = rows.new_zeros(len(rows) * (bins + 3), dtype=exact)
+    counts.scatter_add_(0, slot.view(-1), torch.ones_like(slot.view(-1), dtype=exact))
+    return counts.view(len(rows), -1)[:, :-1]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """As one dimension in the order of memory, a view where its elements lie side by side."""
+    if not x.is_contiguous():
+        x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+    return x.reshape(-1)
+
+
+def _strata(n: int, k: int, device: torch.device) -> Tensor:
+    """An index from each of k equal strata of n elements: always the same ones, and in no regular pattern.
+
+    Every (n/k)-th element would see one channel only, where n/k is a multiple of the number of channels.
+    """
+    if torch.compiler.is_compiling():
+        return _drawn(n, k, device)
+    return _remembered(n, k, device)
+
+
+def _drawn(n: int, k: int, device: torch.device) -> Tensor:
+    on = device if widest(device) is torch.float64 else "cpu"
+    i = torch.arange(k, dtype=torch.float64, device=on)
+    jitter = (i * 12.9898).sin_().mul_(43758.5453).frac_().abs_()  # of no generator, so that it compiles
+    return ((i + jitter) * (n / k)).long().to(device)
+
+
+_remembered = lru_cache(maxsize=64)(_drawn)

@@ -1,0 +1,1 @@
+"""The command `hookcb`: demo, demo --fault, diagnose."""

@@ -1,0 +1,138 @@
+"""The main job on real data: a small network learns handwritten digits, and shows what its layers do."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from hookcb.activations.callback import ActivationStats
+from hookcb.cli.faults import Fault, Setup
+from hookcb.core.batch import Loaders
+from hookcb.core.callback import Callback
+from hookcb.core.randomness import random_kept
+from hookcb.diagnosis.callback import Diagnose
+from hookcb.gradients.callback import GradientHealth
+from hookcb.loops.learner import Learner
+from hookcb.profiling.callback import ProfilerCallback
+from hookcb.training.amp import MixedPrecision
+from hookcb.training.averages import accuracy
+from hookcb.training.checkpoint.callback import Checkpoint
+
+
+def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
+    """Scikit-learn's 1,797 handwritten digits, of which every fifth, 360, are held out.
+
+    Args:
+        batch_size: of training batches.
+        seed: of the split and the order of training batches.
+
+    Returns:
+        Loaders of `(x, y)`: x float32 `(N, 1, 8, 8)` standardised by the training part, y int64 `(N,)`.
+
+    Raises:
+        ModuleNotFoundError: without scikit-learn; the message says how to get it.
+    """
+    try:
+        with random_kept():
+            from sklearn.datasets import load_digits
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "the digits come with scikit-learn, which is not installed; pip install 'hookcb[demo]'"
+        ) from missing
+    data: Any = load_digits()
+    x, y = torch.tensor(data.images, dtype=torch.float32)[:, None], torch.tensor(data.target)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(x), generator=generator)
+    held_out, train = order[::5], order[torch.arange(len(order)) % 5 != 0]
+    x = (x - x[train].mean()) / x[train].std()
+    return Loaders(
+        DataLoader(TensorDataset(x[train], y[train]), batch_size, shuffle=True, generator=generator),
+        DataLoader(TensorDataset(x[held_out], y[held_out]), 256),
+    )
+
+
+def build_model(kind: str = "cnn") -> nn.Sequential:
+    """A classifier of `(N, 1, 8, 8)` images, `"cnn"` or `"mlp"`; the output is scores `(N, 10)`.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if kind == "mlp":
+        layers = {
+            "flat": nn.Flatten(),
+            "hidden": nn.Linear(64, 64),
+            "act": nn.ReLU(),
+            "head": nn.Linear(64, 10),
+        }
+    elif kind == "cnn":
+        layers = {
+            **{f"{name}1": layer for name, layer in _conv(1, 16).items()},
+            **{f"{name}2": layer for name, layer in _conv(16, 32).items()},
+            "flat": nn.Flatten(),
+            "head": nn.Linear(32 * 2 * 2, 10),
+        }
+    else:
+        raise ValueError(f"model is {kind!r}; there are 'cnn' and 'mlp'")
+    return nn.Sequential(OrderedDict(layers))
+
+
+def train_digits(
+    model: str = "cnn",
+    epochs: int = 10,
+    seed: int = 0,
+    folder: str | Path = "hookcb-demo",
+    resume: bool = False,
+    trace: str | Path | None = None,
+    fault: Fault | None = None,
+) -> Learner:
+    """Trains in one cycle, on a GPU where there is one, with `Diagnose` and what it reads.
+
+    Args:
+        model: see `build_model`.
+        epochs: how many, with those that a resumed training has made.
+        seed: of weights, split and order of batches.
+        folder: for the checkpoint after each epoch.
+        resume: whether to go on from the newest checkpoint there.
+        trace: profile some steps, and write a Chrome trace of them to this file; see `ProfilerCallback`.
+        fault: what to do wrong; such a training writes no checkpoint.
+
+    Returns:
+        The learner, whose `recorder`, `activation_stats` and `gradient_health` have the numbers.
+
+    Raises:
+        ValueError, FileNotFoundError: where there is nothing to resume, or not this training.
+    """
+    if fault is not None and resume:
+        raise ValueError("a training with a fault begins anew; leave out --resume, or the fault")
+    setup = Setup(digits(seed=seed), _seeded_model(model, seed), torch.optim.AdamW, lr=1e-2)
+    if fault is not None:
+        fault.plant(setup)
+    device = "cuda" if torch.cuda.is_available() else None
+    learn = Learner(setup.dls, setup.model, F.cross_entropy, setup.opt_func, metrics=accuracy, device=device)
+    cbs: list[Callback] = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth()]
+    if (
+        not resume
+    ):  # of one that goes on the others have all records, from its beginning, and Diagnose has not
+        cbs.append(Diagnose(show=False))
+    if fault is None:
+        cbs.append(Checkpoint(folder))
+    if trace is not None:
+        cbs.append(ProfilerCallback(wait=5, warmup=2, active=10, trace=trace))
+    if device and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
+        cbs.append(MixedPrecision())
+    learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
+    return learn
+
+
+def _seeded_model(kind: str, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return build_model(kind)
+
+
+def _conv(n_in: int, n_out: int) -> dict[str, nn.Module]:
+    conv = nn.Conv2d(n_in, n_out, 3, stride=2, padding=1, bias=False)
+    return {"conv": conv, "norm": nn.BatchNorm2d(n_out), "act": nn.ReLU()}

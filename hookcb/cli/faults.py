@@ -1,0 +1,125 @@
+"""Typical faults, to be planted into the demo's training, so that one sees what a verdict says of them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Setup:
+    """What the demo trains, before it does.
+
+    Attributes:
+        dls: loaders of `(x, y)`, see `hookcb.cli.demo.digits`.
+        model: the classifier, an `nn.Sequential` whose last layer is the head.
+        opt_func: makes the optimizer.
+        lr: the highest learning rate of the cycle.
+    """
+
+    dls: Any
+    model: nn.Sequential
+    opt_func: Callable[..., torch.optim.Optimizer]
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault that can be planted.
+
+    Attributes:
+        about: what is wrong, in a line.
+        code: of the finding that names it.
+        plant: changes the setup.
+    """
+
+    about: str
+    code: str
+    plant: Callable[[Setup], None]
+
+
+def _high_rate(setup: Setup) -> None:
+    setup.lr *= 1000
+
+
+def _low_rate(setup: Setup) -> None:
+    setup.lr *= 1e-6
+
+
+def _dead_units(setup: Setup) -> None:
+    first = next(m for m in setup.model if getattr(m, "bias", None) is not None)
+    nn.init.constant_(first.bias, -10)  # type: ignore[arg-type]  # of a layer that has one
+
+
+def _sigmoids(setup: Setup) -> None:
+    layers: dict[str, nn.Module] = {"flat": nn.Flatten()}
+    for i in range(1, 11):
+        layers |= {f"hidden{i}": nn.Linear(64, 64), f"act{i}": nn.Sigmoid()}
+    setup.model = nn.Sequential()
+    for name, layer in (layers | {"head": nn.Linear(64, 10)}).items():
+        setup.model.add_module(name, layer)
+
+
+def _softmax(setup: Setup) -> None:
+    setup.model.add_module("softmax", nn.Softmax(dim=1))
+
+
+def _kept_gradients(setup: Setup) -> None:
+    make = setup.opt_func
+
+    def forgetful(params: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+        opt = make(params, lr=lr)
+        opt.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        return opt
+
+    setup.opt_func = forgetful
+
+
+def _head_only(setup: Setup) -> None:
+    make = setup.opt_func
+
+    def forgetful(params: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+        *_, weight, bias = params
+        return make([weight, bias], lr=lr)
+
+    setup.opt_func = forgetful
+
+
+def _nan(setup: Setup) -> None:
+    images = setup.dls.train.dataset.tensors[0]
+    images[len(images) // 2, 0, 0, 0] = float("nan")
+
+
+FAULTS: Mapping[str, Fault] = {
+    "lr-too-high": Fault("the learning rate is 10, not 0.01", "update.too_large", _high_rate),
+    "lr-too-low": Fault("the learning rate is 1e-8, not 0.01", "update.too_small", _low_rate),
+    "dead-relu": Fault("a bias of -10 before a ReLU leaves its units at zero", "unit.dead", _dead_units),
+    "sigmoid-stack": Fault(
+        "ten sigmoid layers in series, where a gradient fades", "grad.attenuated", _sigmoids
+    ),
+    "softmax-before-loss": Fault(
+        "the model ends in a softmax, and cross_entropy applies its own", "head.activation", _softmax
+    ),
+    "no-zero-grad": Fault("gradients are never set to zero, and add up", "grad.stale", _kept_gradients),
+    "not-in-optimizer": Fault("the optimizer was given the head alone", "param.not_in_optimizer", _head_only),
+    "nan-input": Fault("one pixel of one image is NaN", "input.nonfinite", _nan),
+}
+
+
+def find_fault(name: str) -> Fault:
+    """The fault of that name.
+
+    Raises:
+        LookupError: where there is none; the message says which there are.
+    """
+    if name not in FAULTS:
+        raise LookupError(f"there is no fault {name!r}; there are: {', '.join(FAULTS)}")
+    return FAULTS[name]
+
+
+def fault_lines() -> list[str]:
+    """A line for each fault, its name and what it is."""
+    width = max(map(len, FAULTS))
+    return [f"{name:{width}}  {fault.about}" for name, fault in FAULTS.items()]

@@ -1,0 +1,137 @@
+"""The command line: `hookcb demo` and `hookcb diagnose`."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from hookcb import __version__
+from hookcb.activations.callback import ActivationStats
+from hookcb.cli.demo import train_digits
+from hookcb.cli.faults import Fault, fault_lines, find_fault
+from hookcb.cli.script import run_script
+from hookcb.core.console import show, show_error
+
+PICTURE = "activations.png"
+TRACE = "trace.json"
+FOLDER = "hookcb-demo"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command in `argv`, by default the process's own.
+
+    Returns:
+        Exit code: 0, or 1 where something needed is not installed; a wrong option exits with 2 at once. Of
+        `diagnose` see `run_script`.
+    """
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(given)
+    if args.command == "diagnose":  # argparse would leave out a first "--" of the script's arguments
+        return run_script(args.script, given[given.index(args.script, 1) + 1 :])
+    if args.list_faults:
+        show("\n".join(fault_lines()), soft_wrap=True, highlight=False, markup=False)
+        return 0
+    return _demo(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    try:
+        trace = TRACE if args.profile else None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "ERROR", UserWarning)  # the verdict comes at the end
+            learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume, trace, args.fault)
+    except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
+        show_error(f"hookcb {args.command}: {error}")  # as argparse does
+        return 1
+    if args.fault is not None:
+        show(f"planted: {args.fault.about}; the verdict:", soft_wrap=True, highlight=False)
+        show(learn.diagnose(), soft_wrap=True)
+        return 0
+    show(learn.activation_stats.report())
+    show(learn.gradient_health.report())
+    show(_picture(learn.activation_stats), highlight=False, markup=False)
+    if args.profile:
+        show(learn.profiler.layers())
+        show(learn.profiler.report())
+        show(f"timeline of these steps, for ui.perfetto.dev: {TRACE}", highlight=False)
+    last = learn.recorder.rows[-1]
+    show(f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on")
+    verdict = learn.diagnose()
+    show(verdict.headline if verdict else verdict, soft_wrap=True)
+    return 0
+
+
+def _picture(stats: ActivationStats) -> str:
+    if find_spec("matplotlib") is None:
+        return f"no {PICTURE}, as matplotlib is not installed; pip install 'hookcb[plot]'"
+    stats.color_dim().savefig(PICTURE)
+    return f"histograms of every layer, batch by batch: {PICTURE}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hookcb",
+        description="See inside a PyTorch training run.",
+    )
+    parser.add_argument("--version", action="version", version=f"hookcb {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    demo = commands.add_parser(
+        "demo",
+        help="train on real handwritten digits and show what each layer does",
+        description="Train a small network on 1,437 real handwritten digits, validate it on 360 others after "
+        "each epoch, and show tables of what its layers put out and of their gradients; with matplotlib also "
+        "draw activations.png. Checkpoints go to hookcb-demo/.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--model", choices=["mlp", "cnn"], default="cnn", help="what to train")
+    demo.add_argument("--epochs", type=_positive, default=10, help="passes over the training digits")
+    demo.add_argument("--resume", action="store_true", help="go on from the last checkpoint in hookcb-demo/")
+    demo.add_argument(
+        "--profile", action="store_true", help="tell what each layer and phase takes; write a trace.json"
+    )
+    demo.add_argument("--seed", type=_seed, default=0, help="of weights, split and order of batches")
+    demo.add_argument(
+        "--fault", type=_fault, metavar="NAME", help="do something wrong, and show the verdict on that"
+    )
+    demo.add_argument("--list-faults", action="store_true", help="say which faults there are")
+    script = commands.add_parser(
+        "diagnose",
+        help="run a training script, and say whether what it trains is healthy",
+        description="Run a training script as `python SCRIPT ARGS...` does, watch each model that is trained "
+        "in it, and print the verdicts: sick, suspect, healthy or unknown, the cause, and what to do. The "
+        "exit code is 0 if all are healthy, else 1; the script's own if that is not 0.",
+    )
+    script.add_argument("script", type=_file, help="the script, which need not know of hookcb")
+    script.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _fault(name: str) -> Fault:
+    try:
+        return find_fault(name)
+    except LookupError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _file(path: str) -> str:
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path!r}")
+    return path
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of epochs; give a whole number of 1 or more")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed; give a whole number from 0 to 2**63 - 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

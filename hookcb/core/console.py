@@ -1,0 +1,173 @@
+"""Printing that never ends a training: what an output lacks is spelled in ASCII, what fails is a warning."""
+
+import copy
+import io
+import sys
+import unicodedata
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import rich
+from rich.console import Console, RenderableType
+
+OURS = (str(Path(__file__).parents[1]), str(Path(rich.__file__).parent))  # whose frames no warning names
+BARS = dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))  # of a sparkline, from the lowest
+SPELLED = BARS | dict(
+    pair.split(" ")
+    for pair in (
+        *("× x", "→ ->", "← <-", "≤ <=", "≥ >=", "≠ !=", "≈ ~", "± +/-", "∞ inf", "\N{MINUS SIGN} -"),
+        *("· *", "• *", "… ...", "µ u", "‖ ||", "Δ d", "√ sqrt", "² ^2", "³ ^3"),
+    )
+)
+BY_CATEGORY = {"Pd": "-", "Pi": "'", "Pf": "'"}  # dashes and quotation marks, of which there are many
+
+
+def encoding_of(file: object) -> str:
+    """The encoding of a stream; UTF-8 if it names none."""
+    return getattr(file, "encoding", None) or "utf-8"
+
+
+def spelled(text: str, encoding: str) -> str:
+    """`text` in the characters that an encoding has: "->" for an arrow, an escape for a Chinese letter.
+
+    >>> spelled("64→64, ×3 ≤ 1 µs – café", "ascii")
+    '64->64, x3 <= 1 us - cafe'
+    """
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return "".join(c if _has(encoding, c) else _spelled(c, encoding) for c in text)
+    except LookupError:  # an encoding of the user's own, which its stream knows how to write
+        return text
+    return text
+
+
+def _has(encoding: str, text: str) -> bool:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _spelled(c: str, encoding: str) -> str:
+    known = SPELLED.get(c) or BY_CATEGORY.get(unicodedata.category(c))
+    if plain := known or unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode():
+        return plain
+    return "" if unicodedata.combining(c) else c.encode("ascii", "backslashreplace").decode()
+
+
+class SafeFile:
+    """Stands before the file of a console: spells what that lacks, and makes one warning of its errors.
+
+    Args:
+        console: whose file, at the time of each write.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._has_warned = console, False
+
+    @property
+    def encoding(self) -> str:
+        """That of the file."""
+        return encoding_of(self._console.file)
+
+    def write(self, text: str) -> int:
+        """Writes `text` if that is possible."""
+        self._try(lambda file: _write(file, text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes the file if that is possible."""
+        self._try(lambda file: file.flush())
+
+    def _try(self, act: Callable[[IO[str]], object]) -> None:
+        try:
+            act(self._console.file)
+        except Exception as error:  # closed, a broken pipe, a full disk, or a class of the user's
+            if not self._has_warned:
+                self._has_warned = True
+                warn(f"the output could not be written: {error!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # else a copy, which has nothing yet, would look for ever
+            raise AttributeError(name)
+        return getattr(self._console.file, name)
+
+
+def _write(file: IO[str], text: str) -> None:
+    try:
+        file.write(spelled(text, encoding_of(file)))
+    except UnicodeEncodeError:  # of a stream that writes to others, and names no encoding or another
+        file.write(spelled(text, "ascii"))
+
+
+def safe_console(console: Console | None = None) -> Console:
+    """A console like `console`, by default of standard output, whose file may fail and lack characters."""
+    own = Console() if console is None else console
+    safe = copy.copy(own)
+    safe.file = cast(IO[str], SafeFile(own))
+    return safe
+
+
+def show(*objects: RenderableType, console: Console | None = None, **options: Any) -> None:
+    """Prints as `Console.print` does, by default to standard output; whatever fails is a warning."""
+    attempt(lambda: safe_console(console).print(*objects, **options))
+
+
+def show_error(text: str) -> None:
+    """Writes a line to standard error, if there is one that takes it."""
+    with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or not a stream
+        sys.stderr.write(f"{spelled(text, encoding_of(sys.stderr))}\n")
+
+
+def attempt(act: Callable[[], object]) -> bool:
+    """Does what only shows something, and makes a warning of its error; whether there was none."""
+    try:
+        act()
+    except Exception as error:
+        warn(f"something could not be shown: {error!r}")
+        return False
+    return True
+
+
+class _Lines(io.StringIO):
+    """Text in memory, in the characters of standard output."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # which typeshed has as a plain attribute
+        return encoding_of(sys.stdout)
+
+
+def as_text(renderable: Any) -> str:
+    """What rich prints, as wide as the terminal and in the characters of standard output."""
+    lines = _Lines()
+    Console(file=lines, color_system=None, force_jupyter=False).print(renderable)
+    return "\n".join(line.rstrip() for line in printable(lines.getvalue()).splitlines())
+
+
+def printable(text: str) -> str:
+    """`text` in the characters of standard output, so that `print` does not raise."""
+    return spelled(text, encoding_of(sys.stdout))
+
+
+def warn(text: str, stacklevel: int | None = None) -> None:
+    """Warns as `warnings.warn` does, by default in the user's line; without a standard error it is lost.
+
+    Raises:
+        Warning: if the user's filter makes errors of warnings.
+    """
+    level = _frames_of_ours() if stacklevel is None else stacklevel + 1
+    with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or not a stream
+        warnings.warn(spelled(text, encoding_of(sys.stderr)), stacklevel=level)
+
+
+def _frames_of_ours() -> int:
+    """How many frames up from the caller the first is that is neither of this package nor of rich."""
+    frame, n = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+        frame, n = frame.f_back, n + 1
+    return n

@@ -1,0 +1,189 @@
+"""Files that are there whole or not at all, and are read only if nothing in them has changed."""
+
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from shutil import disk_usage
+from typing import IO, Any
+
+import torch
+
+from hookcb.core.checked_zip import compare_storages, names_of_changed
+
+# types beside tensors, lists, tuples and dicts that torch.load(weights_only=True) reads
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+SUFFIX = ".partial"
+_NUMBERS = count()  # of the files that this process has begun
+
+
+def save_whole(state: Any, file: str | Path) -> Path:
+    """Writes `state` with `torch.save`, checksums included; see `write_whole`."""
+    with _checksums():
+        return write_whole(file, lambda opened: torch.save(state, opened))
+
+
+def write_whole(file: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
+    """Has `write` write a file; until it is on the disk whole, one that is there stays as it is.
+
+    Args:
+        file: the path; its folder is made if it is missing.
+        write: called with an open file.
+
+    Returns:
+        The path written.
+
+    Raises:
+        OSError: If it cannot be written; the message says how many bytes are needed, and how many are free.
+    """
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_partials(path.parent, path.name)
+    owner = f"{socket.gethostname()}-{os.getpid()}-{next(_NUMBERS)}"
+    partial = path.with_name(f"{path.name}.{owner}{SUFFIX}")
+    try:
+        _write_partial(partial, path, write)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+    return path
+
+
+def _write_partial(partial: Path, path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    with partial.open("wb", buffering=0) as opened:  # a buffer would fail a second time when it is closed
+        counted = _Counted(opened)
+        write(counted)  # type: ignore[arg-type]  # torch.save and pickle.dump ask for no more
+        try:
+            if counted.error is not None:
+                raise counted.error
+            os.fsync(opened.fileno())  # else after a power failure the name may be there and the content not
+        except OSError as error:
+            opened.truncate(0)  # else what is there of it would not count as free
+            raise _with_bytes(error, path, counted.n_bytes) from error
+
+
+class _Counted:
+    """Writes to a file until that fails, and from there on only counts, to know how much was needed."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.n_bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Takes all of `data`; an error is noted, as torch would replace one that is raised here."""
+        left = memoryview(data)
+        n_bytes = left.nbytes
+        self.n_bytes += n_bytes
+        try:
+            while left and self.error is None:
+                left = left[self.file.write(left) :]  # a write may take a part
+        except OSError as error:
+            self.error = error
+        return n_bytes
+
+    def flush(self) -> None:
+        """Has nothing to pass on."""
+
+
+def _with_bytes(error: OSError, path: Path, n_bytes: int) -> OSError:
+    """The error with what one needs to make room."""
+    said = f"{error.strerror}; {n_bytes:,} bytes are needed, and {disk_usage(path.parent).free:,} are free"
+    return OSError(error.errno, said, str(path))
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Has torch write them, also if its option `set_crc32_options` is off."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def remove_partials(folder: Path, name: str) -> None:
+    """Removes what processes of this host have left of the file `name` when they were killed."""
+    start = f"{name}.{socket.gethostname()}-"
+    for left in os.listdir(folder):
+        pid, _, rest = left.removeprefix(start).partition("-")
+        if left.startswith(start) and rest.endswith(SUFFIX) and pid.isdecimal() and not _runs(int(pid)):
+            with suppress(OSError):  # another process was quicker, or on Windows the file is open
+                (folder / left).unlink()
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process; on Windows, where asking would end it, an open file says it."""
+    if os.name != "posix":
+        return pid == os.getpid()
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # of another user
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """Has the new name on the disk too."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def read_saved(file: str | Path, device: torch.device) -> Any:
+    """Reads what `save_whole` has written, its tensors to `device`; no code in it is run.
+
+    All of it is compared with its checksums before.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is truncated, damaged, or something else; the message names the file, and what in
+            it is damaged.
+    """
+    with Path(file).open("rb") as opened:
+        storages = compare_storages(opened, file)
+        opened.seek(0)
+        # the warnings are of a foreign file, of which the error below says enough
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                state = torch.load(opened, map_location=device, weights_only=True, mmap=False)
+            except Exception as error:  # torch's unpickler raises anything
+                raise ValueError(f"{file} cannot be read; it is damaged, or not a file of weights") from error
+    if not all(storages.values()):
+        changed = names_of_changed(storages, state)
+        raise ValueError(f"{file} is damaged: {changed} does not match its checksum; take another file")
+    return state
+
+
+def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[str, Any]:
+    """Reads a dict that `save_whole` has written, its tensors to `device`; no code in it is run.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: where it is truncated or damaged, or has other keys; the message names the file.
+    """
+    state: dict[str, Any] = read_saved(file, device)
+    check_saved(state, file, keys)
+    return state
+
+
+def check_saved(state: Any, file: str | Path, keys: set[str]) -> None:
+    """Refuses what is no dict with these keys.
+
+    Raises:
+        ValueError: that names the file it is of.
+    """
+    if not isinstance(state, dict) or set(state) != keys:
+        raise ValueError(f"{file} was not written by save; read it with torch.load")

@@ -1,0 +1,523 @@
+"""Loop: the state of a training, its callbacks and the emission of events; it iterates over nothing."""
+
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from hookcb.core.callback import Callback
+from hookcb.core.console import show
+from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
+from hookcb.core.fetches import FetchListener, follow_loaders, leave_loaders
+from hookcb.core.loop_tree import loop_tree
+from hookcb.core.threads import is_here
+from hookcb.diagnosis.of_loop import diagnose_loop
+from hookcb.diagnosis.verdict import Verdict
+
+Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
+Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
+PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
+BATCH = ("xb", "yb", "pred", "loss")
+
+
+class Loop:
+    """What callbacks attach to: state, callbacks in order, and `emit`.
+
+    Args:
+        model: the model being trained.
+        cbs: one callback or several, as instances, or as classes that need no arguments.
+
+    Raises:
+        TypeError: where the model is no nn.Module, or one of `cbs` is no callback.
+        ValueError: where a callback cannot be attached, see `add_cbs`.
+    """
+
+    def __init__(self, model: nn.Module, cbs: Callbacks = ()) -> None:
+        if not isinstance(model, nn.Module):
+            hint = f"; give an instance, {model.__name__}(…)" if isinstance(model, type) else ""
+            raise TypeError(f"model is {model!r:.80}, no nn.Module{hint}")
+        self.model = model
+        self._thread = threading.get_ident()  # that runs the loop
+        self.opt: Any = None  # like pred, loss and dl: None until there is one
+        self.xb: Any = ()
+        self.yb: tuple[Any, ...] = ()
+        self.pred: Any = None
+        self.loss: Any = None
+        self.dl: Any = None
+        self.epoch = self.n_epoch = self.iter = self.train_iter = 0
+        self.n_iter: int | None = None
+        self.epoch_began = 0
+        self._n_train: int | None = None
+        self.training = False
+        self.scaler: torch.amp.GradScaler | None = None  # scales the loss, and makes the step in its way
+        self.accumulating = False  # whether gradients wait for those of the next batch, and no step is made
+        # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
+        self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        self.stop_asked = False  # a callback has asked to end a loop that is not ours, or a signal has come
+        self._depth = 0
+        self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
+        self.cbs: list[Callback] = []
+        self._entered: list[Callback] | None = None  # while a fit runs: whose before_fit was called
+        self.build_dispatch()
+        self.add_cbs(cbs)
+
+    # ---- what it waits for
+
+    between_batches = "other"  # the phase of a step from `after_batch` to `before_batch`, as far as is known
+
+    def follow_fetches(self, listener: FetchListener) -> None:
+        """Tells `listener` of each fetch of a batch in this thread, until `leave_fetches`."""
+        follow_loaders(listener)
+
+    def leave_fetches(self, listener: FetchListener) -> None:
+        """Ends what `follow_fetches` began; a second time does nothing."""
+        leave_loaders(listener)
+
+    # ---- state that follows from other state
+
+    @property
+    def x(self) -> Any:
+        """The input of the batch; where there are several, all of `xb`."""
+        return self.xb[0] if isinstance(self.xb, tuple) and len(self.xb) == 1 else self.xb
+
+    @property
+    def y(self) -> Any:
+        """The target of the batch; where there are several, all of `yb`."""
+        return self.yb[0] if len(self.yb) == 1 else self.yb
+
+    @property
+    def batch_loss(self) -> Any:
+        """The loss of the batch, under a name that every loop has."""
+        return self.loss
+
+    @property
+    def loss_node(self) -> Any:
+        """The autograd node of the loss, None if it has none; under a watch at `after_loss` only."""
+        return self.loss.grad_fn
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether the model is being called already when its batch begins."""
+        return False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the code that asks is run by the loop, and not by another thread, see `threads.is_here`."""
+        return is_here(self._thread)
+
+    @property
+    def epoch_index(self) -> int:
+        """Index of the epoch, under a name that every loop has."""
+        return self.epoch
+
+    @property
+    def pct_train(self) -> float:
+        """Share of the fit's training that is done, 0..1; by whole epochs where the loader has no length."""
+        of_epoch = (self.train_iter - self.epoch_began) / self._n_train if self._n_train else 0.0
+        return min(1.0, (self.epoch_index + of_epoch) / max(1, self.n_epoch))
+
+    def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
+        """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
+        self.training, self.dl, self.iter, self.n_iter = training, dl, 0, n_iter
+        self.phase_state = defaultdict(dict)
+        self._table = self._tables[training]
+        if training:
+            self.epoch_began, self._n_train = self.train_iter, n_iter
+
+    @contextmanager
+    def restored(self, batch: bool = True) -> Iterator[None]:
+        """Puts back afterwards the phase, the modes of all modules and, with `batch`, what is of a batch."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        names = PHASE + BATCH if batch else PHASE
+        state = {name: getattr(self, name) for name in names}
+        if not self._depth:
+            self._thread = threading.get_ident()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            for module, mode in modes:
+                module.training = mode
+            self.__dict__.update(state)
+            self._table = self._tables[self.training]
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether this is a validation inside a fit's events, or inside those of another validation."""
+        return self._depth > 1
+
+    @property
+    def fitting(self) -> bool:
+        """Whether a fit is running."""
+        return self._entered is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_table", "_tables")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for cb in self.cbs:
+            cb.learn = self  # a copied callback is attached to nothing, those of a copied loop to the copy
+        self.build_dispatch()
+
+    # ---- callbacks
+
+    def add_cb(self, cb: Callback | type[Callback]) -> Self:
+        """Attaches a callback; see `add_cbs`."""
+        return self.add_cbs([cb])
+
+    def add_cbs(self, cbs: Callbacks) -> Self:
+        """Attaches callbacks, all or, where one is refused, none; each becomes an attribute, `learn.<name>`.
+
+        While a fit runs, a new callback's `before_fit` is called at once; it then takes part in what begins
+        later.
+
+        Raises:
+            TypeError: where one is no callback, or is a class that needs arguments.
+            ValueError: where one is attached already, here or elsewhere, or its name is taken.
+        """
+        new = self._checked(cbs)
+        for cb in new:
+            cb.learn = self
+            setattr(self, cb.name, cb)
+        self.cbs = sorted([*self.cbs, *new], key=lambda cb: cb.order)
+        self.build_dispatch()
+        for cb in new:
+            self._enter(cb)
+        return self
+
+    def remove_cb(self, cb: Callback | type[Callback]) -> Self:
+        """Detaches a callback, or all of a class; see `remove_cbs`."""
+        return self.remove_cbs([cb])
+
+    def remove_cbs(self, cbs: Callbacks) -> Self:
+        """Detaches callbacks; `learn.<name>` stays, so that results can be read.
+
+        While a fit runs, their `after_fit` is called at once, so that no hook stays behind.
+
+        Raises:
+            ValueError: where one is not attached.
+        """
+        old = self._found(cbs)
+        try:
+            self._leave(old)
+        finally:
+            self.cbs = [cb for cb in self.cbs if not _among(cb, old)]
+            for cb in old:
+                del cb.learn
+            self.build_dispatch()
+        return self
+
+    @contextmanager
+    def added_cbs(self, cbs: Callbacks) -> Iterator[None]:
+        """Attaches callbacks for the length of a `with` block."""
+        before = self.cbs
+        self.add_cbs(cbs)
+        added = [cb for cb in self.cbs if not _among(cb, before)]
+        try:
+            yield
+        finally:
+            self.remove_cbs([cb for cb in added if _among(cb, self.cbs)])
+
+    @contextmanager
+    def removed_cbs(self, cbs: Callbacks) -> Iterator[None]:
+        """Detaches callbacks for the length of a `with` block."""
+        removed = self._found(cbs)
+        self.remove_cbs(removed)
+        try:
+            yield
+        finally:
+            self.add_cbs(removed)
+
+    def _checked(self, cbs: Callbacks) -> list[Callback]:
+        new: list[Callback] = []
+        for cb in map(_instance, _listed(cbs)):
+            rename = f"{type(cb).__name__}(…, name='my_{cb.name}')"
+            if _among(cb, [*self.cbs, *new]):
+                raise ValueError(f"{cb!r} is attached already; attach an instance once")
+            if "learn" in cb.__dict__:
+                raise ValueError(
+                    f"{cb!r} belongs to another learner; make a second one, or remove it there first"
+                )
+            if cb.name in {other.name for other in [*self.cbs, *new]}:
+                raise ValueError(
+                    f"a callback named {cb.name!r} is attached already; remove it first, "
+                    f"learn.remove_cb(learn.{cb.name}), or give this one a name of its own: {rename}"
+                )
+            if hasattr(type(self), cb.name) or not isinstance(self.__dict__.get(cb.name, cb), Callback):
+                raise ValueError(
+                    f"{cb!r} would overwrite learn.{cb.name}; give it a name of its own: {rename}"
+                )
+            new.append(cb)
+        return new
+
+    def _found(self, cbs: Callbacks) -> list[Callback]:
+        found: list[Callback] = []
+        for wanted in _listed(cbs):
+            these = [
+                cb for cb in self.cbs if cb is wanted or (isinstance(wanted, type) and isinstance(cb, wanted))
+            ]
+            if not these:
+                attached = ", ".join(cb.name for cb in self.cbs) or "none"
+                raise ValueError(f"{wanted!r} is not attached; attached are: {attached}")
+            found += [cb for cb in these if not _among(cb, found)]
+        return found
+
+    if TYPE_CHECKING:  # at run time it would cost the class CPython's specialised attribute access
+
+        def __getattr__(self, name: str) -> Any:
+            """Callbacks are attributes by their names."""
+
+    # ---- events
+
+    def build_dispatch(self) -> None:
+        """Lists once, for training and validation, who acts at each event; called whenever that changes."""
+        handlers = {
+            event.value: [(cb, handler) for cb in self.cbs if (handler := cb.handler(event)) is not None]
+            for event in Event
+        }
+        self._tables: dict[bool, dict[str, Handlers]] = {
+            training: {
+                event: tuple((cb, handler) for cb, handler in pairs if cb.acts(event, training))
+                for event, pairs in handlers.items()
+            }
+            for training in (True, False)
+        }
+        self._table = self._tables[self.training]
+
+    def emit(self, event: str) -> None:
+        """Calls the callbacks that act at `event`, in order.
+
+        All of them see the event before a cancel raised by one takes effect.
+        """
+        if handlers := self._table[event]:
+            self._call(event, handlers)
+
+    def within(self, level: str, body: Callable[[], object]) -> bool:
+        """Runs `body` between the level's `before_` and `after_` events.
+
+        Returns:
+            False if the level was cancelled.
+        """
+        before, after, after_cancel, cancel = LEVELS[level]
+        table = self._table
+        closing = False
+        try:
+            if handlers := table[before]:
+                self._call(before, handlers)
+            body()
+            closing = True
+            if self._table is not table or table[after]:
+                self._close(after, table)
+        except cancel:
+            if not closing:  # raised while closing, it counts as the end
+                with suppress(cancel):
+                    self._close(after_cancel, table)
+                with suppress(cancel):
+                    self._close(after, table)
+        return closing
+
+    def step(self) -> None:
+        """Has the optimizer make its step, in the scaler's way where there is one."""
+        if self.scaler is None:
+            self.opt.step()
+        else:
+            self.scaler.step(self.opt)
+
+    def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
+        handlers = self._table[event]
+        if self._table is not opened_for:  # who joined meanwhile has not seen the level begin
+            handlers = tuple(pair for pair in handlers if pair in opened_for[event])
+        self._call(event, handlers)
+
+    def _call(self, event: str, handlers: Handlers) -> None:
+        cancels: list[CancelException] = []
+        table = self._table
+        for cb, handler in handlers:
+            if self._table is not table and not _among(cb, self.cbs):
+                continue  # an earlier one has removed it
+            try:
+                handler()
+            except CancelException as cancel:
+                cancel.raised_in = f"{_label(cb)}.{event}"
+                cancels.append(cancel)
+            except BaseException as error:
+                error.add_note(", ".join([f"in {_label(cb)}.{event}", *self.position(event)]))
+                raise
+        if cancels:
+            raise outermost(cancels)
+
+    # ---- a fit
+
+    def run_fit(self, body: Callable[[], object]) -> None:
+        """Runs `body` between `before_fit` and `after_fit`, which is called however `body` ends.
+
+        Raises:
+            RuntimeError: where a cancel was raised outside its level.
+        """
+        self._entered = []
+        try:
+            with strays_named():
+                try:
+                    self._enter_all()
+                    body()
+                except CancelFitException:
+                    with suppress(CancelFitException):
+                        self.emit(Event.AFTER_CANCEL_FIT)
+        except BaseException as error:
+            self._leave(error=error)
+            raise
+        else:
+            self._leave()
+        finally:
+            self._entered, self.stop_asked = None, False
+
+    def _enter_all(self) -> None:
+        cancels: list[CancelException] = []
+        for cb in self.cbs:
+            try:
+                if "learn" in cb.__dict__:  # else an earlier one has removed it
+                    self._enter(cb)
+            except CancelException as cancel:
+                cancels.append(cancel)
+        if cancels:
+            raise outermost(cancels)
+
+    def _enter(self, cb: Callback) -> None:
+        if self._entered is None or not cb.run or _among(cb, self._entered):
+            return
+        self._entered.append(cb)
+        if handler := cb.handler(Event.BEFORE_FIT):
+            self._call(Event.BEFORE_FIT, ((cb, handler),))
+
+    def _leave(self, cbs: list[Callback] | None = None, error: BaseException | None = None) -> None:
+        """Calls `after_fit` of `cbs`, by default of all who entered the fit, last first, each guarded."""
+        failures: list[BaseException] = []
+        while cb := next(
+            (cb for cb in reversed(self._entered or ()) if cbs is None or _among(cb, cbs)), None
+        ):
+            self._entered = [other for other in self._entered or () if other is not cb]
+            try:
+                with strays_named(), suppress(CancelFitException):
+                    if handler := cb.handler(Event.AFTER_FIT):
+                        self._call(Event.AFTER_FIT, ((cb, handler),))
+            except BaseException as failure:
+                failures.append(failure)
+        if (first := _first(error, failures)) is None:
+            return
+        _note_failures(first, [failure for failure in failures if failure is not first])
+        if error is None:
+            raise first
+        if first is not error:
+            raise first from error
+
+    def diagnose(self) -> Verdict:
+        """What is wrong with the training, in which layer, why, and what next; or that it is healthy.
+
+        It reads what callbacks have recorded: `Diagnose`, else `ActivationStats` and `GradientHealth`.
+
+        Raises:
+            RuntimeError: where nothing is recorded.
+        """
+        return diagnose_loop(self)
+
+    def position(self, event: str) -> list[str]:
+        """Where the loop is at `event`, for a message; epochs and batches count from 0, as `iter`."""
+        position = []
+        if self.fitting and not event.endswith("_fit"):
+            position.append(f"epoch {self.epoch_index}")
+        if event in BATCH_EVENTS:
+            position.append(f"{'batch' if self.training else 'validation batch'} {self.iter}")
+        return position
+
+    def show_training_loop(self) -> None:
+        """Prints the events as a tree, with the callbacks that act at each."""
+
+        def acting(training: bool, event: str) -> list[str]:
+            names = [cb.name for cb, _ in self._tables[training][event]]
+            return names[::-1] if event == Event.AFTER_FIT else names
+
+        show(loop_tree(type(self).__name__, acting))
+
+
+@contextmanager
+def strays_named() -> Iterator[None]:
+    """Turns a cancel that no level has caught into an error that says who raised it and where it may be.
+
+    Raises:
+        RuntimeError: in place of the cancel.
+    """
+    try:
+        yield
+    except CancelException as cancel:
+        raise RuntimeError(
+            f"{type(cancel).__name__} raised in {cancel.raised_in} is outside its level; "
+            f"it can be raised from before_{cancel.level} to after_{cancel.level}"
+        ) from cancel
+
+
+def _listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
+    """`cbs` as a list; a single callback counts as one even when it is iterable."""
+    if cbs is None:
+        return []
+    if isinstance(cbs, Callback | type | str) or not isinstance(cbs, Iterable):
+        return [cbs]
+    return list(cbs)
+
+
+def _instance(cb: Callback | type[Callback]) -> Callback:
+    if isinstance(cb, type) and issubclass(cb, Callback):
+        try:
+            inspect.signature(cb).bind()
+        except TypeError as missing:
+            raise TypeError(
+                f"{cb.__name__} needs arguments ({missing}); give an instance, {cb.__name__}(…)"
+            ) from None
+        return cb()
+    if not isinstance(cb, Callback):
+        raise TypeError(f"{cb!r:.80} is not a Callback; {_repair(cb)}")
+    return cb
+
+
+def _repair(cb: Any) -> str:
+    """What to give in place of something that is not a callback."""
+    if isinstance(cb, str):
+        return f"give the class or an instance, {cb if cb.isidentifier() else 'ActivationStats'}()"
+    if callable(getattr(cb, "log", None)):
+        shown = f"{cb.__name__ if isinstance(cb, type) else type(cb).__name__}(…)"
+        return f"it is a logger: wrap it, Log({shown})"
+    return "subclass hookcb.Callback, or give Callback(after_batch=function)"
+
+
+def _among(cb: Callback, cbs: Iterable[Callback]) -> bool:
+    """Whether this very instance is one of `cbs`; a dataclass callback may equal another."""
+    return any(cb is other for other in cbs)
+
+
+def _label(cb: Callback) -> str:
+    """Its class, and its name where it was given one."""
+    kind = type(cb).__name__
+    return f"{kind}({cb.name!r})" if "_name" in cb.__dict__ else kind
+
+
+def _first(error: BaseException | None, failures: list[BaseException]) -> BaseException | None:
+    """Of what has ended a fit and what its `after_fit` have raised that which goes on.
+
+    It is what ended the fit; but Ctrl-C and SystemExit come before an error, which they may have caused.
+    """
+    exits = [failure for failure in failures if not isinstance(failure, Exception)]
+    if isinstance(error, Exception) and exits:
+        return exits[0]
+    return error or next(iter(failures), None)
+
+
+def _note_failures(error: BaseException, failures: list[BaseException]) -> None:
+    for failure in failures:
+        notes = "; ".join(getattr(failure, "__notes__", ()))
+        error.add_note(f"then after_fit failed too: {failure!r} {notes}")

@@ -1,0 +1,124 @@
+"""SamplingCallback: looks at every n-th batch."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from itertools import pairwise
+from types import CodeType, MethodType
+from typing import Any
+
+from hookcb.core.callback import Callback
+from hookcb.core.events import Event
+
+
+class SamplingCallback(Callback):
+    """Looks at training batches 0, every, 2·every …, for what costs time in each batch it looks at.
+
+    A validation is looked at where a subclass sets `run_valid = True`; never one in the middle of a batch, or
+    outside a fit.
+
+    Args:
+        every: by default each batch.
+        name, **functions: see `Callback`.
+
+    Attributes:
+        is_looking: whether this batch is looked at.
+        n_batches: number of batches looked at in this fit.
+        n_skipped: number of the others, cancelled ones among them.
+
+    Raises:
+        ValueError: where `every` is no whole number of batches, 1 or more.
+
+    >>> from hookcb import SamplingCallback, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=SamplingCallback(every=4))
+    >>> learn.sampling.n_batches, learn.sampling.n_skipped
+    (3, 7)
+    """
+
+    run_valid = False
+    is_looking = False
+    n_batches = n_skipped = 0
+
+    def __init__(
+        self, every: int | None = None, *, name: str | None = None, **functions: Callable[[Any], object]
+    ) -> None:
+        super().__init__(name=name, **functions)
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise ValueError(f"every is {every!r}; give a whole number of batches, 1 or more, or None")
+        self.every = every
+
+    def handler(self, event: str) -> Callable[[], object] | None:
+        """The method or function that acts at `event`; what it overrides acts too, even without `super()`.
+
+        Else a subclass that forgets `super().before_fit()` would have no hooks, and say nothing.
+        """
+        kinds = type(self).__mro__[: type(self).__mro__.index(Callback)]
+        functions = [vars(kind)[event] for kind in kinds if event in vars(kind)]
+        if event in self.__dict__:  # given as an argument
+            functions.insert(0, self.__dict__[event].__func__)
+        parts = functions[:1] + [f for over, f in pairwise(functions) if not _names(over, event)]
+        if len(parts) < 2:
+            return super().handler(event)
+        return MethodType(_one_after_the_other(tuple(parts), event == Event.AFTER_FIT), self)
+
+    def before_fit(self) -> None:
+        self.n_batches = self.n_skipped = 0
+
+    def before_batch(self) -> None:
+        if not self.is_aside:
+            i = self.train_iter if self.training else self.iter
+            self.is_looking = self.wants(i)
+
+    def wants(self, i: int) -> bool:
+        """Whether batch `i`, counted from 0, is looked at; called once a batch."""
+        return self.every is None or i % self.every == 0
+
+    def after_cancel_batch(self) -> None:
+        self.is_looking = self.is_looking and self.is_aside
+
+    def after_batch(self) -> None:
+        if not self.is_aside:
+            self.n_batches += self.is_looking
+            self.n_skipped += not self.is_looking
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n_batches": self.n_batches, "n_skipped": self.n_skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_batches, self.n_skipped = state["n_batches"], state["n_skipped"]
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether this is a validation in the middle of a batch, or outside a fit."""
+        return not self.training and (self.learn.is_nested or not self.learn.fitting)
+
+
+def _names(function: Any, attribute: str) -> bool:
+    """Whether the code of `function` names an attribute, as it must to call what it overrides."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    # anything but a plain function is trusted to know what it overrides
+    return code is None or _in_code(code, attribute)
+
+
+def _in_code(code: CodeType, name: str) -> bool:
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return name in code.co_names or any(_in_code(part, name) for part in inner)
+
+
+@cache  # the same function each time, as the loop compares handlers
+def _one_after_the_other(parts: tuple[Callable[[Any], object], ...], is_end: bool) -> Callable[[Any], None]:
+    """A method that calls `parts`, the last first; at the end of a fit in their order, whichever fails."""
+
+    def in_turn(cb: Any) -> None:
+        if not is_end:
+            for part in reversed(parts):
+                part(cb)
+            return
+        with ExitStack() as stack:
+            for part in reversed(parts):
+                stack.callback(part, cb)
+
+    return in_turn

@@ -1,0 +1,9 @@
+"""The checks, by what they look at; each reads an Evidence and gives findings.
+
+They register themselves when they are imported, and are judged in the order of these imports.
+"""
+
+# isort: off
+from hookcb.diagnosis.checks import parameters, inputs, gradients, layers, loss, optimizer, runtime, observed
+
+SECTIONS = (observed, parameters, inputs, layers, loss, gradients, optimizer, runtime)

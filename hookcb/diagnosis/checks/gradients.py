@@ -1,0 +1,524 @@
+"""Checks of how gradients flow back: gradients that vanish, that explode, and units that get none."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from hookcb.diagnosis.checks.updates import begins_large, begins_small, lower_rate, told_init
+from hookcb.diagnosis.evidence import WINDOW, Evidence, Layer, Param, Series
+from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.trends import (
+    LATEST,
+    Span,
+    before,
+    finite,
+    median,
+    place,
+    ratio,
+    times,
+    trailing,
+    weights,
+)
+from hookcb.diagnosis.verdict import Finding
+
+# Limits beside what 75 healthy trainings came to (those of tests/gradients, five seeds each).
+ATTENUATED, ATTENUATED_ERROR = 1e-4, 1e-6  # a weight's gradient RMS to the largest one's: 3e-4
+FAINT = 1e-3  # to the largest one's: so much more comes to what is nearer to the input, of no chain
+DROP = 0.01  # to that of the next layer: by so much a single layer takes away
+# To the median layer's and the last one's: 600, in the first steps of branches that begin with zeros.
+EXPLODING = 1e3
+REACHES = 1 / 30  # of a gradient that explodes; of the layer before it, which gets it multiplied once more
+JUMP, JUMP_BEFORE, ENOUGH_BEFORE = 10.0, 50, 5  # the total norm to the median of the records before
+RISEN, ENOUGH_AFTER = 2.0, 3  # the loss after a jump to that before it, and batches to tell it from
+DEAD, DEAD_ERROR = 0.6, 0.8  # share of units; healthy trainings have up to 0.44
+DEAD_LOOKS, DEAD_EXAMPLES, FEWEST_UNITS = 8, 512, 8
+LEFT, LARGE_STEP = 0.05, 0.2  # of the first loss; an update ratio that may have killed all
+ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in records, of zero activations
+RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
+FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
+
+
+@dataclass(frozen=True, slots=True)
+class _Low:
+    """A weight with small gradients: its own, those of the largest one behind it, and when."""
+
+    param: Param
+    ratio: float
+    span: Span
+
+
+def _rms(param: Param, until: float) -> Series:
+    """Its gradient RMS before a step, of records in which it had a gradient: experts are not always asked."""
+    series = before(param.series("rms"), until)
+    pairs = [(step, x) for step, x in series if x > 0]
+    return Series([step for step, _ in pairs], [x for _, x in pairs])
+
+
+@check(
+    "grad.attenuated",
+    site=Site.BACKWARD,
+    needs=("gradients",),
+    leads_to=("update.too_small", "loss.flat", "param.not_stepped"),
+)
+def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
+    """Gradients that fade on the way from the loss to the input, so that early layers do not learn.
+
+    Formula: RMS of a weight's gradient / that of the largest weight behind it (of all, where the order is not
+    known), the median of five records up to the last before convergence, records of zeros left out: those are
+    of `unit.dead`. Limit: 1e-4, and 1e-6 for an error; healthy trainings came down to 3e-4, eight sigmoids in
+    series to 5e-7. Records in which one weight explodes are left out, as all look small beside it.
+
+    Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
+    2010.
+    """
+    until = evidence.converged_at()
+    sizes = {p.name: _rms(p, until) for p in weights(evidence)}
+    params = [p for p in weights(evidence) if len(sizes[p.name]) >= LATEST]
+    if len(params) < 2:
+        yield Unable(f"fewer than two weights had a gradient in {LATEST} records before convergence")
+        return
+    ratios = _ratios(params, sizes)
+    usual = max(median(sizes[p.name].values[-LATEST:]) for p in params)
+    low = [
+        _Low(p, median(series.values[-LATEST:]), span)
+        for p, series in zip(params, ratios, strict=True)
+        if (span := trailing(series, lambda x: x < ATTENUATED)) and _is_faint_before(p, usual, evidence)
+    ]
+    if low:
+        yield _attenuated(evidence, params, sizes, low)
+        return
+    worst = min((median(series.values[-LATEST:]) for series in ratios if len(series)), default=math.nan)
+    yield RuledOut(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, ATTENUATED)
+
+
+def _is_faint_before(param: Param, largest: float, evidence: Evidence) -> bool:
+    """Whether nothing nearer to the input has gradients either; keys of attention have small ones anyway."""
+    others = [p for p in evidence.params.values() if _comes_before(p, param)]
+    strongest = [median(p.series("rms").values[-LATEST:]) for p in others]
+    return not any(x > FAINT * largest for x in strongest)
+
+
+def _comes_before(one: Param, other: Param) -> bool:
+    """Whether it is nearer to the input: by order of execution, else of definition."""
+    if one.place_of_layer is None or other.place_of_layer is None:
+        return one.place < other.place
+    return one.place_of_layer < other.place_of_layer
+
+
+def _ratios(params: Sequence[Param], sizes: dict[str, Series]) -> list[Series]:
+    """Of each weight its size to that of the largest one behind it, by record."""
+    table = {p.name: dict(sizes[p.name]) for p in params}
+    found = [Series() for _ in params]
+    is_ordered = any(p.place_of_layer is not None for p in params)
+    for step in sorted({step for row in table.values() for step in row}):
+        now = [table[p.name].get(step, math.nan) for p in params]
+        most = max(finite(now))
+        usual = max(median(now), next(x for x in reversed(now) if math.isfinite(x)))
+        if most > EXPLODING * usual:
+            continue
+        behind = 0.0
+        for series, size in zip(reversed(found), reversed(now), strict=True):
+            if math.isfinite(size):
+                behind = max(behind, size)
+                series.add(step, size / (behind if is_ordered else most))
+    return found
+
+
+def _attenuated(
+    evidence: Evidence, params: Sequence[Param], sizes: dict[str, Series], low: Sequence[_Low]
+) -> Finding:
+    usual = [median(sizes[p.name].values[-LATEST:]) for p in params]
+    lowest = min(low, key=lambda found: found.ratio)
+    names = [p.name for p in params]
+    # from the head on: the first that has far less than the one behind it; else it is gradual
+    steep = [x for x in reversed(low) if (i := names.index(x.param.name)) + 1 < len(usual)
+             and usual[i] < DROP * usual[i + 1]]  # fmt: skip
+    named = steep[0] if steep else lowest
+    at = names.index(named.param.name)
+    top = max(range(at, len(usual)), key=lambda i: usual[i])
+    largest = names[top] if top != at else names[max(range(len(usual)), key=lambda i: usual[i])]
+    n = top - at
+    falls = (
+        f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers." if n > 1 else ""
+    )
+    where = " It falls there all at once." if steep else falls
+    causes, steps = _why_attenuated(evidence, params[at : top + 1])
+    return Finding(
+        "grad.attenuated",
+        "error" if lowest.ratio < ATTENUATED_ERROR else "warning",
+        layer=named.param.layer,
+        param=named.param.name,
+        step=named.span.first,
+        value=named.ratio,
+        limit=ATTENUATED,
+        message=f"The gradient (RMS) of {named.param.name} is {named.ratio:.1e} of that of {largest}; below "
+        f"{ATTENUATED:.0e} a layer hardly learns.{where}",
+        causes=causes,
+        next_steps=steps,
+        kind=named.param.about,
+        last_step=named.span.last,
+    )
+
+
+def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    kinds = [layer.kind for layer in evidence.layers.values() if layer.kind in FLAT]
+    if len(kinds) > 2:
+        kind = max(sorted(set(kinds)), key=kinds.count)
+        slope = ", which passes on at most a quarter of the gradient" if kind == "Sigmoid" else ""
+        return (f"{kinds.count(kind)} {kind} layers in series{slope}",), (
+            f"Use ReLU or GELU instead of {kind}, or residual connections or normalization",
+        )
+    if any(p.kind in RECURRENT for p in evidence.params.values()):
+        return ("a long sequence, through which the gradient fades step by step", "closed gates"), (
+            "Use shorter sequences, and begin with a forget-gate bias of 1",
+        )
+    advice = "Add normalization or residual connections"
+    if begins_small(chain):
+        return ("weights that begin too small", "many layers without a shortcut"), (told_init(chain), advice)
+    return ("units that are saturated", "many layers without a shortcut"), (advice,)
+
+
+@check(
+    "grad.exploding",
+    site=Site.BACKWARD,
+    needs=("gradients",),
+    leads_to=(
+        "update.too_large",
+        "nonfinite.first",
+        "loss.diverging",
+        "loss.spike",
+        "act.scale",
+        "unit.dead",
+        "param.*",
+    ),
+)
+def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
+    """Gradients that grow on the way from the loss to the input, or from one step to the next.
+
+    Formula: (a) RMS of a layer's largest weight gradient / the larger of that of the median layer and of the
+    last one, the median of five records: 1,000; healthy trainings came up to 600. Only of a layer whose
+    gradient is at most thirty times that of the one before it, as what explodes does so up to the input. (b)
+    the norm of all gradients above ten times its median over up to 50 records before, and the loss twice as
+    high in the ten batches after it as in the ten before: a rare batch alone is no fault. Both before
+    convergence.
+
+    Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
+    """
+    until = evidence.converged_at()
+    layers = _by_layer(evidence, until)
+    norms = before(evidence.steps.get("total_norm", Series()), until)
+    if max((len(series) for _, series in layers), default=0) < LATEST and len(norms) <= ENOUGH_BEFORE:
+        yield Unable(f"fewer than {LATEST} records of gradients before convergence")
+    elif found := _excess(layers):
+        yield _exploding([p for p, _ in layers], *found)
+    elif jump := _jump(evidence, norms):
+        yield _jumping(evidence, *jump)
+    elif math.isnan(largest := _largest(layers)):
+        yield Unable("there is only one layer with weights")
+    else:
+        yield RuledOut(f"exploding gradients (largest ×{times(largest)} of the usual)", largest, EXPLODING)
+
+
+def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
+    """Of each layer, in order, the series of its largest weight gradient, and the weight that has it."""
+    layers: dict[str, list[tuple[Param, Series]]] = {}
+    for p in weights(evidence):
+        if len(series := _rms(p, until)):
+            layers.setdefault(p.layer, []).append((p, series))
+    return [max(found, key=lambda of: median(of[1].values)) for found in layers.values()]
+
+
+def _windows(layers: list[tuple[Param, Series]]) -> Iterator[tuple[int, int, list[float]]]:
+    """The first and last step of each five records in a row, and the median of each layer over them."""
+    table = [dict(series) for _, series in layers]
+    steps = sorted({step for row in table for step in row})
+    for i, last in enumerate(steps[LATEST - 1 :]):
+        window = steps[i : i + LATEST]
+        yield window[0], last, [median(row.get(step, math.nan) for step in window) for row in table]
+
+
+def _times_usual(sizes: list[float]) -> tuple[int, float]:
+    """The layer with the largest gradient, and how many times larger than the usual one that is."""
+    known = sorted(finite(sizes))
+    last = next((x for x in reversed(sizes) if math.isfinite(x)), math.nan)
+    if len(known) < 2:
+        return 0, math.nan
+    usual = max(known[(len(known) - 1) // 2], last)  # of two layers the smaller one
+    i = max(_passed_on(sizes), key=lambda i: sizes[i])
+    return i, ratio(sizes[i], usual)
+
+
+def _passed_on(sizes: list[float]) -> Iterator[int]:
+    """The layers whose gradient is not far above that of the one before them, which an explosion reaches too.
+
+    The head of a value beside a policy is: its gradient is large as its loss is.
+    """
+    previous = math.inf
+    for i, size in enumerate(sizes):
+        if math.isfinite(size):
+            if previous >= REACHES * size:
+                yield i
+            previous = size
+
+
+def _excess(layers: list[tuple[Param, Series]]) -> tuple[Param, float, Span] | None:
+    """The layer that exceeds the others in the first such five records."""
+    for first, last, sizes in _windows(layers):
+        i, excess = _times_usual(sizes)
+        if excess > EXPLODING:
+            return layers[i][0], excess, Span(first, last, LATEST)
+    return None
+
+
+def _largest(layers: list[tuple[Param, Series]]) -> float:
+    return max((x for *_, sizes in _windows(layers) if (x := _times_usual(sizes)[1]) > 0), default=math.nan)
+
+
+def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span) -> Finding:
+    is_recurrent = param.kind in RECURRENT
+    cause = "a recurrent layer that multiplies the gradient at each time step" if is_recurrent else ""
+    first = "Clip the norm of the gradients: GradientClip(1.0)"
+    is_large = begins_large(params)
+    second = "Initialize with smaller weights, or add normalization" if is_large else "Add normalization"
+    return Finding(
+        "grad.exploding",
+        "error",
+        layer=param.layer,
+        param=param.name,
+        step=span.first,
+        value=excess,
+        limit=EXPLODING,
+        message=f"The gradient (RMS) of {param.name} is {times(excess)} times that of the usual layer "
+        "and of the "
+        f"last one; up to {EXPLODING:,.0f} times is healthy.",
+        causes=(cause or "layers that each multiply the gradient",),
+        next_steps=(first, second) if is_recurrent else (second, first),
+        kind=param.about,
+        last_step=span.last,
+    )
+
+
+def _jump(evidence: Evidence, norms: Series) -> tuple[int, float] | None:
+    """The first step whose total norm exceeds what was before, and after which the loss is higher."""
+    values = norms.values
+    for i in range(ENOUGH_BEFORE, len(values)):
+        usual = median(values[max(0, i - JUMP_BEFORE) : i])
+        if values[i] > JUMP * usual > 0 and _rises(evidence, norms.steps[i]):
+            return norms.steps[i], values[i] / usual
+    return None
+
+
+def _rises(evidence: Evidence, step: int) -> bool:
+    """Whether the loss is twice as high in the ten batches after a step as in the ten before."""
+    before_it = [x for at, x in evidence.loss if at <= step][-WINDOW:]
+    after = sorted([x for at, x in evidence.loss if at > step][:WINDOW])
+    if len(after) < ENOUGH_AFTER or not finite(before_it):
+        return False
+    usual = median(before_it)
+    return after[len(after) // 2] > usual + (RISEN - 1) * abs(usual)  # infinite ones are large, too
+
+
+def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
+    norms = [(dict(p.series("norm")).get(step, math.nan), p) for p in evidence.params.values()]
+    param = max(((x, p) for x, p in norms if x > 0), key=lambda found: found[0], default=(0.0, None))[1]
+    most = f"; most of it is of {param.name}" if param else ""
+    return Finding(
+        "grad.exploding",
+        "warning",
+        layer=param.layer if param else "",
+        param=param.name if param else "",
+        step=step,
+        value=jump,
+        limit=JUMP,
+        message=f"The norm of all gradients is {times(jump)} times its median before step {step} (limit "
+        f"{JUMP:.0f}), and the loss is higher after it{most}.",
+        causes=("a learning rate that is too high", "a batch with odd samples"),
+        next_steps=(
+            "Clip the norm of the gradients: GradientClip(1.0)",
+            f"Look at the batch of step {step}",
+            *lower_rate(evidence),
+        ),
+        kind=param.about if param else "",
+        last_step=step,
+    )
+
+
+@check(
+    "unit.dead",
+    site=Site.MODULES,
+    needs=("gradients",),
+    leads_to=(
+        "grad.attenuated",
+        "update.too_small",
+        "loss.flat",
+        "act.collapse",
+        "param.not_stepped",
+        "param.unreachable",
+    ),
+)
+def dead_units(evidence: Evidence) -> Iterator[Result]:
+    """Units that no sample activates, so that their weights get no gradient and stay as they are.
+
+    Formula: share of rows of a weight whose gradient was exactly zero each time, over 8 looks and 512
+    examples; without `Diagnose`, when the number of examples is not known, the smallest share of zero rows of
+    8 records, from 0.99 on, and nothing is ruled out below.
+    Limit: 0.6, and 0.8 for an error; healthy ReLU networks came to 0.44 in narrow layers. A layer of which
+    one weight gets gradients is not dead, as recurrent weights of sequences of one. Where whole layers are
+    dead, those before them get no gradient either: then it is told of the layer at which the activations
+    become zero.
+
+    Source: Lu et al., "Dying ReLU and Initialization", 2019.
+    """
+    if silent := _silent_since(evidence):
+        yield _all_silent(evidence, silent)
+        return
+    shares = _dead_shares(evidence, has_converged=evidence.converged_at() < math.inf)
+    if not shares:
+        yield Unable(f"no weight was looked at {DEAD_LOOKS} times and at {DEAD_EXAMPLES} examples")
+        return
+    worst = max(shares.values(), key=lambda found: found[1])[1]
+    if worst < DEAD and all(math.isnan(p.dead) for p, _ in shares.values()):
+        yield Unable("dead units are counted by Diagnose, which knows the number of examples")
+        return
+    if worst < DEAD:
+        yield RuledOut(f"dead units ({worst:.0%})", worst, DEAD)
+        return
+    all_dead = [p for p, share in shares.values() if share >= ALL_DEAD]
+    if all_dead and _is_silent_throughout(evidence):
+        begins = _first_silent(evidence, shares)
+        if begins is None:
+            yield Unable("every gradient is exactly zero: nothing tells one layer from another")
+            return
+    else:
+        begins = _first_silent(evidence, shares) or _last_dead(evidence, all_dead) if all_dead else None
+    param = begins or next(p for p, share in shares.values() if share == worst)
+    others = sum(share >= DEAD for _, share in shares.values()) - (shares[param.layer][1] >= DEAD)
+    yield _dead(evidence, param, max(worst if begins else 0.0, shares[param.layer][1]), others)
+
+
+def _silent_since(evidence: Evidence) -> Span | None:
+    """The last records, where all gradients are zero in them, and neither a small loss explains it."""
+    norms = list(evidence.steps.get("total_norm", Series()))
+    silent = [step for step, _ in takewhile(lambda at: at[1] == 0, reversed(norms))]
+    if len(silent) < LATEST or len(silent) == len(norms):
+        return None
+    if len(evidence.loss):
+        is_left = abs(evidence.loss.values[-1]) > LEFT * abs(evidence.first_loss)
+        return Span(silent[-1], silent[0], len(silent)) if is_left else None
+    ratios = [x for p in weights(evidence) for step, x in p.series("update_ratio") if step < silent[-1]]
+    return Span(silent[-1], silent[0], len(silent)) if max(ratios, default=0.0) > LARGE_STEP else None
+
+
+def _all_silent(evidence: Evidence, span: Span) -> Finding:
+    shares = {p.layer: (p, 1.0) for p in weights(evidence)}
+    param = _first_silent(evidence, shares)
+    where = f"; from {param.layer} on all outputs are zero" if param else ""
+    return Finding(
+        "unit.dead",
+        "error",
+        layer=param.layer if param else "",
+        param=param.name if param else "",
+        step=span.first,
+        value=1.0,
+        limit=DEAD,
+        message=f"All gradients are exactly zero since step {span.first}{where}: nothing is learned.",
+        causes=(
+            "a step that was too large, after which no unit is active",
+            "an output or a loss that is constant",
+        ),
+        next_steps=(
+            *lower_rate(evidence),
+            "Look at the outputs and the loss at this step: nothing in them depends on the weights any more",
+        ),
+        kind=param.about if param else "",
+        last_step=span.last,
+    )
+
+
+def _dead_shares(evidence: Evidence, has_converged: bool) -> dict[str, tuple[Param, float]]:
+    """By layer, in order, the weight with the fewest dead units, and their share; of a list the most."""
+    found: dict[str, tuple[Param, float]] = {}
+    for p in weights(evidence):
+        share = _dead_share(p, has_converged)
+        before = found[p.layer][1] if p.layer in found else math.nan
+        is_list = p.kind.startswith("Parameter")  # of weights that have nothing else in common
+        if not math.isnan(share) and not (share <= before if is_list else share >= before):
+            found[p.layer] = p, share
+    return found
+
+
+def _dead_share(param: Param, has_converged: bool) -> float:
+    if param.shape[0] < FEWEST_UNITS:
+        return math.nan
+    if not math.isnan(param.dead):
+        is_enough = param.n_looked >= DEAD_LOOKS and param.n_examples >= DEAD_EXAMPLES
+        share = param.never_alive if has_converged and not math.isnan(param.never_alive) else param.dead
+        return share if is_enough else math.nan
+    rows = finite(param.series("zero_rows").values)
+    if len(rows) < DEAD_LOOKS:
+        return math.nan
+    return min(rows) if min(rows) >= NO_DIAGNOSE else 0.0
+
+
+def _is_silent_throughout(evidence: Evidence) -> bool:
+    """Whether no parameter has had a gradient at all, as of a loss that is constant."""
+    return not any(x > 0 for p in evidence.params.values() for x in p.series("norm").values)
+
+
+def _first_silent(evidence: Evidence, shares: dict[str, tuple[Param, float]]) -> Param | None:
+    """The first layer whose output, or what follows up to the next one with weights, is nothing but zeros."""
+    last: Param | None = None
+    with_weights = {p.layer for p in weights(evidence)}
+    for layer in sorted(evidence.layers.values(), key=lambda layer: layer.place):
+        if layer.name in with_weights:
+            last = shares[layer.name][0] if layer.name in shares else None
+        if last and _is_silent(layer):
+            return last
+    return None
+
+
+def _is_silent(layer: Layer) -> bool:
+    return layer.series("zeros").median() >= SILENT
+
+
+def _last_dead(evidence: Evidence, dead: list[Param]) -> Param | None:
+    """The dead weight nearest to the loss, without those that only see zeros: their bias gets a gradient."""
+    fed = {
+        p.layer
+        for p in evidence.params.values()
+        if len(p.shape) == 1 and any(x > 0 for x in p.series("norm").values)
+    }
+    ordered = sorted(dead, key=place)
+    return next((p for p in reversed(ordered) if p.layer not in fed), ordered[-1])
+
+
+def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Finding:
+    rows = param.series("zero_rows")
+    span = trailing(rows, lambda x: x >= min(share, DEAD_ERROR))
+    more = f", and {others} more layer{'s' * (others > 1)} with such units" if others else ""
+    n = round(min(1.0, share) * param.shape[0])
+    seen = (
+        f"{param.n_looked} looks at {param.n_examples:,} examples"
+        if param.n_looked
+        else f"{len(rows)} records"
+    )
+    return Finding(
+        "unit.dead",
+        "error" if share >= DEAD_ERROR else "warning",
+        layer=param.layer,
+        param=param.name,
+        step=param.dead_since if param.dead_since is not None else span.first if span else None,
+        value=share,
+        limit=DEAD,
+        message=f"{share:.0%} of the units of {param.layer or param.name} ({n} of {param.shape[0]}) had no "
+        f"gradient in {seen}; from {DEAD:.0%} on too few are left to learn{more}.",
+        causes=("a bias far below zero or weights that are too large", "a step that was too large"),
+        next_steps=(
+            f"Look at the bias of {param.layer or param.name}, and at what goes into it",
+            *lower_rate(evidence),
+            "Use LeakyReLU or GELU in place of ReLU",
+        ),
+        kind=param.about,
+        last_step=span.last if span else None,
+    )

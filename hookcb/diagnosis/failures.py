@@ -1,0 +1,39 @@
+"""Whose fault a failed look is: ours, the user's own code's, or the device's."""
+
+import os
+import traceback
+from pathlib import Path
+
+import torch
+
+OURS, TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+STANDARD = str(Path(os.__file__).parent)
+DEVICE_ERRORS = tuple(
+    kind for name in ("OutOfMemoryError", "AcceleratorError") if (kind := getattr(torch, name, None))
+)
+
+
+def told_failure(part: str, error: Exception) -> str:
+    """What to say of an error in a part of hookcb that only looks; asks for a report only of our own bugs.
+
+    Args:
+        part: what has failed, "a part of Diagnose".
+        error: as it was caught there; frames further out do not count.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, DEVICE_ERRORS):
+        return f"{part} was ended by the device: {error!r:.200}"
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    if own:
+        return f"{part} was ended by {error!r:.200}, which was raised in {_place(own[-1])}"
+    return f"{part} failed, please report it: {error!r} in {_place(frames[-1])}"
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith((OURS, TORCH, "<frozen")):
+        return False
+    return not file.startswith(STANDARD) or "site-packages" in file
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{frame.name}, {Path(frame.filename).name}:{frame.lineno}"

@@ -1,0 +1,1 @@
+"""What is looked at in a running training to fill an Evidence."""

@@ -1,0 +1,78 @@
+"""What Diagnose records by itself, batch by batch."""
+
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hookcb.diagnosis.evidence import Series
+from hookcb.records.store import kept
+
+STATM = Path("/proc/self/statm")  # in pages
+MOST = 8_192  # numbers of a curve; then every second one goes
+
+
+class Curve:
+    """A number at each batch, in bounded memory; what is on a device waits there until it is read."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._values: list[float | Tensor] = []
+        self._stride = 1
+        self._n = 0
+
+    def add(self, step: int, value: float | Tensor) -> None:
+        """Adds the number of a batch."""
+        if self._n % self._stride == 0:
+            if len(self._steps) == MOST:
+                self._steps, self._values = self._steps[::2], self._values[::2]
+                self._stride *= 2
+            self._steps.append(step)
+            self._values.append(value)
+        self._n += 1
+
+    def series(self) -> Series:
+        """All of it; waits for devices."""
+        waiting = [x for x in self._values if isinstance(x, Tensor)]
+        if waiting:
+            read: Iterator[float] = iter(torch.stack([x.float().reshape(()) for x in waiting]).tolist())
+            self._values = [next(read) if isinstance(x, Tensor) else x for x in self._values]
+        return Series(list(self._steps), [float(x) for x in self._values])
+
+
+class ResidentMemory:
+    """Bytes in use: of the GPU, where one is in use, else what the process holds, on Linux."""
+
+    def __init__(self) -> None:
+        self._file = STATM.open("rb", buffering=0) if STATM.exists() else None
+
+    def read(self) -> float | None:
+        """Without what files are mapped to; None where it is not known."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return float(torch.cuda.memory_allocated())
+        if self._file is None:
+            return None
+        self._file.seek(0)
+        _, resident, shared, *_ = self._file.read().split()
+        return float((int(resident) - int(shared)) * mmap.PAGESIZE)
+
+    def close(self) -> None:
+        """Reads no more."""
+        if self._file is not None:
+            self._file.close()
+
+
+def largest_lr(opt: Optimizer) -> float:
+    """Of all groups; NaN where it is a tensor on a device."""
+    rates = [kept(group["lr"]) for group in opt.param_groups]
+    return max((x for x in rates if isinstance(x, float)), default=math.nan)
+
+
+def is_adaptive(opt: Optimizer) -> bool:
+    """Whether it divides gradients by their usual size, as Adam does."""
+    names = {"betas", "beta2_decay", "rho", "alpha", "lr_decay", "etas"}
+    return any(names & group.keys() for group in opt.param_groups)

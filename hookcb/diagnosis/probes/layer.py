@@ -1,0 +1,90 @@
+"""What outputs of layers tell, beyond what ActivationStats records."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.activations.stats import has_stats
+from hookcb.core.batch import parts
+from hookcb.diagnosis.evidence import Layer, Series
+from hookcb.diagnosis.probes.attention import saturated_share
+from hookcb.hooks.hook import detached
+from hookcb.hooks.modules import named_modules
+from hookcb.records.store import StatStore
+
+COLUMNS = ("spread", "saturated")
+MOST = 16_384  # elements that the spread is taken from
+KEEP = 1_000  # records
+
+
+class LayerProbe:
+    """Takes the spread and saturation of layers' outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(m): name or type(m).__name__ for name, m in named_modules(model).items()}
+        self._store = StatStore(COLUMNS, KEEP)
+        self._step = 0
+        self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # of the batch in progress
+        self.largest: dict[str, float] = {}
+        self.n_copies = 0  # calls of modules that are not the model's own
+
+    def begin(self, step: int) -> None:
+        """A batch begins that is looked at."""
+        self._step, self._taken = step, []
+
+    def look(self, m: nn.Module, output: Any) -> None:
+        """A layer has put something out, in training."""
+        if id(m) not in self._names:
+            self.n_copies += 1
+            return
+        x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
+        if x is None or not x.is_floating_point() or not x.numel():
+            return
+        x = detached(x)  # also out of a transform of torch.func
+        saturated = saturated_share(m, x)
+        values = [spread(x), x.new_full((), math.nan) if saturated is None else saturated]
+        # a list, as what else changes from batch to batch would have compiled code compile each time
+        self._taken.append((self._names[id(m)], x.dtype, torch.stack([value.float() for value in values])))
+
+    @property
+    def last(self) -> str:
+        """The last layer that has put something out in this batch, "" before any."""
+        return self._taken[-1][0] if self._taken else ""
+
+    def end(self) -> None:
+        """The batch has ended: adds its record."""
+        record = self._store.begin(0, self._step)
+        for name, dtype, values in self._taken:
+            self.largest[name] = torch.finfo(dtype).max
+            self._store.put(name, [record], values[None])
+        self._taken = []
+
+    def add_to(self, layers: dict[str, Layer], about: dict[str, str]) -> None:
+        """Puts what was taken into the evidence."""
+        steps = [info.step for info in self._store.infos]
+        for name in self._store.names:
+            kind = about.get(name, "")
+            layer = layers.setdefault(name, Layer(name, kind.partition(" ")[0], kind, len(layers)))
+            layer.largest = self.largest.get(name, math.inf)
+            for stat, values in zip(COLUMNS, self._store.series(name).T.tolist(), strict=True):
+                layer.stats[stat] = Series.of(steps, values)
+
+
+def spread(x: Tensor) -> Tensor:
+    """Variance across the batch relative to the second moment: 0 where all samples come out the same.
+
+    Args:
+        x: `(N, …)`; of more than 16,384 elements some of each sample are looked at.
+
+    Returns:
+        A 0-d float32 tensor; NaN of a single sample, and where all is zero.
+    """
+    if x.ndim == 0 or len(x) < 2:
+        return x.new_full((), math.nan, dtype=torch.float32)
+    flat = x.reshape(len(x), -1)
+    if flat.numel() > MOST:
+        flat = flat[:, :: max(1, flat.numel() // MOST)]
+    flat = flat[:MOST].float()
+    return flat.var(0, correction=0).mean() / flat.square().mean()

@@ -1,0 +1,171 @@
+"""A look at one batch of a learner that was trained without Diagnose: what its records leave out."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from hookcb.core.batch import split_batch
+from hookcb.core.callback import Callback
+from hookcb.core.events import Event
+from hookcb.core.restore import unchanged
+from hookcb.diagnosis.evidence import Evidence, Series
+from hookcb.diagnosis.probes.batch import guess_of, input_numbers, look_at_head, look_at_inputs
+from hookcb.diagnosis.probes.first_batch import first_batch, loader_kept, why_not_asked
+from hookcb.diagnosis.probes.loss_graph import read_loss
+from hookcb.diagnosis.probes.model import look_at_model, look_at_optimizers
+from hookcb.diagnosis.probes.nan import look_for_origin
+from hookcb.diagnosis.probes.suite import detached_loss
+from hookcb.diagnosis.registry import check_of
+from hookcb.hooks.hook import Hook
+from hookcb.hooks.modules import has_uninitialized, is_leaf, named_modules
+from hookcb.loops.checks import place
+from hookcb.nans.replay import BatchStarts, as_at_start
+
+SOURCES = ("batch", "model", "graph")
+BEFORE_LOSS = (Event.BEFORE_BATCH, Event.AFTER_PRED)  # at which a callback may change what the loss is of
+
+
+def add_preflight(evidence: Evidence, learn: Any, cbs: list[Callback]) -> None:
+    """Adds what one training batch tells of `learn` at any time of its training; nothing is left of the look.
+
+    That is a forward, the loss and its gradients, of the model in train mode and without torch.compile.
+    Weights, buffers, gradients, modes, random numbers, the optimizer and the loader are as before. What holds
+    of a model only before its training is not looked at.
+
+    Args:
+        evidence: what callbacks have recorded; if the look cannot be made it says why.
+        learn: the learner, outside of a fit.
+        cbs: its callbacks, and those of its last fit; they do not see the look.
+    """
+    why = _why_not(learn, cbs)
+    if not why:
+        try:
+            _look(evidence, learn)
+        except Exception as error:  # the batch, model and loss function are the user's own
+            why = f"a look at one batch has ended in {type(error).__name__}: {str(error)[:80]}"
+    if why:
+        evidence.missing |= dict.fromkeys(SOURCES, why)
+
+
+def _why_not(learn: Any, cbs: list[Callback]) -> str:
+    """Why the look is not made, "" if it is."""
+    if learn.fitting:
+        return "a fit is running, which a look at a batch would disturb"
+    if has_uninitialized(learn.model) or not any(p.requires_grad for p in learn.model.parameters()):
+        return "no parameter of the model requires a gradient"
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "other processes take part in a call of the model"
+    for cb in cbs:
+        own = not type(cb).__module__.startswith("hookcb.") or type(cb) is Callback
+        if own and any(cb.handler(event) is not None for event in BEFORE_LOSS):
+            return f"{type(cb).__name__} acts before the loss, and a look at a batch goes without it"
+    return why_not_asked(learn.dls.train)
+
+
+def _look(evidence: Evidence, learn: Any) -> None:
+    found, loader = Evidence(), learn.dls.train
+    with loader_kept(loader), learn.restored(), _kept(learn):
+        batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
+        learn.xb, learn.yb = split_batch(batch, place(learn.model, None), learn.n_inp)
+        with as_at_start(learn, BatchStarts().note(learn)):
+            learn.model.train()
+            _look_at_model(found, learn)
+            _look_at_batch(found, learn, step=evidence.n_batches)
+    is_at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
+    # what is so at the end may have been so from the beginning, and then explains what came of it
+    lasting = [replace(x, step=None) for x in found.sightings if is_at_any_time(check_of(x.code).needs)]
+    evidence.sightings += lasting
+    evidence.sources |= found.sources
+    evidence.missing |= found.missing
+    evidence.observed |= found.observed
+    evidence.loss_kind, evidence.guess = found.loss_kind, found.guess
+    evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
+    evidence.notes.append("one batch again, after the training")
+
+
+def _look_at_model(found: Evidence, learn: Any) -> None:
+    found.sightings += look_at_model(learn.model)
+    found.sources.add("model")
+    if learn.opt is not None:
+        found.sightings += look_at_optimizers(learn.model, [learn.opt])
+        found.observed.add("groups of the optimizer")
+
+
+@contextmanager
+def _kept(learn: Any) -> Iterator[None]:
+    """Puts model and loss function back as they were."""
+    with ExitStack() as stack:
+        for m in (learn.model, learn.loss_func):
+            if isinstance(m, nn.Module):
+                stack.enter_context(unchanged(m, None))
+        yield
+
+
+def _look_at_batch(found: Evidence, learn: Any, step: int) -> None:
+    numbers = input_numbers(learn.xb)
+    with _last_called(learn.model) as called:
+        learn.pred = learn.predict()
+    learn.loss = learn.get_loss()
+    is_finite = _is_finite(learn)
+    found.sources.add("batch")
+    found.observed |= {"loss"} | ({"backward"} if is_finite else set())
+    if not is_finite:
+        found.sightings.append(
+            look_for_origin(learn, "the loss or a gradient is not finite", True, step, None)
+        )
+    if numbers is not None:
+        row = numbers.tolist()
+        found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())
+        found.sightings += look_at_inputs([step], [row], is_harmful=not is_finite)
+        found.input_std, found.input_rms = Series.of([0], row[:1]), Series.of([0], row[1:2])
+    _look_at_loss(found, learn, called[-1] if called else "")
+
+
+def _look_at_loss(found: Evidence, learn: Any, last: str) -> None:
+    graph = read_loss(learn.loss.grad_fn)
+    found.guess = guess_of(graph, learn.pred, learn.yb)
+    found.loss_kind = graph.kind if graph.is_pure else ""
+    if learn.loss.grad_fn is None:
+        found.sightings.append(detached_loss(0))
+    found.sightings += look_at_head(graph, last, 0)
+    if graph.why_hidden:
+        found.missing["graph"] = graph.why_hidden
+    else:
+        found.sources.add("graph")
+
+
+def _is_finite(learn: Any) -> bool:
+    """Whether the loss and all gradients are finite; these come to no parameter's `.grad`."""
+    loss = learn.loss
+    if not math.isfinite(float(loss.detach())):
+        return False
+    if loss.grad_fn is None:
+        return True
+    params = [p for p in learn.model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+    return all(bool(_values(grad).isfinite().all()) for grad in grads if grad is not None)
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+@contextmanager
+def _last_called(model: nn.Module) -> Iterator[list[str]]:
+    """Has the names of leaves that are called in the block listed."""
+    called: list[str] = []
+    hooks: list[Hook] = []
+    try:
+        for name, m in named_modules(model).items():
+            if is_leaf(m) and not isinstance(m, torch.jit.ScriptModule):
+                hooks.append(Hook(m, lambda *_, name=name: called.append(name), detach=False))
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,59 @@
+"""The loss of a batch once more, by the original of a model that torch.compile has compiled."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookcb.core.batch import parts
+from hookcb.diagnosis.probes.batch import guess_of
+from hookcb.diagnosis.probes.loss_graph import LossGraph, head_of, read_loss
+from hookcb.diagnosis.probes.nan import SeenBatch
+from hookcb.nans.replay import Autocast, BatchStarts, as_at_start
+
+
+def graph_of_original(
+    batch: Any, compiled: LossGraph, autocast: Sequence[Autocast] | None
+) -> tuple[LossGraph, float]:
+    """Runs the batch without torch.compile, and reads what its loss is made of; nothing is left of that run.
+
+    Args:
+        batch: a learner in the middle of a batch, or a `SeenBatch`, whose loss function is not known.
+        compiled: what the graph of the loss has shown.
+        autocast: how that was in the forward, if it is known.
+
+    Returns:
+        The same for the original, and the loss of guessing.
+
+    Raises:
+        Exception: what the model or the loss function raises.
+    """
+    start = BatchStarts().note(batch)
+    start.autocasts = list(autocast or start.autocasts)
+    # numbers that are kept for a backward are dropped, so that the run takes no more memory than in inference
+    dropped = torch.autograd.graph.saved_tensors_hooks(_number_of, _some_number)
+    with as_at_start(batch, start), start.autocast(), dropped:
+        batch.pred = batch.predict()
+        if isinstance(batch, SeenBatch):
+            node = _only_output(batch.pred)
+            head, hidden_by = ("", compiled.hidden_by) if node is None else head_of(node)
+            return compiled._replace(head=head, hidden_by=hidden_by), math.nan
+        batch.loss = batch.get_loss()
+        graph = read_loss(batch.loss.grad_fn)
+        return graph, guess_of(graph, batch.pred, batch.yb)
+
+
+def _only_output(pred: Any) -> Any:
+    """The node of the tensor that the model gives, None if it gives several: any may be the loss's."""
+    outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.requires_grad]
+    return outputs[0].grad_fn if len(outputs) == 1 else None
+
+
+def _number_of(x: Tensor) -> Tensor | None:
+    return x.detach() if x.numel() == 1 else None
+
+
+def _some_number(x: Tensor | None) -> Tensor:
+    return torch.empty(0) if x is None else x

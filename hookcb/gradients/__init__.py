@@ -1,0 +1,1 @@
+"""GradientHealth: statistics of gradients and of what each step changes."""

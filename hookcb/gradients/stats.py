@@ -1,0 +1,266 @@
+"""Statistics of gradients and weights: pure functions from tensors to small tensors.
+
+Small ones, up to 1,024 elements, are copied whole and reduced for many steps together. Of a larger gradient
+every element is looked at when it is there, in one pass for the norms of its rows and one for its extremes.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookcb.core.precision import WIDE, at_least_float32, scaled_norm, widened, widest
+
+OF_GRADIENT = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
+GRAD_STATS = (*OF_GRADIENT, "weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
+STEP_STATS = ("total_norm", "clipped_total_norm", "mean_norm", "lr", "scale", "skipped", "clip_coef")
+BUFFER_STATS = ("min", "max")
+
+SKETCH = 1_024  # elements of a parameter that are followed from step to step, at most
+WHOLE = 65_536  # up to so many elements weights, and the mean |gradient|, are taken from all of them
+# squares of what lies outside leave float32: they underflow below 1e-38 and overflow above 3e38
+SAFE_LOW, SAFE_HIGH = 1e-15, 1e15
+
+Number = float | Tensor  # a float on a CPU, where to read costs nothing; else a 0-d tensor on its device
+
+
+class GradSummary(NamedTuple):
+    """What is kept of one large gradient."""
+
+    rows: Tensor  # L2 norm of each row, along the first dimension: (n_rows,)
+    low: Number  # smallest and largest of the finite elements
+    high: Number
+    nonfinite: Number
+
+
+def plain_gradient(x: Tensor) -> Tensor | None:
+    """A gradient as a dense or sparse real tensor of its whole: None where that cannot be had.
+
+    A DTensor is gathered from all ranks; complex elements count by their magnitude; half precision, float8
+    and integers are widened to float32; a sparse one is coalesced, up to 1,024 elements made dense.
+    """
+    x = x.detach()
+    if hasattr(x, "full_tensor"):  # a DTensor, of which `.item()` would be the local value (pytorch#166638)
+        x = x.full_tensor()
+    if not _is_native(x) or x.is_nested or x.is_quantized or x.is_meta:
+        return None
+    if x.layout is not torch.strided:
+        if x.layout is not torch.sparse_coo:
+            x = x.to_sparse_coo()  # type: ignore[no-untyped-call]
+        x = x.coalesce()
+        if x.sparse_dim() != 1 or x.numel() <= SKETCH:
+            x = x.to_dense()
+        elif x.is_complex() or x.dtype not in WIDE:
+            values = plain_gradient(x.values())
+            return None if values is None else _sparse(x, values)
+        else:
+            return x
+    if x.is_complex():
+        return x.abs()
+    return at_least_float32(x)
+
+
+def _sparse(x: Tensor, values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(x.indices(), values, x.shape, is_coalesced=True, check_invariants=False)
+
+
+def is_readable(p: Tensor) -> bool:
+    """Whether the elements of a parameter can be had: not of subclasses of Tensor that hide them."""
+    return (hasattr(p, "full_tensor") or _is_native(p)) and not (p.is_nested or p.is_quantized or p.is_meta)
+
+
+def _is_native(x: Tensor) -> bool:
+    dispatch = type(x).__torch_dispatch__
+    return dispatch is Tensor.__torch_dispatch__ or dispatch is torch._C._disabled_torch_dispatch_impl
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """L2 norm of each row of `x` along its first dimension, `(n_rows,)`; of fewer dimensions the one of all.
+
+    Float32 and float64 as they are. Of a sparse tensor a row that is not there has norm 0.
+    """
+    norms: Tensor
+    if x.layout is not torch.strided:
+        norms = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
+        return norms.index_copy_(0, x.indices()[0], row_norms(x.values().flatten(1)))
+    if x.ndim < 2:
+        norm: Tensor = torch.linalg.vector_norm(x)
+        return norm.reshape(1)
+    if x.is_contiguous():
+        norms = torch.linalg.vector_norm(x.view(x.shape[0], -1), dim=1)
+    else:
+        norms = torch.linalg.vector_norm(x, dim=list(range(1, x.ndim)))
+    return norms
+
+
+def summarize_gradient(x: Tensor) -> GradSummary:
+    """What there is to know of a large gradient, not empty, as `plain_gradient` gives it.
+
+    On a CPU extremes tell whether another look is needed: at NaN and infinities, and where squares would
+    leave the range of float32. On other devices that look is always taken, as nothing waits for them.
+    """
+    elements = x if x.layout is torch.strided else x.values()
+    if elements.numel() == 0:
+        return GradSummary(row_norms(x), 0.0, 0.0, 0.0)
+    if not x.is_cpu:
+        others = elements.isfinite().logical_not_()
+        finite = elements.masked_fill(others, 0)
+        return GradSummary(row_norms(x), *torch.aminmax(finite), others.sum())
+    low, high = (end.item() for end in torch.aminmax(elements))
+    size = max(-low, high)
+    if SAFE_LOW < size < SAFE_HIGH or size == 0:  # of NaN neither is true
+        return GradSummary(row_norms(x), low, high, 0.0)
+    finite = elements[elements.isfinite()]
+    low, high = (end.item() for end in torch.aminmax(finite)) if len(finite) else (math.nan, math.nan)
+    scale = size if 0 < size < math.inf else 1.0  # else squares leave the range of float64 too
+    return GradSummary(
+        row_norms(x.double() / scale) * scale, low, high, float(elements.numel() - len(finite))
+    )
+
+
+class GradColumns(NamedTuple):
+    """Statistics of gradients by record and parameter, each `(R, k)`, as the device can: see `widest`."""
+
+    norm: Tensor  # L2
+    abs_max: Tensor  # of finite elements
+    nonfinite: Tensor  # number
+    zero_rows: Tensor  # share, 0..1; NaN of fewer than two dimensions
+    mean_abs: Tensor
+
+
+def reduce_small(x: Tensor, shape: torch.Size) -> GradColumns:
+    """Of k small gradients of one shape in R records: `(R, k, n)`."""
+    n, wide = x.shape[-1], widest(x.device)
+    nothing = torch.full(x.shape[:-1], math.nan, dtype=wide, device=x.device)
+    if not n:
+        zero = torch.zeros_like(nothing)
+        return GradColumns(zero, nothing, zero, nothing, nothing)
+    size = x.abs()
+    of_rows = size.reshape(*x.shape[:2], shape[0], -1).amax(3) if len(shape) > 1 else size
+    abs_max, nonfinite, norm_of = of_rows.amax(2), torch.zeros_like(nothing), torch.linalg.vector_norm
+    if not (x.is_cpu and bool(((abs_max > SAFE_LOW) & (abs_max < SAFE_HIGH)).all())):
+        others = size.isfinite().logical_not_()
+        x, size, nonfinite, norm_of = x.to(wide), size.to(wide), others.sum(2).to(wide), scaled_norm
+        abs_max = size.masked_fill(others, 0).amax(2).masked_fill(others.all(2), math.nan)
+    zero_rows = (of_rows == 0).mean(2, dtype=wide) if len(shape) > 1 else nothing
+    norm, total = norm_of(x, dim=2).to(wide), torch.linalg.vector_norm(x, 1, dim=2).to(wide)
+    return GradColumns(norm, abs_max.to(wide), nonfinite, zero_rows, total / n)
+
+
+def reduce_large(rows: Tensor, numbers: Tensor, n_dims: int) -> GradColumns:
+    """Of k large gradients of one shape in R records.
+
+    Args:
+        rows: norms of their rows, `(R, k, n_rows)`.
+        numbers: smallest and largest finite element, number of others, mean |gradient|: `(R, k, 4)`.
+        n_dims: of the gradients.
+    """
+    low, high, nonfinite, mean_abs = numbers.unbind(2)
+    norm = scaled_norm(widened(rows), dim=2)
+    zero_rows = (rows == 0).mean(2, dtype=norm.dtype) if n_dims > 1 else torch.full_like(norm, math.nan)
+    return GradColumns(norm, torch.maximum(high, -low), nonfinite, zero_rows, mean_abs)
+
+
+def sketch_stride(n: int) -> int:
+    """How far apart the followed elements lie among n: about n / 1,024, with no divisor in common with n.
+
+    A stride that shares a divisor with a dimension would see some channels only.
+    """
+    stride = n // SKETCH
+    while math.gcd(stride, n) != 1:
+        stride -= 1
+    return stride
+
+
+def sketch(x: Tensor) -> Tensor | None:
+    """A view of at most 1,024 elements of a dense tensor, the same at each call, spread evenly over it.
+
+    All of them up to 1,024. None where no view can be had, as up to 16,384 elements, where a stride would
+    leave too much at an end, and where `x` is no dense real tensor whose elements lie side by side.
+    """
+    x = x.detach()
+    native = _is_native(x) and x.layout is torch.strided and x.is_floating_point()
+    if not native or x.is_nested or x.is_meta or x.dtype.itemsize < 2 or SKETCH < x.numel() <= 16 * SKETCH:
+        return None
+    if not x.is_contiguous():
+        x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+        if not x.is_contiguous():
+            return None
+    return _followed(x.view(-1))
+
+
+def _followed(x: Tensor) -> Tensor:
+    n = len(x)
+    if n <= SKETCH:
+        return x
+    if n <= 16 * SKETCH:
+        return x[_places(n, x.device)]
+    stride = sketch_stride(n)
+    return x[(n - stride * (SKETCH - 1)) // 2 :: stride][:SKETCH]
+
+
+@lru_cache(maxsize=256)
+def _places(n: int, device: torch.device) -> Tensor:
+    """1,024 of n indices: multiples of the golden ratio, even over all parts and all channels."""
+    step = round(n * 0.6180339887)
+    while math.gcd(step, n) != 1:
+        step += 1
+    return (torch.arange(SKETCH, device="cpu") * step % n).sort().values.to(device)
+
+
+def sketch_copy(x: Tensor) -> Tensor:
+    """The same of what has no such view, widened; of complex elements real and imaginary parts in turn."""
+    x = x.detach()
+    if hasattr(x, "full_tensor"):
+        x = x.full_tensor()
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    x = _followed(x.reshape(-1))
+    if x.is_complex():
+        x = torch.view_as_real(x).reshape(-1)
+    return at_least_float32(x)
+
+
+def update_ratio(change: Tensor, before: Tensor) -> Tensor:
+    """Size of a change of weights relative to the weights, ‖after - before‖ / ‖before‖.
+
+    Around 1e-3 is usual for a step of a healthy run; far above, the learning rate is too high.
+
+    Args:
+        change: differences of weights, `(…, n)`.
+        before: the weights they are relative to.
+
+    Returns:
+        `(…)`; 0 where nothing has changed, inf where all were zero before.
+
+    Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
+    """
+    size = scaled_norm(widened(change), dim=-1)  # as squares may be tiny
+    return torch.where(size == 0, size, size / torch.linalg.vector_norm(before, dim=-1))
+
+
+def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, mean and unbiased std of followed weights, `(…, n)`, those of complex ones of the magnitudes.
+
+    The norm is the root of the sum of squares of these n. `(…)` each, as the device can: see `widest`.
+    """
+    if is_complex:
+        x = torch.linalg.vector_norm(x.reshape(*x.shape[:-1], -1, 2), dim=-1)
+    norm, n = widened(torch.linalg.vector_norm(x, dim=-1)), x.shape[-1]
+    mean = x.mean(-1, dtype=norm.dtype)
+    if n < 2:
+        return norm, mean, torch.full_like(norm, math.nan)
+    around = widened(torch.linalg.vector_norm(x - mean[..., None].to(x.dtype), dim=-1))
+    return norm, mean, around / (n - 1) ** 0.5
+
+
+def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
+    """Unbiased std of n elements by their norm and sum; of the sketch where digits would be lost.
+
+    Σ(x - mean)² = Σx² - n·mean² loses them where the mean is large against the spread, as at weights of a
+    layer norm, which begin as ones.
+    """
+    square = norm.square() - total.square() / n
+    return torch.where(square > 4e-3 * norm.square(), (square.clamp(min=0) / (n - 1)).sqrt(), of_sketch)

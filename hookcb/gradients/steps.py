@@ -1,0 +1,153 @@
+"""StepWatch: whether and when optimizers make a step, and on which parameters."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.nn.parameter import UninitializedBuffer
+from torch.optim import Optimizer
+
+from hookcb.core.threads import is_here
+from hookcb.gradients.capture import Param
+from hookcb.gradients.stats import Number
+from hookcb.hooks.modules import named_modules
+from hookcb.hooks.optimizer_steps import StepHook, params_of
+from hookcb.loops.checks import place
+from hookcb.records.store import kept
+
+RUNNING = ("running_mean", "running_var")
+
+
+class StepWatch:
+    """Calls a function when an optimizer begins the step in progress, with gradients as it gets them.
+
+    It listens to all optimizers, as a step may be made by several; a step counts as made when the first of
+    them, that has parameters of ours, begins in the thread that this was made in. A GradScaler calls none
+    where it skips a step.
+
+    Args:
+        model: whose parameters are ours.
+        on_step: called once a step, after all clipping.
+    """
+
+    def __init__(self, model: nn.Module, on_step: Callable[[], object]) -> None:
+        self._model, self._on_step, self._thread = ref(model), on_step, threading.get_ident()
+        self._hook = StepHook(self._at_step)
+        self._ids: set[int] = set()  # of parameters that optimizers of ours have
+        self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with the number of these
+        self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that have none of ours
+        self._is_open = self._is_made = False
+        self._found_inf: Tensor | None = None
+
+    def note(self, opt: Optimizer) -> bool:
+        """Notes what parameters it has; whether these are news."""
+        n = _n_params(opt)
+        if self._noted.get(opt) == n:
+            return False
+        self._noted[opt] = n
+        self._ids |= params_of(opt)
+        return True
+
+    def begin(self, opt: Optimizer) -> bool:
+        """A step is about to be made; whether the optimizer has other parameters than before."""
+        self._is_open, self._is_made, self._found_inf = True, False, None
+        return self.note(opt)
+
+    def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_open and is_here(self._thread) and self._is_ours(opt) and not self._is_made:
+            # a fused optimizer looks itself whether to make it, at what the scaler has set
+            found_inf = getattr(opt, "found_inf", None)
+            self._found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
+            self.make()
+
+    def make(self) -> None:
+        """The step is made now, with gradients as they are."""
+        self._is_made = True
+        self._on_step()
+
+    def _is_ours(self, opt: Optimizer) -> bool:
+        """Whether it has parameters of ours; one that was not known yet, and has, is noted."""
+        if opt in self._noted:
+            return True
+        if self._others.get(opt) == _n_params(opt):
+            return False
+        model = self._model()
+        ours = self._ids.union(map(id, model.parameters() if model is not None else ()))
+        if ours.isdisjoint(params_of(opt)):
+            self._others[opt] = _n_params(opt)
+            return False
+        return self.note(opt)
+
+    def end(self, is_cancelled: bool, has_scaler: bool) -> Number:
+        """The step has ended; 1.0 where it was not made, on its device where that is not known yet."""
+        self._is_open = False
+        if not (self._is_made or has_scaler or is_cancelled):
+            self._on_step()  # made by hand, or by an optimizer without hooks
+            return 0.0
+        if is_cancelled:  # in a loop that is not ours the optimizer is called all the same
+            return 1.0
+        if self._found_inf is not None:
+            return kept((self._found_inf.reshape(()) > 0).float())
+        return 0.0 if self._is_made else 1.0
+
+    def missing(self, params: Sequence[Param]) -> list[str]:
+        """Names of those that are in no optimizer seen so far."""
+        return [param.name for param in params if id(param.p) not in self._ids]
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._hook.remove()
+
+
+def _n_params(opt: Optimizer) -> int:
+    return sum(len(group["params"]) for group in opt.param_groups)
+
+
+class SkipCount:
+    """Number of skipped steps; what only a device knows is added there."""
+
+    __slots__ = ("_n", "_on_device")
+
+    def __init__(self, n: int = 0) -> None:
+        self._n: int = n
+        self._on_device: Tensor | None = None
+
+    def add(self, skipped: Number) -> None:
+        """One step: 1 if it was skipped."""
+        if not isinstance(skipped, Tensor):
+            self._n += int(skipped)
+        else:
+            self._on_device = skipped if self._on_device is None else self._on_device + skipped
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {"_n": int(self), "_on_device": None}
+
+    def __int__(self) -> int:
+        return self._n + (0 if self._on_device is None else int(self._on_device))
+
+
+def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
+    """What a GradScaler multiplies losses by; 1.0 without. To ask it by `get_scale` would wait."""
+    return 1.0 if scaler is None else kept(scaler.scale(torch.ones((), device=place(model, None))))
+
+
+def is_unscaled(scaler: torch.amp.GradScaler | None, opt: Optimizer) -> bool:
+    """Whether the gradients are divided by the scale already; a scaler does it in its step otherwise."""
+    if scaler is None or not scaler.is_enabled():
+        return True
+    stage = scaler._per_optimizer_states[id(opt)]["stage"]
+    return bool(stage is not OptState.READY)
+
+
+def running_stats(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers called running_mean and running_var by qualified name, those with elements."""
+    return {
+        f"{prefix}.{name}" if prefix else name: b
+        for prefix, m in named_modules(model).items()
+        for name, b in m._buffers.items()
+        if b is not None and name in RUNNING and not isinstance(b, UninitializedBuffer) and b.numel()
+    }

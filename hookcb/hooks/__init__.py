@@ -1,0 +1,1 @@
+"""Hooks on modules and tensors, what they cover, and the callback to build your own on."""

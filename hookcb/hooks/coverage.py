@@ -1,0 +1,121 @@
+"""Coverage: what a callback looked at, and what it did not see."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import nn
+
+from hookcb.core.console import printable
+from hookcb.hooks.modules import named_modules
+
+if TYPE_CHECKING:
+    from hookcb.hooks.hook import Hook
+
+BY_CLOSURE = "LBFGS evaluates its closure several times in a step, and has no one gradient for it"
+NOT_CALLED = "it was not called"
+FROZEN = "it was not called; its parameters are frozen, so that no gradient tells whether they are used"
+USED = (
+    "its parameters get gradients, so it was used without being called here: by .forward, in another thread, "
+    "by its weights alone, or in code compiled before the hooks were on, which torch.compiler.reset() drops"
+)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a callback with hooks looked at in a fit.
+
+    Attributes:
+        hooked: the layers with a hook.
+        fired: those whose hook was called.
+        silent: the others, each with the likely reason.
+        left_out: what was seen and is no tensor, or has no statistics, by path, with its type.
+        without_grad: layers of which a gradient could not be had, with the reason.
+        n_batches: number of batches looked at.
+        n_skipped: number of training batches not looked at, as `every` says or as they were cancelled.
+
+    >>> from hookcb import HookCallback, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=HookCallback(hook=lambda m, i, o: o.mean(), every=5))
+    >>> print(learn.hook.coverage)
+    2 of 2 layers seen in 2 batches, 8 batches not looked at
+    """
+
+    hooked: tuple[str, ...]
+    fired: tuple[str, ...]
+    silent: Mapping[str, str]
+    left_out: Mapping[str, str]
+    without_grad: Mapping[str, str]
+    n_batches: int
+    n_skipped: int
+
+    @classmethod
+    def of(cls, hooks: Iterable["Hook"], left_out: dict[str, str], n_batches: int, n_skipped: int) -> Self:
+        """What `hooks` have seen in so many batches."""
+        hooks = list(hooks)
+        return cls(
+            hooked=tuple(hook.name for hook in hooks),
+            fired=tuple(hook.name for hook in hooks if hook.fired),
+            silent={hook.name: hook.why_silent for hook in hooks if not hook.fired},
+            left_out={path: kind for hook in hooks for path, kind in hook.left_out.items()} | left_out,
+            without_grad={hook.name: hook.without_grad for hook in hooks if hook.without_grad},
+            n_batches=n_batches,
+            n_skipped=n_skipped,
+        )
+
+    def __str__(self) -> str:
+        layers, batches = _count(len(self.hooked), "layer"), _count(self.n_batches, "batch")
+        skipped = f", {_count(self.n_skipped, 'batch')} not looked at" if self.n_skipped else ""
+        lines = "\n".join(
+            [
+                f"{len(self.fired)} of {layers} seen in {batches}{skipped}",
+                *(f"silent: {name}: {reason}" for name, reason in self.silent.items()),
+                *(f"left out: {path}: {kind}" for path, kind in self.left_out.items()),
+                *(f"without gradient: {name}: {reason}" for name, reason in self.without_grad.items()),
+            ]
+        )
+        return printable(lines)
+
+    def warning(self) -> str:
+        """What to say when no hook was called at all."""
+        layers = "".join(f"\n  {name}: {reason}" for name, reason in islice(self.silent.items(), 5))
+        more = f"\n  … and {len(self.silent) - 5} more" if len(self.silent) > 5 else ""
+        return (
+            f"none of {_count(len(self.hooked), 'hooked layer')} was seen in the first batch; choose others "
+            f"with modules=, or have the training call these; the likely reasons:{layers}{more}"
+        )
+
+
+def introduce(hooks: Iterable["Hook"], model: nn.Module, title: str) -> None:
+    """Tells hooks on layers of `model` what their function is called, and why a layer may stay silent."""
+    modules = named_modules(model)
+    for hook in hooks:
+        hook.title, hook.why_silent = title, why_not_called(modules, hook.name)
+
+
+def note_used(layers: Mapping[str, nn.Module], hooks: Iterable["Hook"]) -> None:
+    """After a backward, tells from the gradients which layers were used without being called."""
+    for m, hook in zip(layers.values(), hooks, strict=True):
+        if hook.why_silent == NOT_CALLED and any(p.grad is not None for p in m.parameters()):
+            hook.why_silent = USED
+
+
+def why_not_called(modules: Mapping[str, nn.Module], name: str) -> str:
+    """Why one of a model's `modules`, by name, may never be called, as far as its kind and place tell."""
+    if isinstance(modules.get(name), CONTAINERS):
+        return f"a {type(modules[name]).__name__} is never called itself"
+    if isinstance(modules.get(name), torch.jit.ScriptModule):
+        return "TorchScript runs it without hooks"
+    if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
+        return "MultiheadAttention uses its weights without calling it"
+    params = [] if name not in modules else list(modules[name].parameters())
+    return FROZEN if params and not any(p.requires_grad for p in params) else NOT_CALLED
+
+
+def _count(n: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{n} {what if n == 1 else plural}"

@@ -1,0 +1,501 @@
+"""What a model consists of, layer by layer: parameters, output shapes, multiply-adds, bytes."""
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from html import escape
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.filesize import decimal
+from rich.text import Text
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
+
+from hookcb.core.batch import parts, split_batch, to_device
+from hookcb.core.console import as_text
+from hookcb.core.randomness import random_kept
+from hookcb.hooks.coverage import CONTAINERS, NOT_CALLED, why_not_called
+from hookcb.hooks.dry_run import shapes, untouched
+from hookcb.hooks.hook import Hooks
+from hookcb.hooks.modules import has_uninitialized, listed, named_modules, unwrapped
+from hookcb.records.tables import Column, fitted
+from hookcb.training.display import html_table
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from hookcb.loops.learner import Learner
+
+
+HEAD = ("layer", "type", "output", "params", "trained", "mult-adds")
+RANKS = (1, 2, 0, 3, 4)  # of all but the names: how soon they are left out in a narrow terminal
+COLUMNS: list[Column[Any]] = [
+    Column(HEAD[i], itemgetter(i), rank, is_text=i < 3) for i, rank in enumerate(RANKS, start=1)
+]
+
+
+class LayerInfo(NamedTuple):
+    """A layer, with its parameters and the shape of its output."""
+
+    type: str
+    params: int
+    trainable: bool | str
+    shape: Any
+    same: bool
+
+
+@dataclass(slots=True)
+class LayerRow:
+    """A module, as it stands in a `Summary`.
+
+    Attributes:
+        name: qualified, empty for the whole model.
+        type: its class.
+        depth: how many modules it is inside of.
+        params: number of parameters of its own that no earlier row has counted; in the deepest rows shown
+            also those of the modules inside.
+        trainable_params: those of them that are trained.
+        buffers: number of elements of its buffers, counted like parameters.
+        n_calls: how often it was called.
+        shape: of its output in the last call, nested as that is; None where it was not called.
+        shapes: all different ones, by their text, in the order of its calls.
+        same: whether its output is shaped like one of its inputs, samples aside.
+        calls_others: whether it calls other modules.
+        multiply_adds: of its calls, without those of the modules inside that have a row of their own.
+        why_not_called: the likely reason, where it was not called and is more than a container.
+    """
+
+    name: str
+    type: str
+    depth: int
+    params: int = 0
+    trainable_params: int = 0
+    buffers: int = 0
+    n_calls: int = 0
+    shape: Any = None
+    shapes: dict[str, Any] = field(default_factory=dict)
+    same: bool = False
+    calls_others: bool = False
+    multiply_adds: int = 0
+    why_not_called: str = ""
+
+    @property
+    def called(self) -> bool:
+        """Whether its forward ran."""
+        return self.n_calls > 0
+
+    @property
+    def trainable(self) -> bool | str:
+        """Whether its `params` are trained: True, False, or "partly"."""
+        if 0 < self.trainable_params < self.params:
+            return "partly"
+        return self.trainable_params > 0
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Summary:
+    """A model's modules as rows, and what they come to; prints as a table.
+
+    Attributes:
+        rows: of all modules down to the depth that was asked for, in the order of `named_modules()`.
+        n_params, n_trainable, n_buffers: number of elements, each parameter and buffer counted once.
+        param_bytes, buffer_bytes: their size.
+        activation_bytes: size of the outputs of all calls in which no other module is called, for this input.
+        multiply_adds: for this input, two floating-point operations each. Source: `torch.utils.flop_counter`,
+            which counts matrix products, convolutions and attention, nothing else.
+        facts: what else there is to tell, by title.
+
+    >>> import torch
+    >>> from hookcb import module_summary
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU())
+    >>> summary = module_summary(model, torch.ones(8, 4))
+    >>> summary.n_params, summary.multiply_adds
+    (10, 64)
+    >>> [(row.name, row.type, row.shape) for row in summary][1:]
+    [('0', 'Linear', torch.Size([8, 2])), ('1', 'ReLU', torch.Size([8, 2]))]
+    """
+
+    rows: list[LayerRow]
+    n_params: int
+    n_trainable: int
+    n_buffers: int
+    param_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    multiply_adds: int
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def n_frozen(self) -> int:
+        """Number of parameters that are not trained."""
+        return self.n_params - self.n_trainable
+
+    def __iter__(self) -> Iterator[LayerRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = [_cells(row) for row in self.rows]
+        names = [row[0] for row in cells]
+        yield fitted(cells, names, COLUMNS, options, head=HEAD[0], is_tree=True, is_framed=False)
+        yield Text("\n".join(["", *self._totals()]))
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<div>{escape(line)}</div>" for line in self._totals())
+        cells = ([cell.replace("  ", "\u2003") for cell in _cells(row)] for row in self.rows)
+        return html_table(HEAD, cells, n_left=3) + lines
+
+    def _totals(self) -> list[str]:
+        silent: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.why_not_called not in ("", NOT_CALLED) and row.params:
+                silent.setdefault(row.why_not_called, []).append(row.name)
+        return [
+            f"{self.n_params:,} parameters, {decimal(self.param_bytes)}: "
+            f"{self.n_trainable:,} trained, {self.n_frozen:,} frozen",
+            f"{self.n_buffers:,} elements in buffers, {decimal(self.buffer_bytes)}",
+            f"for this input: {_short(self.multiply_adds)} multiply-adds, "
+            f"{decimal(self.activation_bytes)} of activations",
+            *(f"not called, as {why}: {listed(names, 5)}" for why, names in silent.items()),
+            *(f"{title}: {fact}" for title, fact in self.facts.items()),
+        ]
+
+
+def module_summary(model: "nn.Module | Learner", *xb: Any, depth: int | None = None) -> Summary:
+    """Runs a model once on `xb` and tells what it consists of; leaves it, and what watches it, as they were.
+
+    It runs in eval mode and without gradients. A model with lazy modules that have not run yet is run as a
+    copy, and stays lazy.
+
+    Args:
+        model: the model, or a learner, whose `predict` is called and whose optimizer, loss and callbacks are
+            told too.
+        *xb: its inputs, none for a model that takes none. A single mapping gives keyword arguments; if the
+            forward has no parameters of these names, it is itself the input. For a learner by default those
+            of the first batch. They are moved to the model's device.
+        depth: how deep to go; what is inside modules of that depth counts as theirs. By default all the way.
+
+    Raises:
+        ValueError: if there are no inputs and the model needs some, or `depth` is no number of levels.
+        Exception: what the model raises, with a note that says where, and what had run before.
+    """
+    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
+        raise ValueError(f"depth is {depth!r}; give a number of levels, 0 or more, or None for all")
+    learn = None if isinstance(model, nn.Module) else model
+    trace = _traced(model, xb)
+    params, buffers = trace.count()
+    rows = list(trace.rows.values()) if depth is None else _folded(trace.rows.values(), depth)
+    return Summary(
+        rows=rows,
+        n_params=sum(p.numel() for p in params),
+        n_trainable=sum(p.numel() for p in params if p.requires_grad),
+        n_buffers=sum(b.numel() for b in buffers),
+        param_bytes=sum(map(_n_bytes, params)),
+        buffer_bytes=sum(map(_n_bytes, buffers)),
+        activation_bytes=trace.activation_bytes,
+        multiply_adds=sum(row.multiply_adds for row in rows),
+        facts=_facts(learn) if learn else {},
+    )
+
+
+def layer_info(learn: "nn.Module | Learner", *xb: Any) -> list[LayerInfo]:
+    """Type, parameters, trainable, output shape, and whether that is an input's, of each layer of a model.
+
+    Layers are the modules that call no others, and those with parameters of their own. The shape, without
+    which a layer was not called, is nested as the output is. See `module_summary` for the arguments.
+    """
+    trace = _traced(learn, xb)
+    trace.count()
+    return [
+        LayerInfo(row.type, row.params, row.trainable, row.shape, row.same)
+        for row in trace.rows.values()
+        if row.params or (row.called and not row.calls_others)
+    ]
+
+
+def _rnn_flops(x: Any, weights: Iterable[Any]) -> int:
+    return int(2 * prod(x[:-1]) * sum(prod(weight) for weight in weights if len(weight) == 2))
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+def _flop_counter() -> "FlopCounterMode":
+    with random_kept():  # here, as it takes as long to import as all of hookcb
+        from torch.utils.flop_counter import FlopCounterMode
+
+    aten = torch.ops.aten
+    formulas = {  # of what it has none for; called with the shapes of the arguments
+        aten._cudnn_rnn: lambda x, weights, *args, **kwargs: _rnn_flops(x, weights),
+        aten.mkldnn_rnn_layer: lambda x, w_ih, w_hh, *args, **kwargs: _rnn_flops(x, [w_ih, w_hh]),
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    }
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
+    counter.mod_tracker = _NoTracker()  # type: ignore[assignment]  # its hooks forbid gradients in a forward
+    return counter
+
+
+class _NoTracker:
+    """In place of the flop counter's own tracker of modules: all is counted in one place."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class _Trace:
+    """What one forward goes through, by module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = named_modules(model)
+        self.rows = {
+            name: LayerRow(name, type(m).__name__, depth=name.count(".") + 1 if name else 0)
+            for name, m in self.modules.items()
+        }
+        self.names = {id(m): name for name, m in self.modules.items()}
+        self.flops = _flop_counter()
+        self.running: list[_Running] = []  # whose forward is running, the innermost last
+        self.activation_bytes = 0
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Notes what runs in a `with` block; to an error it adds where it came from."""
+        plain = {name: m for name, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)}
+        with (
+            Hooks(plain, self.enter, detach=False, pre=True),
+            Hooks(plain, self.leave, detach=False),
+            self.flops,
+        ):
+            try:
+                yield
+            except Exception as error:
+                self.explain(error)
+                raise
+
+    def enter(self, m: nn.Module, args: Any) -> None:
+        if self.running:
+            self.running[-1].calls_others = True
+        self.running.append(_Running(self.rows[self.names[id(m)]], self.flops.get_total_flops()))
+
+    def leave(self, m: nn.Module, args: Any, output: Any) -> None:
+        running = self.running.pop()
+        row, flops = running.row, self.flops.get_total_flops() - running.flops_before
+        if self.running:
+            self.running[-1].flops_inside += flops
+        row.multiply_adds += (flops - running.flops_inside) // 2
+        row.n_calls += 1
+        row.shape = shapes(output)
+        row.shapes[_shape_text(row.shape)] = row.shape
+        row.same = isinstance(row.shape, torch.Size) and any(
+            isinstance(shape, torch.Size) and shape[1:] == row.shape[1:] for shape in map(shapes, args)
+        )
+        row.calls_others |= running.calls_others
+        if not running.calls_others:
+            self.activation_bytes += sum(_n_bytes(x) for _, x in parts(output) if isinstance(x, Tensor))
+
+    def explain(self, error: Exception) -> None:
+        done = [row.name or row.type for row in self.rows.values() if row.called]
+        before = f"after {listed(done[-3:])}" if done else "before any layer had run"
+        if self.running:
+            row = self.running[-1].row
+            error.add_note(f"in {row.name or 'the model itself'} ({row.type}), {before}")
+
+    def count(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Counts each parameter and buffer in the first row it belongs to; gives them all."""
+        seen: dict[int, Tensor] = {}
+        params: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for name, m in self.modules.items():
+            row = self.rows[name]
+            own = [p for p in m.parameters(recurse=False) if id(p) not in seen]
+            kept = [b for b in m.buffers(recurse=False) if id(b) not in seen]
+            seen |= {id(x): x for x in [*own, *kept]}
+            row.params = sum(p.numel() for p in own)
+            row.trainable_params = sum(p.numel() for p in own if p.requires_grad)
+            row.buffers = sum(b.numel() for b in kept)
+            if not row.called and not isinstance(m, CONTAINERS):
+                row.why_not_called = why_not_called(self.modules, name)
+            params += own
+            buffers += kept
+        return params, buffers
+
+
+@dataclass
+class _Running:
+    """A call whose forward is running."""
+
+    row: LayerRow
+    flops_before: int
+    flops_inside: int = 0  # of the modules it has called
+    calls_others: bool = False
+
+
+def _traced(model: "nn.Module | Learner", xb: tuple[Any, ...]) -> _Trace:
+    learn = None if isinstance(model, nn.Module) else model
+    if not isinstance(model, nn.Module) and not hasattr(model, "predict"):
+        raise TypeError(f"{model!r:.80} is no nn.Module and no Learner; give one of these")
+    plain = unwrapped(model if isinstance(model, nn.Module) else model.model)
+    if has_uninitialized(plain):
+        plain = _lazy_copy(plain)
+    trace = _Trace(plain)
+    with untouched(plain), learn.restored() if learn else nullcontext():
+        if learn is not None and not xb:
+            xb = _first_inputs(learn)
+        if not xb and not _takes(plain):
+            raise ValueError(
+                "there is no batch xb; give what the model is called with, module_summary(model, x)"
+            )
+        xb = to_device(xb, _device(plain))
+        named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
+        with trace.following():
+            if learn is not None:
+                _predict(learn, plain, xb if named is None else named)
+            elif named is not None and _takes(plain, **named):
+                plain(**named)
+            else:
+                plain(*xb)
+    return trace
+
+
+def _takes(model: nn.Module, **named: Any) -> bool:
+    """Whether a forward can be called with these keyword arguments alone, as far as its signature tells."""
+    try:
+        inspect.signature(model.forward).bind(**named)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        return bool(named)
+    return True
+
+
+def _lazy_copy(model: nn.Module) -> nn.Module:
+    # deepcopy knows uninitialized parameters, but not buffers
+    lazy = [x for x in model.buffers() if isinstance(x, UninitializedBuffer)]
+    return copy.deepcopy(model, {id(x): UninitializedBuffer(device=x.device, dtype=x.dtype) for x in lazy})  # type: ignore[call-arg]
+
+
+def _predict(learn: "Learner", model: nn.Module, xb: Any) -> None:
+    own, learn.model = learn.model, model
+    try:
+        learn.xb = xb
+        learn.predict()
+    finally:
+        learn.model = own
+
+
+def _first_inputs(learn: "Learner") -> tuple[Any, ...]:
+    if learn.fitting and learn.xb:  # a second iterator would end the first one of persistent workers
+        xb = learn.xb
+    else:
+        loader = learn.dls.train
+        if isinstance(loader, Iterator):
+            raise ValueError(
+                "the training loader can be iterated once, and its first batch would be lost to training; "
+                "give an input, learn.summary(x)"
+            )
+        with _kept_generators(loader):
+            batch = next(iter(loader), None)
+        if batch is None:
+            raise ValueError("the training loader gave no batch; give an input, learn.summary(x)")
+        xb, _ = split_batch(batch, _device(learn.model), learn.n_inp)
+    return (xb,) if isinstance(xb, Mapping) else tuple(xb)
+
+
+@contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Puts back the random generators that a DataLoader and its sampler were given."""
+    batches = getattr(loader, "batch_sampler", None)
+    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    own = [getattr(holder, "generator", None) for holder in holders]
+    states = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _device(model: nn.Module) -> torch.device:
+    tensor = next(iter([*model.parameters(), *model.buffers()]), torch.empty(0))
+    return tensor.device
+
+
+def _folded(rows: Iterable[LayerRow], depth: int) -> list[LayerRow]:
+    """The rows down to `depth`, the deepest with what is inside."""
+    kept: dict[str, LayerRow] = {}
+    for row in rows:
+        if row.depth <= depth:
+            kept[row.name] = row
+            continue
+        above = kept[".".join(row.name.split(".")[:depth])]
+        above.params += row.params
+        above.trainable_params += row.trainable_params
+        above.buffers += row.buffers
+        above.multiply_adds += row.multiply_adds
+    return list(kept.values())
+
+
+def _facts(learn: "Learner") -> dict[str, str]:
+    opt = type(learn.opt).__name__ if learn.opt is not None else _name(learn.opt_func)
+    loss = "the .loss of the model's output" if learn.loss_func is None else _name(learn.loss_func)
+    return {"optimizer": opt, "loss": loss, "callbacks": ", ".join(cb.name for cb in learn.cbs) or "none"}
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _cells(row: LayerRow) -> list[str]:
+    times = f" ×{row.n_calls}" if row.n_calls > 1 else ""
+    trained = row.trainable if isinstance(row.trainable, str) else "yes" if row.trainable else "no"
+    return [
+        "  " * (row.depth - 1) + (row.name.rpartition(".")[2] or "(model)"),
+        row.type + times,
+        listed(list(row.shapes), 3) if row.called else "not called" if row.why_not_called else "",
+        f"{row.params:,}" if row.params else "",
+        trained if row.params else "",
+        _short(row.multiply_adds) if row.multiply_adds else "",
+    ]
+
+
+def _shape_text(shape: Any) -> str:
+    if isinstance(shape, torch.Size):
+        return "×".join(map(str, shape)) or "scalar"
+    if is_dataclass(shape) and not isinstance(shape, Mapping):
+        shape = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    if isinstance(shape, Mapping):
+        return "{" + ", ".join(f"{key}: {_shape_text(x)}" for key, x in shape.items()) + "}"
+    if isinstance(shape, tuple | list):
+        return "(" + ", ".join(map(_shape_text, shape)) + ")"
+    return type(shape).__name__ if shape is not None else "None"
+
+
+def _n_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _short(n: int) -> str:
+    """A count to three digits: 12.3 M."""
+    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return str(n)

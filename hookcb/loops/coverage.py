@@ -1,0 +1,221 @@
+"""What a loop that somebody else runs cannot give: events that stay unseen, callbacks that cannot follow."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hookcb.core.callback import Callback
+from hookcb.core.events import Event
+from hookcb.hooks.coverage import BY_CLOSURE
+from hookcb.nans.trace import NanTrace
+from hookcb.training.accumulate import GradientAccumulation
+from hookcb.training.amp import MixedPrecision
+from hookcb.training.channels_last import ChannelsLast
+from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.clip import GradientClip
+from hookcb.training.compile import Compile
+from hookcb.training.ema import EMA
+from hookcb.training.freeze import Freeze
+from hookcb.training.metrics import Metrics
+from hookcb.training.schedules.base import RateCallback
+
+# what is a loop's own to do, and how
+REFUSED: Mapping[type[Callback], str] = {
+    MixedPrecision: "use torch.autocast and a torch.amp.GradScaler in your loop, and give that as scaler=",
+    GradientAccumulation: "step the optimizer every few batches in your loop",
+    GradientClip: "call torch.nn.utils.clip_grad_norm_ before the step in your loop",
+    RateCallback: "step a scheduler of torch in your loop",
+    Checkpoint: "save model and optimizer in your loop",
+    Compile: "compile the model before you watch it",
+    ChannelsLast: "use x.to(memory_format=torch.channels_last) in your loop",
+    Freeze: "set requires_grad of the parameters in your loop",
+    Metrics: "compute them in your loop, which has the targets",
+    NanTrace: "use hookcb.DetectAnomaly, as a batch of your loop cannot be run again",
+}
+
+
+def check_follows(cb: Callback, has_opt: bool) -> None:
+    """Refuses a callback that would run a part of the training itself, or needs what is not there.
+
+    Raises:
+        TypeError: that says what to do instead.
+    """
+    hint = next((hint for kind, hint in REFUSED.items() if isinstance(cb, kind)), None)
+    if isinstance(cb, EMA) and cb.validate:
+        hint = f"give it validate=False, and validate w.{cb.name}.model in your loop"
+    elif isinstance(cb, EMA) and not has_opt:
+        raise TypeError(f"{cb!r} averages after steps of the optimizer; give the optimizer too")
+    if hint is not None:
+        raise TypeError(f"{cb!r} takes part in the training, and this loop is not ours; {hint}")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What was seen of a loop beside its events, in numbers.
+
+    Attributes:
+        n_calls: calls of the model that became batches, or parts of them.
+        n_part_calls: calls of parts of a model that had not been called itself, which became batches too.
+        n_without_grad: calls in train mode without gradients.
+        n_elsewhere: calls and steps in other threads.
+        n_penalties: gradients of outputs that came with create_graph=True.
+        n_losses_outside: losses told when no batch was open, or without a graph in training.
+        n_losses_told: losses told of a batch.
+        n_losses_found: losses of training batches that were not told, found as their backward began.
+        n_losses_unfound: backwards of which no loss was told or found.
+        n_losses_of_others: of these, in which the model was a step on the way to the parameters of others.
+        n_cut: training batches that a call in eval mode has ended before their backward.
+        n_closures: steps of LBFGS.
+        n_steps_alone: steps without a call of the model before.
+        eval_trains: whether the loop trains in eval mode.
+        tells_steps: whether the loop says itself where a step begins.
+        n_moved_by_hand: times that weights moved after a backward, without a step of an optimizer.
+        has_other_optimizer: whether the optimizer that was given has no parameter of the model.
+        has_ended: whether it is closed.
+    """
+
+    n_calls: int = 0
+    n_part_calls: int = 0
+    n_without_grad: int = 0
+    n_elsewhere: int = 0
+    n_penalties: int = 0
+    n_losses_outside: int = 0
+    n_losses_told: int = 0
+    n_losses_found: int = 0
+    n_losses_unfound: int = 0
+    n_losses_of_others: int = 0
+    n_cut: int = 0
+    n_closures: int = 0
+    n_steps_alone: int = 0
+    eval_trains: bool = False
+    tells_steps: bool = False
+    n_moved_by_hand: int = 0
+    has_other_optimizer: bool = False
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WatchCoverage:
+    """What could be seen of a loop from outside.
+
+    Attributes:
+        seen: how often each event was emitted.
+        missing: events that were not, each with the reason.
+        notes: what else was seen and left out.
+    """
+
+    seen: Mapping[str, int]
+    missing: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: int) -> "WatchCoverage":
+        """Coverage of a loop that has told `n_epochs` and whose `n_optimizers` made steps."""
+        expected = [e.value for e in Event if not e.endswith("_fit") and "cancel" not in e]
+        missing = {event: _why(event, seen, facts) for event in expected if not seen.get(event)}
+        in_order = {e.value: seen[e] for e in Event if seen.get(e)}
+        return cls(in_order, missing, tuple(_notes(seen, facts, n_epochs, n_optimizers)))
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                *(f"{event}: {n} time{'s' * (n != 1)}" for event, n in self.seen.items()),
+                *(f"not seen: {event}: {why}" for event, why in self.missing.items()),
+                *self.notes,
+            ]
+        )
+
+
+def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
+    """Why an event was not emitted."""
+    when, _, level = event.partition("_")
+    if when == "after" and seen.get(f"before_{level}"):
+        cut = "was cut short, by an error or the end of the watch"
+        return (
+            cut if facts.has_ended else "has not come to its end; close() or w.epoch() tells that of an epoch"
+        )
+    if level == "validate":
+        return "the model was not called in eval mode"
+    if level in ("train", "epoch", "batch") or not seen.get("before_batch"):
+        return _why_no_batch(seen, facts)
+    if level == "pred":
+        return _why_no_pred(facts)
+    if level == "loss":
+        return _why_no_loss(facts)
+    if not seen.get("before_train"):
+        return "the model was called in eval mode only, as in a validation"
+    if level == "step":
+        return _why_no_step(facts)
+    if facts.n_penalties:
+        return "gradients came with create_graph=True only, which is taken for a penalty in the loss"
+    return "no gradient came to tensors that the model returned; tell the loss by w.loss(loss)"
+
+
+def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
+    if seen.get("before_batch"):
+        return "the model was called in eval mode only, as in a validation"
+    if facts.n_without_grad:
+        return "the model was called in train mode without gradients only"
+    if facts.n_elsewhere:
+        return "the model was called in other threads only; watch it in the one that trains"
+    return "the model was not called; watch the one that is, such as what torch.compile gave"
+
+
+def _why_no_step(facts: Facts) -> str:
+    if facts.n_closures:
+        return BY_CLOSURE
+    if facts.has_other_optimizer:
+        return "the optimizer that was given has no parameter of the model; give the one that trains it"
+    if facts.n_moved_by_hand:
+        return "weights moved without a step of an optimizer, which was seen only afterwards"
+    return "no optimizer of the model made a step in this thread, or a GradScaler left it out"
+
+
+def _why_no_loss(facts: Facts) -> str:
+    if facts.n_losses_outside:
+        return "it was told when no batch was open; call w.loss(loss) after the model and before the backward"
+    if facts.n_losses_of_others:
+        return "each backward went on to parameters of other optimizers; tell it by w.loss(loss)"
+    if facts.n_losses_unfound:
+        return "no backward was called on a loss of one element; tell it by w.loss(loss)"
+    return "it is found when a backward begins, and none was seen; tell it by w.loss(loss)"
+
+
+def _why_no_pred(facts: Facts) -> str:
+    if facts.n_calls:
+        return "no call of the model has come to its end"
+    if facts.n_elsewhere:
+        return "the model was called in other threads only; watch it in the one that trains"
+    return "the model itself was not called; watch the part that is, or what torch.compile gave"
+
+
+def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: int) -> Iterator[str]:
+    several = n_optimizers if n_optimizers > 1 else 0
+    counted = {
+        "calls in train mode without gradients, left out": facts.n_without_grad,
+        "calls of parts of the model, which had not been called itself": facts.n_part_calls,
+        "calls or steps in other threads, left out": facts.n_elsewhere,
+        "steps without a call of the model before": facts.n_steps_alone,
+        "steps of LBFGS, without step events, as they have no one gradient": facts.n_closures,
+        "gradients of outputs with create_graph=True, taken for a penalty": facts.n_penalties,
+        "losses told when no batch was open, left out": facts.n_losses_outside,
+        "losses told": facts.n_losses_told,
+        "losses found where their backward began, as backward was called on them": facts.n_losses_found,
+        "backwards whose loss was neither told nor found; tell it by w.loss(loss)": facts.n_losses_unfound,
+        "training batches cut short by a call in eval mode before their backward": facts.n_cut,
+        "optimizers; a batch ends when all have made a step, or the next begins": several,
+    }
+    if not n_epochs:
+        yield "epochs are not told apart; call w.epoch() at the end of each"
+    yield from (f"{n} {note}" for note, n in counted.items() if n)
+    if n := facts.n_moved_by_hand:
+        yield (
+            f"weights moved {n} time{'s' * (n != 1)} without a step of an optimizer that is watched; their "
+            "gradients are read when the backward ends, and not those of the first"
+        )
+    if facts.eval_trains:
+        yield "batches in eval mode with gradients, told by a step to be training"
+    if seen.get("before_step") and not facts.tells_steps and not facts.n_moved_by_hand:
+        yield (
+            "gradients are read as optimizers get them, after clipping; "
+            "to read them before, call w.begin_step(optimizer) there"
+        )

@@ -1,0 +1,108 @@
+"""The loss of a backward in progress, found on the stack of the thread that has called it."""
+
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from hookcb.core.batch import parts
+
+# what is called to begin one, with the name of the argument that it begins with
+BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
+
+
+class FoundLoss(NamedTuple):
+    """A loss that a backward was called on.
+
+    Attributes:
+        value: of one element, without its graph.
+        node: its autograd node, which has freed what it had saved.
+    """
+
+    value: Tensor
+    node: Any
+
+    @property
+    def may_be_scaled(self) -> bool:
+        """Whether it is a product with a number, as what `GradScaler.scale` gives is."""
+        node = self.node
+        behind = [] if node is None or node.name() != "MulBackward0" else node.next_functions
+        return sum(of is not None for of, _ in behind) == 1 and node._saved_self is None
+
+    def unscaled(self, scaler: GradScaler) -> "FoundLoss":
+        """The loss that was scaled; to the bit where the scale is a power of two, as it is by default."""
+        scale = scaler.scale(torch.ones_like(self.value))
+        node = next(of for of, _ in self.node.next_functions if of is not None)
+        return FoundLoss(self.value / scale, node)
+
+
+def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
+    """The loss whose backward a thread is in, the sum of several; None if it is not a number.
+
+    A backward inside another one, as activation checkpointing makes, is part of the outer one.
+
+    Args:
+        thread: its identifier; a gradient may come in a thread of autograd's own, one for each device.
+        params: those of the model. Gradients of something else alone, such as inputs, do not train it.
+    """
+    frame = _outermost_backward(thread)
+    if frame is None:
+        return None
+    given = frame.f_locals
+    found = [x for _, x in parts(given[BACKWARDS[frame.f_code]])]
+    roots = [x for x in found if isinstance(x, Tensor) and x.numel() == 1]
+    weights = given.get("grad_tensors", given.get("grad_outputs"))
+    is_sum = len(roots) == 1 or (len(roots) > 1 and weights is None)
+    if len(roots) < len(found) or not is_sum or not _has_any(given["inputs"], params):
+        return None
+    return _sum(roots)
+
+
+def _outermost_backward(thread: int) -> FrameType | None:
+    frame, found = sys._current_frames().get(thread), None
+    while frame is not None:
+        if frame.f_code in BACKWARDS:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _has_any(inputs: Any, params: Iterable[nn.Parameter]) -> bool:
+    """Whether gradients are asked for of a parameter, as they are if nothing is chosen."""
+    chosen = set() if inputs is None else {id(x) for _, x in parts(inputs)}
+    return not chosen or any(id(p) in chosen for p in params)
+
+
+def _sum(roots: list[Tensor]) -> FoundLoss | None:
+    if len({x.device for x in roots}) > 1:
+        return None
+    with torch.enable_grad():  # for a node that leads to all of them
+        total = roots[0] if len(roots) == 1 else torch.stack([x.reshape(()) for x in roots]).sum()
+    return FoundLoss(total.detach(), total.grad_fn)
+
+
+def scaler_at_work() -> GradScaler | None:
+    """The GradScaler that makes the step in progress in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    # asked of no other frame, as its locals would stay alive with what this gives
+    return None if frame is None else frame.f_locals["self"]
+
+
+def first_parameter_behind(given: Any) -> Tensor | None:
+    """A parameter that inputs of a model were computed from, with their graph; None if there is none."""
+    waiting: list[Any] = [x.grad_fn for _, x in parts(given) if isinstance(x, Tensor) and x.grad_fn]
+    seen = {None, *waiting}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
+            return leaf
+        new = {behind for behind, _ in node.next_functions} - seen
+        seen |= new
+        waiting.extend(new)
+    return None

@@ -1,0 +1,173 @@
+"""The search for a learning rate: a training with ever higher rates, of which nothing is left afterwards."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from hookcb.core.arguments import check_number
+from hookcb.core.batch import Loaders, map_tensors, n_batches
+from hookcb.core.callback import Callback
+from hookcb.core.randomness import random_state, saves_itself, set_random_state
+from hookcb.loops.checks import place
+from hookcb.loops.lr_curve import LRFind
+from hookcb.loops.lr_finder import LRFinder
+from hookcb.training.progress import Progress
+from hookcb.training.schedules.base import group_settings, set_groups
+
+if TYPE_CHECKING:
+    from hookcb.loops.learner import Learner
+
+
+def find_lr(
+    learn: "Learner", start_lr: float = 1e-7, end_lr: float = 10, num_it: int = 100, stop_div: bool = True
+) -> LRFind:
+    """What `Learner.lr_find` does."""
+    _check(learn, start_lr, end_lr, num_it)
+    finder = LRFinder(start_lr, end_lr, num_it, stop_div)
+    cbs = [*_stand_ins(learn), finder]
+    n = n_batches(learn.dls.train)
+    with _unchanged(learn):
+        if isinstance(learn.dls, Loaders):
+            learn.dls = learn.dls._replace(valid=None)  # one that can be read once would be refused
+        learn.fit(math.ceil(num_it / n) if n else num_it, cbs=cbs)
+    return LRFind(finder.lrs, finder.losses)
+
+
+def _check(learn: "Learner", start_lr: float, end_lr: float, num_it: int) -> None:
+    if learn.fitting:
+        raise RuntimeError("a fit is running; lr_find is for before a fit, or after it")
+    check_number("start_lr", start_lr)
+    check_number("end_lr", end_lr)
+    if start_lr >= end_lr:
+        raise ValueError(f"start_lr is {start_lr} and end_lr {end_lr}; give a lower and a higher rate")
+    if not isinstance(num_it, int) or isinstance(num_it, bool):
+        raise TypeError(f"num_it is {num_it!r}; give a whole number of batches")
+    if num_it < 2:
+        raise ValueError(f"num_it is {num_it}; give 2 or more batches, 100 are usual")
+    if isinstance(learn.dls.train, Iterator):
+        raise ValueError(
+            f"the training loader is a {type(learn.dls.train).__name__}, which can be read once, and lr_find "
+            "would use it up; give a list, or an object whose __iter__ starts anew"
+        )
+
+
+def _stand_ins(learn: "Learner") -> list[Callback]:
+    """Copies of the attached callbacks that take part; what they refer to of the learner is not copied."""
+    parts = [learn, learn.dls, learn.dls.train, getattr(learn.dls, "valid", None), learn.opt, learn.loss_func]
+    shared = chain(parts, learn.model.modules(), learn.model.parameters(), learn.model.buffers())
+    memo: dict[int, Any] = {id(x): x for x in shared if x is not None}
+    copies = []
+    for cb in learn.cbs:
+        if not cb.run_lr_find or isinstance(cb, Progress):
+            continue
+        try:
+            copies.append(copy.deepcopy(cb, memo))
+        except Exception as error:
+            error.add_note(
+                f"a copy of {cb!r} is to take part in lr_find; where it cannot be copied, leave it out: "
+                f"learn.{cb.name}.run_lr_find = False"
+            )
+            raise
+    return copies
+
+
+@contextmanager
+def _unchanged(learn: "Learner") -> Iterator[None]:
+    """Runs a `with` block without the attached callbacks; nothing is changed by it, however it ends."""
+    place(learn.model, learn.device)  # now, as else the random numbers of the GPU would not be known yet
+    attributes = dict(vars(learn))
+    loaders = [learn.dls.train]
+    roots = [x for x in (learn.model, learn.loss_func) if isinstance(x, nn.Module)]
+    with ExitStack() as stack:
+        stack.callback(_set_attributes, learn, attributes)
+        stack.callback(set_random_state, random_state(*loaders), *loaders)
+        for dl in loaders:
+            if saves_itself(dl):
+                stack.callback(dl.load_state_dict, copy.deepcopy(dl.state_dict()))
+        inside = vars(learn.opt).values() if learn.opt is not None else ()  # some have another one there
+        opts = [x for x in (learn.opt, *inside) if isinstance(x, Optimizer)]
+        for opt in opts:
+            stack.enter_context(_same_opt(opt))
+        stack.enter_context(_same_tensors(roots, opts))
+        stack.enter_context(learn.removed_cbs(list(learn.cbs)))
+        yield
+
+
+def _set_attributes(thing: Any, attributes: dict[str, Any]) -> None:
+    vars(thing).clear()
+    vars(thing).update(attributes)
+
+
+@contextmanager
+def _same_tensors(roots: list[nn.Module], opts: list[Optimizer]) -> Iterator[None]:
+    """Puts back parameters and buffers: which there are, their values, gradients, and whether they train."""
+    plain = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    registers: list[Any] = [
+        x for m in plain for x in (m._parameters, m._buffers, m._non_persistent_buffers_set)
+    ]
+    registered = [copy.copy(register) for register in registers]
+    of_opts = (p for opt in opts for group in opt.param_groups for p in group["params"])
+    found = chain.from_iterable((*root.parameters(), *root.buffers()) for root in roots)
+    tensors = [x for x in {id(x): x for x in chain(found, of_opts)}.values() if not is_lazy(x)]
+    kept = _Values(tensors)
+    leaves = [(x, x.requires_grad, x.grad) for x in tensors if x.is_leaf]
+    for x, _, _ in leaves:
+        x.grad = None  # else a gradient that waits would be added to
+    try:
+        yield
+    finally:
+        for register, own in zip(registers, registered, strict=True):
+            register.clear()
+            register.update(own)
+        for x, requires_grad, grad in leaves:
+            x.requires_grad_(requires_grad)
+            x.grad = grad
+        kept.put_back()
+
+
+@contextmanager
+def _same_opt(opt: Optimizer) -> Iterator[None]:
+    """Puts back the state of an optimizer, what its groups are set to, and its attributes."""
+    attributes, settings = dict(vars(opt)), group_settings(opt)
+    groups = [(group, list(group["params"])) for group in opt.param_groups]
+    leaves: list[Tensor] = []
+
+    def noted(x: Tensor) -> Tensor:
+        leaves.append(x)
+        return x
+
+    state = {p: map_tensors(noted, own) for p, own in opt.state.items()}
+    kept = _Values(leaves)
+    try:
+        yield
+    finally:
+        _set_attributes(opt, attributes)
+        opt.param_groups[:] = [group for group, _ in groups]
+        for group, params in groups:
+            group["params"][:] = params
+        set_groups(opt, settings)
+        opt.state.clear()
+        opt.state.update(state)
+        kept.put_back()
+
+
+class _Values:
+    """The values of tensors, which wait on the CPU: an accelerator may have no room for them twice."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        # those of inference mode cannot have changed, and those on meta have none
+        self._tensors = [x for x in tensors if not (x.is_inference() or x.is_meta)]
+        self._values = [x.detach().to("cpu", copy=True) for x in self._tensors]
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for x, value in zip(self._tensors, self._values, strict=True):
+                x.copy_(value)

@@ -1,0 +1,1 @@
+"""NaN and Inf: where one began, and ending the training at once."""

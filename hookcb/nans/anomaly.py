@@ -1,0 +1,117 @@
+"""DetectAnomaly: autograd's search for the operation that made a NaN, on chosen batches."""
+
+import threading
+from typing import Any
+
+import torch
+from torch.autograd import set_detect_anomaly
+
+from hookcb.core.callback import Callback
+
+
+class DetectAnomaly(Callback):
+    """Has autograd stop at a backward pass that gives NaN, and name the forward operation it belongs to.
+
+    Turns on `torch.autograd.set_detect_anomaly` for training batches `start` to `stop` of a fit, counted over
+    all epochs. Training is several times slower there: give a window around the batch that
+    `TerminateOnNaN` has named. Outside a window, in validation and after the fit autograd's mode is what it
+    was. `learn.one_batch` is not looked at.
+
+    The mode is one for the process: while a window is open, it is on for trainings in other threads too, and
+    it is put back when the last window closes. It does not go with a GradScaler, whose scaled gradients
+    overflow until it has found its scale, which is no fault of the model.
+
+    Args:
+        start: index of the first training batch.
+        stop: index of the batch to stop before; by default all from `start` on.
+        name: what the learner calls it.
+
+    Raises:
+        TypeError, ValueError: for a window without a batch.
+        RuntimeError: when a fit begins, if a GradScaler scales the losses, as with `MixedPrecision("fp16")`;
+            of autograd, in the fit, where backward gives NaN; a warning before it has the traceback
+            of the forward operation.
+
+    >>> import warnings
+    >>> from hookcb import DetectAnomaly, synth_learner
+    >>> learn = synth_learner(loss_func=lambda pred, y: (pred - pred.detach()).sqrt().mean() * 0)
+    >>> with learn.no_logging(), warnings.catch_warnings(action="ignore"):
+    ...     try:
+    ...         learn.fit(1, cbs=DetectAnomaly())
+    ...     except RuntimeError as error:
+    ...         print(error)
+    Function 'SqrtBackward0' returned nan values in its 0th output.
+    """
+
+    order = -10
+    run_valid = False
+    run_lr_find = False  # which ends by itself where the loss is not finite
+
+    def __init__(self, start: int = 0, stop: int | None = None, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        for argument, value in (("start", start), ("stop", stop)):
+            if (not isinstance(value, int) or isinstance(value, bool)) and (argument, value) != (
+                "stop",
+                None,
+            ):
+                raise TypeError(f"{argument} is {value!r}; give the index of a training batch")
+        if start < 0 or (stop is not None and stop <= start):
+            raise ValueError(f"start is {start} and stop {stop}; give 0 <= start < stop")
+        self.start, self.stop = start, stop
+        self._is_on = False
+
+    def before_fit(self) -> None:
+        if self.learn.scaler is not None and self.learn.scaler.is_enabled():
+            raise RuntimeError(
+                "DetectAnomaly stops at the first NaN of a backward, and under a GradScaler overflows are "
+                "normal; use NanTrace in a Learner, which runs the batch again without the scale, or "
+                "bfloat16, which needs no scaler"
+            )
+
+    def before_batch(self) -> None:
+        within = self.start <= self.train_iter and (self.stop is None or self.train_iter < self.stop)
+        if self.learn.fitting and within:  # outside a fit nothing would turn it off after an error
+            self._switch(True)
+
+    def after_batch(self) -> None:
+        self._switch(False)
+
+    def _switch(self, on: bool) -> None:
+        if on and not self._is_on:
+            _enter()
+        elif self._is_on and not on:
+            _leave()
+        self._is_on = on
+
+    # a cancel of more than the batch, and an error, skip after_batch
+    def after_train(self) -> None:
+        self.after_batch()
+
+    def after_epoch(self) -> None:
+        self.after_batch()
+
+    def after_fit(self) -> None:
+        self.after_batch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_is_on": False}  # a copy has not turned it on
+
+
+_lock = threading.Lock()
+_open: list[tuple[bool, bool]] = []  # for each open window autograd's mode as the first of them found it
+
+
+def _enter() -> None:
+    """Turns anomaly mode on."""
+    with _lock:
+        found = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        _open.append(_open[0] if _open else found)
+        set_detect_anomaly(True)
+
+
+def _leave() -> None:
+    """Turns it back to what it was before the first window, when the last closes."""
+    with _lock:
+        found = _open.pop()
+        if not _open:
+            set_detect_anomaly(*found)

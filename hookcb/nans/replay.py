@@ -1,0 +1,210 @@
+"""How a batch began: a replay goes back to it, and leaves everything as it was found."""
+
+import ctypes
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
+
+from hookcb.core.batch import parts
+from hookcb.core.randomness import random_state, set_random_state
+from hookcb.hooks.modules import unwrapped
+from hookcb.hooks.taps import Tap, taps_on
+
+SMALL = 65_536  # elements up to which a buffer is copied at each batch, larger ones where they have changed
+MT19937_BYTES = 625 * 4  # of its state: 624 words, and where in them it is
+COUNTS = (bool, int, float, str)  # what modules count with, in attributes that are no buffers
+
+Autocast = tuple[str, bool, torch.dtype]  # the kind of device, whether it is on, and to what it casts
+Place = tuple[dict[str, Tensor | None], str, Tensor]  # where a module has a buffer: among its own, as what
+
+
+class BufferCopies:
+    """What the buffers of a model hold at some moment.
+
+    Taken at each batch, a large buffer is copied only where torch says that it has changed. A change made
+    past autograd, by `buffer.data`, it does not see in buffers of more than 65,536 elements.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: the buffer, its version, the copy
+
+    def take(self, model: nn.Module) -> None:
+        """Copies what the buffers of `model` hold now."""
+        holders = (m._buffers for m in model.modules() if m._buffers)
+        self.places = [
+            (buffers, name, x)
+            for buffers in holders
+            if isinstance(buffers, dict)  # those of TorchScript are not
+            for name, x in buffers.items()
+            if x is not None and not isinstance(x, UninitializedTensorMixin)
+        ]
+        before, self._copies = self._copies, {}
+        for _, _, x in self.places:
+            if id(x) not in self._copies:
+                self._copies[id(x)] = self._copy(x, before.get(id(x)))
+
+    def _copy(self, x: Tensor, before: tuple[Tensor, int, Tensor] | None) -> tuple[Tensor, int, Tensor]:
+        version = -1 if x.is_inference() else x._version
+        if before is not None and before[0] is x and before[1] == version >= 0 and x.numel() > SMALL:
+            return before
+        return x, version, x.detach().clone()
+
+    @contextmanager
+    def swapped_in(self, model: nn.Module) -> Iterator[None]:
+        """Has the model work on copies for the length of a block; its own buffers are not touched."""
+        now = [(m._buffers, dict(m._buffers)) for m in model.modules() if isinstance(m._buffers, dict)]
+        fresh = {key: copy.clone() for key, (_, _, copy) in self._copies.items()}  # a replay changes them
+        try:
+            for buffers, name, x in self.places:
+                buffers[name] = fresh[id(x)]
+            yield
+        finally:
+            for buffers, own in now:
+                buffers.clear()
+                buffers.update(own)
+
+
+@dataclass(slots=True)
+class BatchStart:
+    """How a batch began.
+
+    Attributes:
+        random: the random numbers, as they are read quickest; see `random_state`.
+        autocasts: of each kind of device whether it was on, and to which dtype.
+        buffers: what they held.
+        versions: how often each tensor of the batch had been changed in place.
+    """
+
+    random: dict[str, Any]
+    autocasts: list[Autocast]
+    buffers: BufferCopies
+    versions: list[int]
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Autocast as it was, with no cast of weights left from before, and leaving none."""
+        torch.clear_autocast_cache()
+        with ExitStack() as stack:
+            stack.callback(torch.clear_autocast_cache)
+            for kind, enabled, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+
+    def random_state(self) -> dict[str, Any]:
+        """For `hookcb.core.randomness.set_random_state`; what is of NumPy is in its arrays."""
+        return self.random | {"loaders": []}
+
+
+class BatchStarts:
+    """Notes how batches begin, and keeps from one to the next what has not changed."""
+
+    def __init__(self) -> None:
+        self.buffers = BufferCopies()
+        self._numpy: tuple[bytes, dict[str, Any]] | None = None  # the state as bytes, and as numpy gives it
+
+    def note(self, learn: Any) -> BatchStart:
+        """How the batch begins that `learn` is about to put through the model, until the next is noted."""
+        self.buffers.take(learn.model)
+        return BatchStart(self._random(), autocasts(learn.model), self.buffers, versions_of(learn))
+
+    def _random(self) -> dict[str, Any]:
+        """`random_state` without its lists, which take ten times as long as the rest."""
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if numpy := sys.modules.get("numpy"):
+            state["numpy"] = self._of_numpy(numpy)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def _of_numpy(self, numpy: Any) -> dict[str, Any]:
+        """Its state, which takes 30 µs to read, and 1 to see that it is the last one still."""
+        generator = numpy.random.mtrand._rand._bit_generator
+        if type(generator).__name__ != "MT19937":  # somebody has set another
+            return dict(numpy.random.get_state(legacy=False))
+        raw = ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
+        # the half of a pair of normal numbers that waits for the next call is not among the bytes
+        if self._numpy is None or self._numpy[0] != raw or self._numpy[1]["has_gauss"]:
+            self._numpy = raw, numpy.random.get_state(legacy=False)
+        return self._numpy[1]
+
+
+def autocasts(model: nn.Module) -> list[Autocast]:
+    """Of each kind of device that a model may run on, whether autocast is on, and to which dtype."""
+    param = next(model.parameters(), None)
+    devices = {"cpu"} if param is None else {"cpu", param.device.type}
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in devices
+        if torch.amp.is_autocast_available(kind)
+    ]
+
+
+def versions_of(learn: Any) -> list[int]:
+    """How often each tensor of the batch has been changed in place."""
+    tensors = (x for _, x in parts((learn.xb, learn.yb)) if isinstance(x, Tensor))
+    return [-1 if x.is_inference() else x._version for x in tensors]
+
+
+@contextmanager
+def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
+    """In the block all is as when the batch of `learn` began, and the model runs plainly, not compiled.
+
+    Afterwards it is as it was found: buffers, random numbers, modes, what modules count in attributes, and
+    `xb`, `yb`, `pred` and `loss`. Callbacks do not see the replay, hooks of the user's own do.
+    """
+    model, now = learn.model, random_state()
+    plain = unwrapped(model)  # without DistributedDataParallel, which would wait for the other ranks
+    with (
+        learn.restored(),
+        start.buffers.swapped_in(plain),
+        counts_kept(plain),
+        _taps_closed(plain),
+        _uncompiled(),
+        torch.enable_grad(),
+    ):
+        learn.model = plain
+        set_random_state(start.random_state())
+        try:
+            yield
+        finally:
+            learn.model = model
+            set_random_state(now)
+
+
+@contextmanager
+def counts_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back afterwards what modules count in attributes that are no buffers."""
+    kept = [(m, {key: x for key, x in vars(m).items() if type(x) in COUNTS}) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for m, counts in kept:
+            vars(m).update(counts)
+
+
+@contextmanager
+def _taps_closed(model: nn.Module) -> Iterator[None]:
+    """Hooks of hookcb's that only look, those of callbacks among them, see nothing."""
+    on_params: Iterator[Any] = (tap for p in model.parameters() for tap in (p._backward_hooks or {}).values())
+    taps: list[Tap] = [*taps_on(model), *(tap for tap in on_params if isinstance(tap, Tap))]
+    closed = [(tap, tap.hook) for tap in taps if tap.hook is not None and not tap.hook.modify]
+    try:
+        for tap, _ in closed:
+            tap.hook = None
+        yield
+    finally:
+        for tap, hook in closed:
+            tap.hook = hook
+
+
+def _uncompiled() -> Any:
+    # where it was never imported nothing is compiled, and importing it takes a second
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -1,0 +1,230 @@
+"""The search for what made a loss or a gradient that is not finite: a replay of the batch, and its report."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.core.files import PLAIN, save_whole
+from hookcb.hooks.modules import unsaved_buffers
+from hookcb.nans.replay import BatchStart, as_at_start, versions_of
+from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
+from hookcb.nans.tracer import (
+    FINITE,
+    Call,
+    Kinds,
+    Tracer,
+    kinds,
+    line_of,
+    run_forward,
+    shown_line,
+    tensors_in,
+)
+
+SOFTMAX = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention)  # which take -inf
+
+
+@dataclass(slots=True)
+class _Replay:
+    """What a replay came to: what was not finite in the model's output, the loss and the gradients."""
+
+    tracer: Tracer
+    pred: Kinds = FINITE
+    loss: Kinds = FINITE
+    grads: Kinds = FINITE
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Cause:
+    """The fields of a `NanReport` that name the cause."""
+
+    where: str = ""
+    type: str = ""
+    direction: str = "forward"
+    op: str = ""
+    line: str = ""
+    module: nn.Module | None = None
+
+
+def search(learn: Any, start: BatchStart, noticed: str, gradient: bool, last: int = 21) -> NanReport:
+    """Runs the batch of `learn` again, and finds where the first number that is not finite is made.
+
+    Args:
+        learn: the learner, in the middle of a training batch; it is left as it was found.
+        start: how that batch began.
+        noticed: what was seen, for the report.
+        gradient: whether it was a gradient; then the backward is run too.
+        last: how many calls the report has.
+    """
+    moved = versions_of(learn) != start.versions
+    found = _replayed(learn, start, gradient, last)
+    cause = _cause(learn, found)
+    line, code = shown_line(cause.line)
+    notes = [note for note in (*_notes(learn, found, cause), _MOVED if moved else "", found.error) if note]
+    where = learn.epoch, learn.iter
+    named = cause.where, cause.type, cause.direction
+    return NanReport(*named, *where, noticed, cause.op, line, code, found.tracer.calls(), tuple(notes))
+
+
+_MOVED = "the model changes the batch in place; the replay began with what that had left"
+
+
+def _replayed(learn: Any, start: BatchStart, gradient: bool, last: int) -> _Replay:
+    with suppress(Exception):  # some operations, those of higher order say, refuse to be looked at
+        found = _replay(learn, start, gradient, last, operations=True)
+        if not (found.loss.clean and found.grads.clean):
+            return found
+    try:  # as plainly as it can be
+        return _replay(learn, start, gradient, last, operations=False)
+    except Exception as error:
+        return _Replay(Tracer(learn.model, last), error=f"the replay itself failed: {error!r}")
+
+
+def _replay(learn: Any, start: BatchStart, gradient: bool, last: int, operations: bool) -> _Replay:
+    with as_at_start(learn, start):
+        tracer = Tracer(learn.model, last)
+        with tracer.hooked():
+            # anomaly mode has each node of the graph keep the lines that made it
+            with (
+                torch.autograd.set_detect_anomaly(gradient, check_nan=False),
+                start.autocast(),
+                tracer.forward(operations),
+            ):
+                run_forward(learn)
+            found = _Replay(tracer, kinds(learn.pred), kinds(learn.loss))
+            if gradient and found.loss.clean:
+                found.grads = tracer.backward(learn.loss)
+        return found
+
+
+# ---- the cause
+
+
+def _cause(learn: Any, found: _Replay) -> _Cause:
+    if not found.loss.clean:
+        return _forward_cause(learn, found)
+    if not found.grads.clean:
+        return _backward_cause(learn, found)
+    return _Cause(direction="not repeated")
+
+
+def _forward_cause(learn: Any, found: _Replay) -> _Cause:
+    tracer, call = found.tracer, found.tracer.culprit
+    if call is None and _bad_parts(learn):
+        return _Cause(BATCH)
+    from_minus_inf = (
+        found.pred.minus_inf if call is None else call.given.minus_inf and not _takes_minus_inf(call)
+    )
+    if from_minus_inf and tracer.minus_inf is not None:
+        call = tracer.minus_inf
+    op = tracer.operation_of(call)
+    name, line = (op.name, op.line) if op else ("", call.line if call else "")
+    if call is not None:
+        return _Cause(tracer.name(call), type(call.module).__name__, "forward", name, line, call.module)
+    if found.pred.bad:  # by a predict() of the user's own, around the model
+        return _Cause(MODEL, "", "forward", name, line)
+    return _Cause(LOSS, _loss_type(learn), "forward", name, line)
+
+
+def _takes_minus_inf(call: Call) -> bool:
+    """Whether -inf may be meant for this module: a softmax, or one that is not torch's own."""
+    return isinstance(call.module, SOFTMAX) or not type(call.module).__module__.startswith("torch.nn.modules")
+
+
+def _backward_cause(learn: Any, found: _Replay) -> _Cause:
+    tracer = found.tracer
+    node = tracer.node or tracer.arrived
+    call = tracer.owners.get(node) if node is not None else None
+    if node is None or call is None:
+        return _Cause(MODEL, type(learn.model).__name__, "backward")
+    if call.given.bad and _bad_parts(learn):
+        return _Cause(BATCH, direction="backward")
+    op = node.name() if tracer.node is not None else ""  # else it came by a sum of gradients, or a hook
+    if call.name == LOSS:
+        return _Cause(LOSS, _loss_type(learn), "backward", op, line_of(node))
+    kind = type(call.module).__name__
+    return _Cause(tracer.name(call), kind, "backward", op, line_of(node) or call.line, call.module)
+
+
+def _loss_type(learn: Any) -> str:
+    function = learn.loss_func
+    return getattr(function, "__name__", None) or type(function).__name__ if function is not None else ""
+
+
+def _bad_parts(learn: Any) -> list[str]:
+    """Where in the batch there is NaN or +inf."""
+    tensors = [*tensors_in(learn.xb, "xb"), *tensors_in(learn.yb, "yb")]
+    return [path for path, x in tensors if kinds(x).bad]
+
+
+def _notes(learn: Any, found: _Replay, cause: _Cause) -> list[str]:
+    tracer, notes = found.tracer, []
+    if bad := _bad_parts(learn):
+        notes.append(f"the batch holds NaN or inf in {', '.join(bad)}")
+    if cause.module is not None:
+        own = [*cause.module.named_parameters(recurse=False), *cause.module.named_buffers(recurse=False)]
+        if worn := [name for name, x in own if not kinds(x).clean]:
+            notes.append(f"its {', '.join(worn)} held NaN or inf before: from an earlier step, or a file")
+    if cause.direction == "forward" and tracer.minus_inf and tracer.name(tracer.minus_inf) != cause.where:
+        notes.append(f"-inf was first put out by {tracer.name(tracer.minus_inf)}")
+    if cause.direction == "backward" and tracer.culprit is not None:
+        notes.append(f"{tracer.name(tracer.culprit)} put out NaN or inf, which did not reach the loss")
+    if cause.direction == "backward" and not cause.op:
+        notes.append("no single operation made it: a sum of finite gradients did, or a hook on a tensor")
+    if cause.direction == "not repeated" and not found.error:
+        notes.append(_NOT_REPEATED)
+    return notes
+
+
+_NOT_REPEATED = (
+    "the same batch, weights, random numbers, buffers and autocast gave finite numbers: look for state that "
+    "modules keep outside of buffers, callbacks that change pred, loss or gradients, and the hardware"
+)
+
+
+# ---- a bundle to reproduce it
+
+
+def write_bundle(learn: Any, start: BatchStart, report: NanReport, path: str | Path) -> NanReport:
+    """Writes what it takes to run the batch elsewhere; `torch.load(path, weights_only=True)` reads it.
+
+    A dict: `model` (state_dict when the batch began), `buffers` (those that are not in it), `modes` (train or
+    eval, by name), `xb`, `yb`, `random` (for `hookcb.core.randomness.set_random_state`), `autocast` (device,
+    enabled, dtype), `report` and `torch`, its version. Tensors are on the CPU; objects that are neither plain
+    values nor made of these are there as their repr.
+    """
+    with as_at_start(learn, start):
+        model = learn.model
+        saved = model.state_dict()
+        state = {
+            "model": saved,
+            "buffers": unsaved_buffers(model, saved),
+            "modes": {name: m.training for name, m in model.named_modules()},
+            "xb": learn.xb,
+            "yb": learn.yb,
+            "random": start.random_state(),
+            "autocast": list(start.autocasts),
+            "report": asdict(report),
+            "torch": str(torch.__version__),
+        }
+        return replace(report, bundle=str(save_whole(_plain(state), path)))
+
+
+def _plain(item: Any) -> Any:
+    """`item` of plain values only, as `torch.load(weights_only=True)` reads them."""
+    if isinstance(item, Tensor):
+        return item.detach().cpu()
+    if isinstance(item, Mapping):
+        return {_plain(key): _plain(x) for key, x in item.items()}
+    if isinstance(item, tuple | list):
+        return [_plain(x) for x in item] if isinstance(item, list) else tuple(_plain(x) for x in item)
+    if is_dataclass(item) and not isinstance(item, type):
+        return {field.name: _plain(getattr(item, field.name)) for field in fields(item)}
+    if type(item).__module__ == "numpy" and hasattr(item, "tolist"):
+        return item.tolist()
+    return item if type(item) in PLAIN else repr(item)

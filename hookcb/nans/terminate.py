@@ -1,0 +1,52 @@
+"""TerminateOnNaN: ends a fit before a bad loss reaches the weights."""
+
+from hookcb.core.callback import Callback
+from hookcb.core.console import warn
+from hookcb.core.events import CancelBatchException, CancelFitException
+
+
+class TerminateOnNaN(Callback):
+    """Ends the fit at a training loss that is NaN or infinite, before its backward pass.
+
+    So the weights stay what they were after the last good step; running statistics, as of batch norm, have
+    seen the bad batch. Says so once, as a UserWarning. `DetectAnomaly` then finds the operation that made the
+    NaN. In `learn.one_batch` it leaves out the batch's step.
+
+    Looks at each loss, which waits for the device once a batch.
+
+    Args:
+        name: what the learner calls it.
+
+    Attributes:
+        reason: "loss is nan at epoch 0, batch 3", counted from 0; None where the fit was not ended.
+
+    >>> import torch, warnings
+    >>> from hookcb import TerminateOnNaN, synth_learner
+    >>> learn = synth_learner(loss_func=lambda pred, y: torch.nn.functional.mse_loss(pred, y).log().sqrt())
+    >>> with learn.no_logging(), warnings.catch_warnings(action="ignore"):
+    ...     learn.fit(20, cbs=TerminateOnNaN())
+    >>> learn.terminate_on_nan.reason.startswith("loss is nan at epoch ")
+    True
+    """
+
+    order = -10
+    run_valid = False
+    run_lr_find = False  # which looks for a rate that is too high on purpose
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(name="terminate_on_nan" if name is None else name)  # else …_on_na_n
+        self.reason: str | None = None
+
+    def before_fit(self) -> None:
+        self.reason = None
+
+    def after_loss(self) -> None:
+        if self.loss.isfinite().all():  # waits for the device
+            return
+        where = ", ".join(self.learn.position("after_loss"))
+        self.reason = f"loss is {self.loss.item()} at {where}"
+        warn(f"{self.reason}; the fit ends with the weights as they were before", stacklevel=2)
+        raise CancelFitException if self.learn.fitting else CancelBatchException
+
+
+TerminateOnNaNCallback = TerminateOnNaN  # fastai's name

@@ -1,0 +1,405 @@
+"""Which call of a model, and which step of its backward, is the first to make what is not finite."""
+
+import linecache
+import math
+import os
+import re
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hookcb.core.batch import parts
+from hookcb.hooks.modules import named_modules, unwrapped
+from hookcb.hooks.own import register
+from hookcb.nans.report import LOSS, MODEL, ModuleCall
+
+FOLDERS = tuple(f"{Path(sys.modules[name].__file__ or '').parent}{os.sep}" for name in ("torch", "hookcb"))
+STDLIB = f"{Path(os.__file__).parent}{os.sep}"
+FEW = 4_096  # elements up to which a gradient is small
+FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # as traceback.format_stack has it
+
+
+# ---- numbers that are not finite
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What is not finite in something: NaN or +inf, and -inf, which attention is masked with."""
+
+    bad: bool = False
+    minus_inf: bool = False
+
+    @property
+    def clean(self) -> bool:
+        """Whether all is finite."""
+        return not (self.bad or self.minus_inf)
+
+
+FINITE = Kinds()
+
+
+def kinds(item: Any) -> Kinds:
+    """What is not finite in the tensors of a nested item; waits for the device."""
+    bad = minus_inf = False
+    for _, x in tensors_in(item):
+        if not bool(x.isfinite().all()):
+            bad = bad or bool((x.isnan() | (x == math.inf)).any())
+            minus_inf = minus_inf or bool((x == -math.inf).any())
+    return Kinds(bad, minus_inf)
+
+
+def tensors_in(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The numbers with fractions in a nested item, each with its path; dense, real and detached."""
+    for at, x in parts(item, path):
+        inside = [(at, x)]
+        if not isinstance(x, Tensor | nn.Module | type) and hasattr(x, "__dict__"):
+            inside = [
+                (f"{at}.{key}", value) for key, value in vars(x).items()
+            ]  # an output class of one's own
+        for name, tensor in inside:
+            if isinstance(tensor, Tensor) and (values := _values(tensor)) is not None:
+                yield name, values
+
+
+def _values(x: Tensor) -> Tensor | None:
+    if not (x.is_floating_point() or x.is_complex()) or x.is_meta or x.is_nested or x.is_quantized:
+        return None
+    x = x.detach()
+    x = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor this rank's part
+    x = x._values() if x.layout is torch.sparse_coo else x
+    if x.layout is not torch.strided or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.float() if x.element_size() == 1 else x  # float8 can be compared with nothing
+
+
+def may_be_nonfinite(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of the tensors seems to hold NaN or inf; waits once for each device.
+
+    One reduction each. Where that overflows, what is finite seems not to be.
+    """
+    of_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    with torch.no_grad():
+        for x in tensors:
+            of_device[x.device].append(x._values() if x.layout is torch.sparse_coo else x)
+        return any(not _seem_finite(device, xs) for device, xs in of_device.items())
+
+
+def _seem_finite(device: torch.device, xs: list[Tensor]) -> bool:
+    if any(hasattr(x, "full_tensor") for x in xs):  # a DTensor, of which each rank has a part
+        return all(bool(_whole(torch.linalg.vector_norm(x)).isfinite()) for x in xs)
+    if device.type != "cpu":
+        return bool(torch.stack([norm.float() for norm in torch._foreach_norm(xs)]).isfinite().all())
+    # sums are the quickest there, one of all that is small, and reading one costs nothing
+    large, small = [x for x in xs if x.numel() > FEW], [x for x in xs if x.numel() <= FEW]
+    flat = [torch._C._nn.flatten_dense_tensors(small)] if small else []
+    return all(math.isfinite(abs(x.sum().item())) for x in [*flat, *large])
+
+
+def _whole(x: Tensor) -> Tensor:
+    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole
+
+
+def nonfinite_gradients(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient holds NaN or inf."""
+    grads = ((name, p.grad) for name, p in unwrapped(model).named_parameters() if p.grad is not None)
+    return [name for name, grad in grads if not kinds(grad).clean]
+
+
+# ---- lines of the user's code
+
+
+def run_forward(learn: Any) -> None:
+    """What the learner does with a batch; lines of the user's code are looked for up to this frame."""
+    learn.pred = learn.predict()
+    learn.loss = learn.get_loss()
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame of the user's code, "" where there is none in the replay."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not run_forward.__code__:
+        if _is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def line_of(node: Node) -> str:
+    """The same of a node of the graph, which anomaly mode has told the frames that made it."""
+    metadata: Any = node.metadata  # a property, whatever its type says
+    for frame in reversed(metadata.get("traceback_", [])):
+        found = FRAME.search(frame)
+        if found is None or (found[3] == run_forward.__name__ and found[1] == __file__):
+            break
+        if _is_users(found[1]):
+            return f"{found[1]}:{found[2]}"
+    return ""
+
+
+def shown_line(line: str) -> tuple[str, str]:
+    """A line as it is shown, from the working directory where it is in there, and its text."""
+    file, _, number = line.rpartition(":")
+    if not file:
+        return "", ""
+    path, here = Path(file), Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{shown}:{number}", linecache.getline(file, int(number)).strip()
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith((*FOLDERS, "<frozen", "<eval_with_key>")):
+        return False
+    return not file.startswith(STDLIB) or "site-packages" in file
+
+
+# ---- tracing
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a module, while it is traced.
+
+    Attributes:
+        name: of the module.
+        k: number of its calls before this one.
+        module: itself.
+        given, made: what was not finite in its inputs, and in its output.
+        entries: the nodes of the graph that its inputs come from.
+        inner: those of the calls inside it.
+        line: where in the user's code it was called.
+    """
+
+    name: str
+    k: int
+    module: nn.Module
+    given: Kinds = FINITE
+    made: Kinds = FINITE
+    entries: frozenset[Node | None] = frozenset()
+    inner: list[Node | None] = field(default_factory=list)
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation that has made what is not finite of what is; `calls`: those it ran in, innermost last."""
+
+    name: str
+    made: Kinds
+    line: str
+    calls: tuple[Call, ...]
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Hands the operations of torch, below autograd, to a function."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+
+class Tracer:
+    """Follows one forward of a model, and then its backward.
+
+    Args:
+        model: without wrappers around it.
+        last: how many calls are kept.
+
+    Attributes:
+        culprit: the first call that made NaN or +inf of inputs without; None where there was none.
+        minus_inf: the first that made -inf of finite inputs.
+        node: the first node of the backward that made of finite gradients others; None likewise.
+        arrived: the first node that gradients which are not finite came to.
+        owners: in which call each node was made.
+    """
+
+    def __init__(self, model: nn.Module, last: int) -> None:
+        self.model = model
+        self.culprit: Call | None = None
+        self.minus_inf: Call | None = None
+        self.node: Node | None = None
+        self.arrived: Node | None = None
+        self.owners: dict[Node, Call] = {}
+        self._loss = Call(LOSS, 0, model)
+        self._rows: deque[tuple[Call, str, ModuleCall]] = deque(maxlen=last)
+        self._open: list[Call] = []
+        self._n_calls: Counter[str] = Counter()
+        self._operations: list[Operation] = []
+        self._looking = self._in_backward = False
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Has its hooks on the model for the length of a block."""
+        try:
+            for name, m in named_modules(self.model).items():
+                if not isinstance(m, torch.jit.ScriptModule):  # which calls none
+                    enter = register(
+                        m.register_forward_pre_hook, partial(self._enter, name), with_kwargs=True
+                    )
+                    leave = register(m.register_forward_hook, self._leave, always_call=True)
+                    self._handles += [enter, leave]
+            yield
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+    @contextmanager
+    def forward(self, operations: bool) -> Iterator[None]:
+        """Follows the forward that runs in the block, with `operations` each operation too."""
+        self._looking = True
+        try:
+            with _Operations(self._operation) if operations else nullcontext():
+                yield
+        finally:
+            self._looking = False  # activation checkpointing runs forwards again in the backward
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        self._looking, before = False, self._looking  # looking is not looked at
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._looking = before
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._looking:
+            return
+        with self._aside():
+            given = kinds((args, kwargs))
+        entries = frozenset(x.grad_fn for _, x in parts((args, kwargs)) if isinstance(x, Tensor))
+        self._open.append(Call(name, self._n_calls[name], module, given, entries=entries))
+        self._n_calls[name] += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._looking or not self._open:
+            return
+        call = self._open.pop()
+        with self._aside():
+            call.made, call.line = kinds(output), user_line()
+            if self.culprit is None:
+                self._rows.append((call, "", measured(call.module, tensors_in(output))))
+        if self.culprit is None and call.made.bad and not call.given.bad:
+            self.culprit = call
+        if self.minus_inf is None and call.made.minus_inf and call.given.clean:
+            self.minus_inf = call
+        outputs = [(path, x) for path, x in parts(output) if isinstance(x, Tensor) and x.grad_fn]
+        self._claim([x.grad_fn for _, x in outputs], call)
+        (self._open[-1] if self._open else self._loss).inner.extend(call.entries)
+        for path, x in outputs:
+            self._handles.append(register(x.register_hook, partial(self._gradient, call, path)))
+
+    def _claim(self, nodes: Iterable[Node | None], call: Call) -> None:
+        """Notes that nodes, and those behind them that nobody has claimed, were made in `call`."""
+        todo = [*nodes, *call.inner]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in self.owners and node not in call.entries:
+                self.owners[node] = call
+                todo += [behind for behind, _ in node.next_functions]
+
+    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._looking or not _can_make(func, args, kwargs):
+            return func(*args, **kwargs)
+        given = None
+        if func._schema.is_mutable:  # its input is its output
+            with self._aside():
+                given = kinds((args, kwargs))
+        output = func(*args, **kwargs)
+        with self._aside():
+            made = kinds(output)
+            if not made.clean and (given or kinds((args, kwargs))).clean:
+                name = func._schema.name.partition("::")[2]
+                self._operations.append(Operation(name, made, user_line(), tuple(self._open)))
+        return output
+
+    def operation_of(self, call: Call | None) -> Operation | None:
+        """The one that made what is not finite in a call, its own before one of a call inside.
+
+        With None that of the loss function.
+        """
+        if call is None:
+            return next((op for op in self._operations if not op.calls), None)
+        of_call = [op for op in self._operations if call in op.calls]
+        fitting = [op for op in of_call if op.made.bad or not call.made.bad]
+        return min(fitting, key=lambda op: op.calls[-1] is not call, default=None)
+
+    # ---- the backward
+
+    def backward(self, loss: Tensor) -> Kinds:
+        """Runs the backward, no `.grad` is touched; what is not finite in the parameters' gradients."""
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        if not params or loss.grad_fn is None:
+            return FINITE
+        self._claim([loss.grad_fn], self._loss)
+        inner = [node for node in self.owners if not hasattr(node, "variable")]  # others outlive the graph
+        handles = [node.register_hook(partial(self._passed, node)) for node in inner]
+        self._rows.clear()
+        self._in_backward = True
+        try:
+            return kinds(torch.autograd.grad(loss.sum(), params, allow_unused=True))
+        finally:
+            self._in_backward = False
+            for handle in handles:
+                handle.remove()
+
+    def _passed(self, node: Node, grad_inputs: Any, grad_outputs: Any) -> None:
+        if self.node is None:
+            if not kinds(grad_outputs).clean:
+                self.arrived = self.arrived or node
+            elif not kinds(grad_inputs).clean:
+                self.node = node
+
+    def _gradient(self, call: Call, path: str, grad: Tensor) -> None:
+        over = self.node is not None and self._rows and self._rows[-1][2].nonfinite
+        if self._in_backward and not over:
+            with torch.no_grad():
+                self._rows.append((call, path, measured(call.module, tensors_in(grad))))
+
+    # ---- what came of it
+
+    def name(self, call: Call) -> str:
+        """The module's name, of several calls with the number: `fc#1`."""
+        name = call.name or MODEL
+        return name if self._n_calls[call.name] < 2 else f"{name}#{call.k}"
+
+    def calls(self) -> tuple[ModuleCall, ...]:
+        """The last ones, up to the culprit's."""
+        return tuple(replace(row, name=self.name(call) + path) for call, path, row in self._rows)
+
+
+def _can_make(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether what an operation gives is its making: neither memory as it came, nor an inf it was given."""
+    given = [x for _, x in parts((args, kwargs))]
+    if "empty" in func._schema.name or any(isinstance(x, float) and not math.isfinite(x) for x in given):
+        return False
+    return any(isinstance(x, Tensor) for x in given)
+
+
+def measured(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> ModuleCall:
+    """The numbers of a `ModuleCall`, of all elements of `tensors`; waits for the device."""
+    low, high, n, zeros, nans, infs = math.inf, -math.inf, 0, 0, 0, 0
+    for _, x in tensors:
+        n, zeros = n + x.numel(), zeros + int((x == 0).sum())
+        nans, infs = nans + int(x.isnan().sum()), infs + int(x.isinf().sum())
+        finite = x[x.isfinite()]
+        if finite.numel():
+            low, high = min(low, finite.min().item()), max(high, finite.max().item())
+    ends = (low, high) if low <= high else (math.nan, math.nan)
+    return ModuleCall("", type(module).__name__, *ends, zeros / n if n else math.nan, nans, infs)

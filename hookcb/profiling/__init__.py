@@ -1,0 +1,1 @@
+"""ProfilerCallback: where the time goes, by layer."""

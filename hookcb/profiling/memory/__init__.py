@@ -1,0 +1,1 @@
+"""MemoryStats: which layer holds how much memory, and what grows."""

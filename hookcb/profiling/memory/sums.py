@@ -1,0 +1,184 @@
+"""What the calls of a batch come to, layer by layer, and which layers activation checkpointing would free."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from hookcb.hooks.modules import named_modules
+from hookcb.profiling.memory.ledger import Held
+from hookcb.profiling.memory.sizes import total_bytes
+from hookcb.profiling.memory.watch import Call, Forward
+
+MOST_ADVICE = 3
+Params = list[tuple[str | None, nn.Parameter]]  # each with the name of its layer, None outside of all
+WORTH_IT = 0.01  # of what is kept; below, recomputing frees too little to be worth a line
+
+
+@dataclass(slots=True)
+class LayerUse:
+    """What the calls of a layer took in one batch, in bytes; see `LayerMemory`."""
+
+    calls: int = 0
+    allocated: int = 0
+    peak: int = 0
+    kept: int = 0
+    kept_self: int = 0
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Layers that would free memory if their activations were computed again in the backward.
+
+    Attributes:
+        layers: a name, or a pattern of several, `blocks.*`.
+        type: their class.
+        n_calls: how many calls that is.
+        frees: bytes kept after the forward without it, less those with it: what only these calls keep,
+            their inputs excepted.
+        lowers: by how many bytes the most that is kept at a time becomes less, as in the backward one call
+            after another has its bytes again.
+    """
+
+    layers: str
+    type: str
+    n_calls: int
+    frees: int
+    lowers: int
+
+
+def sum_layers(forward: Forward, layers: Iterable[str]) -> dict[str, LayerUse]:
+    """What each of `layers` took; what other layers did counts for those they were called in."""
+    uses = {name: LayerUse() for name in layers}
+    for call in forward.calls:
+        if (use := uses.get(call.layer)) is not None:
+            _add_call(use, call)
+    by_call: Counter[Call | None] = Counter()
+    for held in forward.saved:
+        by_call[held.saved_in] += held.n_bytes
+    for innermost, n_bytes in by_call.items():
+        around = [call.layer for call in _path(innermost) if call.layer in uses]
+        for name in {outer for layer in around for outer in _with_lists(layer, uses)}:
+            uses[name].kept += n_bytes
+        if around:
+            uses[around[-1]].kept_self += n_bytes
+    return uses
+
+
+def _add_call(use: LayerUse, call: Call) -> None:
+    use.calls += 1
+    use.output_bytes += call.output_bytes
+    if not any(outer.layer == call.layer for outer in call.path()[:-1]):  # else the outer call has it all
+        use.allocated += call.allocated
+        use.peak = max(use.peak, call.peak)
+
+
+def _with_lists(layer: str, uses: Mapping[str, LayerUse]) -> list[str]:
+    """A layer, and what it is in that is never called itself, such as a ModuleList."""
+    parts = layer.split(".")
+    outer = [".".join(parts[:n]) for n in range(1, len(parts))]
+    return [layer, *(name for name in outer if name in uses and not uses[name].calls)]
+
+
+def _path(call: Call | None) -> list[Call]:
+    return [] if call is None else call.path()
+
+
+# ---- parameters
+
+
+def param_layers(model: nn.Module, layers: Iterable[str]) -> Params:
+    """Each parameter once, with the innermost of `layers` that its first owner is or is in."""
+    names, found = set(layers), dict[int, tuple[str | None, nn.Parameter]]()
+    for name, m in named_modules(model).items():
+        for p in m._parameters.values():
+            if p is not None:
+                found.setdefault(id(p), (_innermost(name, names), p))
+    return list(found.values())
+
+
+def _innermost(name: str, names: set[str]) -> str | None:
+    while name not in names:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
+def bytes_by_layer(params: Params, of: Callable[[nn.Parameter], Iterable[Tensor]]) -> Counter[str | None]:
+    """Size of the tensors that `of` gives for each parameter, by layer; 0 for those that hide it."""
+    found: Counter[str | None] = Counter()
+    for name, p in params:
+        with suppress(Exception):  # of a kind of tensor of the user's own
+            found[name] += total_bytes(of(p))
+    return found
+
+
+# ---- checkpointing
+
+
+def advise(forward: Forward, types: Mapping[str, str]) -> tuple[Advice, ...]:
+    """What to checkpoint first, the best first; layers of one class whose names differ by number together.
+
+    Never the whole model, for which all would be there again at once. Of layers inside of one another only
+    the better; none where something is checkpointed already, which has all of it again in the backward.
+    """
+    freed = _freed_by_call(forward)
+    groups: dict[tuple[str, str], list[Call]] = {}
+    for call in forward.calls:
+        if call.layer in types and freed[id(call)] > 0 and not _is_aside(call.layer, forward):
+            groups.setdefault((_pattern(call.layer), types[call.layer]), []).append(call)
+    found = [(_advice(forward, calls, freed, types), calls) for calls in groups.values()]
+    found = [(advice, calls) for advice, calls in found if advice.lowers > WORTH_IT * forward.kept]
+    found.sort(key=lambda pair: (-pair[0].lowers, -pair[0].frees))
+    chosen: list[tuple[Advice, list[Call]]] = []
+    for advice, calls in found:
+        if not any(_overlap(calls, others) for _, others in chosen):
+            chosen.append((advice, calls))
+    return tuple(advice for advice, _ in chosen[:MOST_ADVICE])
+
+
+def _is_aside(layer: str, forward: Forward) -> bool:
+    """Whether it is the whole model, or what it keeps is in other hands, in part: checkpointed, say."""
+    others = [f"{other}." for other in forward.other_hooks]
+    return not layer or any(f"{layer}.".startswith(x) or x.startswith(f"{layer}.") for x in others)
+
+
+def _freed_by_call(forward: Forward) -> Counter[int]:
+    """Bytes that each call, by id, would no longer keep; those it would keep instead count against it."""
+    freed: Counter[int] = Counter()
+    for held in forward.saved:
+        for call in _path(held.within):
+            if not any(held is x for x in call.inputs):
+                freed[id(call)] += held.n_bytes
+    for call in forward.calls:
+        unsaved: dict[int, Held] = {id(held): held for held in call.inputs if not held.is_saved}
+        freed[id(call)] -= sum(held.n_bytes for held in unsaved.values())
+    return freed
+
+
+def _advice(
+    forward: Forward, calls: Sequence[Call], freed: Mapping[int, int], types: Mapping[str, str]
+) -> Advice:
+    names = dict.fromkeys(call.layer for call in calls)
+    frees, most = 0, 0
+    for call in calls:  # in its backward a call has its bytes again, on top of what was kept before it
+        most = max(most, call.kept_before - frees + freed[id(call)])
+        frees += freed[id(call)]
+    lowers = forward.kept - max(most, forward.kept - frees)
+    layer = next(iter(names))
+    return Advice(_pattern(layer) if len(names) > 1 else layer, types[layer], len(calls), frees, lowers)
+
+
+def _pattern(name: str) -> str:
+    return ".".join(re.sub(r"\d+", "*", part) for part in name.split("."))
+
+
+def _overlap(calls: Iterable[Call], others: Iterable[Call]) -> bool:
+    inner = {id(x) for call in calls for x in call.path()}
+    outer = {id(x) for call in others for x in call.path()}
+    return any(id(call) in outer for call in calls) or any(id(call) in inner for call in others)

@@ -1,0 +1,339 @@
+"""Follows a forward through the layers of a model, and notes what memory each call takes."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.hooks.hook import Hooks
+from hookcb.hooks.modules import is_compiled, named_modules, unwrapped
+from hookcb.hooks.own import StandIn
+from hookcb.profiling.memory.allocator import Allocator
+from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Held, Ledger
+from hookcb.profiling.memory.saved_tensors import SavedTensors
+from hookcb.profiling.memory.sizes import n_bytes, tensors_in
+
+COMPILED = "compiled"
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        layer: its name.
+        above: the call of the layer it was called in.
+        inputs: the storages of its inputs.
+        kept_before: bytes kept for the backward when it began.
+        mark: what the meter needs at its end.
+        ends: the inputs of a compiled layer, at which its graph ends.
+        allocated, peak: bytes alive at its end, and the most, less those at its beginning.
+        output_bytes: size of its outputs.
+    """
+
+    layer: str
+    above: "Call | None"
+    inputs: list[Held]
+    kept_before: int
+    mark: Any
+    ends: list[Tensor] = field(default_factory=list)
+    allocated: int = 0
+    peak: int = 0
+    output_bytes: int = 0
+
+    def path(self) -> "list[Call]":
+        """It and those it was called in, the outermost first."""
+        return [*(self.above.path() if self.above else []), self]
+
+
+def innermost_around(a: Call | None, b: Call | None) -> Call | None:
+    """The innermost call that both are, or are in."""
+    if a is None or b is None or a is b:
+        return a if a is b else None
+    both = [x for x, y in zip(a.path(), b.path(), strict=False) if x is y]
+    return both[-1] if both else None
+
+
+@dataclass(slots=True)
+class Forward:
+    """What was seen of the forward and the loss of a batch.
+
+    Attributes:
+        calls: of layers, in the order in which they began.
+        saved: storages that the graph keeps, in the order in which they were saved.
+        kept: bytes of these.
+        n_before_loss: how many of them were saved before the model was done.
+        kept_by_loss: bytes of those that the loss was the first to save.
+        peak: the most alive at a time, less what was when it began.
+        other_hooks: layers that ran under someone else's hooks on saved tensors, with the name of these; of
+            layers inside of one another the outermost.
+        why_unknown: where what is kept could not be told, why.
+        allocated_before: bytes of CUDA's allocator before; None without CUDA.
+        old_bytes: of earlier watched batches that are still alive after it.
+        stays: how many of them each layer has made.
+        hidden: tensors whose memory could not be told, by layer, with their type or layout.
+        compiled: names of the compiled layers.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    saved: list[Held] = field(default_factory=list)
+    kept: int = 0
+    n_before_loss: int = 0
+    kept_by_loss: int = 0
+    peak: int = 0
+    other_hooks: dict[str, str] = field(default_factory=dict)
+    why_unknown: str = ""
+    allocated_before: int | None = None
+    old_bytes: int = 0
+    stays: dict[str, int] = field(default_factory=dict)
+    hidden: dict[str, str] = field(default_factory=dict)
+    compiled: tuple[str, ...] = ()
+
+
+class MemoryWatch:
+    """Hooks on the layers of a model for one forward at a time, and on what it saves for the backward.
+
+    Modules that torch.compile has compiled count as one layer: no hook goes inside, so that nothing is
+    compiled anew, and what their graph keeps is read from it.
+
+    Args:
+        layers: by name, in their order.
+        is_open: asked at each call of a layer; while it says False, calls do not count.
+
+    Attributes:
+        ledger: the storages that are alive.
+        seen: of a forward that has ended, until it is taken.
+        inside: the layers inside of compiled ones, with the reason why they are not called.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], is_open: Callable[[], bool]) -> None:
+        self.layers, self.is_open = WeakValueDictionary(layers), is_open  # a model may end before its watch
+        self.ledger = Ledger()
+        self.seen: Forward | None = None
+        self.inside: dict[str, str] = {}
+        self._forward: Forward | None = None  # while one is followed
+        self._saved = SavedTensors(self._see)
+        self._names: dict[int, str] = {}
+        self._model = ""  # its class
+        self._running: list[Call] = []
+        self._hooks: list[Hooks | _CompiledCall] = []
+        self._where = OUTSIDE
+        self._meter: Ledger | Allocator = self.ledger
+        self._mark: Any = None
+
+    # ---- from before the forward until the loss is there
+
+    def begin(self, model: nn.Module, given: object, is_called: bool = False) -> None:
+        """Puts the hooks on; `given` holds the tensors of the batch.
+
+        Where the model `is_called` already, those on the model itself come too late for its beginning.
+        """
+        self.drop()
+        own = [*model.parameters(), *model.buffers()]
+        allocator = Allocator.of(own)
+        forward, self._where, self._meter = Forward(), OUTSIDE, allocator or self.ledger
+        forward.allocated_before = allocator.counts()[0] if allocator else None
+        self.ledger.begin_batch()
+        self._give([*own, *tensors_in(given)])
+        try:
+            self._attach(model, forward)
+            forward.why_unknown = self._saved.start()
+        except BaseException:
+            self.drop()
+            raise
+        self._forward, self._mark = forward, self._meter.begin()
+        if is_called and id(model) in self._names and model._compiled_call_impl is None:
+            self.enter(model, given, {})
+
+    def begin_loss(self, given: object) -> None:
+        """The model is done; what is saved from now on is the loss's. `given` holds the targets."""
+        if self._forward is not None:
+            self._where, self._forward.n_before_loss = LOSS, len(self._forward.saved)
+            self._give(tensors_in(given))
+
+    def end(self, loss: object) -> None:
+        """Takes the hooks off; what was seen is in `seen`. The graph of `loss` is followed on."""
+        forward = self._forward
+        if forward is None:
+            return
+        self._detach()
+        _, forward.peak = self._meter.end(self._mark)
+        of_loss = [held for held in forward.saved[forward.n_before_loss :] if held.saved_in is None]
+        forward.saved = _alive(forward.saved)  # a graph may have been dropped meanwhile
+        forward.kept = sum(held.n_bytes for held in forward.saved)
+        forward.kept_by_loss = sum(held.n_bytes for held in _alive(of_loss))
+        forward.old_bytes, forward.stays = self.ledger.older()
+        forward.hidden = dict(self.ledger.hidden)
+        for x in tensors_in(loss):
+            self.ledger.note_graph(x, LOSS)
+        self.seen = forward
+
+    def take(self) -> Forward | None:
+        """What was seen, once."""
+        seen = self.seen
+        self.drop()
+        return seen
+
+    def drop(self) -> None:
+        """Takes the hooks off, and forgets the batch; a second time does nothing."""
+        self._detach()
+        self.seen = None
+
+    def close(self) -> None:
+        """Takes the hooks off, and forgets all."""
+        self.drop()
+        self.ledger.clear()
+
+    def _give(self, tensors: Iterable[Tensor]) -> None:
+        for x in tensors:
+            self.ledger.note(x, OUTSIDE, given=True)
+
+    # ---- hooks
+
+    def _attach(self, model: nn.Module, forward: Forward) -> None:
+        self._model, compiled = type(unwrapped(model)).__name__, _outermost_compiled(model)
+        inside = {id(m): name for name, outer in compiled.items() for m in outer.modules()}
+        forward.compiled = tuple(compiled)
+        self.inside = {
+            name: f"it is inside {inside[id(m)] or self._model}, which is compiled"
+            for name, m in self.layers.items()
+            if id(m) in inside and name not in compiled
+        }
+        layers = {"": unwrapped(model), **self.layers}  # the model always, as it tells what is there before
+        plain = {
+            name: m
+            for name, m in layers.items()
+            if id(m) not in inside and not isinstance(m, torch.jit.ScriptModule)
+        }
+        self._names = {id(m): name for name, m in (plain | compiled).items()}
+        in_place = [m for m in compiled.values() if m._compiled_call_impl is not None]
+        hooked = {name: m for name, m in (plain | compiled).items() if m._compiled_call_impl is None}
+        enter = {"pre": True, "with_kwargs": True}
+        leave = {"prepend": True, "always_call": True}  # first, as others may allocate in theirs
+        self._hooks += [Hooks(hooked, self.enter, detach=False, gate=self.acts, **enter)]
+        self._hooks += [Hooks(hooked, self.leave, detach=False, gate=self.acts, **leave)]
+        self._hooks += [_CompiledCall(m, self) for m in in_place]
+
+    def _detach(self) -> None:
+        self._forward = None
+        self._saved.stop()
+        for hooks in self._hooks:
+            hooks.remove()
+        self._running, self._hooks, self._names = [], [], {}
+
+    def acts(self) -> bool:
+        """Whether calls count now; not where torch.compile looks at this code, which then leaves it out."""
+        return not torch.compiler.is_compiling() and self._forward is not None and self.is_open()
+
+    def enter(self, m: nn.Module, args: Any, kwargs: Any) -> None:
+        """A layer is called."""
+        forward = self._forward
+        if forward is None or id(m) not in self._names:  # of a replica, in a thread of DataParallel
+            return
+        inputs, above = tensors_in((args, kwargs)), self._running[-1] if self._running else None
+        self._give(p for p in m._parameters.values() if p is not None)  # FSDP has put whole ones there
+        if above is None and not self._names[id(m)]:  # the model, whose batch others may have changed
+            self._give(inputs)
+        noted = [held for x in inputs for held in self._note(x, self._label(above))]
+        call = Call(self._names[id(m)], above, noted, forward.kept, self._meter.begin())
+        forward.calls.append(call)
+        self._running.append(call)
+        if call.layer in forward.compiled:
+            self._saved.step_aside(COMPILED)
+            call.ends = inputs
+        other = self._saved.other_hooks()
+        if other and (above is None or self._label(above) not in forward.other_hooks):
+            forward.other_hooks[self._label(call)] = other
+
+    def leave(self, m: nn.Module, args: Any, output: Any) -> None:
+        """Its forward has ended; where it has raised, `output` is None."""
+        forward, layer = self._forward, self._names.get(id(m))
+        call = next((call for call in reversed(self._running) if call.layer == layer), None)
+        if forward is None or call is None:  # as where a hook before ours has raised
+            return
+        outputs = tensors_in(output)
+        if call.layer in forward.compiled:
+            self._saved.see_graph(outputs, call.ends)
+            self._saved.step_back(COMPILED)
+            call.ends = []
+        for x in outputs:
+            self.ledger.note(x, self._label(call))
+            with suppress(Exception):  # the ledger has noted that it hides its memory
+                call.output_bytes += n_bytes(x)
+        done = None
+        while done is not call:
+            done = self._running.pop()
+            done.allocated, done.peak = self._meter.end(done.mark)
+
+    def _see(self, x: Tensor) -> str:
+        call = self._running[-1] if self._running else None
+        layer = self._label(call)
+        if self._forward is not None:
+            for held in self._note(x, layer):
+                self._keep(self._forward, held, call)
+        return layer
+
+    def _note(self, x: Tensor, layer: str) -> list[Held]:
+        """The storages of a tensor, without those that were there before this batch."""
+        return [h for h in self.ledger.note(x, layer) if h.n_bytes and h.batch == self.ledger.batch]
+
+    def _keep(self, forward: Forward, held: Held, call: Call | None) -> None:
+        if held.is_saved:
+            held.within = innermost_around(held.within, call)
+            return
+        held.is_saved, held.saved_in, held.within = True, call, call
+        forward.saved.append(held)
+        forward.kept += held.n_bytes
+
+    def _label(self, call: Call | None) -> str:
+        """The name of its layer, which for the whole model is its class."""
+        if call is None:
+            return self._where
+        return call.layer or self._model
+
+
+def _alive(held: Iterable[Held]) -> list[Held]:
+    return [one for one in held if one.ref() is not None]
+
+
+class _CompiledCall(StandIn):
+    """Stands before the call of a module that was compiled in place, whose hooks are compiled with it."""
+
+    def __init__(self, m: nn.Module, watch: MemoryWatch) -> None:
+        self.m, self.watch, self.own = m, watch, m._compiled_call_impl
+        m._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.own is not None  # else this would not have taken its place
+        if not self.watch.acts():
+            return self.own(*args, **kwargs)
+        output = None
+        self.watch.enter(self.m, args, kwargs)
+        try:
+            output = self.own(*args, **kwargs)
+        finally:
+            self.watch.leave(self.m, args, output)
+        return output
+
+    def remove(self) -> None:
+        """Gives its place back."""
+        if self.m._compiled_call_impl is self:
+            self.m._compiled_call_impl = self.own
+
+
+def _outermost_compiled(model: nn.Module) -> dict[str, nn.Module]:
+    """What torch.compile was applied to, by name: wrappers, and modules that were compiled in place."""
+    found: dict[str, nn.Module] = {}
+    if not any(map(is_compiled, model.modules())):  # the usual case without a look at names
+        return found
+    names = {id(m): name for name, m in named_modules(model).items()}
+    inside: set[int] = set()
+    for m in model.modules():
+        if is_compiled(m) and id(m) not in inside:
+            found[names[id(unwrapped(m))]] = m
+            inside |= {id(inner) for inner in m.modules()}
+    return found

@@ -1,0 +1,419 @@
+"""What can be read of profiled steps: by phase, by layer, by operator, and in words."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from hookcb.core.events import PHASES
+from hookcb.core.files import write_whole
+from hookcb.core.text import duration, short_number
+from hookcb.hooks.modules import listed
+from hookcb.profiling.steps.times import MUCH_DATA
+from hookcb.profiling.sums import COMPILED_TYPE, OperatorSums, Profile
+from hookcb.profiling.trace_file import write_trace
+from hookcb.profiling.window import Windows
+from hookcb.records.printing import Printed, Rows
+from hookcb.records.tables import Column, LayerTable, Worst, fitted
+
+TOTALS = (
+    "own_backward",
+    "nodes",
+    "own_device_forward",
+    "own_device_backward",
+    "own_memory",
+    "own_flops",
+)
+KEYS = tuple(of.name for of in fields(OperatorSums))
+HEADS = {
+    "cpu_time_total": "CPU",
+    "self_cpu_time_total": "self CPU",
+    "device_time_total": "device",
+    "self_device_time_total": "self device",
+    "cpu_memory_usage": "memory",
+    "self_cpu_memory_usage": "self memory",
+}
+N_SLOWEST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """What a layer takes, averaged over the profiled steps.
+
+    Attributes:
+        name: qualified, empty for the whole model; of a compiled graph torch's name of it.
+        type: its class.
+        depth: how many of the other layers it is inside of.
+        calls: a step.
+        forward, forward_self: seconds a step on the host, with and without the layers called in it.
+        backward, backward_self: the same of the nodes of the graph that its forward has made; None where none
+            of them has run.
+        device_forward, device_forward_self, device_backward, device_backward_self: seconds of the kernels
+            that were launched there; None without a device.
+        memory: bytes allocated less those freed in its forward, a step; None without `profile_memory`.
+        output_bytes: size of what it gives, a step; None of a compiled graph.
+        share: of the step's time, forward and backward, 0..1; on the device, where there is one.
+        flops: of its forward, a step, as far as torch has formulas; None without `with_flops`.
+        flops_per_second: of its forward; None without `with_flops`, or where torch counts nothing.
+    """
+
+    name: str
+    type: str
+    depth: int
+    calls: float
+    forward: float
+    forward_self: float
+    backward: float | None
+    backward_self: float | None
+    device_forward: float | None
+    device_forward_self: float | None
+    device_backward: float | None
+    device_backward_self: float | None
+    memory: float | None
+    output_bytes: float | None
+    share: float
+    flops: float | None
+    flops_per_second: float | None
+
+    @property
+    def self_time(self) -> float:
+        """Seconds a step of its own, forward and backward; on the device, where there is one."""
+        if self.device_forward_self is not None:
+            return self.device_forward_self + (self.device_backward_self or 0.0)
+        return self.forward_self + (self.backward_self or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """What a phase of a step takes.
+
+    Attributes:
+        name: one of `hookcb.profiling.phases.PHASES`, or "other".
+        seconds: a step, on the host.
+        share: of the step, 0..1.
+        device_seconds: of the kernels that were launched in it, a step; None without a device.
+    """
+
+    name: str
+    seconds: float
+    share: float
+    device_seconds: float | None
+
+
+class LayerTimes(LayerTable[LayerTime]):
+    """The layers that were called, each under the one it is inside of."""
+
+    missing = "no layer was profiled that is called"
+    columns = (
+        Column("type", lambda row: row.type, is_text=True),
+        Column("calls", lambda row: f"{row.calls:.3g}", 5),
+        Column("forward", lambda row: duration(row.forward), 1),
+        Column("self", lambda row: duration(row.forward_self), 4),
+        Column("backward", lambda row: duration(row.backward), 2),
+        Column("device", lambda row: duration(_sum(row.device_forward, row.device_backward)), 3),
+        Column("share", lambda row: f"{row.share:.1%}"),
+        Column("output", lambda row: _bytes(row.output_bytes), 6),
+        Column("memory", lambda row: _bytes(row.memory), 7),
+        Column("FLOP/s", lambda row: short_number(row.flops_per_second), 8),
+    )
+
+    @staticmethod
+    def size(row: LayerTime) -> float:
+        """Seconds a step of its own, on the device if there is one."""
+        return row.self_time
+
+
+class PhaseTimes(Rows[PhaseTime]):
+    """What a step is made of; `step` is what it takes, in seconds."""
+
+    missing = "there is no phase"
+
+    def __init__(self, rows: Iterable[PhaseTime], step: float, title: str) -> None:
+        super().__init__(rows, title)
+        self.step = step
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=self.title)
+        table.add_column("phase")
+        on_device = any(row.device_seconds is not None for row in self.rows)
+        for title in ("time", "share", *(["device"] if on_device else [])):
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in self.rows:
+            device = [duration(row.device_seconds)] if on_device else []
+            table.add_row(row.name, duration(row.seconds), f"{row.share:.1%}", *device)
+        table.add_section()
+        table.add_row("step", duration(self.step), "")
+        yield table
+
+
+class OperatorTimes(Printed):
+    """Operators and the user's ranges, by name, with their sums over the profiled steps, in nanoseconds."""
+
+    def __init__(self, rows: Sequence[tuple[str, OperatorSums]], sort_by: str, title: str) -> None:
+        self.rows, self.sort_by, self.title = list(rows), sort_by, title
+
+    def __iter__(self) -> Iterator[tuple[str, OperatorSums]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> OperatorSums:
+        for operator, sums in self.rows:
+            if operator == name:
+                return sums
+        raise LookupError(f"{name!r} is not in this table; give row_limit=-1 for all operators")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        def column(key: str) -> Column[Any]:
+            rank = first.index(key) if key in first else len(first)
+            return Column(HEADS.get(key, key), lambda row: _operator_text(key, getattr(row[1], key)), rank)
+
+        first = [self.sort_by, "count", "self_cpu_time_total"]
+        columns = [column(key) for key in KEYS if any(getattr(sums, key) for _, sums in self.rows)]
+        names = [name for name, _ in self.rows]
+        yield fitted(self.rows, names, columns, options, title=self.title, head="operator", is_tree=True)
+
+
+class ProfileReport(Printed):
+    """The phases of a step, and in words what takes the time."""
+
+    def __init__(self, phases: PhaseTimes, lines: Sequence[str]) -> None:
+        self.phases, self.lines = phases, list(lines)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.phases
+        yield Text("\n".join(self.lines))
+
+
+class ProfileReadings:
+    """The readings of a callback that has profiled windows."""
+
+    record_shapes: bool
+    profile_memory: bool
+    with_stack: bool
+    with_flops: bool
+    _windows: Windows
+
+    @property
+    def profiled_steps(self) -> list[int]:
+        """The steps that were profiled from their beginning to their end."""
+        return list(self._windows.profile.steps)
+
+    def layers(self, depth: int | None = None, *, worst: Worst = None) -> LayerTimes:
+        """What each layer takes, in the order of the model.
+
+        Args:
+            depth: how many levels of layers to show, by default all.
+            worst: how many layers to show, those first that take most time themselves; "auto" for 20 of more
+                than 30.
+
+        Raises:
+            TypeError, ValueError: If `worst` is invalid.
+            RuntimeError: where nothing was profiled.
+        """
+        profile = self._recorded()
+        rows = [row for row in self._layer_times(profile) if depth is None or row.depth <= depth]
+        return LayerTimes(rows, f"layers, a step, {self._of_steps()}", worst)
+
+    def phases(self) -> PhaseTimes:
+        """What a step is made of.
+
+        Raises:
+            RuntimeError: where nothing was profiled.
+        """
+        profile = self._recorded()
+        n, on_device = len(profile.steps) * 1e9, _has_device(profile)
+        named = {phase: profile.phases[phase] for phase in PHASES}
+        rows = [
+            PhaseTime(
+                phase,
+                time / n,
+                time / max(1, profile.time),
+                profile.device_phases["" if phase == "other" else phase] / n if on_device else None,
+            )
+            for phase, time in {**named, "other": profile.time - sum(named.values())}.items()
+        ]
+        return PhaseTimes(rows, profile.time / n, f"phases of a step, {self._of_steps()}")
+
+    def table(self, sort_by: str = "self_cpu_time_total", row_limit: int = 20) -> OperatorTimes:
+        """Operators by torch's names, summed over the profiled steps.
+
+        Args:
+            sort_by: largest first, a key of torch's `key_averages().table`: `count`, `cpu_time_total`,
+                `self_cpu_time_total`, `device_time_total`, `self_device_time_total`, `cpu_memory_usage`,
+                `self_cpu_memory_usage` or `flops`.
+            row_limit: number of rows, -1 for all.
+
+        Raises:
+            ValueError: for another key.
+            RuntimeError: where nothing was profiled.
+        """
+        if sort_by not in KEYS:
+            raise ValueError(f"sort_by is {sort_by!r}; give one of {', '.join(KEYS)}")
+        operators = sorted(
+            self._recorded().operators.items(), key=lambda item: getattr(item[1], sort_by), reverse=True
+        )
+        title = f"operators by {sort_by.replace('_', ' ')}, {self._of_steps()}"
+        return OperatorTimes(operators[: None if row_limit < 0 else row_limit], sort_by, title)
+
+    def report(self) -> ProfileReport:
+        """The phases of a step, and in words what takes the time, to print.
+
+        Raises:
+            RuntimeError: where nothing was profiled.
+        """
+        profile, phases = self._recorded(), self.phases()
+        rows = self._layer_times(profile)
+        lines = [_on_data(phases), f"callbacks take {phases['callbacks'].share:.1%} of the step"]
+        slowest = sorted(rows, key=lambda row: row.self_time, reverse=True)[:N_SLOWEST]
+        lines += ["slowest layers, without the layers in them:"] if slowest else []
+        lines += [_on_layer(row, phases.step) for row in slowest]
+        if _has_device(profile):
+            waits = profile.waits / len(profile.steps)
+            lines.append(f"the host waits for the device {waits:.3g} times a step")
+        if profile.compilations:
+            n = profile.compilations
+            lines.append(f"torch.compile compiled in these steps, {n} new graphs; profile later ones")
+        graphs = [name for name, kind in profile.types.items() if kind == COMPILED_TYPE]
+        if graphs:
+            lines.append(f"compiled: {listed(graphs, 3)}; layers inside cannot be told apart")
+        return ProfileReport(phases, lines)
+
+    def export_chrome_trace(self, path: str | Path, cycle: int = -1) -> Path:
+        """Writes the trace of a window, for Perfetto or chrome://tracing; packed where `path` ends in .gz.
+
+        Args:
+            path: the file.
+            cycle: which window, by default the last.
+
+        Returns:
+            The path written.
+
+        Raises:
+            RuntimeError: where nothing was profiled.
+            LookupError: where there was no such window.
+        """
+        if not self._windows.traces:
+            raise RuntimeError(self._windows.why_nothing)
+        if not -len(self._windows.traces) <= cycle < len(self._windows.traces):
+            raise LookupError(f"cycle is {cycle}; there are {len(self._windows.traces)}, counted from 0")
+        return write_trace(self._windows.traces[cycle], Path(path))
+
+    def export_stacks(self, path: str | Path, metric: str = "self_cpu_time_total") -> Path:
+        """Writes the Python stacks that time was spent in, in microseconds, for a flame graph.
+
+        Args:
+            path: the file.
+            metric: "self_cpu_time_total" or "self_device_time_total".
+
+        Raises:
+            ValueError: for another metric, and where stacks were not asked for.
+            RuntimeError: where nothing was profiled.
+        """
+        profile = self._recorded()
+        found = {"self_cpu_time_total": profile.stacks, "self_device_time_total": profile.device_stacks}
+        if metric not in found:
+            raise ValueError(f"metric is {metric!r}; give one of {', '.join(found)}")
+        if not self.with_stack:
+            raise ValueError("there are no stacks; profile with with_stack=True")
+        lines = [
+            f"{';'.join(frame.replace(';', ',') for frame in stack)} {time // 1000}\n"
+            for stack, time in found[metric].items()
+            if time >= 1000
+        ]
+        return write_whole(path, lambda opened: opened.write("".join(lines).encode()))
+
+    def _recorded(self) -> Profile:
+        if not self._windows.profile.steps:
+            raise RuntimeError(self._windows.why_nothing)
+        return self._windows.profile
+
+    def _of_steps(self) -> str:
+        steps = self._windows.profile.steps
+        one_run = steps[-1] - steps[0] + 1 == len(steps)
+        which = f"{steps[0]} to {steps[-1]}" if one_run and len(steps) > 1 else listed(map(str, steps), 6)
+        return f"{'steps' if len(steps) > 1 else 'step'} {which}"
+
+    def _layer_times(self, profile: Profile) -> list[LayerTime]:
+        totals = {what: profile.totals(what) for what in TOTALS}
+        return [
+            self._layer_time(profile, name, depth, {what: of[name] for what, of in totals.items()})
+            for name, depth in profile.depths().items()
+            if name in profile.layers and profile.layers[name].calls
+        ]
+
+    def _layer_time(self, profile: Profile, name: str, depth: int, total: Mapping[str, int]) -> LayerTime:
+        sums, n, on_device = profile.layers[name], len(profile.steps), _has_device(profile)
+        seconds = n * 1e9
+        forward, backward = sums.forward / seconds, total["own_backward"] / seconds
+        has_backward = total["nodes"] > 0
+        device_forward, device_backward = total["own_device_forward"], total["own_device_backward"]
+        time = device_forward + device_backward if on_device else sums.forward + total["own_backward"]
+        flops = total["own_flops"] / n
+        return LayerTime(
+            name=name,
+            type=profile.types[name],
+            depth=depth,
+            calls=sums.calls / n,
+            forward=forward,
+            forward_self=sums.own_forward / seconds,
+            backward=backward if has_backward else None,
+            backward_self=sums.own_backward / seconds if has_backward else None,
+            device_forward=device_forward / seconds if on_device else None,
+            device_forward_self=sums.own_device_forward / seconds if on_device else None,
+            device_backward=device_backward / seconds if on_device else None,
+            device_backward_self=sums.own_device_backward / seconds if on_device else None,
+            memory=total["own_memory"] / n if self.profile_memory else None,
+            output_bytes=None if profile.types[name] == COMPILED_TYPE else sums.output_bytes / n,
+            share=time / max(1, profile.time),
+            flops=flops if self.with_flops else None,
+            flops_per_second=flops / forward if self.with_flops and flops and forward else None,
+        )
+
+
+def _has_device(profile: Profile) -> bool:
+    return any(profile.device_phases.values())
+
+
+def _sum(*values: float | None) -> float | None:
+    known = [x for x in values if x is not None]
+    return sum(known) if known else None
+
+
+def _short(row: LayerTime) -> str:
+    """Its name, which for the whole model is its class."""
+    return row.name or row.type
+
+
+def _bytes(n: float | None) -> str:
+    return "" if n is None else f"{'-' * (n < 0)}{decimal(round(abs(n)))}"
+
+
+def _operator_text(key: str, value: int) -> str:
+    if "time" in key:
+        return duration(value / 1e9)
+    return _bytes(value) if "memory" in key else f"{value:,}"
+
+
+def _on_data(phases: PhaseTimes) -> str:
+    data = phases["data"]
+    if not data.seconds:
+        return "how long steps wait for the loader was not seen, as the loop is not a Learner's"
+    without = f"a step without it would take {duration(phases.step - data.seconds)}"
+    if data is max(phases, key=lambda row: row.seconds):
+        return f"data-bound: {data.share:.1%} of the step waits for the loader; {without}"
+    if data.share > MUCH_DATA:
+        return f"{data.share:.1%} of the step waits for the loader; {without}"
+    return f"not data-bound: {data.share:.1%} of the step waits for the loader"
+
+
+def _on_layer(row: LayerTime, step: float) -> str:
+    what = "on the device" if row.device_forward_self is not None else "on the host"
+    share = row.self_time / step if step else 0.0
+    return f"  {_short(row)} ({row.type}): {duration(row.self_time)} {what}, {share:.1%} of the step"

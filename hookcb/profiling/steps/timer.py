@@ -1,0 +1,139 @@
+"""StepTimer: what each step takes, phase by phase, at hardly any cost."""
+
+from typing import Any
+
+from hookcb.core.arguments import check_count
+from hookcb.core.batch import n_samples
+from hookcb.core.callback import Callback
+from hookcb.loops.checks import place
+from hookcb.profiling.phases import LAST, Edge, follow_phases, leave_phases
+from hookcb.profiling.steps.clock import CudaStepClock, FetchPhase, StepClock
+from hookcb.profiling.steps.incidents import Incidents
+from hookcb.profiling.steps.readings import StepReadings
+
+
+class StepTimer(Callback, StepReadings):
+    """Times every step: waiting for data, forward, loss, backward, optimizer and callbacks.
+
+    For a whole training, to see whether it waits for its data, and which steps took long and why. A step is
+    from the end of the one before, with the fetch of its batch and its move to the device, to its own
+    `after_batch`; an epoch's first begins with the start of the loader. Between epochs there is none. Batches
+    that are cancelled are in, with a note; those whose training was cancelled, or died, are not. Nothing
+    waits for a GPU, whose own times come by CUDA events.
+
+    In a loop that is not a Learner's, under `watch` or an adapter, waiting for data is the time in fetches of
+    a DataLoader, in the thread that trains; what else lies between two batches is `other`.
+
+    Args:
+        keep: number of steps that stay; of more every second, fourth … is kept, and the newest. The slowest
+            100 stay too, for `outliers`.
+        on_valid: time the steps of validation as well, in `valid_times`; not of one in the middle of a batch.
+        name: what the learner calls it.
+
+    Attributes:
+        times: a `StepTime` for each step: `epoch`, `step`, seconds of `data`, `forward`, `loss`, `backward`,
+            `optimizer`, `callbacks`, `other` and `total`, `n_samples`, and `notes`: "first batch of an
+            epoch", "cancelled", "validation" (in the middle of the batch), "checkpoint written",
+            "compilation", "garbage collection of 12 ms". On CUDA `device_forward` … too. A resumed fit times
+            its own steps.
+
+    Raises:
+        TypeError, ValueError: for arguments that cannot be.
+
+    >>> from hookcb import StepTimer, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(2, cbs=StepTimer())
+    >>> len(learn.step_timer.times), learn.step_timer.times[10].notes
+    (20, ('first batch of an epoch',))
+    >>> learn.step_timer.percentiles()["forward"].p50 > 0
+    True
+    """
+
+    order = LAST + 2  # behind a profiler too, whose work then counts as that of a callback
+    run_lr_find = False
+
+    def __init__(self, keep: int = 5_000, on_valid: bool = False, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if check_count("keep", keep, "steps") < 2:
+            raise ValueError(f"keep is {keep}; give a whole number of steps, 2 or more")
+        self.run_valid = on_valid
+        self._set_up(keep)
+        self._clocks: dict[str, StepClock] = {}
+        self._clock: StepClock | None = None  # of the training or validation in progress
+        self._edges: list[Edge] = []
+        self._incidents: Incidents | None = None  # while a fit runs
+        self._fetches: FetchPhase | None = None  # while one in a loop that is not a Learner's runs
+
+    def before_fit(self) -> None:
+        self.clear()
+        self._clocks = {}
+        device = place(self.model, None)
+        for part in ("train", "valid") if self.run_valid else ("train",):
+            store, between = self._stores[part], self.learn.between_batches
+            is_cuda = device.type == "cuda"
+            clock = CudaStepClock(store, device, between=between) if is_cuda else StepClock(store, between)
+            follows = part == "train", part == "valid"
+            name = f"{self.name}_{part}"
+            self._edges += follow_phases(self.learn, name, clock.begin, *follows, last=self.order)
+            self._clocks[part] = clock
+        self._clock = self._clocks.get("train" if self.training else "valid")  # where it joins a running fit
+        self._incidents = Incidents(self._note)
+        self._incidents.open()
+        if self.learn.between_batches != "data":
+            self._fetches = FetchPhase(lambda: self._clock)
+            self.learn.follow_fetches(self._fetches)
+
+    def before_train(self) -> None:
+        self._begin("train")
+
+    def before_validate(self) -> None:
+        if self.learn.is_nested:
+            self._note("validation")
+        else:
+            self._begin("valid")
+
+    def _begin(self, part: str) -> None:
+        self._clock = self._clocks.get(part) if self._incidents is not None else None
+        if self._incidents is not None and self._clock is not None:
+            self._incidents.follow(self.learn.cbs)
+            self._clock.start()
+
+    def after_cancel_batch(self) -> None:
+        if self.training or not self.learn.is_nested:
+            self._note("cancelled")
+
+    def after_batch(self) -> None:
+        learn, clock, incidents = self.learn, self._clock, self._incidents
+        if clock is None or incidents is None or (not learn.training and learn.is_nested):
+            return  # outside a fit, or in a validation in the middle of a batch
+        incidents.look()
+        step = learn.train_iter if learn.training else learn.iter
+        clock.end(self.epoch, step, n_samples(learn.xb))
+
+    def after_fit(self) -> None:
+        if self._fetches is not None:
+            self.learn.leave_fetches(self._fetches)
+            self._fetches = None
+        leave_phases(self.learn, self._edges)
+        if self._incidents is not None:
+            self._incidents.close()
+        self._incidents = self._clock = None
+
+    def _note(self, text: str) -> None:
+        if self._clock is not None:
+            self._clock.note(text)
+
+    def _read_device(self) -> None:
+        for clock in self._clocks.values():
+            clock.read()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._read_device()
+        return super().__getstate__() | {
+            "_clocks": {},
+            "_clock": None,
+            "_edges": [],
+            "_incidents": None,
+            "_fetches": None,
+        }

@@ -1,0 +1,221 @@
+"""StatStore: numbers of layers, record by record, on their way from the device to the host."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_QUEUED = 1024
+
+
+class RecordInfo(NamedTuple):
+    """Which batch a record is of."""
+
+    record: int  # counts from 0, also those that are not kept
+    epoch: int
+    step: int
+
+
+class _Queued(NamedTuple):
+    name: str
+    records: list[int]
+    values: Tensor  # (len(records), n_columns)
+
+
+class StatStore:
+    """Columns of numbers of named layers over the batches of a run, in bounded memory.
+
+    Values may be put in later than their record began, several records at once, and from any device. What is
+    on a GPU waits there; a flush sends it in one transfer that nothing waits for, and reading waits.
+
+    Never more than `keep` records stay. When there would be more, every second one is dropped, and from then
+    on every second (fourth, eighth …) record is kept, so that those that stay are spread evenly over the run.
+    The newest is always there, until the next begins.
+
+    >>> import torch
+    >>> from hookcb.records.store import StatStore
+    >>> store = StatStore(("mean",), keep=4)
+    >>> for step in range(10):
+    ...     store.put("fc", [store.begin(epoch=0, step=step)], torch.tensor([[float(step)]]))
+    >>> store.series("fc").tolist()
+    [[0.0], [4.0], [8.0], [9.0]]
+    """
+
+    def __init__(self, columns: Sequence[str], keep: int) -> None:
+        self.columns, self.keep = tuple(columns), keep
+        self.stride = 1  # every so many-th record stays
+        self.infos: list[RecordInfo] = []
+        self._values: dict[str, Tensor] = {}  # by name (capacity, n_columns), rows as in infos
+        self._queue: list[_Queued] = []
+        self._coming: list[_Transfer] = []
+        self._newest: set[str] = set()  # names of which the newest record is written
+
+    @property
+    def names(self) -> list[str]:
+        """Of the layers, in the order in which they came."""
+        return list(self._values)
+
+    def begin(self, epoch: int, step: int) -> int:
+        """Begins a record, and gives its number."""
+        record = self.infos[-1].record + 1 if self.infos else 0
+        if self.infos and self.infos[-1].record % self.stride:
+            self.infos.pop()
+            for name in self._newest:
+                self._values[name][len(self.infos)] = float("nan")
+        if len(self.infos) == self.keep:
+            self._thin()
+        self._newest = set()
+        self.infos.append(RecordInfo(record, epoch, step))
+        return record
+
+    def add(self, name: str) -> None:
+        """Adds a layer, where its place in `names` shall come before its first values."""
+        if name not in self._values:
+            self._values[name] = self._empty(0)
+
+    def put(self, name: str, records: list[int], values: Tensor) -> None:
+        """Puts in the columns of a layer, `(len(records), n_columns)`, float32 or float64 on any device."""
+        self.add(name)
+        if values.device.type == "cpu":
+            self._write(_Queued(name, records, values))
+        else:
+            self._queue.append(_Queued(name, records, values))
+            if len(self._queue) == MOST_QUEUED:
+                self.flush()
+
+    def flush(self) -> None:
+        """Sends what waits on devices on its way, and takes in what was sent before."""
+        self._take_in()
+        alike: dict[tuple[torch.device, torch.dtype], list[_Queued]] = {}
+        for queued in self._queue:
+            alike.setdefault((queued.values.device, queued.values.dtype), []).append(queued)
+        self._coming += map(_Transfer, alike.values())
+        self._queue = []
+
+    def series(self, name: str) -> Tensor:
+        """The columns of a layer, `(n_records, n_columns)`; NaN where it was not there.
+
+        Float32, of one that has had float64 values float64.
+        """
+        self._read()
+        values = self._values.get(name, self._empty(0))
+        missing = max(0, len(self.infos) - len(values))
+        return torch.cat([values[: len(self.infos)], self._empty(missing)])
+
+    def row(self, record: int, name: str) -> Tensor:
+        """The columns of a layer in a record, `(n_columns,)`; NaN where it was not there.
+
+        Raises:
+            LookupError: where it is not kept.
+        """
+        self._read()
+        i = self._row_of(record)
+        if i is None:
+            raise LookupError(f"record {record} is no longer kept; only {len(self.infos)} are, see keep=")
+        values = self._values.get(name)
+        return self._empty(1)[0] if values is None or i >= len(values) else values[i]
+
+    def state(self) -> dict[str, Any]:
+        """All there is, of types that `torch.load(weights_only=True)` reads."""
+        return {
+            "columns": list(self.columns),
+            "keep": self.keep,
+            "stride": self.stride,
+            "infos": [tuple(info) for info in self.infos],
+            "values": {name: self.series(name) for name in self.names},
+        }
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "StatStore":
+        """A store with what `state` gave."""
+        store = cls(state["columns"], state["keep"])
+        store.stride, store._values = state["stride"], state["values"]
+        store.infos = [RecordInfo(*info) for info in state["infos"]]
+        return store
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._read()
+        return self.__dict__
+
+    def _read(self) -> None:
+        self.flush()
+        self._take_in()
+
+    def _take_in(self) -> None:
+        coming, self._coming = self._coming, []
+        for transfer in coming:
+            for queued in transfer.arrived():
+                self._write(queued)
+
+    def _write(self, queued: _Queued) -> None:
+        if self.stride == 1:  # all are there yet
+            taken: list[int] | slice = slice(None)
+            kept = queued.records
+        else:
+            rows = {i: self._row_of(record) for i, record in enumerate(queued.records)}
+            taken = [i for i, row in rows.items() if row is not None]
+            kept = [row for row in rows.values() if row is not None]
+        if not kept:
+            return
+        values = self._values[queued.name]
+        if kept[-1] >= len(values):  # grows to twice, for then all the growing copies each row about once
+            capacity = min(self.keep, max(64, 2 * kept[-1]))
+            values = self._values[queued.name] = torch.cat([values, self._empty(capacity - len(values))])
+        is_run = kept[-1] - kept[0] == len(kept) - 1  # which a slice writes in half the time
+        if queued.values.dtype is torch.float64 and values.dtype is torch.float32:
+            values = self._values[queued.name] = values.double()
+        values[slice(kept[0], kept[-1] + 1) if is_run else kept] = queued.values[taken]
+        if kept[-1] == len(self.infos) - 1:
+            self._newest.add(queued.name)
+
+    def _row_of(self, record: int) -> int | None:
+        i = bisect_left(self.infos, (record,))
+        return i if i < len(self.infos) and self.infos[i].record == record else None
+
+    def _thin(self) -> None:
+        self.stride *= 2
+        rows = [i for i, info in enumerate(self.infos) if info.record % self.stride == 0]
+        self.infos = [self.infos[i] for i in rows]
+        for values in self._values.values():
+            stay = values[[i for i in rows if i < len(values)]]
+            values[: len(stay)], values[len(stay) :] = stay, float("nan")
+
+    def _empty(self, n: int) -> Tensor:
+        return torch.full((n, len(self.columns)), float("nan"), dtype=torch.float32)
+
+
+class _Transfer:
+    """Numbers of several layers on their way from one device to the host."""
+
+    def __init__(self, sent: list[_Queued]) -> None:
+        self.sent = [(q.name, q.records) for q in sent]
+        values = torch.cat([q.values for q in sent])
+        self.event: torch.cuda.Event | None = None
+        if not values.is_cuda:
+            self.host = values.cpu()
+            return
+        # a stream of its own, as on the current one the copy would hold up the training that comes after it
+        stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(values.device))
+        with torch.cuda.stream(stream):
+            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.host.copy_(values, non_blocking=True)
+            self.event = stream.record_event()
+        values.record_stream(stream)
+
+    def arrived(self) -> Iterator[_Queued]:
+        """What was sent; waits for it."""
+        if self.event is not None:
+            self.event.synchronize()
+        parts = torch.split(self.host, [len(records) for _, records in self.sent])
+        for (name, records), values in zip(self.sent, parts, strict=True):
+            yield _Queued(name, records, values)
+
+
+def kept(value: float | Tensor) -> float | Tensor:
+    """A number that later writes cannot change; what is on a GPU stays there, unwaited for."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    return float(value.item()) if value.is_cpu else value.detach().clone()

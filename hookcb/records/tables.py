@@ -1,0 +1,326 @@
+"""Tables with a name in each row, which fit the terminal: numbers are left out before names are cut."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from hookcb.core.arguments import check_count
+from hookcb.core.console import spelled
+from hookcb.records.printing import Row, Rows
+
+NAME, TEXT = 24, 12  # columns of a terminal that a name has at least if it is as long, and a text that wraps
+MANY, WORST = 30, 20  # a table with more rows than MANY shows the WORST of them, if nothing else is asked for
+Worst = int | None | Literal["auto"]
+Item = TypeVar("Item")
+
+
+class Column(NamedTuple, Generic[Row]):
+    """Column of a table, shown if any row has a text for it.
+
+    Attributes:
+        title: above it.
+        text: of a row.
+        rank: the higher, the sooner it is left out in a narrow terminal.
+        is_text: whether it is aligned to the left and may wrap; else it is a number.
+        style: of its texts.
+    """
+
+    title: str
+    text: Callable[[Row], str]
+    rank: int = 0
+    is_text: bool = False
+    style: str = ""
+
+
+class LayerRow(Protocol):
+    """A row of a table of layers."""
+
+    @property
+    def name(self) -> str:
+        """Qualified, empty for the whole model."""
+
+    @property
+    def type(self) -> str:
+        """Its class."""
+
+    @property
+    def depth(self) -> int:
+        """How many of the other layers it is inside of."""
+
+
+Layer = TypeVar("Layer", bound=LayerRow)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A row of a report.
+
+    Attributes:
+        name: of a layer or parameter.
+        module: qualified name of the module by whose depth rows are grouped.
+        weight: numbers that are compared in their order; the rows with the largest need a look first.
+        n: number of rows it stands for, as the worst of them.
+    """
+
+    name: str
+    module: str
+    weight: tuple[float, ...]
+    n: int = 1
+
+
+Shown = TypeVar("Shown", bound=Ranked)
+COUNT: Column[Any] = Column("worst of", lambda row: f"{row.n}" if row.n > 1 else "", rank=1)
+
+
+class Report(Rows[Shown]):
+    """Layers or parameters in the order of the model, or those that need a look first, with what tells so.
+
+    Args:
+        rows: in the order of the model.
+        title: above the table.
+        worst: see `n_worst`.
+        depth: shows of all rows of modules that are alike in their first `depth` names the worst.
+        caption: below the table.
+
+    Raises:
+        TypeError, ValueError: If `worst` or `depth` is invalid.
+    """
+
+    head = "layer"
+    columns: ClassVar[Sequence[Column[Any]]]
+
+    def __init__(
+        self,
+        rows: Sequence[Shown],
+        title: str,
+        *,
+        worst: Worst = "auto",
+        depth: int | None = None,
+        caption: str = "",
+    ) -> None:
+        found = list(rows) if depth is None else list(_grouped(rows, depth))
+        super().__init__(worst_of(found, worst, lambda row: row.weight), title)
+        self._names = [row.name for row in rows]
+        told = "" if n_worst(found, worst) is None else told_of(len(self.rows), len(found))
+        self.caption = "\n".join(filter(None, [told, caption]))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = [row.name for row in self.rows]
+        yield fitted(
+            self.rows,
+            names,
+            self.columns,
+            options,
+            title=self.title,
+            head=self.head,
+            among=self._names,
+            caption=self.caption,
+        )
+
+
+def _grouped(rows: Sequence[Shown], depth: int) -> Iterator[Shown]:
+    """The worst row of each group of modules, see `Report`."""
+    check_count("depth", depth, "levels")
+    groups: dict[tuple[str, ...], list[Shown]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.module.split(".")[:depth]), []).append(row)
+    for group in groups.values():
+        yield replace(max(group, key=lambda row: row.weight), n=len(group))
+
+
+class LayerTable(Rows[Layer]):
+    """Layers, each under the one it is inside of; or those that take most, largest first."""
+
+    columns: ClassVar[Sequence[Column[Any]]]
+
+    def __init__(self, rows: Iterable[Layer], title: str, worst: Worst = None) -> None:
+        found = list(rows)
+        super().__init__(worst_of(found, worst, self.size), title)
+        self.is_tree = n_worst(found, worst) is None
+        self._names = [row.name for row in found]
+        self.caption = "" if self.is_tree else told_of(len(self.rows), len(found), "largest")
+
+    @staticmethod
+    def size(row: Any) -> float:
+        """What it takes itself, without the layers in it."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = indented(self.rows) if self.is_tree else (row.name or row.type for row in self.rows)
+        yield fitted(
+            self.rows,
+            list(names),
+            self.columns,
+            options,
+            title=self.title,
+            is_tree=self.is_tree,
+            among=self._names,
+            caption=self.caption,
+        )
+
+
+def indented(rows: Iterable[LayerRow]) -> Iterator[str]:
+    """Their names, indented, each without that of the layer it stands under; the model's is its class."""
+    around: list[str] = []
+    for row in rows:
+        del around[row.depth :]
+        outer = f"{around[-1]}." if around and around[-1] else ""
+        yield "  " * row.depth + (row.name or row.type).removeprefix(outer)
+        around.append(row.name)
+
+
+# ---- which rows
+
+
+def n_worst(rows: Sequence[object], worst: Worst) -> int | None:
+    """How many rows to show, the worst first; None for all, in their order.
+
+    Args:
+        rows: that there are.
+        worst: a number; None for all; "auto" for all of up to 30 rows, and for 20 of more.
+
+    Raises:
+        TypeError, ValueError: If `worst` is invalid.
+    """
+    if worst == "auto":
+        return WORST if len(rows) > MANY else None
+    return None if worst is None else check_count("worst", worst, "rows")
+
+
+def worst_of(rows: Sequence[Item], worst: Worst, weight: Callable[[Item], Any]) -> list[Item]:
+    """The rows that `worst` asks for, see `n_worst`; those with the largest `weight` are the worst."""
+    n = n_worst(rows, worst)
+    return list(rows) if n is None else sorted(rows, key=weight, reverse=True)[:n]
+
+
+def told_of(n_shown: int, n: int, which: str = "worst") -> str:
+    """What to say below a table of the worst rows."""
+    return f"the {n_shown} {which} of {n}; worst=None shows all" if n_shown < n else f"{which} first"
+
+
+# ---- how they fit
+
+
+def fitted(
+    rows: Sequence[Item],
+    names: Sequence[str],
+    columns: Sequence[Column[Any]],
+    options: ConsoleOptions,
+    *,
+    title: str | None = None,
+    head: str = "layer",
+    is_tree: bool = False,
+    is_framed: bool = True,
+    among: Iterable[str] = (),
+    caption: str = "",
+) -> Table:
+    """A table of `rows` with as many of `columns` as fit beside their names.
+
+    A name has 24 columns of the terminal or more if it is as long, and what it takes to tell it from all
+    others. Names that are too long are shown without what all begin with, then without their beginnings.
+
+    Args:
+        rows: what `columns` have the texts of.
+        names: of the rows.
+        columns: besides the names.
+        options: of the console, whose width and characters the table keeps to.
+        title: above.
+        caption: below.
+        head: title of the column of names.
+        is_tree: whether names are indented; those are wrapped, not cut.
+        is_framed: whether there are lines around the cells.
+        among: names of rows that are not shown.
+    """
+    names, others = ([spelled(name, options.encoding) for name in of] for of in (names, among))
+    cells = {c: [spelled(c.text(row), options.encoding) for row in rows] for c in columns}
+    widths = {c: _width([c.title, *texts]) for c, texts in cells.items() if any(texts)}
+    gap, edge = (3, 1) if is_framed else (2, 0)
+    need = _width(names) if is_tree else _told_apart(names, {*names, *others})
+    need = min(need, options.max_width // 2) if is_tree else need  # so deep a one leaves room for a number
+    room = options.max_width - edge - gap
+    shown = _chosen(widths, room - max(need, min(NAME, _width([head, *names]))), gap)
+    room = max(1, room - sum(gap + _squeezed(c, widths[c]) for c in shown))
+    if not is_tree and _width(names) > room:
+        names, begin = _shortened(names, room, options.encoding)
+        caption = "\n".join(filter(None, [caption, begin and f"each name begins with {begin}"]))
+    table = Table() if is_framed else Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
+    table.title, table.caption = title, Text(caption, "table.caption") if caption else None
+    width = min(room, _width([head, *names]))
+    table.add_column(head, width=width, overflow="fold", no_wrap=not is_tree)
+    _add_columns(table, {c: widths[c] for c in shown}, room - width)
+    for i, name in enumerate(names):
+        table.add_row(Text(name), *(Text(cells[c][i]) for c in shown))
+    return table
+
+
+def _chosen(widths: Mapping[Column[Any], int], room: int, gap: int) -> list[Column[Any]]:
+    """The columns that fit into so much room, with a gap before each."""
+    shown = list(widths)
+    while shown and sum(gap + _squeezed(c, widths[c]) for c in shown) > room:
+        shown.remove(max(reversed(shown), key=lambda c: c.rank))
+    return shown
+
+
+def _add_columns(table: Table, widths: Mapping[Column[Any], int], spare: int) -> None:
+    """Adds columns as narrow as they may be, and wider in their order as long as there is room to spare."""
+    for c, width in widths.items():
+        least = _squeezed(c, width)
+        own = min(width, least + spare)
+        spare -= own - least
+        side: Literal["left", "right"] = "left" if c.is_text else "right"
+        table.add_column(
+            c.title, justify=side, width=own, no_wrap=not c.is_text, overflow="fold", style=c.style
+        )
+
+
+def _width(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=0)
+
+
+def _squeezed(column: Column[Any], width: int) -> int:
+    """How narrow a column of this width may be."""
+    return min(width, TEXT) if column.is_text else width
+
+
+def _told_apart(names: Iterable[str], among: Iterable[str]) -> int:
+    """How many characters of the ends of `names`, and one for the cut, tell each from all others."""
+    backwards = sorted(name[::-1] for name in among)
+    alike = [_n_alike(*pair) for pair in pairwise(backwards)]
+    before, after = [0, *alike], [*alike, 0]
+    need = {name[::-1]: max(n, m) + 2 for name, n, m in zip(backwards, before, after, strict=False)}
+    return max((min(len(name), need[name]) for name in names), default=0)
+
+
+def _n_alike(a: str, b: str) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _shortened(names: Sequence[str], width: int, encoding: str) -> tuple[list[str], str]:
+    """`names` in so many columns, and what was taken from the beginning of all."""
+    begin, cut = _beginning(names), spelled("…", encoding)
+    return [_end(name.removeprefix(begin), width, cut) for name in names], begin
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """The parts that all of several names begin with, "encoder.layers."."""
+    parts = [name.split(".")[:-1] for name in names]
+    same = 0
+    while len(names) > 1 and all(len(x) > same and x[same] == parts[0][same] for x in parts):
+        same += 1
+    return "".join(f"{part}." for part in parts[0][:same]) if same else ""
+
+
+def _end(name: str, width: int, cut: str) -> str:
+    """The end of a name in so many columns, after `cut`."""
+    if cell_len(name) <= width:
+        return name
+    kept = name[-width:]
+    while kept and cell_len(kept) + len(cut) > width:
+        kept = kept[1:]
+    return f"{cut}{kept}"

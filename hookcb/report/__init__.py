@@ -1,1 +1,0 @@
-"""What was seen, for people: in a terminal, on a page, as pictures."""

@@ -1,0 +1,1 @@
+"""Callbacks that take part in the training: precision, clipping, averages, metrics, progress."""

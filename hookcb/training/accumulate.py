@@ -1,0 +1,145 @@
+"""GradientAccumulation: one step for several batches."""
+
+import warnings
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from hookcb.core.batch import batch_size
+from hookcb.core.callback import Callback
+from hookcb.core.events import CancelBatchException
+from hookcb.core.optim import scale_gradients
+from hookcb.training.reductions import reduction_of
+
+
+class GradientAccumulation(Callback):
+    """Adds up the gradients of `n` batches before each step, for large batches on little memory.
+
+    The step is that of one batch with all the samples of the group. If the loss is a mean over samples,
+    batches weigh by their size; if it is a sum, gradients are summed as they are. Layers that look at a batch
+    as a whole, such as batch norm, still see the small ones.
+
+    `before_step` and `after_step` come once a group. The last group of an epoch may be smaller. Where only
+    the end of the training shows which is the last (a loader without a length, batches that were cancelled),
+    its step is made in `after_train`. A batch that was cancelled before its backward does not count. What a
+    group has when the epoch or the fit is cancelled goes into the next group, or is not used.
+
+    In between `learn.loss` is scaled, from `before_backward` to `after_backward`: a penalty is to be added in
+    `after_loss`.
+
+    Args:
+        n: number of batches of a group, 1 or more.
+        reduction: "mean" or "sum", what the loss of a batch is of the losses of its samples. By default it is
+            what `loss_func.reduction` says, or the default of the function's parameter `reduction`, or the
+            operation that the first loss was made by. A function of which none of these tells is taken for a
+            mean, with a warning.
+        name: what the learner calls it.
+
+    Raises:
+        TypeError, ValueError: if an argument is invalid.
+
+    >>> from hookcb import Callback, GradientAccumulation, synth_learner
+    >>> steps = Callback(after_step=lambda cb: print("step after batch", cb.iter))
+    >>> learn = synth_learner(n_train=5)
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=[GradientAccumulation(2), steps])
+    step after batch 1
+    step after batch 3
+    step after batch 4
+    """
+
+    order = -30
+
+    def __init__(self, n: int = 2, *, reduction: str | None = None, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"n is {n!r}; give a number of batches (fastai's n_acc is one of samples)")
+        if n < 1:
+            raise ValueError(f"n is {n}; give the number of batches of a group, 1 or more")
+        if reduction not in ("mean", "sum", None):
+            raise ValueError(f"reduction is {reduction!r}; give 'mean', 'sum', or None to find out")
+        self.n, self.reduction = n, reduction
+        self._is_mean: bool | None = None  # of this fit, once it is known
+        self._loss: Tensor | None = None  # of the batch, while learn.loss is scaled
+        self._size: int | None = None  # of the batch, until its backward has added its gradients
+        self._begin_group()
+
+    def _begin_group(self) -> None:
+        self._n_batches = self._n_samples = self._unit = 0  # losses are weighted by their samples / _unit
+
+    def before_fit(self) -> None:
+        self._is_mean = None
+        self._begin_group()
+
+    def before_backward(self) -> None:
+        learn = self.learn
+        size = batch_size((*learn.yb, learn.xb))
+        if not self._n_batches:  # a guess of how many samples there will be, right as a rule
+            left = (learn.n_iter or 0) - learn.iter
+            self._unit = (min(self.n, left) if left > 0 else self.n) * max(1, size)
+        self._loss, self._size = learn.loss, size
+        if self._is_mean is None:
+            self._is_mean = self._find_reduction() != "sum"
+        if self._is_mean and size != self._unit:
+            learn.loss = learn.loss * (size / self._unit)
+        learn.accumulating = not self._is_whole(self._n_batches + 1)
+
+    def after_cancel_backward(self) -> None:
+        self._size = None
+        self.learn.accumulating = not self._is_whole(self._n_batches)
+
+    def after_backward(self) -> None:
+        self._restore_loss()
+        if self._size is not None:
+            self._n_batches, self._n_samples = self._n_batches + 1, self._n_samples + self._size
+            self._size = None
+
+    def _restore_loss(self) -> None:
+        if self._loss is not None:
+            self.learn.loss, self._loss = self._loss, None
+
+    # where the batch ended before its backward
+    after_cancel_batch = after_cancel_train = after_cancel_epoch = after_cancel_fit = _restore_loss
+
+    def before_step(self) -> None:
+        if self._is_mean and self._n_samples:
+            scale_gradients(self.opt, self._unit / self._n_samples)
+        self._begin_group()
+
+    def after_train(self) -> None:
+        learn = self.learn
+        learn.accumulating = False
+        if self._n_batches:
+            with suppress(CancelBatchException):  # there is no batch here that it could end
+                if learn.within("step", learn.step):
+                    learn.opt.zero_grad()
+
+    def after_fit(self) -> None:
+        self._restore_loss()
+        self._begin_group()
+        self.learn.accumulating, self._is_mean = False, None
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"n_batches": self._n_batches, "n_samples": self._n_samples, "unit": self._unit}
+        return counts | {"is_mean": self._is_mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._n_batches, self._n_samples, self._unit = state["n_batches"], state["n_samples"], state["unit"]
+        self._is_mean = state.get("is_mean")  # which older files do not have
+
+    def _find_reduction(self) -> str:
+        loss_func = getattr(self.learn, "loss_func", None)
+        found = self.reduction or reduction_of(loss_func, self.learn.loss)
+        if found is None and loss_func is not None and self.n > 1:
+            title = getattr(loss_func, "__qualname__", type(loss_func).__name__)
+            warnings.warn(
+                f"whether the loss of {title} is a mean or a sum over the samples of a batch is not known; "
+                "it is taken for a mean: say GradientAccumulation(…, reduction='mean'), or 'sum'",
+                stacklevel=2,
+            )
+        return found or "mean"
+
+    def _is_whole(self, n_batches: int) -> bool:
+        is_last = self.learn.n_iter == self.learn.iter + 1  # a loader may give more batches than it says
+        return n_batches >= self.n or (is_last and n_batches > 0)

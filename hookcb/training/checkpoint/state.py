@@ -1,0 +1,224 @@
+"""The state of a fit: all it takes to go on with it to the bit, in this process or another."""
+
+import copy
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from itertools import islice
+from numbers import Number
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookcb.core.files import PLAIN
+from hookcb.core.randomness import random_state, saves_itself, set_random_state
+from hookcb.hooks.modules import unsaved_buffers
+
+if TYPE_CHECKING:
+    from hookcb.loops.learner import Learner
+
+FORMAT = 1  # of the file; a change that older versions cannot read counts it up
+KEYS = {"format", "torch", "phase", "epoch", "iter", "n_epoch", "train_iter", "row", "model", "buffers"}
+KEYS |= {"loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
+
+
+def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
+    """The state of the fit that is running, to be saved at once: its tensors are those in use.
+
+    Args:
+        learn: the learner.
+        phase: what has just ended: a batch of "train", all training of an epoch ("validate" comes next), or
+            an "epoch".
+        random_of_phase: `random_state` when this training or validation began.
+
+    Raises:
+        TypeError: where a callback's state, say, could not be read again; it says which.
+    """
+    in_train, model = phase == "train", learn.model.state_dict()
+    state = {
+        "format": FORMAT,
+        "torch": str(torch.__version__),
+        "phase": phase,
+        "epoch": learn.epoch + (phase == "epoch"),
+        "iter": learn.iter + 1 if in_train else 0,
+        "n_epoch": learn.n_epoch,
+        "train_iter": learn.epoch_began + learn.iter + 1 if in_train else learn.train_iter,
+        "row": dict(learn.row),
+        "model": model,
+        "buffers": unsaved_buffers(learn.model, model),
+        "loss_func": learn.loss_func.state_dict() if isinstance(learn.loss_func, nn.Module) else {},
+        "opt_kind": type(learn.opt).__name__,
+        "opt": learn.opt.state_dict(),
+        "grads": {name: p.grad for name, p in learn.model.named_parameters() if p.grad is not None},
+        "random": random_of_phase if phase == "validate" else random_state(*loaders_of(learn)),
+        "random_of_phase": random_of_phase,
+        "loaders": [dl.state_dict() if saves_itself(dl) else None for dl in loaders_of(learn)],
+        "cbs": {cb.name: of for cb in learn.cbs if (of := cb.state_dict())},
+    }
+    plain: dict[str, Any] = _plain(state, "the state of the fit")
+    return plain
+
+
+def restore(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any] | None":
+    """Puts everything as it was when `capture` gave `state`.
+
+    Returns:
+        In the middle of a training the batches that are still to come, with their numbers.
+    """
+    batches = None
+    _start_workers(learn, state)
+    for dl, own in zip(loaders_of(learn), state["loaders"], strict=False):
+        if own is not None:
+            dl.load_state_dict(own)
+    if state["phase"] == "train":
+        batches = _batches_left(learn, state)
+    learn.model.load_state_dict(state["model"])
+    for name, value in state["buffers"].items():
+        _set_buffer(learn.model, name, value)
+    if isinstance(learn.loss_func, nn.Module):
+        learn.loss_func.load_state_dict(state["loss_func"])
+    _load_opt(learn.opt, state["opt"])
+    for name, p in learn.model.named_parameters():
+        p.grad = state["grads"][name].to(p.device) if name in state["grads"] else None
+    learn.train_iter, learn.row = state["train_iter"], state["row"]
+    for cb in learn.cbs:
+        if cb.name in state["cbs"]:
+            cb.load_state_dict(state["cbs"][cb.name])
+    set_random_state(state["random"], *loaders_of(learn))
+    return batches
+
+
+def check_fits(state: dict[str, Any], learn: "Learner") -> None:
+    """Refuses the state of another model or optimizer.
+
+    Raises:
+        ValueError: that says what differs.
+    """
+    own, saved = learn.model.state_dict(), state["model"]
+    kind = type(learn.model).__name__
+    if odd := sorted(own.keys() ^ saved.keys()):
+        where = f"only in {kind}" if odd[0] in own else f"not in {kind}"
+        raise ValueError(f"is of another model: {odd[0]!r} is {where}, {len(odd)} names differ")
+    if foreign := [name for name in state["buffers"] if not _takes_buffer(learn.model, name)]:
+        raise ValueError(f"is of another model: {kind} has no buffer {foreign[0]!r}")
+    for name, x in own.items():
+        if isinstance(x, Tensor) and x.shape != saved[name].shape:
+            shapes = f"{tuple(saved[name].shape)}, in {kind} {tuple(x.shape)}"
+            raise ValueError(f"is of another model: {name!r} has shape {shapes}")
+    if state["opt_kind"] != type(learn.opt).__name__:
+        raise ValueError(f"is of a training with {state['opt_kind']}, and this is {type(learn.opt).__name__}")
+    sizes, own_sizes = map(_group_sizes, (state["opt"]["param_groups"], learn.opt.param_groups))
+    if sizes != own_sizes:
+        raise ValueError(
+            f"has parameter groups of {sizes} parameters, and this optimizer has {own_sizes}; "
+            "make it with the same groups"
+        )
+
+
+def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _takes_buffer(model: nn.Module, name: str) -> bool:
+    """Whether it has that buffer, or may yet make it."""
+    owner, _, last = name.rpartition(".")
+    m = dict(model.named_modules()).get(owner)
+    return m is not None and (last in m._buffers or not hasattr(m, last))
+
+
+def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, last = name.rpartition(".")
+    m = model.get_submodule(owner)
+    there = m._buffers.get(last)
+    if there is not None and there.shape == value.shape:
+        there.copy_(value)
+    else:  # it is made, or grows, on the way
+        device = next((x.device for x in model.parameters()), value.device)
+        m.register_buffer(last, value.to(device), persistent=False)
+
+
+def _load_opt(opt: Optimizer, state: dict[str, Any]) -> None:
+    opt.load_state_dict(state)
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for i, values in state["state"].items():
+        own = opt.state[params[i]] if isinstance(i, int) else opt.state[i]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and own[key].dtype != value.dtype:
+                own[key] = value.to(own[key].device)  # torch has rounded it to the parameter's precision
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The files that `Checkpoint` has written into a folder, oldest first, without the best."""
+    ages = {}
+    for file in folder.glob("epoch-*.pt"):
+        with suppress(FileNotFoundError):  # its fit, which may be running, keeps newer ones
+            ages[file] = file.stat().st_mtime_ns, file.name
+    return sorted(ages, key=ages.__getitem__)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a `Checkpoint` that was killed has left; only for who has the folder to itself."""
+    for kind in ("epoch-*.pt*.partial", "best.pt*.partial"):
+        for left in folder.glob(kind):
+            left.unlink()
+
+
+def loaders_of(learn: Any) -> list[Any]:
+    """Those of training and validation, as far as there are."""
+    return [dl for dl in (learn.dls.train, getattr(learn.dls, "valid", None)) if dl is not None]
+
+
+def _start_workers(learn: "Learner", state: dict[str, Any]) -> None:
+    """Has those that stay from epoch to epoch draw now the seed that they drew at their first."""
+    for dl in loaders_of(learn):
+        began = state["epoch"] > 0 or (dl is learn.dls.train and state["phase"] == "validate")
+        if began and getattr(dl, "persistent_workers", False):
+            iter(dl)
+
+
+def _batches_left(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any]":
+    """Begins the epoch's training as it began, and passes over the batches that were trained on."""
+    done = state["iter"]
+    learn.iter = done - 1
+    if state["loaders"][0] is not None:  # it goes on by itself
+        return enumerate(learn.dl, done)
+    set_random_state(state["random_of_phase"], *loaders_of(learn))
+    batches = enumerate(learn.dl)
+    if (passed := sum(1 for _ in islice(batches, done))) < done:
+        raise ValueError(
+            f"the checkpoint is of batch {done} of an epoch, and the training loader gave {passed} batches; "
+            "resume with the data it was written with"
+        )
+    return batches
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` in types that `torch.load(weights_only=True)` reads.
+
+    Raises:
+        TypeError: where there is something that has none; it says where, and what is possible.
+    """
+    if type(value) in (dict, OrderedDict, Counter):
+        plain = copy.copy(value)  # not a new one, as the state of a model has attributes
+        plain.clear()
+        for key, item in value.items():
+            plain[_plain(key, f"a key of {where}")] = _plain(item, f"{where}[{key!r}]")
+        return plain
+    if type(value) in (list, tuple):
+        if set(map(type, value)) <= {int, float}:  # long lists are of numbers
+            return value
+        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if type(value) in PLAIN or isinstance(value, Tensor):
+        return value
+    kinds: tuple[Any, ...] = (int, float, complex, str)
+    for kind in kinds:
+        if isinstance(value, kind):  # an IntEnum, a float64 of NumPy
+            return kind(value)
+    if isinstance(value, Number) and hasattr(value, "item"):  # NumPy's others
+        return value.item()
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give None, bool, int, "
+        "float, str, a tensor, or lists, tuples and dicts of these"
+    )

@@ -1,0 +1,139 @@
+"""GradientClip: gradients that are not too large."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from hookcb.core.callback import Callback
+
+Norms = list[Tensor]  # of one step's gradients before clipping; with `value` also after it
+
+
+class GradientClip(Callback):
+    """Limits the gradients before each step, so that a rare large one does not throw the weights off.
+
+    Limits the norm of all gradients together, or with `value` each number by itself. Callbacks of an `order`
+    below 20 see the gradients as they were, those above as they are used. What was done waits on the device
+    until it is read or the epoch's training ends.
+
+    Args:
+        max_norm: the largest norm; 1.0 where no `value` is given. `float("inf")` only records.
+        norm_type: which norm: 2.0, `float("inf")` for the largest absolute value, or another p of a p-norm.
+        value: the largest absolute value of each number, in place of a norm.
+        name: what the learner calls it.
+
+    Attributes:
+        norms: of all gradients before clipping, of each step: the norm that is limited, with `value` L2.
+        coefs: what gradients were multiplied by at each step, 1.0 where nothing was clipped; with `value` the
+            share of the norm that was left.
+
+    Raises:
+        TypeError: where one of these is no number.
+        ValueError: where one is not above 0, or both `max_norm` and `value` are given.
+
+    Source: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013.
+
+    >>> from hookcb import GradientClip, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=GradientClip(0.5))
+    >>> norm, coef = learn.gradient_clip.norms[0], learn.gradient_clip.coefs[0]
+    >>> norm > 0.5, round(norm * coef, 3)
+    (True, 0.5)
+    """
+
+    order = 20
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        value: float | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        if max_norm is not None and value is not None:
+            raise ValueError(f"max_norm is {max_norm!r} and value is {value!r}; give one of them")
+        if value is None:
+            max_norm = 1.0 if max_norm is None else max_norm
+        for argument, given in (("max_norm", max_norm), ("norm_type", norm_type), ("value", value)):
+            if given is not None:
+                _check_positive(argument, given)
+        self.max_norm, self.norm_type, self.value = max_norm, norm_type, value
+        self.before_fit()
+
+    def before_fit(self) -> None:
+        self._read: list[list[float]] = []  # norm and coefficient of each step
+        self._waiting: list[Norms] = []
+        self._last: Norms | None = None  # of a step that has yet to be made
+
+    @property
+    def norms(self) -> list[float]:
+        """Of all gradients before clipping, of each step."""
+        return [norm for norm, _ in self._steps()]
+
+    @property
+    def coefs(self) -> list[float]:
+        """What gradients were multiplied by at each step."""
+        return [coef for _, coef in self._steps()]
+
+    def before_step(self) -> None:
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        grads = [p.grad for p in params if p.grad is not None]
+        if not grads:
+            self._last = [torch.zeros(())] * (1 if self.value is None else 2)
+        elif self.value is None:
+            self._last = [clip_grad_norm_(params, self.max_norm or 1.0, self.norm_type)]
+        else:
+            before = get_total_norm(grads)
+            clip_grad_value_(params, self.value)
+            self._last = [before, get_total_norm(grads)]
+
+    def after_cancel_step(self) -> None:
+        self._last = None
+
+    def after_step(self) -> None:
+        if self._last is not None:
+            self._waiting.append(self._last)
+            self._last = None
+
+    def after_train(self) -> None:
+        self._steps()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": torch.tensor(self._steps(), dtype=torch.float64).reshape(-1, 2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._read, self._waiting = state["steps"].tolist(), []
+
+    def _steps(self) -> list[list[float]]:
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            norms = torch.stack([_on(waiting[-1][0].device, norm) for step in waiting for norm in step])
+            before, *after = norms.reshape(len(waiting), -1).unbind(1)
+            if self.max_norm is not None:
+                coefs = (self.max_norm / (before + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+            else:
+                coefs = torch.where(before == 0, 1.0, after[0] / before)
+            self._read += torch.stack([before, coefs], 1).tolist()
+        return self._read
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._steps()
+        return super().__getstate__() | {"_last": None}
+
+
+def _check_positive(argument: str, given: Any) -> None:
+    if not isinstance(given, int | float) or isinstance(given, bool):
+        raise TypeError(f"{argument} is {given!r}; give a number above 0")
+    if not given > 0:
+        raise ValueError(f"{argument} is {given!r}; give a number above 0")
+
+
+def _on(device: torch.device, norm: Tensor) -> Tensor:
+    """On `device`, which that of a step without gradients is not; of all ranks, where it is a DTensor."""
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole.float().to(device)

@@ -1,0 +1,90 @@
+"""Compile: torch.compile for the length of a fit."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookcb.core.callback import Callback
+from hookcb.hooks.modules import is_compiled
+
+
+class Compile(Callback):
+    """Compiles the model when a fit begins, and takes that back when the fit ends.
+
+    In place: the model is the same object, and the names in its `state_dict` stay. The first batch and the
+    first validation take long, and so does a batch of another shape: have the loader drop a shorter last
+    one. Hooks that are on when an epoch begins are compiled along, those of callbacks among them; what else
+    of the process is compiled is then compiled again. A model that is compiled already stays as it is. Only
+    the call of the model is compiled, none of its other methods.
+
+    Args:
+        name: what the learner calls it.
+        **options: those of `torch.compile`: `mode`, `backend`, `dynamic`, `fullgraph`, `options` …
+
+    Raises:
+        TypeError: where torch.compile has no such option.
+        Exception: of torch, before training, for a value that an option cannot have.
+
+    >>> from hookcb import Compile, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=Compile(backend="eager"))
+    >>> list(learn.model.state_dict())
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+
+    order = -70
+
+    def __init__(self, *, name: str | None = None, **options: Any) -> None:
+        super().__init__(name=name)
+        possible = [
+            key for key in inspect.signature(torch.compile).parameters if key not in ("model", "name")
+        ]
+        for key in options:
+            if key not in possible:
+                close = difflib.get_close_matches(key, possible, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(possible)}"
+                raise TypeError(f"torch.compile has no option {key!r}; {hint}")
+        self.options = options
+        self._on = self._hooked = False
+
+    def before_fit(self) -> None:
+        self._hooked, self._on = False, not is_compiled(self.model)
+        if self._on:
+            _compile(self.model, self.options)
+
+    def before_train(self) -> None:
+        # code compiled in an earlier fit may be run again, and knows no hook added since (pytorch#117758)
+        if self._on and not self._hooked and _has_hooks(self.model):
+            self._hooked = True
+            torch.compiler.reset()
+
+    def after_fit(self) -> None:
+        if self._on:
+            self.model.__dict__.pop("_compiled_call_impl", None)
+        self._on = False
+
+
+def _compile(model: nn.Module, options: dict[str, Any]) -> None:
+    model.compile(**options)
+    if type(model).forward.__module__.startswith("torch.nn.modules."):
+        # as of a Sequential: a forward in torch's own files is silently left uncompiled (pytorch#150915)
+        model._compiled_call_impl = torch.compile(_traceable(model._call_impl), **options)
+
+
+def _traceable(call: Callable[..., Any]) -> Callable[..., Any]:
+    def traceable(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return traceable
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in model.modules()
+    )

@@ -1,0 +1,150 @@
+"""EMA: a model whose weights are the average of those along the training."""
+
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hookcb.core.callback import Callback
+from hookcb.hooks.own import register
+
+
+class EMA(Callback):
+    """Keeps a copy of the model with an exponential moving average of its weights, often the better model.
+
+    After each step `average = decay · average + (1 - decay) · weights`; after the first it is the weights.
+    Floating-point buffers, such as the statistics of batch norm, are averaged too, others are copied (torch's
+    `AveragedModel(use_buffers=True)` would round an average of counters). Steps that were cancelled or that
+    a GradScaler has skipped do not count; to know that of a fused optimizer, it waits for the device.
+
+    The training is to the bit what it is without. The validations of a fit are made with the average, whose
+    values the model has from `before_validate` to `after_validate`; a `learn.validate()` in the events of the
+    training, or outside a fit, is of the plain weights. It takes the memory of one more model, and of two
+    while it validates.
+
+    Args:
+        decay: how much of the average stays at each step, 0..1. About 1 / (1 - decay) steps make it up.
+        validate: whether the fit validates the average; else the plain weights.
+        name: what the learner calls it.
+
+    Attributes:
+        model: the averaged model, in eval mode; each fit makes a new one. Its names are those of the model
+            trained, so that `learn.model.load_state_dict(learn.ema.model.state_dict())` takes it over.
+
+    Raises:
+        ValueError, TypeError: where `decay` is no number of 0..1, and when a fit would validate the averages
+            of two of them.
+
+    Source: Polyak & Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
+        `torch.optim.swa_utils`.
+
+    >>> import torch
+    >>> from hookcb import EMA, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=EMA(decay=0.9))
+    >>> torch.equal(learn.ema.model[0].weight, learn.model[0].weight)
+    False
+    """
+
+    order = 30
+    run_lr_find = False
+
+    def __init__(self, decay: float = 0.999, *, validate: bool = True, name: str | None = None) -> None:
+        super().__init__(name=name)
+        if not isinstance(decay, int | float) or isinstance(decay, bool):
+            raise TypeError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
+        self.decay, self.validate, self._stepped = decay, validate, False
+        self._averaged: AveragedModel | None = None
+        self._handle: Any = None
+        self._plain: list[tuple[Tensor, Tensor]] = []  # what the model has in place of its own, and its own
+
+    @property
+    def model(self) -> nn.Module:  # type: ignore[override]  # elsewhere it is that being trained
+        """The averaged model."""
+        if self._averaged is None:
+            raise AttributeError(f"{type(self).__name__} has no averaged model before its first fit")
+        model: nn.Module = self._averaged.module
+        return model
+
+    def before_fit(self) -> None:
+        others = [cb for cb in self.learn.cbs if isinstance(cb, EMA) and cb is not self]
+        if self.validate and any(cb.validate for cb in others):
+            raise ValueError("a fit can validate one average; give the other EMA validate=False")
+        average = partial(_average, decay=self.decay)
+        self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
+        self._stepped = False
+        named = self.model.named_buffers()
+        self._masks = [(x, name) for name, x in named if x.is_floating_point() and not x.isfinite().all()]
+        self._handle = register(self.opt.register_step_post_hook, self._note_step)
+
+    def _note_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        # a GradScaler calls no step that it skips, but that of a fused optimizer, which looks at this itself
+        found_inf = getattr(opt, "found_inf", None)
+        self._stepped = found_inf is None or not bool(found_inf)
+
+    def after_step(self) -> None:
+        if self._stepped and self._averaged is not None:
+            self._stepped = False
+            self._averaged.update_parameters(self.learn.model)
+            for average, name in self._masks:
+                average.copy_(self.learn.model.get_buffer(name))
+
+    def before_validate(self) -> None:
+        if self.validate and self._averaged is not None and self.learn.fitting and not self.learn.is_nested:
+            own, averages = _named(self.learn.model), _named(self.model)
+            self._plain = [(x, x.clone()) for x in own.values()]  # whole before the first is overwritten
+            for name, x in own.items():
+                x.copy_(averages[name])
+
+    def after_validate(self) -> None:
+        if not self.learn.is_nested:
+            self._restore()
+
+    def _restore(self) -> None:
+        for x, plain in self._plain:
+            x.copy_(plain)
+        self._plain = []
+
+    after_cancel_epoch = after_cancel_fit = _restore  # then there is no after_validate
+
+    def after_fit(self) -> None:
+        self._restore()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._averaged is None:
+            return {}
+        n_averaged = int(self._averaged.n_averaged)
+        return {"averaged": _named(self.model), "n_averaged": n_averaged, "validated": self.validate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._averaged is not None:
+            for name, x in _named(self.model).items():
+                x.copy_(state["averaged"][name])
+            self._averaged.n_averaged.fill_(state["n_averaged"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_plain": [], "_handle": None}
+
+
+def _average(averages: list[Tensor], now: list[Tensor], n_averaged: Any, decay: float) -> None:
+    """Takes in tensors of one dtype."""
+    if averages[0].is_floating_point() or averages[0].is_complex():
+        get_ema_multi_avg_fn(decay)(averages, now, n_averaged)  # type: ignore[no-untyped-call]
+    else:
+        for average, x in zip(averages, now, strict=True):
+            average.copy_(x)
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers, a shared one under each of its names; no graph sees what is written."""
+    names = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: x.data for name, x in names}

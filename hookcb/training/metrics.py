@@ -1,0 +1,107 @@
+"""Metrics: how good the predictions of a validation are."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hookcb.core.batch import describe
+from hookcb.core.callback import Callback
+from hookcb.training.averages import Mean, Metric, metric_name
+
+COLUMNS = ("epoch", "train_loss", "valid_loss", "time")
+
+
+class Metrics(Callback):
+    """Computes metrics in every validation, for the epoch's row; attached by `Learner(metrics=…)`.
+
+    A function's values are averaged over samples: batches weigh by their size. That is exact for a mean over
+    samples, such as accuracy, and not for others, such as F1: for these give an object that accumulates.
+
+    Args:
+        metrics: functions `(pred, *yb) -> scalar`, or objects with `update(pred, *yb)`, `compute()` and
+            `reset()`; one, several, none, or a mapping from name to metric.
+        name: what the learner calls this callback.
+
+    Raises:
+        TypeError: where one is neither.
+        ValueError: where two have the same name, or one that of a column of the Recorder.
+
+    >>> from hookcb import Metrics, accuracy
+    >>> Metrics({"top1": accuracy}).names
+    ['top1']
+    """
+
+    order = 50
+    run_train = False
+
+    def __init__(
+        self,
+        metrics: Callable[..., Any] | Metric | Iterable[Any] | Mapping[str, Any] | None = (),
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        named = _named(metrics)
+        self.names = [name for name, _ in named]
+        for name, metric in named:
+            if self.names.count(name) > 1 or name in COLUMNS:
+                raise ValueError(
+                    f"a metric cannot be named {name!r}, as another column is; name it in a mapping, "
+                    "metrics={'my_name': metric}"
+                )
+            if inspect.isclass(metric) or not (callable(metric) or isinstance(metric, Metric)):
+                raise TypeError(
+                    f"metric {metric!r:.80} is no function (pred, *yb) -> scalar, and no object with update, "
+                    "compute and reset; of a class give an instance"
+                )
+        self._metrics = [metric if isinstance(metric, Metric) else Mean(metric) for _, metric in named]
+
+    @property
+    def has_all_names(self) -> bool:
+        """Whether `names` are all columns that this adds; an object may compute several."""
+        return all(isinstance(metric, Mean) for metric in self._metrics)
+
+    def before_validate(self) -> None:
+        # a validation inside another must not reset what that one has
+        metrics = copy.deepcopy(self._metrics) if self.learn.is_nested else self._metrics
+        for metric in metrics:
+            metric.reset()
+        self.phase_state["metrics"] = metrics
+
+    def after_cancel_batch(self) -> None:
+        self.phase_state["cancelled"] = True
+
+    def after_batch(self) -> None:
+        if self.phase_state.pop("cancelled", False) or "metrics" not in self.phase_state:
+            return  # the latter where it was attached in the middle of a validation
+        self.phase_state["seen"] = True
+        for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
+            try:
+                _on_device(metric, self.pred).update(self.pred, *self.yb)
+            except Exception as error:
+                error.add_note(f"metric {name!r} of pred {describe(self.pred)} and yb {describe(self.yb)}")
+                raise
+
+    def after_validate(self) -> None:
+        if not self.phase_state.get("seen"):
+            return
+        for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
+            value = metric.compute()
+            # a MetricCollection of torchmetrics gives a dict
+            values = value if isinstance(value, Mapping) else {name: value}
+            self.learn.row.update({key: float(v) for key, v in values.items()})
+
+
+def _named(metrics: Any) -> list[tuple[str, Any]]:
+    if isinstance(metrics, Mapping):
+        return list(metrics.items())
+    single = callable(metrics) or isinstance(metrics, str) or not isinstance(metrics, Iterable)
+    several = [metrics] if single else metrics
+    return [(metric_name(metric), metric) for metric in several if metric is not None]
+
+
+def _on_device(metric: Any, pred: Any) -> Any:
+    return metric.to(pred.device) if hasattr(metric, "to") and isinstance(pred, Tensor) else metric

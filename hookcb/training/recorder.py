@@ -1,0 +1,134 @@
+"""Recorder: the losses and learning rates of a fit, and a row of numbers per epoch."""
+
+import time
+from typing import Any
+
+import torch
+from fastcore.foundation import L
+from torch import Tensor
+
+from hookcb.core.batch import batch_size
+from hookcb.core.callback import Callback
+from hookcb.records.store import kept
+
+
+class Recorder(Callback):
+    """Keeps what every training comes down to; attached to each `Learner` by itself.
+
+    Losses wait on their device until they are read or the epoch ends, so that no batch waits for a GPU.
+    A cancelled batch leaves nothing. Validating or predicting outside a fit changes nothing here.
+
+    Attributes:
+        losses: the loss of each training batch, in the loss function's unit.
+        lrs: the learning rate each of these batches was trained with, of the optimizer's last group.
+        rows: a dict per epoch: `epoch`, `train_loss`, `valid_loss`, what other callbacks put into
+            `learn.row`, and `time` in seconds. Losses are averages over samples: batches weigh by their size.
+
+    >>> from hookcb import synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(2)
+    >>> len(learn.recorder.losses), len(learn.recorder.rows)
+    (20, 2)
+    """
+
+    order = 40
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.before_fit()
+
+    def before_fit(self) -> None:
+        self.rows = L()
+        self._train = _Losses()
+        self._lrs: list[float | Tensor] = []
+        self._first = 0  # batch of this epoch's training
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each training batch."""
+        return _read(self._train.values)
+
+    @property
+    def lrs(self) -> list[float]:
+        """The learning rate of each training batch."""
+        return _read(self._lrs)
+
+    def before_epoch(self) -> None:
+        self._began = time.perf_counter()
+
+    def before_train(self) -> None:
+        self._first = len(self._train.values)
+
+    def after_loss(self) -> None:
+        learn = self.learn
+        # kept now, as the loss may be scaled for backward, and the rate stepped before the batch ends
+        has_rate = learn.training and learn.opt is not None  # a loop that is watched may have none yet
+        lr = kept(learn.opt.param_groups[-1]["lr"]) if has_rate else float("nan")
+        self.phase_state["batch"] = kept(self.loss), lr, batch_size((*learn.yb, learn.xb))
+
+    def after_cancel_batch(self) -> None:
+        self.phase_state.pop("batch", None)
+
+    def after_batch(self) -> None:
+        learn, state = self.learn, self.phase_state
+        if "batch" not in state:
+            return
+        loss, lr, size = state.pop("batch")
+        if not learn.training:
+            state.setdefault("losses", _Losses()).add(loss, size)
+        elif learn.fitting:
+            self._train.add(loss, size)
+            self._lrs.append(lr)
+
+    def after_train(self) -> None:
+        self.learn.row["train_loss"] = self._train.mean(self._first)
+
+    def after_validate(self) -> None:
+        if losses := self.phase_state.get("losses"):
+            self.learn.row["valid_loss"] = losses.mean()
+
+    def after_epoch(self) -> None:
+        self.learn.row["time"] = time.perf_counter() - self._began
+        self.rows.append({"epoch": self.epoch, **self.learn.row})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "sizes": torch.tensor(self._train.sizes, dtype=torch.int64),
+            "lrs": torch.tensor(self.lrs, dtype=torch.float64),
+            "rows": [dict(row) for row in self.rows],
+            "first": self._first,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._train.values, self._train.sizes = state["losses"].tolist(), state["sizes"].tolist()
+        self._lrs, self.rows, self._first = state["lrs"].tolist(), L(state["rows"]), state["first"]
+
+
+class _Losses:
+    """The losses of batches, and how many samples each stands for."""
+
+    def __init__(self) -> None:
+        self.values: list[float | Tensor] = []
+        self.sizes: list[int] = []
+
+    def add(self, value: float | Tensor, size: int) -> None:
+        self.values.append(value)
+        self.sizes.append(size)
+
+    def mean(self, first: int = 0) -> float:
+        """Average over samples from batch `first` on, NaN where there are none."""
+        values, sizes = _read(self.values, first)[first:], self.sizes[first:]
+        total = sum(sizes)
+        return sum(v * n for v, n in zip(values, sizes, strict=True)) / total if total else float("nan")
+
+
+def _read(values: list[float | Tensor], first: int = 0) -> list[float]:
+    """`values`, from `first` on in place as plain numbers; what is on a device comes in one transfer."""
+    waiting = {i: value for i, value in enumerate(values[first:], first) if isinstance(value, Tensor)}
+    if waiting:
+        numbers = torch.stack([value.flatten()[0].float() for value in waiting.values()]).tolist()
+        for i, number in zip(waiting, numbers, strict=True):
+            values[i] = number
+    return values  # type: ignore[return-value]  # no tensor is left from there on

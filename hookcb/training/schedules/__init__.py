@@ -1,0 +1,1 @@
+"""Learning rates and other settings of the optimizer over a fit."""

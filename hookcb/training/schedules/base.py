@@ -1,0 +1,146 @@
+"""Learning rates and the rest of what an optimizer's groups are set to: kept, changed in a fit, put back."""
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hookcb.core.callback import Callback
+
+Settings = list[dict[str, Any]]
+MADE_BY_TORCH = ("step", "_opt_called")  # what a scheduler sets on the optimizer itself
+
+
+def group_settings(opt: Optimizer) -> Settings:
+    """What each group has besides its parameters, such as lr, momentum and betas; tensors are copied."""
+    return [{k: _copied(v) for k, v in group.items() if k != "params"} for group in opt.param_groups]
+
+
+@torch.no_grad()
+def set_groups(opt: Optimizer, settings: Settings) -> None:
+    """Puts back what `group_settings` gave; keys added since are removed, tensors stay the same objects."""
+    for group, own in zip(opt.param_groups, settings, strict=False):
+        for key in group.keys() - own.keys() - {"params"}:
+            del group[key]
+        for key, value in own.items():
+            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = _copied(value)
+
+
+def set_rate(opt: Optimizer, lr: float) -> None:
+    """Sets the learning rate of all groups."""
+    for group in opt.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, list | dict) else value  # what the user keeps there stays
+
+
+class RateCallback(Callback, ABC):
+    """Base of callbacks that have a scheduler of torch set the learning rate.
+
+    It is made anew when a fit begins; when the fit ends each group of the optimizer gets back what it had.
+
+    Attributes:
+        scheduler: torch's, while a fit runs; else None.
+    """
+
+    order = 70  # the rate of the next batch is set once that of this one is recorded
+    run_lr_find = False
+    n_steps: int | None = None  # of the whole fit, where the schedule spans it
+
+    def __init__(self, *, name: str | None = None) -> None:
+        super().__init__(name=name)
+        self.scheduler: LRScheduler | None = None
+        self._before: Settings | None = None
+        self._patches: dict[str, Any] = {}
+
+    @abstractmethod
+    def make(self, opt: Optimizer) -> LRScheduler:
+        """Gives a new scheduler of `opt`."""
+
+    def before_fit(self) -> None:
+        """Makes the scheduler, and keeps what the optimizer's groups are set to."""
+        opt = self.learn.opt
+        self._before = group_settings(opt)
+        self._patches = {key: value for key, value in vars(opt).items() if key in MADE_BY_TORCH}
+        if not any(getattr(cb, "scheduler", None) for cb in self.learn.cbs if isinstance(cb, RateCallback)):
+            for group in opt.param_groups:  # one of an earlier scheduler would go before the rate of this fit
+                group.pop("initial_lr", None)
+        self.scheduler = self.make(opt)
+        # else torch warns where the first step is skipped or accumulates, which is no mistake
+        opt._opt_called = True
+
+    def after_fit(self) -> None:
+        """Gives the groups back what they had, and lets go of the optimizer."""
+        opt, self.scheduler = self.learn.opt, None
+        if self._before is not None:
+            set_groups(opt, self._before)
+            for key in MADE_BY_TORCH:
+                vars(opt).pop(key, None)
+            vars(opt).update(self._patches)
+        self._before, self._patches = None, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state, what the groups are set to, and what they go back to."""
+        if self.scheduler is None:
+            return {}
+        state = {k: copy.deepcopy(v) for k, v in self.scheduler.state_dict().items() if not callable(v)}
+        horizon = {} if self.n_steps is None else {"n_epoch": self.n_epoch, "n_steps": self.n_steps}
+        return {
+            "kind": type(self.scheduler).__name__,
+            "scheduler": state,
+            "groups": group_settings(self.learn.opt),
+            "before": [{k: _copied(v) for k, v in group.items()} for group in self._before or []],
+            **horizon,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the schedule was.
+
+        Raises:
+            RuntimeError: outside a fit.
+            ValueError: where the state is of another kind of schedule, or one over a fit of another length.
+        """
+        if not state:
+            return
+        if self.scheduler is None:
+            raise RuntimeError("no fit is running; learn.fit(…, resume=…) takes in the state of a schedule")
+        self._check_same(state)
+        self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
+        set_groups(self.learn.opt, state["groups"])
+        self._before = state["before"]
+
+    def _check_same(self, state: dict[str, Any]) -> None:
+        kind = type(self.scheduler).__name__
+        if state["kind"] != kind:
+            raise ValueError(
+                f"the checkpoint has the state of a {state['kind']} for {self.name!r}, and this is {kind}; "
+                "resume with the schedule it was written with"
+            )
+        if self.n_steps is None:
+            return
+        label = f"a {type(self).__name__} fit"
+        if state["n_epoch"] != self.n_epoch:
+            raise ValueError(
+                f"the checkpoint is of {label} of {state['n_epoch']} epochs, this one is of {self.n_epoch}; "
+                "a schedule over the whole fit cannot be made longer or shorter, "
+                f"give n_epoch={state['n_epoch']}, and train on in a new fit"
+            )
+        if state["n_steps"] != self.n_steps:
+            raise ValueError(
+                f"the checkpoint is of {label} of {state['n_steps']} batches, this one has {self.n_steps}; "
+                "resume with the same number of training batches"
+            )

@@ -1,0 +1,90 @@
+"""ReduceLROnPlateau: a lower learning rate once an epoch's value has stopped to improve."""
+
+from typing import Any
+
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from hookcb.core.arguments import check_number
+from hookcb.training.monitor import check_monitor, check_patience, monitored, resolve_mode
+from hookcb.training.schedules.base import RateCallback
+
+
+class ReduceLROnPlateau(RateCallback):
+    """Multiplies the learning rate by `factor` once a column of the epoch's row has stopped to improve.
+
+    Patience counts as in torch: with 1, one epoch without improvement is let pass, and at the second in a row
+    the rate falls. NaN is no improvement; an epoch cut short before there was a value does not count. After
+    the fit each group of the optimizer has its rate again.
+
+    Args:
+        monitor: the column, such as "train_loss" or a metric's name.
+        mode: "min" or "max", what is best; by default "min" where the name has "loss" or "error" in it.
+        min_delta: by how much to beat the best to be an improvement, in the unit of `monitor`.
+        patience: how many epochs in a row without improvement are let pass, 0 or more.
+        factor: what the rate is multiplied by, between 0 and 1.
+        min_lr: below which no rate falls.
+        name: what the learner calls it.
+
+    Attributes:
+        scheduler: torch's, while a fit runs; else None.
+
+    Raises:
+        TypeError, ValueError: for arguments that cannot be; when the fit begins, where there is no validation
+            to give `monitor`.
+        LookupError: where there is no such column, when the fit begins if that is plain by then.
+
+    >>> from hookcb import ReduceLROnPlateau, synth_learner
+    >>> learn = synth_learner(n_train=1, lr=1e-6)
+    >>> with learn.no_logging():
+    ...     learn.fit(4, cbs=ReduceLROnPlateau(min_delta=0.1, patience=0, factor=0.5))
+    >>> learn.recorder.lrs
+    [1e-06, 1e-06, 5e-07, 2.5e-07]
+    """
+
+    def __init__(
+        self,
+        monitor: str = "valid_loss",
+        mode: str | None = None,
+        min_delta: float = 0.0,
+        patience: int = 1,
+        factor: float = 0.1,
+        min_lr: float = 0.0,
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        self.monitor, self.mode = monitor, resolve_mode(monitor, mode)
+        check_patience(patience, min_delta, least=0)
+        _check_factor(factor)
+        check_number("min_lr", min_lr, closed=True)
+        self.min_delta, self.patience, self.factor, self.min_lr = min_delta, patience, factor, min_lr
+
+    def make(self, opt: Optimizer) -> LRScheduler:
+        """Gives torch's scheduler of the same name."""
+        check_monitor(self.learn, self.monitor)
+        return lr_scheduler.ReduceLROnPlateau(
+            opt,
+            mode=self.mode,  # type: ignore[arg-type]  # resolve_mode gives "min" or "max"
+            factor=self.factor,
+            patience=self.patience,
+            threshold=self.min_delta,
+            threshold_mode="abs",
+            min_lr=self.min_lr,
+            eps=0.0,  # else a rate below 1e-8 would never fall
+        )
+
+    def after_epoch(self) -> None:
+        value = monitored(self.learn, self.monitor)
+        if value is not None and self.scheduler is not None:
+            scheduler: Any = self.scheduler
+            scheduler.step(value)
+
+
+def _check_factor(factor: float) -> None:
+    if isinstance(factor, int | float) and factor > 1:
+        raise ValueError(
+            f"factor is {factor}, and the rate is multiplied by it; to divide by it, as factor={factor:g} of "
+            f"fastai does, give factor={1 / factor:g}"
+        )
+    check_number("factor", factor, 0, 1)

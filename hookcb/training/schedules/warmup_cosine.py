@@ -1,0 +1,75 @@
+"""WarmupCosine: the learning rate up in a line, then down in half a cosine, over the whole fit."""
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from hookcb.core.arguments import check_number
+from hookcb.training.schedules.schedule import Schedule
+
+
+class WarmupCosine(Schedule):
+    """Raises the learning rate in a line to the optimizer's own, then lowers it in half a cosine.
+
+    The usual way to train transformers. Batch `i` of `n`, of which `w` warm up, has the rate
+    `lr * (i + 1) / w` while `i < w`, then `lr_min + (lr - lr_min) * (1 + cos(π (i - w) / (n - w))) / 2`: the
+    first rate is above 0, and `lr_min` would be that of the batch after the last.
+
+    Args:
+        warmup: share of the batches that warm up, a float 0..1 (rounded to whole batches), or their number,
+            an int; 0 is none.
+        lr_min: the rate it goes down to, of all parameter groups.
+        name: what the learner calls it.
+
+    Attributes:
+        scheduler: torch's, while a fit runs; else None.
+
+    Raises:
+        TypeError, ValueError: for arguments that cannot be; when the fit begins, where they do not go with
+            its length or the optimizer's rate, or the training loader has no length.
+
+    Source: I. Loshchilov, F. Hutter, "SGDR", arxiv.org/abs/1608.03983, eq. 5, with a warm-up before it.
+
+    >>> from hookcb import WarmupCosine, synth_learner
+    >>> learn = synth_learner(n_train=6, lr=0.1)
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=WarmupCosine(warmup=2))
+    >>> [round(lr, 4) for lr in learn.recorder.lrs]
+    [0.05, 0.1, 0.1, 0.0854, 0.05, 0.0146]
+    """
+
+    def __init__(self, warmup: float = 0.1, lr_min: float = 0.0, *, name: str | None = None) -> None:
+        super(Schedule, self).__init__(name=name)  # it has no factory: `make` is
+        if isinstance(warmup, int):
+            check_number("warmup", warmup, closed=True)
+        else:
+            check_number("warmup", warmup, 0, 1, closed=True)
+        check_number("lr_min", lr_min, closed=True)
+        self.warmup, self.lr_min = warmup, lr_min
+
+    def make(self, opt: Optimizer) -> LRScheduler:
+        """Gives torch's LambdaLR over the formula, one for each parameter group."""
+        n = self.count_steps()
+        w = self.warmup if isinstance(self.warmup, int) else round(self.warmup * n)
+        if w > n and self.n_epoch:
+            raise ValueError(f"warmup is {w} batches, and the fit has {n}; give fewer, or a share as 0.1")
+        shares = [self._share_min(float(group.get("initial_lr", group["lr"]))) for group in opt.param_groups]
+        return LambdaLR(opt, [_rise_and_fall(n, int(w), share) for share in shares])
+
+    def _share_min(self, lr: float) -> float:
+        if self.lr_min > lr:
+            raise ValueError(f"lr_min is {self.lr_min}, above the optimizer's rate {lr:g}; give a lower one")
+        return self.lr_min / lr if lr else 0.0
+
+
+def _rise_and_fall(n: int, w: int, share_min: float) -> Callable[[int], float]:
+    """The share of its rate that a group has at batch `i` of `n`, `w` of which warm up."""
+
+    def share(i: int) -> float:
+        if i < w:
+            return (i + 1) / w
+        return share_min + (1 - share_min) * (1 + math.cos(math.pi * (i - w) / max(1, n - w))) / 2
+
+    return share
