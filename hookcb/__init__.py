@@ -43,17 +43,15 @@ from hookcb.profiling.steps.timer import StepTimer
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
 from hookcb.training.accumulate import GradientAccumulation
 from hookcb.training.amp import MixedPrecision
-from hookcb.training.averages import accuracy
 from hookcb.training.channels_last import ChannelsLast
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.clip import GradientClip
 from hookcb.training.compile import Compile
 from hookcb.training.early_stopping import EarlyStopping, EarlyStoppingCallback
 from hookcb.training.ema import EMA
-from hookcb.training.freeze import Freeze
-from hookcb.training.freezing import freeze, unfreeze
+from hookcb.training.freeze import Freeze, freeze, unfreeze
 from hookcb.training.max_time import MaxTime
-from hookcb.training.metrics import Metrics
+from hookcb.training.metrics import Metrics, accuracy
 from hookcb.training.progress import Progress
 from hookcb.training.recorder import Recorder
 from hookcb.training.schedules.one_cycle import OneCycle

@@ -1,29 +1,142 @@
-"""Importing hookcb stays light, and all that it offers is documented."""
+"""Imports point to lower floors only, and no files of a room import each other in a circle."""
 
-import subprocess
-import sys
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
 
 import hookcb
 
-
-def test_importing_hookcb_imports_no_optional_package():
-    code = (
-        "import sys, torch, fastcore.foundation, rich.console; before = set(sys.modules); import hookcb;"
-        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names);"
-        "print(*sorted(new))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) <= {
-        "hookcb",
-        "torch",
-        "fastcore",
-        "rich",
-        "pygments",
-        "markdown_it",
-        "mdurl",
-    }
+PACKAGE = Path(hookcb.__file__).parent
+FLOORS = [
+    {"core"},
+    {"records"},
+    {"hooks"},
+    {"activations", "nans", "profiling", "training"},
+    {"gradients"},
+    {"diagnosis", "loggers"},
+    {"loops"},
+    {"adapters", "testing.py"},
+    {"cli"},
+    {"__init__.py"},
+]
 
 
-def test_all_public_names_are_there_and_documented():
-    for name in hookcb.__all__:
-        assert getattr(hookcb, name).__doc__, f"{name} has no docstring"
+def imports(package):
+    """By file of `package`, relative to it, the files it imports, inside functions and for typing too."""
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+
+    def file_of(name):
+        path = "/".join(name.split(".")[1:])
+        return next(
+            (file for file in (f"{path}.py", f"{path}/__init__.py".lstrip("/")) if file in files), None
+        )
+
+    found = {}
+    for file, path in files.items():
+        found[file] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file} imports relatively; write from {package.name}.… import …"
+                members = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if file_of(name) else node.module for name in members]
+            else:
+                continue
+            found[file] |= {file_of(name) for name in names if name.split(".")[0] == package.name} - {None}
+    return found
+
+
+def room(file):
+    return file.split("/")[0]
+
+
+def arrows_upward(found):
+    """The imports that do not go to a lower floor or stay in the room, and the rooms that have no floor."""
+    rank = {name: i for i, names in enumerate(FLOORS) for name in names}
+    homeless = [f"{file} is on no floor" for file in found if room(file) not in rank]
+    return homeless + [
+        f"{file} imports {other}"
+        for file, others in found.items()
+        for other in others
+        if {room(file), room(other)} <= rank.keys()
+        and room(file) != room(other)
+        and rank[room(file)] <= rank[room(other)]
+    ]
+
+
+def circle(found):
+    """Files that import each other in a circle, or None."""
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        return " ← ".join(error.args[1])
+    return None
+
+
+def test_imports_point_to_lower_floors():
+    assert arrows_upward(imports(PACKAGE)) == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert circle(imports(PACKAGE)) is None
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A package of two rooms whose imports are fine, and a function that adds a line to a file of it."""
+    package = tmp_path / "hookcb"
+    for file, code in {
+        "__init__.py": "from hookcb.loops.learner import Learner",
+        "core/__init__.py": "",
+        "core/loop.py": "from hookcb.core import events",
+        "core/events.py": "import enum",
+        "loops/learner.py": "from hookcb.core.loop import Loop",
+    }.items():
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        (package / file).write_text(code)
+
+    def add(file, code):
+        path = package / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{path.read_text()}\n{code}\n" if path.exists() else code)
+        return imports(package)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from hookcb.loops.learner import Learner",
+        "from hookcb.loops import learner",
+        "import hookcb.loops.learner",
+        "def f():\n    from hookcb.loops.learner import Learner",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hookcb.loops.learner import Learner",
+        "import hookcb",
+        "from hookcb import Learner",
+    ],
+)
+def test_a_planted_arrow_upward_is_found(planted, code):
+    assert arrows_upward(planted("core/events.py", "")) == []
+    found = planted("core/events.py", code)
+    at = "__init__.py" if code.endswith(("import hookcb", "hookcb import Learner")) else "loops/learner.py"
+    assert arrows_upward(found) == [f"core/events.py imports {at}"]
+
+
+def test_a_planted_circle_is_found(planted):
+    assert circle(planted("core/events.py", "")) is None
+    found = circle(planted("core/events.py", "from hookcb.core.loop import Loop"))
+    assert set(found.split(" ← ")) == {"core/loop.py", "core/events.py"}
+
+
+def test_a_room_needs_a_floor(planted):
+    assert arrows_upward(planted("cellar.py", "import enum")) == ["cellar.py is on no floor"]
+
+
+def test_rooms_on_one_floor_do_not_import_each_other(planted):
+    planted("testing.py", "")
+    found = planted("adapters/base.py", "from hookcb.testing import check_callback")
+    assert arrows_upward(found) == ["adapters/base.py imports testing.py"]

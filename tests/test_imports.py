@@ -36,7 +36,7 @@ LATER = """
 import rich.console
 from hookcb import loggers
 from hookcb.training import display
-from hookcb.records import plots
+from hookcb.activations import plots
 from hookcb.cli.demo import digits
 
 def bar():
@@ -135,3 +135,26 @@ def test_a_script_that_seeds_before_it_imports_hookcb_trains_the_same_weights():
 
 def test_hookcb_is_imported_and_trains_where_there_is_no_unix():
     run(f"{WITHOUT_UNIX}MODULES = {MODULES!r}\n{IN_USE}")
+
+
+def test_importing_hookcb_imports_no_optional_package():
+    code = (
+        "import sys, torch, fastcore.foundation, rich.console; before = set(sys.modules); import hookcb;"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names);"
+        "print(*sorted(new))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {
+        "hookcb",
+        "torch",
+        "fastcore",
+        "rich",
+        "pygments",
+        "markdown_it",
+        "mdurl",
+    }
+
+
+def test_all_public_names_are_there_and_documented():
+    for name in hookcb.__all__:
+        assert getattr(hookcb, name).__doc__, f"{name} has no docstring"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hookcb.records.plots import color_dim, layer_lines, share_chart, sparkline
+from hookcb.activations.plots import color_dim, layer_lines, share_chart
+from hookcb.records.plots import sparkline
 
 pytest.importorskip("matplotlib")
 from matplotlib import rcParams

@@ -9,10 +9,11 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
+from hookcb.activations import plots
 from hookcb.activations.reducer import Reducer
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample
-from hookcb.hooks.modules import listed
-from hookcb.records import plots
+from hookcb.core.text import listed
+from hookcb.records.plots import sparkline
 from hookcb.records.readings import PHASES, Layer, SavedReadings
 from hookcb.records.store import StatStore
 from hookcb.records.tables import COUNT, Column, Ranked, Report, Worst
@@ -265,7 +266,7 @@ FIRST_COLUMNS: tuple[Column[ActivationRow], ...] = (
     Column("output", lambda row: "×".join(map(str, row.shape)), 6),
 )
 LAST_COLUMNS: tuple[Column[ActivationRow], ...] = (
-    Column("std, trend", lambda row: plots.sparkline(row.spread, 10), 5),
+    Column("std, trend", lambda row: sparkline(row.spread, 10), 5),
     Column("look at", lambda row: row.mark, is_text=True, style="yellow"),
 )
 

@@ -11,16 +11,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.cli.faults import Fault, Setup
-from hookcb.core.batch import Loaders
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.gradients.callback import GradientHealth
+from hookcb.loops.data import Loaders
 from hookcb.loops.learner import Learner
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.training.amp import MixedPrecision
-from hookcb.training.averages import accuracy
 from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.metrics import accuracy
 
 
 def digits(batch_size: int = 64, seed: int = 0) -> Loaders:

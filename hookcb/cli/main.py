@@ -4,10 +4,10 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from hookcb import __version__
 from hookcb.activations.callback import ActivationStats
 from hookcb.cli.demo import train_digits
 from hookcb.cli.faults import Fault, fault_lines, find_fault
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="hookcb",
         description="See inside a PyTorch training run.",
     )
-    parser.add_argument("--version", action="version", version=f"hookcb {__version__}")
+    parser.add_argument("--version", action="version", version=f"hookcb {version('hookcb')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo = commands.add_parser(
         "demo",

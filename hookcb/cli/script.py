@@ -29,7 +29,7 @@ from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.external import Followed
 from hookcb.loops.learner import Learner
-from hookcb.loops.lr_finder import LRFinder
+from hookcb.loops.lr_find import LRFinder
 from hookcb.loops.watch import Watch
 
 MOST = 4  # models that are watched at a time, as their memory is held until their verdict

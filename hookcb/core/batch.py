@@ -3,69 +3,13 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 MAX_DEPTH = 50  # levels of nesting that are looked into
-
-
-class Loaders(NamedTuple):
-    """The batches to train on and those to validate on, or None."""
-
-    train: Iterable[Any]
-    valid: Iterable[Any] | None = None
-
-
-def as_loaders(dls: Any) -> Any:
-    """What has `.train` and `.valid`: `dls` itself, or `Loaders` of a `(train, valid)` tuple or one iterable.
-
-    Raises:
-        TypeError: if one of them cannot give batches; the message says what can.
-    """
-    if isinstance(dls, tuple) and not hasattr(dls, "train"):
-        if len(dls) != 2:
-            raise TypeError(f"dls is a tuple of {len(dls)}; a tuple means (train, valid), a list is batches")
-        dls = Loaders(*dls)
-    elif not hasattr(dls, "train") or callable(dls.train):
-        check_loader(dls, "dls")
-        return Loaders(dls)
-    check_loader(dls.train, "dls.train")
-    if getattr(dls, "valid", None) is not None:
-        check_loader(dls.valid, "dls.valid")
-    return dls
-
-
-def check_loader(loader: Any, role: str) -> None:
-    """Refuses what would be iterated, but not in batches.
-
-    Raises:
-        TypeError: naming `role`, what was given and what to give.
-    """
-    kind = type(loader).__name__
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise TypeError(
-            f"{role} is the dataset {kind}, which gives samples; "
-            f"wrap it: DataLoader({kind}(…), batch_size=64)"
-        )
-    if isinstance(loader, Tensor):
-        raise TypeError(
-            f"{role} is a tensor of shape {tuple(loader.shape)}, which iterates in rows; "
-            "wrap it: DataLoader(TensorDataset(x, y), batch_size=64)"
-        )
-    if isinstance(loader, tuple | str | bytes | Mapping | nn.Module) or not hasattr(loader, "__iter__"):
-        shown = " ".join(repr(loader).split())
-        raise TypeError(
-            f"{role} is {shown:.60}, no iterable of batches; give a DataLoader, a list of batches, "
-            "a (train, valid) tuple of these, or an object with .train and .valid"
-        )
-    if isinstance(loader, list) and any(isinstance(item, DataLoader) for item in loader):
-        raise TypeError(
-            f"{role} is a list of DataLoaders; give a (train, valid) tuple, a list is read as batches"
-        )
 
 
 def n_batches(loader: Iterable[Any]) -> int | None:

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.events import BATCH_EVENTS, Event, event_meant, looks_like_event
-
-if TYPE_CHECKING:
-    from hookcb.core.loop import Loop
+from hookcb.core.state import TrainingState
 
 T = TypeVar("T")
 
@@ -92,7 +90,7 @@ class Callback:
     10
     """
 
-    learn: "Loop" = _Detached()  # type: ignore[assignment]  # the loop, while attached
+    learn: TrainingState = _Detached()  # type: ignore[assignment]  # the loop, while attached
     order: int = 0
     run: bool = True
     run_train: bool = True

@@ -97,10 +97,6 @@ _ordered = list(Event)
 BATCH_EVENTS = frozenset(_ordered[_ordered.index(Event.BEFORE_BATCH) : _ordered.index(Event.AFTER_BATCH) + 1])
 
 
-# what a step is busy with; callbacks are so at each event
-PHASES = ("data", "forward", "loss", "backward", "optimizer", "callbacks")
-
-
 class CancelException(Exception):
     """Base of the exceptions that end a level of the loop early."""
 

@@ -9,7 +9,10 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.optim import Optimizer
 
 from hookcb.core.randomness import random_state, set_random_state
-from hookcb.nans.replay import BufferCopies, counts_kept
+
+SMALL = 65_536  # elements up to which a buffer is copied at each batch, larger ones where they have changed
+COUNTS = (bool, int, float, str)  # what modules count with, in attributes that are no buffers
+Place = tuple[dict[str, Tensor | None], str, Tensor]  # where a module has a buffer: among its own, as what
 
 
 @contextmanager
@@ -66,3 +69,61 @@ def _copy(x: Any) -> Any:
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors hold the same, NaN among it."""
     return bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+class BufferCopies:
+    """What the buffers of a model hold at some moment.
+
+    Taken at each batch, a large buffer is copied only where torch says that it has changed. A change made
+    past autograd, by `buffer.data`, it does not see in buffers of more than 65,536 elements.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: the buffer, its version, the copy
+
+    def take(self, model: nn.Module) -> None:
+        """Copies what the buffers of `model` hold now."""
+        holders = (m._buffers for m in model.modules() if m._buffers)
+        self.places = [
+            (buffers, name, x)
+            for buffers in holders
+            if isinstance(buffers, dict)  # those of TorchScript are not
+            for name, x in buffers.items()
+            if x is not None and not isinstance(x, UninitializedTensorMixin)
+        ]
+        before, self._copies = self._copies, {}
+        for _, _, x in self.places:
+            if id(x) not in self._copies:
+                self._copies[id(x)] = self._copy(x, before.get(id(x)))
+
+    def _copy(self, x: Tensor, before: tuple[Tensor, int, Tensor] | None) -> tuple[Tensor, int, Tensor]:
+        version = -1 if x.is_inference() else x._version
+        if before is not None and before[0] is x and before[1] == version >= 0 and x.numel() > SMALL:
+            return before
+        return x, version, x.detach().clone()
+
+    @contextmanager
+    def swapped_in(self, model: nn.Module) -> Iterator[None]:
+        """Has the model work on copies for the length of a block; its own buffers are not touched."""
+        now = [(m._buffers, dict(m._buffers)) for m in model.modules() if isinstance(m._buffers, dict)]
+        fresh = {key: copy.clone() for key, (_, _, copy) in self._copies.items()}  # a replay changes them
+        try:
+            for buffers, name, x in self.places:
+                buffers[name] = fresh[id(x)]
+            yield
+        finally:
+            for buffers, own in now:
+                buffers.clear()
+                buffers.update(own)
+
+
+@contextmanager
+def counts_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back afterwards what modules count in attributes that are no buffers."""
+    kept = [(m, {key: x for key, x in vars(m).items() if type(x) in COUNTS}) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for m, counts in kept:
+            vars(m).update(counts)

@@ -1,5 +1,7 @@
 """Quantities as people read them."""
 
+from collections.abc import Iterable
+
 
 def duration(seconds: float | None) -> str:
     """Seconds in three digits and a unit; None is nothing.
@@ -29,3 +31,9 @@ def short_number(number: float | None) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {letter}"
     return f"{number:.3g}"
+
+
+def listed(names: Iterable[str], most: int = 20) -> str:
+    """Names for a message, of many the first; the whole model's, which is empty, left out."""
+    found = [name for name in names if name]
+    return ", ".join(found[:most]) + (f" … and {len(found) - most} more" if len(found) > most else "")

@@ -1,12 +1,21 @@
 """Diagnose: watches a training, and says at its end what is wrong with it."""
 
+from typing import Any
+
+from hookcb.activations.callback import ActivationStats
+from hookcb.core.callback import Callback
 from hookcb.core.console import show, warn
 from hookcb.core.events import CancelFitException
+from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import falls_slowly
+from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.suite import raised
 from hookcb.diagnosis.recorder import Watching
 from hookcb.diagnosis.verdict import Verdict
+from hookcb.gradients.callback import GradientHealth
 from hookcb.training.progress import Progress
 
 FIRST_LOOK, LATER = 20, 10  # the number of batches after which the state is judged, and how that grows
@@ -104,3 +113,33 @@ class Diagnose(Watching):
             self.learn.stop_asked = True  # for the loop to look at, as it is not ours to end
         elif self.on_sick == "stop":
             raise CancelFitException
+
+
+def diagnose_loop(loop: Any) -> Verdict:
+    """What is wrong with the training of a loop; by its `Diagnose`, else by what other callbacks recorded.
+
+    Of a learner without `Diagnose`, outside of a fit, one batch is looked at too; see `add_preflight`.
+
+    Raises:
+        RuntimeError: where nothing is recorded.
+    """
+    # those of fits that have ended are attributes still
+    named = [cb for cb in vars(loop).values() if isinstance(cb, Callback)]
+    cbs = [*loop.cbs, *(cb for cb in named if not any(cb is other for other in loop.cbs))]
+    own = next((cb for cb in cbs if isinstance(cb, Diagnose)), None)
+    if own is not None:
+        return own.judge()
+    records = [cb for cb in cbs if isinstance(cb, ActivationStats | GradientHealth)]
+    evidence = Evidence()
+    if records:
+        evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+    is_followed = not hasattr(loop, "get_loss")  # a loop that hookcb does not run
+    if is_followed and records:
+        evidence.unseen = dict(loop.coverage.missing)
+    elif is_followed:
+        raise RuntimeError("nothing is recorded in this loop; give watch a Diagnose(), cbs=Diagnose()")
+    elif not evidence.n_batches:
+        raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
+    else:
+        add_preflight(evidence, loop, cbs)
+    return judge(evidence)

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hookcb.core.optim import is_adaptive, kept, largest_lr
 from hookcb.diagnosis.evidence import Param
-from hookcb.diagnosis.probes.curves import is_adaptive, largest_lr
 from hookcb.diagnosis.probes.model import SHARDED
 from hookcb.diagnosis.probes.step import LOW
-from hookcb.gradients.flow import find_params
 from hookcb.hooks.modules import has_uninitialized, named_modules
-from hookcb.records.store import kept
+from hookcb.hooks.params import find_params
 
 Norm, Dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
 SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # of checks, with their kinds of layers

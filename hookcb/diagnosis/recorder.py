@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from hookcb.activations.callback import ActivationStats
 from hookcb.core.sampling import SamplingCallback
-from hookcb.diagnosis.brought import BroughtHealth, BroughtStats
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.schedule import Schedule
+from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import has_params
 
 
@@ -163,3 +164,51 @@ class Watching(SamplingCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_probes": None, "_brought": []}
+
+
+class Leader(Protocol):
+    """Who brings them."""
+
+    def is_wanted(self) -> bool:
+        """Whether the batch in progress, and the step that it leads to, are looked at."""
+
+    def see_layer(self, m: nn.Module, output: Any) -> None:
+        """A layer has put something out, in a batch that is looked at."""
+
+
+class BroughtStats(ActivationStats):
+    """`ActivationStats` of all layers; a resumed fit does not go on with its records."""
+
+    def __init__(self, leader: Leader, name: str) -> None:
+        super().__init__(include_paramless=True, name=name)
+        self.leader: Leader | None = leader
+
+    def wants(self, i: int) -> bool:
+        """As who has brought it says."""
+        return self.leader is not None and self.leader.is_wanted()
+
+    def hook(self, m: nn.Module, *seen: Any) -> None:
+        """Has who has brought it look too, so that one hook does for both."""
+        super().hook(m, *seen)
+        if self.leader is not None:
+            self.leader.see_layer(m, seen[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+class BroughtHealth(GradientHealth):
+    """`GradientHealth` of all parameters; a resumed fit does not go on with its records."""
+
+    def __init__(self, leader: Leader, name: str) -> None:
+        super().__init__(name=name)
+        self.leader: Leader | None = leader
+
+    def wants(self, i: int) -> bool:
+        """As who has brought it says."""
+        return self.leader is not None and self.leader.is_wanted()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}

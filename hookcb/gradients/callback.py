@@ -6,9 +6,9 @@ from typing import Any
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
-from hookcb.gradients.flow import Which, check_which
 from hookcb.gradients.readings import GradientReadings
 from hookcb.gradients.recorder import GradientRecorder
+from hookcb.hooks.params import Which, check_which
 
 
 class GradientHealth(Callback, GradientReadings):

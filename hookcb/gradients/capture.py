@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +26,9 @@ from hookcb.gradients.stats import (
     update_ratio,
     weight_stats,
 )
+from hookcb.hooks.params import Param
 
 Numbers = Sequence[float] | Tensor  # those of a CPU are put side by side later, for many steps together
-
-
-class Param(NamedTuple):
-    """A parameter that is looked at."""
-
-    name: str
-    p: nn.Parameter
-    kind: str  # type of the module it belongs to
 
 
 class Layout:

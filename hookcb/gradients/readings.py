@@ -12,14 +12,16 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from hookcb.core.precision import moved, scaled_norm
-from hookcb.gradients.capture import Columns, GradientReader, Param, StepTaken, numbers_on, reduce_steps
+from hookcb.core.text import listed
+from hookcb.gradients import plots
+from hookcb.gradients.capture import Columns, GradientReader, StepTaken, numbers_on, reduce_steps
 from hookcb.gradients.checks import GradientCheck, GradientHistory, ParamHistory, check_history
 from hookcb.gradients.flow import READ, GradientFlow, flow_of
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
 from hookcb.gradients.steps import SkipCount
-from hookcb.hooks.modules import listed
-from hookcb.records import plots
+from hookcb.hooks.params import Param
+from hookcb.records.plots import sparkline
 from hookcb.records.readings import Layer, LayerReadings, SavedReadings
 from hookcb.records.store import StatStore
 from hookcb.records.tables import COUNT, Column, Ranked, Report, Worst
@@ -363,7 +365,7 @@ class ParamRow(Ranked):
 
     def trend(self, stat: str) -> str:
         """How a size went, as bars."""
-        return plots.sparkline(_logs(self.series.get(stat, [])), 8)
+        return sparkline(_logs(self.series.get(stat, [])), 8)
 
 
 class GradientReport(Report[ParamRow]):

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from hookcb.core.optim import kept
 from hookcb.gradients.capture import GradientReader, StepTaken, first_nonfinite
-from hookcb.gradients.flow import Which, find_params
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.outputs import OutputHooks
 from hookcb.gradients.readings import GradientReadings
 from hookcb.gradients.steps import StepWatch, is_unscaled, running_stats, scale_of
 from hookcb.hooks.modules import ModelGoneError
-from hookcb.records.store import kept
+from hookcb.hooks.params import Which, find_params
 
 
 class GradientRecorder:

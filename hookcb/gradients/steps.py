@@ -11,13 +11,12 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
 
+from hookcb.core.optim import kept
 from hookcb.core.threads import is_here
-from hookcb.gradients.capture import Param
 from hookcb.gradients.stats import Number
-from hookcb.hooks.modules import named_modules
+from hookcb.hooks.modules import named_modules, place
 from hookcb.hooks.optimizer_steps import StepHook, params_of
-from hookcb.loops.checks import place
-from hookcb.records.store import kept
+from hookcb.hooks.params import Param
 
 RUNNING = ("running_mean", "running_var")
 

@@ -2,8 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookcb.core.batch import is_container, map_leaves, parts
 from hookcb.hooks.own import register
-from hookcb.hooks.taps import check_gradient
-
-if TYPE_CHECKING:
-    from hookcb.hooks.hook import Hook
+from hookcb.hooks.taps import HookLike, Tap, check_gradient
 
 Edge = tuple[Node, int]  # a node of the graph, and which of its outputs
 Targets = dict[Edge, list[int]]
@@ -37,7 +34,7 @@ class GradientWatch:
     of the graph that hand gradients on to the inputs leave forward and graph as they are.
     """
 
-    def __init__(self, hook: "Hook", outputs_only: bool) -> None:
+    def __init__(self, hook: HookLike, outputs_only: bool) -> None:
         self.hook, self.outputs_only = hook, outputs_only
         self.local = _Local()
         self.leaves: Any = WeakTensorKeyDictionary()  # that the module has put out, each with who waits
@@ -309,3 +306,37 @@ def _leaves(item: Any) -> list[Any]:
 
 def _is_wrapped(x: Any) -> bool:
     return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+class EnterTap(Tap):
+    """On a module's forward, before it: notes where the gradients of its inputs will go."""
+
+    def __init__(self, hook: HookLike | None = None, watch: "GradientWatch | None" = None) -> None:
+        super().__init__(hook)
+        self.watch = watch
+
+    def __call__(self, module: nn.Module, *seen: Any) -> Any:
+        """Called with positional and keyword inputs."""
+        return self.watch.enter(module, *seen) if self.hook is not None and self.watch else None
+
+    def close(self) -> None:
+        """Leads nowhere from now on."""
+        if self.watch is not None:
+            self.watch.close()
+        self.hook = self.watch = None
+
+
+class LeaveTap(EnterTap):
+    """On a module's forward, after it: follows the gradients of its outputs."""
+
+    def __call__(self, module: nn.Module, *seen: Any) -> None:
+        """Called with positional and keyword inputs and the output."""
+        if self.hook is not None and self.watch:
+            self.watch.leave(module, *seen)
+
+
+@cache  # not at import: torch._dynamo takes a second
+def keep_gradient_taps_out_of_graphs() -> None:
+    """Has torch.compile break its graph at these taps, as hooks on tensors cannot be traced."""
+    for tap in (EnterTap, LeaveTap):
+        tap.__call__ = torch.compiler.disable(tap.__call__)  # type: ignore[method-assign, no-untyped-call]

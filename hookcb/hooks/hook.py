@@ -9,16 +9,9 @@ from torch import Tensor, distributed, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hookcb.core.batch import concat, map_tensors, parts
-from hookcb.hooks.backward import GradientWatch
+from hookcb.hooks.backward import EnterTap, GradientWatch, LeaveTap, keep_gradient_taps_out_of_graphs
 from hookcb.hooks.own import register
-from hookcb.hooks.taps import (
-    EnterTap,
-    LeaveTap,
-    ParameterTap,
-    Tap,
-    TensorTap,
-    keep_gradient_taps_out_of_graphs,
-)
+from hookcb.hooks.taps import ParameterTap, Tap, TensorTap
 
 HookFunc = Callable[..., Any]
 Gate = Callable[[], bool] | None

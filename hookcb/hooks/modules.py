@@ -4,11 +4,14 @@ import difflib
 import sys
 from collections.abc import Callable, Container, Iterable
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from hookcb.core.text import listed
 
 Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
@@ -177,12 +180,28 @@ def _nothing(model: nn.Module, where: Any, named: dict[str, nn.Module]) -> Looku
     return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {listed(named)}")
 
 
-def listed(names: Iterable[str], most: int = 20) -> str:
-    """Names for a message, of many the first; the whole model's, which is empty, left out."""
-    found = [name for name in names if name]
-    return ", ".join(found[:most]) + (f" … and {len(found) - most} more" if len(found) > most else "")
-
-
 def unsaved_buffers(model: nn.Module, state: Container[str]) -> dict[str, Tensor]:
     """The buffers that are no part of `state`, the model's `state_dict`."""
     return {name: x for name, x in model.named_buffers() if name not in state}
+
+
+def place(model: nn.Module, device: torch.device | None) -> torch.device:
+    """Moves the model to `device`, if one is given; returns where its first parameter or buffer then is."""
+    if device is not None:
+        model.to(device)
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return first.device if first is not None else device or torch.device("cpu")
+
+
+def outermost_compiled(model: nn.Module) -> dict[str, nn.Module]:
+    """What torch.compile was applied to, by name: wrappers, and modules that were compiled in place."""
+    found: dict[str, nn.Module] = {}
+    if not any(map(is_compiled, model.modules())):  # the usual case without a look at names
+        return found
+    names = {id(m): name for name, m in named_modules(model).items()}
+    inside: set[int] = set()
+    for m in model.modules():
+        if is_compiled(m) and id(m) not in inside:
+            found[names[id(unwrapped(m))]] = m
+            inside |= {id(inner) for inner in m.modules()}
+    return found

@@ -20,19 +20,18 @@ from torch.nn.parameter import UninitializedBuffer
 
 from hookcb.core.batch import parts, split_batch, to_device
 from hookcb.core.console import as_text
+from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
+from hookcb.core.text import listed
 from hookcb.hooks.coverage import CONTAINERS, NOT_CALLED, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
 from hookcb.hooks.hook import Hooks
-from hookcb.hooks.modules import has_uninitialized, listed, named_modules, unwrapped
+from hookcb.hooks.modules import has_uninitialized, named_modules, unwrapped
+from hookcb.records.printing import html_table
 from hookcb.records.tables import Column, fitted
-from hookcb.training.display import html_table
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
-
-    from hookcb.loops.learner import Learner
-
 
 HEAD = ("layer", "type", "output", "params", "trained", "mult-adds")
 RANKS = (1, 2, 0, 3, 4)  # of all but the names: how soon they are left out in a narrow terminal
@@ -175,7 +174,7 @@ class Summary:
         ]
 
 
-def module_summary(model: "nn.Module | Learner", *xb: Any, depth: int | None = None) -> Summary:
+def module_summary(model: nn.Module | Loop, *xb: Any, depth: int | None = None) -> Summary:
     """Runs a model once on `xb` and tells what it consists of; leaves it, and what watches it, as they were.
 
     It runs in eval mode and without gradients. A model with lazy modules that have not run yet is run as a
@@ -212,7 +211,7 @@ def module_summary(model: "nn.Module | Learner", *xb: Any, depth: int | None = N
     )
 
 
-def layer_info(learn: "nn.Module | Learner", *xb: Any) -> list[LayerInfo]:
+def layer_info(learn: nn.Module | Loop, *xb: Any) -> list[LayerInfo]:
     """Type, parameters, trainable, output shape, and whether that is an input's, of each layer of a model.
 
     Layers are the modules that call no others, and those with parameters of their own. The shape, without
@@ -347,7 +346,7 @@ class _Running:
     calls_others: bool = False
 
 
-def _traced(model: "nn.Module | Learner", xb: tuple[Any, ...]) -> _Trace:
+def _traced(model: nn.Module | Loop, xb: tuple[Any, ...]) -> _Trace:
     learn = None if isinstance(model, nn.Module) else model
     if not isinstance(model, nn.Module) and not hasattr(model, "predict"):
         raise TypeError(f"{model!r:.80} is no nn.Module and no Learner; give one of these")
@@ -391,7 +390,7 @@ def _lazy_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(x): UninitializedBuffer(device=x.device, dtype=x.dtype) for x in lazy})  # type: ignore[call-arg]
 
 
-def _predict(learn: "Learner", model: nn.Module, xb: Any) -> None:
+def _predict(learn: Loop, model: nn.Module, xb: Any) -> None:
     own, learn.model = learn.model, model
     try:
         learn.xb = xb
@@ -400,7 +399,7 @@ def _predict(learn: "Learner", model: nn.Module, xb: Any) -> None:
         learn.model = own
 
 
-def _first_inputs(learn: "Learner") -> tuple[Any, ...]:
+def _first_inputs(learn: Loop) -> tuple[Any, ...]:
     if learn.fitting and learn.xb:  # a second iterator would end the first one of persistent workers
         xb = learn.xb
     else:
@@ -452,7 +451,7 @@ def _folded(rows: Iterable[LayerRow], depth: int) -> list[LayerRow]:
     return list(kept.values())
 
 
-def _facts(learn: "Learner") -> dict[str, str]:
+def _facts(learn: Loop) -> dict[str, str]:
     opt = type(learn.opt).__name__ if learn.opt is not None else _name(learn.opt_func)
     loss = "the .loss of the model's output" if learn.loss_func is None else _name(learn.loss_func)
     return {"optimizer": opt, "loss": loss, "callbacks": ", ".join(cb.name for cb in learn.cbs) or "none"}

@@ -2,24 +2,49 @@
 
 import sys
 import weakref
-from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from hookcb.hooks.own import OwnHook
 
-if TYPE_CHECKING:
-    from hookcb.hooks.backward import GradientWatch
-    from hookcb.hooks.hook import Hook
+
+class HookLike(Protocol):
+    """What a tap knows of the `Hook` it leads to."""
+
+    title: str
+    kind: str
+    modify: bool
+    always_call: bool
+    with_kwargs: bool
+    called: bool
+    why_silent: str
+    without_grad: str | None
+    n_without_graph: int
+
+    @property
+    def removed(self) -> bool:
+        """Whether it has come off."""
+
+    @property
+    def where(self) -> str:
+        """The module or tensor it is on, in words."""
+
+    def is_open(self) -> bool:
+        """Whether it acts now."""
+
+    def next_call(self, time: int = 0) -> Any:
+        """Counts a call of the module."""
+
+    def call(self, module: Any, seen: tuple[Any, ...], call: Any) -> Any:
+        """Has the hook's function called with what was seen."""
 
 
 class Tap(OwnHook):
     """On a module's forward: calls the hook after it, or before it."""
 
-    def __init__(self, hook: "Hook | None" = None) -> None:
+    def __init__(self, hook: HookLike | None = None) -> None:
         self.hook = hook
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
@@ -66,7 +91,7 @@ class ParameterTap(Tap):
 class TensorTap(Tap):
     """On a tensor: calls the hook with the gradient that has come to it."""
 
-    def __init__(self, hook: "Hook | None" = None, tensor: Tensor | None = None) -> None:
+    def __init__(self, hook: HookLike | None = None, tensor: Tensor | None = None) -> None:
         super().__init__(hook)
         self.tensor = None if tensor is None else weakref.ref(tensor)
 
@@ -78,7 +103,7 @@ class TensorTap(Tap):
         return new
 
 
-def check_gradient(hook: "Hook | None", new: Any, grad: Tensor) -> None:
+def check_gradient(hook: HookLike | None, new: Any, grad: Tensor) -> None:
     """Refuses what cannot take the place of `grad`.
 
     Raises:
@@ -96,41 +121,7 @@ def check_gradient(hook: "Hook | None", new: Any, grad: Tensor) -> None:
         )
 
 
-class EnterTap(Tap):
-    """On a module's forward, before it: notes where the gradients of its inputs will go."""
-
-    def __init__(self, hook: "Hook | None" = None, watch: "GradientWatch | None" = None) -> None:
-        super().__init__(hook)
-        self.watch = watch
-
-    def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        """Called with positional and keyword inputs."""
-        return self.watch.enter(module, *seen) if self.hook is not None and self.watch else None
-
-    def close(self) -> None:
-        """Leads nowhere from now on."""
-        if self.watch is not None:
-            self.watch.close()
-        self.hook = self.watch = None
-
-
-class LeaveTap(EnterTap):
-    """On a module's forward, after it: follows the gradients of its outputs."""
-
-    def __call__(self, module: nn.Module, *seen: Any) -> None:
-        """Called with positional and keyword inputs and the output."""
-        if self.hook is not None and self.watch:
-            self.watch.leave(module, *seen)
-
-
 def taps_on(model: nn.Module) -> list[Tap]:
     """The taps on the forwards of all modules of `model`."""
     forwards = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
     return [tap for hooks in forwards for tap in hooks.values() if isinstance(tap, Tap)]
-
-
-@cache  # not at import: torch._dynamo takes a second
-def keep_gradient_taps_out_of_graphs() -> None:
-    """Has torch.compile break its graph at these taps, as hooks on tensors cannot be traced."""
-    for tap in (EnterTap, LeaveTap):
-        tap.__call__ = torch.compiler.disable(tap.__call__)  # type: ignore[method-assign, no-untyped-call]

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
+from hookcb.core.optim import kept
 from hookcb.loggers.adapt import as_logger
 from hookcb.loggers.base import Histogram, Logger
 from hookcb.loggers.group import LoggerGroup
 from hookcb.loggers.newest import Newest
-from hookcb.records.store import kept
 
 
 class Log(Callback):

@@ -1,10 +1,8 @@
 """What is checked and made before training starts: device, optimizer, loaders, number of epochs."""
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -80,14 +78,6 @@ def check_loss(loss: Any) -> None:
         raise ValueError(
             f"the loss has shape {tuple(loss.shape)}, not one element; reduce it, as with loss.mean()"
         )
-
-
-def place(model: nn.Module, device: torch.device | None) -> torch.device:
-    """Moves the model to `device`, if one is given; returns where its first parameter or buffer then is."""
-    if device is not None:
-        model.to(device)
-    first = next(chain(model.parameters(), model.buffers()), None)
-    return first.device if first is not None else device or torch.device("cpu")
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

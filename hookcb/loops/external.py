@@ -13,6 +13,8 @@ from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.events import LEVELS, CancelException, CancelFitException, CancelStepException
 from hookcb.core.loop import Callbacks, Loop, strays_named
+from hookcb.diagnosis.callback import diagnose_loop
+from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.modules import ModelGoneError
 from hookcb.loops.coverage import Facts, check_follows
@@ -235,6 +237,14 @@ class Followed(Loop):
             finally:
                 self._entered = self._error = None
                 self.remove_cbs(list(self.cbs))  # they may follow another loop
+
+    def diagnose(self) -> Verdict:
+        """What is wrong with the training that is followed; see `Learner.diagnose`.
+
+        Raises:
+            RuntimeError: where nothing is recorded.
+        """
+        return diagnose_loop(self)
 
     def __enter__(self) -> Self:
         _ = self.model  # raises where nobody has kept it

@@ -10,11 +10,14 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.batch import as_loaders, check_loader, describe, n_batches, split_batch
+from hookcb.core.batch import describe, n_batches, split_batch
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ToldFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
 from hookcb.core.loop import Callbacks, Loop, strays_named
+from hookcb.diagnosis.callback import diagnose_loop
+from hookcb.diagnosis.verdict import Verdict
+from hookcb.hooks.modules import place
 from hookcb.hooks.summary import Summary, module_summary
 from hookcb.loops.checks import (
     check_fit,
@@ -23,10 +26,10 @@ from hookcb.loops.checks import (
     check_lr,
     check_opt,
     make_opt,
-    place,
     same,
     trainable,
 )
+from hookcb.loops.data import as_loaders, check_loader
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.training.checkpoint.resume import Resume, validated_weights
@@ -336,6 +339,16 @@ class Learner(Loop):
             self._batches()
         loss: Tensor = self.loss
         return loss
+
+    def diagnose(self) -> Verdict:
+        """What is wrong with the training, in which layer, why, and what next; or that it is healthy.
+
+        It reads what callbacks have recorded: `Diagnose`, else `ActivationStats` and `GradientHealth`.
+
+        Raises:
+            RuntimeError: where nothing is recorded.
+        """
+        return diagnose_loop(self)
 
     def summary(self, *xb: Any, depth: int | None = None) -> Summary:
         """What the model consists of, with optimizer, loss and callbacks; see `module_summary`.

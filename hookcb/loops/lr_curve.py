@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hookcb.records.plots import lr_curve
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+from hookcb.records.plots import Size, check_any, gapped, make_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,3 +130,45 @@ def longest_fall(values: Sequence[float]) -> list[int]:
         falling.append(i_last)
         i_last = before[i_last]
     return falling[::-1]
+
+
+def lr_curve(
+    lrs: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    suggestion: float | None = None,
+    figsize: Size = None,
+    ax: "Axes | None" = None,
+) -> "Figure":
+    """Loss over learning rate, on a logarithmic axis: each batch a dot, the smoothed loss a line.
+
+    The suggestion is a dot on the line. Heights end a little above the line's beginning: how far the loss
+    rises in the end says nothing.
+
+    Raises:
+        ModuleNotFoundError: without matplotlib.
+        ValueError: when there is nothing to draw.
+    """
+    check_any(lrs, len(losses))
+    ax = ax if ax is not None else make_panels(1, 1, figsize)[0]
+    ax.plot(lrs, gapped(losses), ".", color="0.75", markersize=4, label="loss of the batch")
+    ax.plot(lrs, gapped(smoothed), label="smoothed")
+    ax.set_xscale("log")
+    if suggestion is not None:
+        height = smoothed[min(range(len(lrs)), key=lambda i: abs(lrs[i] - suggestion))]
+        ax.plot([suggestion], [height], "o", color="C3", label=f"suggestion {suggestion:.2g}")
+    bounds = _heights(losses, smoothed)
+    if bounds:
+        ax.set_ylim(*bounds)
+    ax.set_xlabel("learning rate")
+    ax.set_ylabel("loss")
+    ax.legend(frameon=False, fontsize=9)
+    return ax.figure.figure
+
+
+def _heights(losses: Sequence[float], smoothed: Sequence[float]) -> tuple[float, float] | None:
+    """Bounds for losses that fall and then shoot up; None where they do not fall."""
+    finite = [value for value in smoothed if math.isfinite(value)]
+    top = max(finite[: finite.index(min(finite)) + 1]) if finite else 0.0
+    low = min(filter(math.isfinite, (*losses, *smoothed)), default=0.0)
+    return (low - 0.05 * (top - low), top + 0.3 * (top - low)) if top > low else None

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,22 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_number
-from hookcb.core.batch import Loaders, map_tensors, n_batches
+from hookcb.core.batch import map_tensors, n_batches
 from hookcb.core.callback import Callback
+from hookcb.core.events import CancelEpochException, CancelFitException
+from hookcb.core.loop import Loop
+from hookcb.core.optim import group_settings, set_groups, set_rate
 from hookcb.core.randomness import random_state, saves_itself, set_random_state
-from hookcb.loops.checks import place
-from hookcb.loops.lr_curve import LRFind
-from hookcb.loops.lr_finder import LRFinder
+from hookcb.hooks.modules import place
+from hookcb.loops.data import Loaders
+from hookcb.loops.lr_curve import LRFind, Smoothed
 from hookcb.training.progress import Progress
-from hookcb.training.schedules.base import group_settings, set_groups
 
-if TYPE_CHECKING:
-    from hookcb.loops.learner import Learner
+N_NOISY = 10  # first batches, whose average is too uncertain to compare with
 
 
 def find_lr(
-    learn: "Learner", start_lr: float = 1e-7, end_lr: float = 10, num_it: int = 100, stop_div: bool = True
+    learn: Loop, start_lr: float = 1e-7, end_lr: float = 10, num_it: int = 100, stop_div: bool = True
 ) -> LRFind:
     """What `Learner.lr_find` does."""
     _check(learn, start_lr, end_lr, num_it)
@@ -36,12 +37,12 @@ def find_lr(
     n = n_batches(learn.dls.train)
     with _unchanged(learn):
         if isinstance(learn.dls, Loaders):
-            learn.dls = learn.dls._replace(valid=None)  # one that can be read once would be refused
+            learn.dls = learn.dls._replace(valid=None)  # type: ignore[attr-defined]  # one that can be read once would be refused
         learn.fit(math.ceil(num_it / n) if n else num_it, cbs=cbs)
     return LRFind(finder.lrs, finder.losses)
 
 
-def _check(learn: "Learner", start_lr: float, end_lr: float, num_it: int) -> None:
+def _check(learn: Loop, start_lr: float, end_lr: float, num_it: int) -> None:
     if learn.fitting:
         raise RuntimeError("a fit is running; lr_find is for before a fit, or after it")
     check_number("start_lr", start_lr)
@@ -59,7 +60,7 @@ def _check(learn: "Learner", start_lr: float, end_lr: float, num_it: int) -> Non
         )
 
 
-def _stand_ins(learn: "Learner") -> list[Callback]:
+def _stand_ins(learn: Loop) -> list[Callback]:
     """Copies of the attached callbacks that take part; what they refer to of the learner is not copied."""
     parts = [learn, learn.dls, learn.dls.train, getattr(learn.dls, "valid", None), learn.opt, learn.loss_func]
     shared = chain(parts, learn.model.modules(), learn.model.parameters(), learn.model.buffers())
@@ -80,7 +81,7 @@ def _stand_ins(learn: "Learner") -> list[Callback]:
 
 
 @contextmanager
-def _unchanged(learn: "Learner") -> Iterator[None]:
+def _unchanged(learn: Loop) -> Iterator[None]:
     """Runs a `with` block without the attached callbacks; nothing is changed by it, however it ends."""
     place(learn.model, learn.device)  # now, as else the random numbers of the GPU would not be known yet
     attributes = dict(vars(learn))
@@ -171,3 +172,73 @@ class _Values:
         with torch.no_grad():
             for x, value in zip(self._tensors, self._values, strict=True):
                 x.copy_(value)
+
+
+class LRFinder(Callback):
+    """Trains each batch with a higher learning rate than the last, and ends the fit; for `learn.lr_find`.
+
+    Waits for the device in each batch, as whether to go on depends on the loss. Nothing is validated.
+
+    Args:
+        start_lr, end_lr: the rates of the first and the last batch, of all parameter groups.
+        num_it: number of batches.
+        stop_div: whether to end at a loss that is not finite, or, from the 11th batch on, once the smoothed
+            loss is over 4 times its best.
+        name: what the learner calls it.
+
+    Attributes:
+        lrs: the learning rate of each batch that was not cancelled.
+        losses: the loss of each of them, in the loss function's unit.
+
+    Source: L. Smith, "Cyclical Learning Rates", arxiv.org/abs/1506.01186, section 3.3; fastai's `lr_find`.
+    """
+
+    order = -100  # the rate is there before anyone reads it
+    run_valid = False
+    run_lr_find = False
+
+    def __init__(
+        self, start_lr: float, end_lr: float, num_it: int, stop_div: bool, *, name: str | None = None
+    ) -> None:
+        super().__init__(name=name)
+        self.start_lr, self.end_lr, self.num_it, self.stop_div = start_lr, end_lr, num_it, stop_div
+        self.lrs: list[float] = []
+        self.losses: list[float] = []
+
+    def before_fit(self) -> None:
+        self.lrs, self.losses = [], []
+        self._batch: tuple[float, float] | None = None
+        self._smoothed = Smoothed()
+        self._best = math.inf
+
+    def before_batch(self) -> None:
+        share = min(1.0, self.train_iter / (self.num_it - 1))
+        self._lr = self.start_lr ** (1 - share) * self.end_lr**share
+        set_rate(self.learn.opt, self._lr)
+
+    def after_loss(self) -> None:
+        self._batch = self._lr, self.loss.item()  # now, as others may scale it for backward
+
+    def after_cancel_batch(self) -> None:
+        self._batch = None
+
+    def after_batch(self) -> None:
+        batch, self._batch = self._batch, None
+        diverged = batch is not None and self._add(*batch)
+        if (diverged and self.stop_div) or self.train_iter + 1 >= self.num_it:
+            raise CancelFitException
+
+    def after_train(self) -> None:
+        raise CancelEpochException  # before its validation
+
+    def _add(self, lr: float, loss: float) -> bool:
+        """Keeps a batch; whether its smoothed loss has left all bounds."""
+        self.lrs.append(lr)
+        self.losses.append(loss)
+        smoothed = self._smoothed.add(loss)
+        if len(self.losses) <= N_NOISY or not math.isfinite(loss):
+            return not math.isfinite(loss)
+        self._best = min(self._best, smoothed)
+        # of a loss that can be negative, 4 times the best says nothing; how far it has come does
+        room = 3 * self._best if self._best > 0 else 3 * max(1.0, abs(self._best), abs(self.losses[0]))
+        return smoothed > self._best + room

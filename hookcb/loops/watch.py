@@ -14,12 +14,13 @@ from hookcb.core.callback import Callback
 from hookcb.core.loop import Callbacks
 from hookcb.core.threads import in_backward
 from hookcb.gradients.hand_steps import StepByHand, WeightMark
+from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.optimizer_steps import StepHook, params_of
 from hookcb.loops.coverage import WatchCoverage
 from hookcb.loops.external import Followed
 from hookcb.loops.loss_found import find_loss, first_parameter_behind, scaler_at_work
-from hookcb.loops.taps import CompiledTap, in_transform, n_running, optimizer_at_work
+from hookcb.loops.taps import in_transform, n_running, optimizer_at_work
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 

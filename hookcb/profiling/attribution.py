@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from hookcb.core.events import PHASES
 from hookcb.profiling.ops import RUNS_NODE, Op, parents
+from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import FORWARD, RECOMPUTED, STEP, RangeInfo
 
 COMPILED = "Torch-Compiled Region: "  # the range that torch gives to a call of a compiled graph

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Container, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
+from hookcb.core.state import TrainingState
 
-if TYPE_CHECKING:
-    from hookcb.core.loop import Loop
+# what a step is busy with; callbacks are so at each event
+PHASES = ("data", "forward", "loss", "backward", "optimizer", "callbacks")
+
 
 # what begins when all callbacks have had their turn at an event; zero_grad comes after the last one
 NEXT = {
@@ -60,7 +62,7 @@ class Edge(Callback):
 
 
 def follow_phases(
-    learn: "Loop",
+    learn: TrainingState,
     owner: str,
     begin: Callable[[str], None],
     train: bool = True,
@@ -89,7 +91,7 @@ def follow_phases(
     return edges
 
 
-def leave_phases(learn: "Loop", edges: list[Edge]) -> None:
+def leave_phases(learn: TrainingState, edges: list[Edge]) -> None:
     """Ends what `follow_phases` began; a second time, and of edges that someone has removed, does nothing."""
     if here := [edge for edge in edges if any(edge is cb for cb in learn.cbs)]:
         learn.remove_cbs(here)

@@ -10,10 +10,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from hookcb.core.events import PHASES
 from hookcb.core.files import write_whole
-from hookcb.core.text import duration, short_number
-from hookcb.hooks.modules import listed
+from hookcb.core.text import duration, listed, short_number
+from hookcb.profiling.phases import PHASES
 from hookcb.profiling.steps.times import MUCH_DATA
 from hookcb.profiling.sums import COMPILED_TYPE, OperatorSums, Profile
 from hookcb.profiling.trace_file import write_trace

@@ -14,9 +14,9 @@ from typing import Any
 from torch.profiler import profile
 
 from hookcb.core.console import warn
-from hookcb.core.events import PHASES
 from hookcb.core.files import write_whole
 from hookcb.profiling.attribution import Span
+from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import STEP
 
 SUFFIXES = (".json", ".json.gz")

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_batches
 from hookcb.core.console import warn
-from hookcb.core.events import PHASES
 from hookcb.hooks.modules import Where, find_modules, is_compiled, named_modules
 from hookcb.profiling.ops import read_ops
+from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import LayerRanges
 from hookcb.profiling.sums import Profile, summarise
 from hookcb.profiling.trace_file import check_trace, cycle_file, take_trace, write_trace

@@ -1,12 +1,17 @@
 """What rich prints, also as text and in notebooks."""
 
+import html
 from collections.abc import Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from itertools import count
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rich.jupyter import JupyterMixin
 
 from hookcb.core.console import as_text
-from hookcb.hooks.modules import listed
+from hookcb.core.text import listed
+
+if TYPE_CHECKING:
+    pass
 
 
 class Printed(JupyterMixin):
@@ -48,3 +53,16 @@ class Rows(Printed, Generic[Row]):
             if row.name == name:
                 return row
         raise LookupError(f"{self.missing} {name!r}; there are {listed([row.name for row in self.rows])}")
+
+
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], n_left: int = 0) -> str:
+    """A table in HTML, its first `n_left` columns aligned to the left; the texts are escaped."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        sides = (' style="text-align: left"' if i < n_left else "" for i in count())
+        return "".join(
+            f"<{tag}{side}>{html.escape(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=False)
+        )
+
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    return f"<table><thead><tr>{line(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"

@@ -11,7 +11,7 @@ import torch
 from fastcore.foundation import L
 
 from hookcb.core.files import load_saved, save_whole
-from hookcb.hooks.modules import listed
+from hookcb.core.text import listed
 from hookcb.records.store import RecordInfo, StatStore
 
 Layer = int | str | slice

@@ -212,10 +212,3 @@ class _Transfer:
         parts = torch.split(self.host, [len(records) for _, records in self.sent])
         for (name, records), values in zip(self.sent, parts, strict=True):
             yield _Queued(name, records, values)
-
-
-def kept(value: float | Tensor) -> float | Tensor:
-    """A number that later writes cannot change; what is on a GPU stays there, unwaited for."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    return float(value.item()) if value.is_cpu else value.detach().clone()

@@ -8,7 +8,7 @@ import torch
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.optim import gradients, scale_gradients
-from hookcb.loops.checks import place
+from hookcb.hooks.modules import place
 
 DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 

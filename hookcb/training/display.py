@@ -3,12 +3,12 @@
 import html
 import time
 from collections.abc import Iterable, Mapping
-from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
 from hookcb.core.randomness import random_kept
+from hookcb.records.printing import html_table
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -142,19 +142,6 @@ class _NotebookTable:
         cells = ([_text(name, row[name]) if name in row else "–" for name in names] for row in self.rows)
         table = html_table(names, cells) if self.rows else ""
         self.handle.update(self.html(f"{self.lines}{table}<div>{below}</div>"))
-
-
-def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], n_left: int = 0) -> str:
-    """A table in HTML, its first `n_left` columns aligned to the left; the texts are escaped."""
-
-    def line(cells: Iterable[str], tag: str) -> str:
-        sides = (' style="text-align: left"' if i < n_left else "" for i in count())
-        return "".join(
-            f"<{tag}{side}>{html.escape(cell)}</{tag}>" for cell, side in zip(cells, sides, strict=False)
-        )
-
-    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    return f"<table><thead><tr>{line(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _text(name: str, value: float) -> str:

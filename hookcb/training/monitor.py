@@ -2,12 +2,10 @@
 
 import difflib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hookcb.core.events import Event
-
-if TYPE_CHECKING:
-    from hookcb.core.loop import Loop
+from hookcb.core.state import TrainingState
 
 MODES = ("min", "max")
 
@@ -49,7 +47,7 @@ def check_patience(patience: int, min_delta: float, least: int = 1) -> None:
         raise ValueError(f"min_delta is {min_delta}; give a finite number of 0 or more")
 
 
-def check_monitor(learn: "Loop", monitor: str) -> None:
+def check_monitor(learn: TrainingState, monitor: str) -> None:
     """Refuses, before a fit, a column that its rows will not have.
 
     A callback, a metric or a Learner of the user's own may add columns; then only a slip of the keyboard is
@@ -79,7 +77,7 @@ def check_monitor(learn: "Loop", monitor: str) -> None:
         )
 
 
-def monitored(learn: "Loop", monitor: str) -> float | None:
+def monitored(learn: TrainingState, monitor: str) -> float | None:
     """The value of a column of this epoch's row; None where the epoch was cut short before there was one.
 
     Raises:
@@ -105,22 +103,22 @@ def improves(value: float, best: float | None, mode: str, min_delta: float = 0.0
     return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
-def _metrics(learn: "Loop") -> list[Any]:
+def _metrics(learn: TrainingState) -> list[Any]:
     # by the name of the class: callbacks stand on a higher floor than this module
     return [cb for cb in learn.cbs if any(kind.__name__ == "Metrics" for kind in type(cb).__mro__)]
 
 
-def _metric_names(learn: "Loop") -> list[str]:
+def _metric_names(learn: TrainingState) -> list[str]:
     return [name for cb in _metrics(learn) for name in getattr(cb, "names", ())]
 
 
-def _may_have_others(learn: "Loop") -> bool:
+def _may_have_others(learn: TrainingState) -> bool:
     """Whether code that is not of hookcb may add columns: a loop, a callback, a function of one, a metric."""
     are_ours = all(type(x).__module__.startswith("hookcb.") for x in (learn, *learn.cbs))
     has_functions = any(event in vars(cb) for cb in learn.cbs for event in Event)
     return not are_ours or has_functions or not all(cb.has_all_names for cb in _metrics(learn))
 
 
-def _has_valid(learn: "Loop") -> bool:
+def _has_valid(learn: TrainingState) -> bool:
     # a loop that is not ours has no loaders, and may validate
     return not hasattr(learn, "dls") or getattr(learn.dls, "valid", None) is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
-from hookcb.records.store import kept
+from hookcb.core.optim import kept
 
 
 class Recorder(Callback):

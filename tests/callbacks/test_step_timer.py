@@ -38,8 +38,7 @@ from hookcb import (
     GradientAccumulation,
     Learner,
 )
-from hookcb.core.events import PHASES
-from hookcb.profiling.phases import Edge
+from hookcb.profiling.phases import PHASES, Edge
 from hookcb.profiling.steps import clock as step_clock
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.profiling.steps.times import FIRST_BATCH, STEP_PHASES

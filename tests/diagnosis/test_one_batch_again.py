@@ -71,7 +71,7 @@ def test_a_healthy_training_is_so_as_far_as_looked_and_says_how_far():
 def test_more_is_looked_at_than_without_it(monkeypatch):
     learn = trained(n_epoch=10)
     with_it = learn.diagnose()
-    monkeypatch.setattr("hookcb.diagnosis.of_loop.add_preflight", lambda *args: None)
+    monkeypatch.setattr("hookcb.diagnosis.callback.add_preflight", lambda *args: None)
     assert with_it.n_checked >= learn.diagnose().n_checked + 8
 
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.attention import OpProbe, look_at_attention, low_heads, saturated_share
-from hookcb.diagnosis.probes.ops import OpHooks
+from hookcb.diagnosis.probes.attention import OpHooks, OpProbe, look_at_attention, low_heads, saturated_share
 
 B, HEADS, T, D = 2, 4, 6, 8
 SHARP = torch.tensor([1.0, 1.0, 400.0, 400.0]).view(HEADS, 1, 1)  # of heads, by which scores grow

@@ -4,6 +4,16 @@ They register themselves when they are imported, and are judged in the order of 
 """
 
 # isort: off
-from hookcb.diagnosis.checks import parameters, inputs, gradients, layers, loss, optimizer, runtime, observed
+from hookcb.diagnosis.checks import (
+    parameters,
+    inputs,
+    gan,
+    gradients,
+    layers,
+    loss,
+    optimizer,
+    runtime,
+    observed,
+)
 
-SECTIONS = (observed, parameters, inputs, layers, loss, gradients, optimizer, runtime)
+SECTIONS = (observed, parameters, inputs, gan, layers, loss, gradients, optimizer, runtime)

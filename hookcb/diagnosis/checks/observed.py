@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from hookcb.core.text import listed
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Param, Sighting
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.verdict import Finding, Severity
 from hookcb.hooks.coverage import NOT_CALLED, USED
-from hookcb.hooks.modules import listed
 
 EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.core.text import listed
 from hookcb.diagnosis.evidence import Evidence, Param
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.verdict import Finding
-from hookcb.hooks.modules import listed
 
 MANY, VISIBLE = 20, 1e-6  # steps, and an update ratio
 FEW = 5  # steps that a parameter must have been without gradient

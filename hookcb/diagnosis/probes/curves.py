@@ -1,16 +1,13 @@
 """What Diagnose records by itself, batch by batch."""
 
-import math
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from hookcb.diagnosis.evidence import Series
-from hookcb.records.store import kept
 
 STATM = Path("/proc/self/statm")  # in pages
 MOST = 8_192  # numbers of a curve; then every second one goes
@@ -64,15 +61,3 @@ class ResidentMemory:
         """Reads no more."""
         if self._file is not None:
             self._file.close()
-
-
-def largest_lr(opt: Optimizer) -> float:
-    """Of all groups; NaN where it is a tensor on a device."""
-    rates = [kept(group["lr"]) for group in opt.param_groups]
-    return max((x for x in rates if isinstance(x, float)), default=math.nan)
-
-
-def is_adaptive(opt: Optimizer) -> bool:
-    """Whether it divides gradients by their usual size, as Adam does."""
-    names = {"betas", "beta2_decay", "rho", "alpha", "lr_decay", "etas"}
-    return any(names & group.keys() for group in opt.param_groups)

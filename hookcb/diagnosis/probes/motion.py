@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from hookcb.diagnosis.evidence import Sighting
 from hookcb.diagnosis.probes.model import ALIKE, FEWEST, is_of_torch, share_alike
-from hookcb.gradients.flow import find_params
 from hookcb.gradients.stats import is_readable, sketch, sketch_copy
 from hookcb.hooks.modules import named_modules
+from hookcb.hooks.params import find_params
 
 ENOUGH = 20  # batches
 

@@ -23,8 +23,7 @@ from hookcb.diagnosis.probes.nan import look_for_origin
 from hookcb.diagnosis.probes.suite import detached_loss
 from hookcb.diagnosis.registry import check_of
 from hookcb.hooks.hook import Hook
-from hookcb.hooks.modules import has_uninitialized, is_leaf, named_modules
-from hookcb.loops.checks import place
+from hookcb.hooks.modules import has_uninitialized, is_leaf, named_modules, place
 from hookcb.nans.replay import BatchStarts, as_at_start
 
 SOURCES = ("batch", "model", "graph")

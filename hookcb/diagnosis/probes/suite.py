@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from hookcb.core.batch import batch_size, parts
 from hookcb.core.fetches import FetchTimer
+from hookcb.core.optim import kept, largest_lr
 from hookcb.diagnosis.evidence import Evidence, Series, Sighting
 from hookcb.diagnosis.failures import told_failure
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.probes.attention import FEWEST, look_at_attention
+from hookcb.diagnosis.probes.attention import FEWEST, OpHooks, look_at_attention
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     constant_of,
@@ -27,7 +28,7 @@ from hookcb.diagnosis.probes.batch import (
     look_at_inputs,
     look_at_labels,
 )
-from hookcb.diagnosis.probes.curves import Curve, ResidentMemory, largest_lr
+from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.layer import KEEP, LayerProbe
 from hookcb.diagnosis.probes.loss_graph import COMPILED, LossGraph, read_loss
@@ -35,18 +36,17 @@ from hookcb.diagnosis.probes.model import look_at_model, look_at_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import SeenBatch, look_for_origin
 from hookcb.diagnosis.probes.norm import NormProbe
-from hookcb.diagnosis.probes.ops import OpHooks
 from hookcb.diagnosis.probes.overfit import look_at_labels_by_heart
 from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.replicas import is_replica, look_at_replicas
 from hookcb.diagnosis.probes.retained_graphs import KeptGraphs
 from hookcb.diagnosis.probes.step import StaleGradients, Swallowed
 from hookcb.diagnosis.verdict import Finding
-from hookcb.gradients.flow import find_params
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import ModelGoneError
+from hookcb.hooks.params import find_params
 from hookcb.nans.replay import Autocast, autocasts
-from hookcb.records.store import StatStore, kept
+from hookcb.records.store import StatStore
 
 OFTEN, MOST_OFTEN = 64, 512  # steps at the beginning in which dead units are looked for each time
 MANY = 4 * EXAMPLES  # examples, of which small batches take more of these steps

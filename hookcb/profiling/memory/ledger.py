@@ -3,16 +3,13 @@
 import weakref
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from hookcb.profiling.memory.sizes import storages
-
-if TYPE_CHECKING:
-    from hookcb.profiling.memory.watch import Call
 
 OUTSIDE, LOSS = "(outside the layers)", "(loss)"  # where no layer runs, before the model is done and after
 GRAPH = "hookcb.memory"  # key in the metadata of a node
@@ -131,3 +128,41 @@ class Ledger:
         """Forgets all."""
         self._held.clear()
         self.alive = self.most = 0
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        layer: its name.
+        above: the call of the layer it was called in.
+        inputs: the storages of its inputs.
+        kept_before: bytes kept for the backward when it began.
+        mark: what the meter needs at its end.
+        ends: the inputs of a compiled layer, at which its graph ends.
+        allocated, peak: bytes alive at its end, and the most, less those at its beginning.
+        output_bytes: size of its outputs.
+    """
+
+    layer: str
+    above: "Call | None"
+    inputs: list[Held]
+    kept_before: int
+    mark: Any
+    ends: list[Tensor] = field(default_factory=list)
+    allocated: int = 0
+    peak: int = 0
+    output_bytes: int = 0
+
+    def path(self) -> "list[Call]":
+        """It and those it was called in, the outermost first."""
+        return [*(self.above.path() if self.above else []), self]
+
+
+def innermost_around(a: Call | None, b: Call | None) -> Call | None:
+    """The innermost call that both are, or are in."""
+    if a is None or b is None or a is b:
+        return a if a is b else None
+    both = [x for x, y in zip(a.path(), b.path(), strict=False) if x is y]
+    return both[-1] if both else None

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
 from rich.text import Text
 
-from hookcb.hooks.modules import listed
+from hookcb.core.text import listed
 from hookcb.profiling.memory.growth import Growth, Look, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
 from hookcb.profiling.memory.sums import Advice, LayerUse, Params, advise, bytes_by_layer, sum_layers

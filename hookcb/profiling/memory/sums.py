@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hookcb.hooks.modules import named_modules
-from hookcb.profiling.memory.ledger import Held
+from hookcb.profiling.memory.ledger import Call, Held
 from hookcb.profiling.memory.sizes import total_bytes
-from hookcb.profiling.memory.watch import Call, Forward
+from hookcb.profiling.memory.watch import Forward
 
 MOST_ADVICE = 3
 Params = list[tuple[str | None, nn.Parameter]]  # each with the name of its layer, None outside of all

@@ -10,52 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.hooks.hook import Hooks
-from hookcb.hooks.modules import is_compiled, named_modules, unwrapped
+from hookcb.hooks.modules import outermost_compiled, unwrapped
 from hookcb.hooks.own import StandIn
 from hookcb.profiling.memory.allocator import Allocator
-from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Held, Ledger
+from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Call, Held, Ledger, innermost_around
 from hookcb.profiling.memory.saved_tensors import SavedTensors
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
 
 COMPILED = "compiled"
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One call of a layer.
-
-    Attributes:
-        layer: its name.
-        above: the call of the layer it was called in.
-        inputs: the storages of its inputs.
-        kept_before: bytes kept for the backward when it began.
-        mark: what the meter needs at its end.
-        ends: the inputs of a compiled layer, at which its graph ends.
-        allocated, peak: bytes alive at its end, and the most, less those at its beginning.
-        output_bytes: size of its outputs.
-    """
-
-    layer: str
-    above: "Call | None"
-    inputs: list[Held]
-    kept_before: int
-    mark: Any
-    ends: list[Tensor] = field(default_factory=list)
-    allocated: int = 0
-    peak: int = 0
-    output_bytes: int = 0
-
-    def path(self) -> "list[Call]":
-        """It and those it was called in, the outermost first."""
-        return [*(self.above.path() if self.above else []), self]
-
-
-def innermost_around(a: Call | None, b: Call | None) -> Call | None:
-    """The innermost call that both are, or are in."""
-    if a is None or b is None or a is b:
-        return a if a is b else None
-    both = [x for x, y in zip(a.path(), b.path(), strict=False) if x is y]
-    return both[-1] if both else None
 
 
 @dataclass(slots=True)
@@ -195,7 +157,7 @@ class MemoryWatch:
     # ---- hooks
 
     def _attach(self, model: nn.Module, forward: Forward) -> None:
-        self._model, compiled = type(unwrapped(model)).__name__, _outermost_compiled(model)
+        self._model, compiled = type(unwrapped(model)).__name__, outermost_compiled(model)
         inside = {id(m): name for name, outer in compiled.items() for m in outer.modules()}
         forward.compiled = tuple(compiled)
         self.inside = {
@@ -323,17 +285,3 @@ class _CompiledCall(StandIn):
         """Gives its place back."""
         if self.m._compiled_call_impl is self:
             self.m._compiled_call_impl = self.own
-
-
-def _outermost_compiled(model: nn.Module) -> dict[str, nn.Module]:
-    """What torch.compile was applied to, by name: wrappers, and modules that were compiled in place."""
-    found: dict[str, nn.Module] = {}
-    if not any(map(is_compiled, model.modules())):  # the usual case without a look at names
-        return found
-    names = {id(m): name for name, m in named_modules(model).items()}
-    inside: set[int] = set()
-    for m in model.modules():
-        if is_compiled(m) and id(m) not in inside:
-            found[names[id(unwrapped(m))]] = m
-            inside |= {id(inner) for inner in m.modules()}
-    return found

@@ -5,7 +5,7 @@ from typing import Any
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_samples
 from hookcb.core.callback import Callback
-from hookcb.loops.checks import place
+from hookcb.hooks.modules import place
 from hookcb.profiling.phases import LAST, Edge, follow_phases, leave_phases
 from hookcb.profiling.steps.clock import CudaStepClock, FetchPhase, StepClock
 from hookcb.profiling.steps.incidents import Incidents

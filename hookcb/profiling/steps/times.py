@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from hookcb.core.console import printable
-from hookcb.core.events import PHASES
 from hookcb.core.text import duration
+from hookcb.profiling.phases import PHASES
 from hookcb.records.printing import Printed
 from hookcb.records.tables import Column, fitted
 

@@ -139,7 +139,7 @@ class Checkpoint(Callback):
     def _write(self, phase: str, place: str = "", is_best: bool = False) -> None:
         file_name = f"epoch-{self.epoch + 1:04d}{place}.pt"
         self._written = [*(file for file in self._written if file != file_name), file_name]
-        state = capture(self.learn, phase, self._random)  # type: ignore[arg-type]  # of a fit, so a Learner
+        state = capture(self.learn, phase, self._random)
         for file in (file_name, "best.pt") if is_best else (file_name,):
             save_whole(state, self.folder / file)
         self._unsaved, self.n_written = False, self.n_written + 1

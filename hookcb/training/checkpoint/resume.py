@@ -1,19 +1,17 @@
 """Resume: a fit that goes on where a checkpoint was written."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hookcb.core.console import warn
 from hookcb.core.files import read_saved
+from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.checkpoint.state import FORMAT, KEYS, check_fits, checkpoints_in, restore
 from hookcb.training.progress import Progress
-
-if TYPE_CHECKING:
-    from hookcb.loops.learner import Learner
 
 LATEST = "latest"
 
@@ -30,7 +28,7 @@ class Resume:
         ValueError: where it is of another model or optimizer, or of more epochs than this fit.
     """
 
-    def __init__(self, file: Path, state: dict[str, Any], learn: "Learner") -> None:
+    def __init__(self, file: Path, state: dict[str, Any], learn: TrainingState) -> None:
         self.file, self._state = file, state
         try:
             check_fits(self._state, learn)
@@ -47,7 +45,7 @@ class Resume:
         self._check_callbacks(file, learn)
 
     @classmethod
-    def find(cls, resume: "str | Path | None", learn: "Learner") -> Self | None:
+    def find(cls, resume: "str | Path | None", learn: TrainingState) -> Self | None:
         """Of what `Learner.fit(resume=…)` was given; None where there is nothing to go on with.
 
         Raises:
@@ -75,7 +73,7 @@ class Resume:
         return cls._newest(folders[0], learn) if checkpoints_in(folders[0]) else None
 
     @classmethod
-    def _newest(cls, folder: Path, learn: "Learner") -> Self:
+    def _newest(cls, folder: Path, learn: TrainingState) -> Self:
         """Of the newest file that can be read whole."""
         broken = []
         for file in reversed(checkpoints_in(folder)):
@@ -93,11 +91,11 @@ class Resume:
             raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(broken)}")
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
 
-    def restore(self, learn: "Learner") -> "enumerate[Any] | None":
+    def restore(self, learn: TrainingState) -> "enumerate[Any] | None":
         """Puts everything as it was; in the middle of a training gives the batches still to come."""
         return restore(learn, self._state)
 
-    def tell(self, learn: "Learner") -> None:
+    def tell(self, learn: TrainingState) -> None:
         """Shows what is resumed, as the learner's `Progress` does; warns if nothing is left to train."""
         if self.phase == "epoch" and self.epoch >= learn.n_epoch:
             warn(
@@ -129,7 +127,7 @@ class Resume:
             f"loss {x[-1].item():.4g}" for x in recorded if isinstance(x, Tensor) and x.ndim == 1 and len(x)
         ]
 
-    def _check_callbacks(self, file: Path, learn: "Learner") -> None:
+    def _check_callbacks(self, file: Path, learn: TrainingState) -> None:
         attached = {cb.name for cb in learn.cbs}
         # what a Checkpoint notes for itself nothing else needs
         needed = {name for name, of in self._state["cbs"].items() if "random_of_phase" not in of}

@@ -4,10 +4,9 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hookcb.core.loop import Loop
+from hookcb.core.state import TrainingState
 
 CHILD_ENDED: int | None = getattr(signal, "SIGCHLD", None)  # which Windows does not have
 
@@ -23,9 +22,9 @@ class StopSignals:
         self._handlers: dict[int, Any] = {}
         self._child_handler: Any = None  # whose errors are held, once a signal has come
         self._process = 0  # whose signals they are
-        self._loop: Loop | None = None
+        self._loop: TrainingState | None = None
 
-    def open(self, loop: "Loop") -> None:
+    def open(self, loop: TrainingState) -> None:
         """Takes the signals; `loop.stop_asked` is set when the first one comes."""
         self._noted, self._process, self._loop = None, os.getpid(), loop
         if threading.current_thread() is not threading.main_thread():

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import islice
 from numbers import Number
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,15 @@ from torch.optim import Optimizer
 
 from hookcb.core.files import PLAIN
 from hookcb.core.randomness import random_state, saves_itself, set_random_state
+from hookcb.core.state import TrainingState
 from hookcb.hooks.modules import unsaved_buffers
-
-if TYPE_CHECKING:
-    from hookcb.loops.learner import Learner
 
 FORMAT = 1  # of the file; a change that older versions cannot read counts it up
 KEYS = {"format", "torch", "phase", "epoch", "iter", "n_epoch", "train_iter", "row", "model", "buffers"}
 KEYS |= {"loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
 
 
-def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
+def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
     """The state of the fit that is running, to be saved at once: its tensors are those in use.
 
     Args:
@@ -61,7 +59,7 @@ def capture(learn: "Learner", phase: str, random_of_phase: dict[str, Any]) -> di
     return plain
 
 
-def restore(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any] | None":
+def restore(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any] | None":
     """Puts everything as it was when `capture` gave `state`.
 
     Returns:
@@ -90,7 +88,7 @@ def restore(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any] | None":
     return batches
 
 
-def check_fits(state: dict[str, Any], learn: "Learner") -> None:
+def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
     """Refuses the state of another model or optimizer.
 
     Raises:
@@ -170,7 +168,7 @@ def loaders_of(learn: Any) -> list[Any]:
     return [dl for dl in (learn.dls.train, getattr(learn.dls, "valid", None)) if dl is not None]
 
 
-def _start_workers(learn: "Learner", state: dict[str, Any]) -> None:
+def _start_workers(learn: TrainingState, state: dict[str, Any]) -> None:
     """Has those that stay from epoch to epoch draw now the seed that they drew at their first."""
     for dl in loaders_of(learn):
         began = state["epoch"] > 0 or (dl is learn.dls.train and state["phase"] == "validate")
@@ -178,7 +176,7 @@ def _start_workers(learn: "Learner", state: dict[str, Any]) -> None:
             iter(dl)
 
 
-def _batches_left(learn: "Learner", state: dict[str, Any]) -> "enumerate[Any]":
+def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any]":
     """Begins the epoch's training as it began, and passes over the batches that were trained on."""
     done = state["iter"]
     learn.iter = done - 1

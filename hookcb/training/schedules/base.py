@@ -4,48 +4,13 @@ import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hookcb.core.callback import Callback
+from hookcb.core.optim import Settings, _copied, group_settings, set_groups
 
-Settings = list[dict[str, Any]]
 MADE_BY_TORCH = ("step", "_opt_called")  # what a scheduler sets on the optimizer itself
-
-
-def group_settings(opt: Optimizer) -> Settings:
-    """What each group has besides its parameters, such as lr, momentum and betas; tensors are copied."""
-    return [{k: _copied(v) for k, v in group.items() if k != "params"} for group in opt.param_groups]
-
-
-@torch.no_grad()
-def set_groups(opt: Optimizer, settings: Settings) -> None:
-    """Puts back what `group_settings` gave; keys added since are removed, tensors stay the same objects."""
-    for group, own in zip(opt.param_groups, settings, strict=False):
-        for key in group.keys() - own.keys() - {"params"}:
-            del group[key]
-        for key, value in own.items():
-            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = _copied(value)
-
-
-def set_rate(opt: Optimizer, lr: float) -> None:
-    """Sets the learning rate of all groups."""
-    for group in opt.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, list | dict) else value  # what the user keeps there stays
 
 
 class RateCallback(Callback, ABC):

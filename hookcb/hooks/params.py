@@ -1,0 +1,79 @@
+"""Parameters of a model, by name: which are there, and which are meant."""
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hookcb.core.text import listed
+from hookcb.hooks.modules import named_modules, unwrapped
+
+Which = str | Callable[[str, nn.Parameter], bool]
+
+
+class Param(NamedTuple):
+    """A parameter that is looked at."""
+
+    name: str
+    p: nn.Parameter
+    kind: str  # type of the module it belongs to
+
+
+def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) -> list[Param]:
+    """The parameters of `model` that `which` selects, each once, in the order of `named_parameters()`.
+
+    Names are those of the plain model: without the wrappers of torch.compile and DistributedDataParallel.
+
+    Args:
+        model: where to look.
+        which: None for all, a glob on qualified names (`"blocks.*.weight"`, where `*` also spans dots), a
+            predicate `(name, parameter) -> bool`, or several of these.
+
+    Raises:
+        LookupError: where one of them selects nothing; the message lists what there is.
+        TypeError: where it is of another kind.
+    """
+    every: dict[int, Param] = {}
+    for prefix, m in named_modules(model).items():
+        for name, p in m._parameters.items():
+            if p is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                every.setdefault(id(p), Param(full, p, type(m).__name__))
+    names = [param.name for param in every.values()]
+    several = [which] if which is None or isinstance(which, str) or callable(which) else check_which(which)
+    selected: set[str] = set()
+    for one in several:
+        found = {param.name for param in every.values() if _selects(one, param)}
+        if not found:
+            what = "is there" if one is None else f"matches {one!r:.80}"
+            kind = type(unwrapped(model)).__name__
+            raise LookupError(f"no parameter of {kind} {what}; it has: {listed(names) or 'none'}")
+        selected |= found
+    return [param for param in every.values() if param.name in selected]
+
+
+def check_which(which: Any) -> list[Which]:
+    """`which` as a list, checked.
+
+    Raises:
+        TypeError: where it is no glob, predicate or several of them.
+        ValueError: where it is empty.
+    """
+    single = isinstance(which, str) or callable(which)
+    several: list[Any] = [which] if single else list(which) if isinstance(which, Iterable) else [None]
+    for one in several:
+        if not isinstance(one, str) and (not callable(one) or isinstance(one, type | nn.Module)):
+            raise TypeError(
+                f"params is {which!r:.80}; give a glob on parameter names, a predicate (name, parameter) -> "
+                "bool, or a list of these"
+            )
+    if not several:
+        raise ValueError("params is empty; give globs on parameter names, or None for all parameters")
+    return several
+
+
+def _selects(which: Which | None, param: Param) -> bool:
+    if isinstance(which, str):
+        return fnmatchcase(param.name, which)
+    return which is None or bool(which(param.name, param.p))
