@@ -1,4 +1,4 @@
-"""For all tests: what makes them quicker, and changes nothing they look at."""
+"""For all tests: what makes them quicker, and what each must leave as it was."""
 
 import gc
 import signal
@@ -55,3 +55,17 @@ def fresh_dynamo():
     _dynamo.reset()
     yield
     _dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_on():
+    """Hooks that are no model's, and modes."""
+    import torch
+    from torch.optim import optimizer as of_all
+
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not of_all._global_optimizer_pre_hooks
+    assert not of_all._global_optimizer_post_hooks
+    assert not torch.is_anomaly_enabled()
+    assert torch.is_grad_enabled()

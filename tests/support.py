@@ -5,11 +5,12 @@ import gc
 import io
 import math
 import random
-from contextlib import contextmanager
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
-import zoo
 from rich.console import Console
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
@@ -29,6 +30,7 @@ from hookcb import (
     Learner,
     count_hooks,
 )
+from tests.hooks import support as zoo
 
 SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
 EVENTS = [e.value for e in Event]
@@ -332,3 +334,21 @@ def layer_oracle(x, eps=0.05):
     stats = {"mean": mean, "std": std, "min": low, "max": high, "abs_max": largest}
     shares = {"near_zero": (values.abs() <= eps).sum() / n, "zeros": (values == 0).sum() / n}
     return {stat: float(value) for stat, value in {**stats, **shares, "nonfinite": n - len(finite)}.items()}
+
+
+def run_ranks(worker, folder, n=2):
+    """Runs `worker RANK FOLDER` in `n` processes at once; the files `FOLDER/RANK.pt` that they wrote."""
+    with ExitStack() as stack:
+        processes = []
+        for rank in range(n):
+            log = stack.enter_context(open(folder / f"{rank}.log", "w"))
+            command = [sys.executable, str(worker), str(rank), str(folder)]
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+            stack.callback(processes[-1].kill)
+        for process in processes:
+            process.wait(timeout=60)
+    files = [folder / f"{rank}.pt" for rank in range(n)]
+    assert all(file.exists() for file in files), [
+        (folder / f"{rank}.log").read_text()[-2000:] for rank in range(n)
+    ]
+    return files

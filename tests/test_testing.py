@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from support import (
-    fit,
-    make_model,
-    same,
-    weights,
-)
 
 from hookcb import (
     assert_no_hooks,
     count_hooks,
     synth_learner,
+)
+from tests.support import (
+    fit,
+    make_model,
+    same,
+    weights,
 )
 
 

@@ -14,7 +14,7 @@ from hookcb.core.console import printable
 # Kinds of modules whose gradients are small by their nature: of rows that few samples ask for.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")
 LAST = 5  # records that a finding about size looks at, by their median: one batch says little
-# Limits beside what 75 healthy runs came to (those of tests/callbacks/test_gradients.py, five seeds each).
+# Limits beside what 75 healthy runs came to (those of tests/gradients/test_callback.py, five seeds each).
 VANISHING = 1e-5  # a weight's gradient RMS to the largest one's: 3e-4; six sigmoids in a row 5e-7
 # A weight's gradient RMS to the median one's and the last one's: 600, in the first steps of branches that
 # begin with zeros; of eight layers of sin(20 x) 14,000.

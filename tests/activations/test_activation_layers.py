@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import zoo
-from activation_zoo import Around, numbered, randn, steps, tags
-from support import fit, make_batches
 from torch import nn
 
 from hookcb import ActivationStats, Learner
+from tests.activations.support import Around, numbered, randn, steps, tags
+from tests.hooks import support as zoo
+from tests.support import fit, make_batches
 
 
 def test_layers_of_another_model_take_the_place_of_the_former_ones():

@@ -6,8 +6,6 @@ import pickle
 
 import pytest
 import torch
-from activation_zoo import NAN, Tagged, assert_same_readings, ids, numbered, steps, tags, watch
-from support import BATCH, CANCELS, fit, make_learner, spy
 
 from hookcb import (
     ActivationStats,
@@ -17,6 +15,8 @@ from hookcb import (
     assert_no_hooks,
     count_hooks,
 )
+from tests.activations.support import NAN, Tagged, assert_same_readings, ids, numbered, steps, tags, watch
+from tests.support import BATCH, CANCELS, fit, make_learner, spy
 
 ORDERS = [-1000, 1000]
 

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
-from activation_zoo import INF, NAN, Around, Puts, assert_stats, calls_of, oracle, randn, watch
-from support import PACKED, fit
 from torch import nn
 
 from hookcb import ActivationStats, Learner
+from tests.activations.support import INF, NAN, Around, Puts, assert_stats, calls_of, oracle, randn, watch
+from tests.hooks import support as zoo
+from tests.support import PACKED, fit
 
 
 def spread_in(*, size=1000, at=0.0, times=1.0, seed=0):

@@ -5,13 +5,13 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from support import fit, make_learner
 from torch import nn
 
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.failures import told_failure
 from hookcb.diagnosis.probes.layer import LayerProbe
 from hookcb.diagnosis.probes.suite import Probes
+from tests.support import fit, make_learner
 
 
 def notes(verdict):

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from rich.cells import cell_len
 from rich.console import Console
-from support import fit, make_batches, make_model
 from torch import nn
 
 import hookcb
@@ -22,6 +21,7 @@ from hookcb import Diagnose, Finding, Learner, Verdict
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.judge import explained, judge
 from hookcb.diagnosis.registry import CHECKS, check_of
+from tests.support import fit, make_batches, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
 

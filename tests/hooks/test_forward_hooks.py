@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
 from fastcore.foundation import L
 from torch import nn
 from torch.func import functional_call, grad, vmap
-from zoo import G, X, args, sequential
 
 from hookcb import find_modules
 from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
 from hookcb.testing import count_hooks
+from tests.hooks import support as zoo
+from tests.hooks.support import G, X, args, sequential
 
 
 def snapshot(out):

@@ -5,14 +5,14 @@ import weakref
 
 import pytest
 import torch
-import zoo
-from support import no_collection
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from zoo import G, X, args, sequential
 
 from hookcb.hooks.hook import Hook, Hooks, hook_outputs
 from hookcb.testing import count_hooks
+from tests.hooks import support as zoo
+from tests.hooks.support import G, X, args, sequential
+from tests.support import no_collection
 
 
 @pytest.mark.parametrize("kwargs", [False, True])

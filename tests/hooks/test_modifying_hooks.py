@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import zoo
 from torch import nn
-from zoo import G, X, sequential
 
 from hookcb.hooks.hook import Hook
+from tests.hooks import support as zoo
+from tests.hooks.support import G, X, sequential
 
 OF_OUTPUTS = {"is_forward": False, "pre": True, "modify": True}  # replaces gradients of outputs
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from zoo import G, X, args, explode, sequential
 
 from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
+from tests.hooks import support as zoo
+from tests.hooks.support import G, X, args, explode, sequential
 
 DIFFERENTIABLE = [
     "tensor", "tuple", "tuple_of_one", "list", "nested", "partly_used", "namedtuple", "dict", "ordered_dict",

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import zoo
 from torch import nn
-from zoo import G, X, args, explode, sequential
 
 from hookcb.hooks.hook import Hook, Hooks
 from hookcb.testing import assert_no_hooks, count_hooks
+from tests.hooks import support as zoo
+from tests.hooks.support import G, X, args, explode, sequential
 
 
 def test_a_hook_can_be_attached_and_removed_in_mid_forward():

@@ -7,9 +7,9 @@ import sys
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
-from trainers import BS, EPOCHS, SETS, Net, loss_func, optimizer, watched
 
 from hookcb import ActivationStats, Callback, GradientHealth, count_hooks
+from tests.interop.trainers import BS, EPOCHS, SETS, Net, loss_func, optimizer, watched
 
 
 def train(cbs, accelerator):

@@ -2,9 +2,9 @@
 
 import torch
 from lightning.pytorch import LightningModule
-from trainers import Net, lightning_trainer, loaders, loss_func, optimizer
 
 from hookcb.adapters.lightning import HookcbCallback
+from tests.interop.trainers import Net, lightning_trainer, loaders, loss_func, optimizer
 
 
 class CallsParts(LightningModule):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainers import BS, EPOCHS, N_TRAIN, SETS, Net, loss_func, optimizer, quiet
 
 from hookcb import ActivationStats, GradientHealth, watch
+from tests.interop.trainers import BS, EPOCHS, N_TRAIN, SETS, Net, loss_func, optimizer, quiet
 
 HERE = Path(__file__).parent
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import trainers
-from trainers import BS, EPOCHS, N_TRAIN, N_VALID, Net, loaders, loss_func, optimizer, quiet
 
 from hookcb import ActivationStats, Callback, GradientHealth, assert_no_hooks, watch
+from tests.interop import trainers
+from tests.interop.trainers import BS, EPOCHS, N_TRAIN, N_VALID, Net, loaders, loss_func, optimizer, quiet
 
 with quiet():
     from ignite.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer

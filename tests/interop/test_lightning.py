@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainers import EPOCHS, N_TRAIN, N_VALID, Planted, lightning_trainer, loaders, loss_func, quiet
 
 from hookcb import (
     ActivationStats,
@@ -22,12 +21,22 @@ from hookcb import (
     assert_no_hooks,
     watch,
 )
+from tests.interop.trainers import (
+    EPOCHS,
+    N_TRAIN,
+    N_VALID,
+    Planted,
+    lightning_trainer,
+    loaders,
+    loss_func,
+    quiet,
+)
 
 with quiet():
     from lightning.pytorch.callbacks import Callback as LightningCallback
-    from lightning_modules import CallsItself, CallsParts, TwoOptimizers, fit
 
     from hookcb.adapters.lightning import HookcbCallback
+    from tests.interop.lightning_modules import CallsItself, CallsParts, TwoOptimizers, fit
 
 
 @pytest.fixture(autouse=True)
@@ -190,10 +199,10 @@ def test_watch_alone_follows_a_trainer_whose_module_calls_itself():
 
 WORKER = """
 import json, os, sys
-from trainers import quiet
+from tests.interop.trainers import quiet
 with quiet():
     from hookcb import ActivationStats, Callback, GradientHealth
-    from lightning_modules import CallsItself, CallsParts, fit
+    from tests.interop.lightning_modules import CallsItself, CallsParts, fit
     found = {}
     for module in CallsItself, CallsParts:
         shapes = []

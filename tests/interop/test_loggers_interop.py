@@ -11,10 +11,10 @@ import warnings
 
 import pytest
 import torch
-from support import fit, make_learner, same, weights
 
 from hookcb import ActivationStats, Callback, GradientHealth
 from hookcb.loggers import Histogram, Log, MLflowLogger, TensorBoardLogger, as_logger
+from tests.support import fit, make_learner, same, weights
 
 # what they say of their own dependencies, on some versions of Python
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

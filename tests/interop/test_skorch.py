@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from trainers import BS, N_TRAIN, SETS, Net, quiet
 
 from hookcb import ActivationStats, GradientHealth, assert_no_hooks, watch
+from tests.interop.trainers import BS, N_TRAIN, SETS, Net, quiet
 
 with quiet():
     from skorch import NeuralNetClassifier, NeuralNetRegressor

@@ -4,9 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import trainers
-from trainer_table import COLUMNS, EARLY, TRAINERS, markdown
-from trainers import EPOCHS, N_TRAIN, N_VALID, SCALE, LossNet, Net, Planted, loaders, loss_func, quiet
 
 from hookcb import (
     ActivationStats,
@@ -16,6 +13,20 @@ from hookcb import (
     GradientHealth,
     Learner,
     assert_no_hooks,
+)
+from tests.interop import trainers
+from tests.interop.trainer_table import COLUMNS, EARLY, TRAINERS, markdown
+from tests.interop.trainers import (
+    EPOCHS,
+    N_TRAIN,
+    N_VALID,
+    SCALE,
+    LossNet,
+    Net,
+    Planted,
+    loaders,
+    loss_func,
+    quiet,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +134,7 @@ def all_events(name, reference):
 
 def all_but_pred(name, reference):
     all_events(name, reference)
-    import lightning_modules
+    from tests.interop import lightning_modules
 
     probe = Probe()
     callback = lightning_modules.fit(lightning_modules.CallsParts, probe)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import zoo
-from zoo import G, X
 
 from hookcb.hooks.hook import hook_output
+from tests.hooks import support as zoo
+from tests.hooks.support import G, X
 
 
 def test_a_stored_model_output_is_one():

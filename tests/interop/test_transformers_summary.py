@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support import attention, changes_in, fit, in_terminal, row, same, shown, unsettle, weights
 
 from hookcb import Callback, Learner, layer_info, module_summary, total_params
+from tests.support import attention, changes_in, fit, in_terminal, row, same, shown, unsettle, weights
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,11 +6,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-import trainers
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import Dataset
-from trainers import EPOCHS, N_TRAIN, LossNet, Planted, hf_trainer, quiet
 
 from hookcb import (
     ActivationStats,
@@ -24,6 +22,8 @@ from hookcb import (
     assert_no_hooks,
     count_hooks,
 )
+from tests.interop import trainers
+from tests.interop.trainers import EPOCHS, N_TRAIN, LossNet, Planted, hf_trainer, quiet
 
 with quiet():
     from transformers import (

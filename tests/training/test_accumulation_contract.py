@@ -6,7 +6,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import (
+from torch import nn
+
+from hookcb import Callback, GradientAccumulation, GradientClip, MixedPrecision
+from tests.support import CANCELS, events, make_model, same, spy, weights
+from tests.training.support import (
     NESTED_AT,
     TakesDict,
     TwoInputs,
@@ -19,10 +23,6 @@ from by_hand import (
     sgd,
     validating,
 )
-from support import CANCELS, events, make_model, same, spy, weights
-from torch import nn
-
-from hookcb import Callback, GradientAccumulation, GradientClip, MixedPrecision
 
 RAGGED = [4, 2, 4, 3, 1]
 

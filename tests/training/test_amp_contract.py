@@ -7,7 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from by_hand import (
+from torch import nn
+
+from hookcb import Callback, CancelStepException, MixedPrecision
+from tests.support import CANCELS, EVENTS, make_model, same, spy, weights
+from tests.training.support import (
     DEVIL,
     ENDS,
     NESTED_AT,
@@ -23,10 +27,6 @@ from by_hand import (
     seeded,
     validating,
 )
-from support import CANCELS, EVENTS, make_model, same, spy, weights
-from torch import nn
-
-from hookcb import Callback, CancelStepException, MixedPrecision
 
 RAGGED = [4, 4, 3]
 SCALER = {"init_scale": 2.0**10, "growth_interval": 3}

@@ -4,20 +4,20 @@ import math
 
 import pytest
 import torch.nn.functional as F
-from by_hand import (
-    OPTS,
-    Wide,
-    batches_of,
-    momentum,
-    quiet,
-)
-from support import CANCELS, make_model, same, spy, weights
 from torch import nn
 
 from hookcb import (
     Callback,
     GradientClip,
     MixedPrecision,
+)
+from tests.support import CANCELS, make_model, same, spy, weights
+from tests.training.support import (
+    OPTS,
+    Wide,
+    batches_of,
+    momentum,
+    quiet,
 )
 
 RAGGED = [4, 4, 2]

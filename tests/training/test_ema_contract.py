@@ -8,7 +8,18 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import (
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hookcb import (
+    EMA,
+    ActivationStats,
+    Callback,
+    GradientAccumulation,
+    MixedPrecision,
+    count_hooks,
+)
+from tests.support import CANCELS, EVENTS, make_model, same, spy, weights
+from tests.training.support import (
     DEVIL,
     ENDS,
     NESTED_AT,
@@ -22,17 +33,6 @@ from by_hand import (
     seeded,
     state_of,
     validating,
-)
-from support import CANCELS, EVENTS, make_model, same, spy, weights
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-from hookcb import (
-    EMA,
-    ActivationStats,
-    Callback,
-    GradientAccumulation,
-    MixedPrecision,
-    count_hooks,
 )
 
 RAGGED = [4, 4, 2]

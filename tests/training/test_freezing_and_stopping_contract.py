@@ -6,7 +6,21 @@ import math
 
 import pytest
 import torch
-from by_hand import (
+from torch import nn
+
+from hookcb import (
+    Callback,
+    ChannelsLast,
+    Compile,
+    DetectAnomaly,
+    Freeze,
+    MaxTime,
+    TerminateOnNaN,
+    freeze,
+    unfreeze,
+)
+from tests.support import EVENTS, events, make_model, modes, same, spy, weights
+from tests.training.support import (
     DEVIL,
     ENDS,
     NESTED_AT,
@@ -22,20 +36,6 @@ from by_hand import (
     state_of,
     train_plainly,
     validating,
-)
-from support import EVENTS, events, make_model, modes, same, spy, weights
-from torch import nn
-
-from hookcb import (
-    Callback,
-    ChannelsLast,
-    Compile,
-    DetectAnomaly,
-    Freeze,
-    MaxTime,
-    TerminateOnNaN,
-    freeze,
-    unfreeze,
 )
 
 RAGGED = [4, 4, 2]

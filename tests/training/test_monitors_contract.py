@@ -7,7 +7,10 @@ import random
 
 import pytest
 import torch
-from by_hand import (
+
+from hookcb import Callback, EarlyStopping, ReduceLROnPlateau
+from tests.support import CANCELS, make_model, same, spy, weights
+from tests.training.support import (
     NESTED_AT,
     Unsized,
     Wide,
@@ -22,9 +25,6 @@ from by_hand import (
     two_groups,
     validating,
 )
-from support import CANCELS, make_model, same, spy, weights
-
-from hookcb import Callback, EarlyStopping, ReduceLROnPlateau
 
 nan, inf = math.nan, math.inf
 CURVES = [

@@ -1,0 +1,1 @@
+"""Tests, by room: tests/<room>/test_<file>.py is of hookcb/<room>/<file>.py."""

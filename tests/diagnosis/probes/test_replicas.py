@@ -1,0 +1,41 @@
+"""Replicas in two processes that are alike, and that are not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hookcb.diagnosis.probes.replicas import look_at_replicas
+from tests.support import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    files = run_ranks(Path(__file__).with_name("replica_worker.py"), folder)
+    results = [torch.load(f) for f in files]
+    assert "error" not in results[0], results[0]["error"]
+    assert "error" not in results[1], results[1]["error"]
+    return results
+
+
+@pytest.mark.parametrize("what", ["alike", "low precision", "buffers differ", "no replica"])
+def test_replicas_with_the_same_parameters_are_fine(ranks, what):
+    assert [r[what] for r in ranks] == [[], []]
+
+
+@pytest.mark.parametrize("what", ["rank 1 differs", "rank 0 differs", "a bit", "rank 1 is NaN"])
+def test_a_parameter_that_differs_on_one_rank_is_told_on_all_ranks_alike(ranks, what):
+    assert ranks[0][what] == ranks[1][what]
+    ((code, step, value, text),) = ranks[0][what]
+    assert (code, step, value) == ("replica.diverged", 7, 1.0)
+    assert "rank 1 differ from those of rank 0" in text
+
+
+def test_replicas_that_went_to_nan_together_have_not_diverged(ranks):
+    assert [r["all are NaN"] for r in ranks] == [[], []]
+
+
+def test_without_other_processes_there_is_nothing_to_compare():
+    assert list(look_at_replicas(nn.Linear(3, 2), 0)) == []

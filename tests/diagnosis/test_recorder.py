@@ -1,0 +1,88 @@
+"""Batches, examples and steps are counted as they were, cancelled ones left out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import (
+    Callback,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelStepException,
+    Diagnose,
+    Learner,
+    watch,
+)
+from tests.support import fit, make_batches, make_learner, make_model
+
+
+def examples_of_steps(*cbs, n=12):
+    """How many examples each look at dead units was told of, in batches of four."""
+    looks = []
+    diagnose = Diagnose(show=False)
+
+    def follow(cb):
+        dead = diagnose._probes.dead
+        own = dead.look
+        dead.look = lambda step, n_examples: (looks.append(n_examples), own(step, n_examples))
+
+    fit(make_learner(n, 0, lr=0.01), 1, cbs=[diagnose, Callback(before_train=follow), *cbs])
+    return looks
+
+
+def raising(cancel, event, of=lambda i: True):
+    def handle(cb):
+        if of(cb.train_iter):
+            raise cancel
+
+    return Callback(name="raising", **{event: handle})
+
+
+def test_each_step_has_the_examples_of_its_batch():
+    assert len(set(examples_of_steps())) == 1
+
+
+@pytest.mark.parametrize(
+    ("cancel", "event"),
+    [
+        (CancelBatchException, "after_pred"),
+        (CancelBatchException, "before_batch"),
+        (CancelBackwardException, "before_backward"),
+    ],
+)
+def test_the_examples_of_a_cancelled_batch_count_for_no_step(cancel, event):
+    size = examples_of_steps()[0]
+    odd = raising(cancel, event, of=lambda i: i % 2 == 1)
+    looks = examples_of_steps(odd)
+    assert set(looks) <= {size, 0}
+    assert looks.count(size) == 6
+
+
+def test_examples_of_a_cancelled_step_count_for_the_next_one():
+    size = examples_of_steps()[0]
+    looks = examples_of_steps(raising(CancelStepException, "before_step", of=lambda i: i % 3 != 2))
+    assert looks == [size, 2 * size, 3 * size] * 4
+
+
+def test_steps_that_are_cancelled_swallow_no_update_and_leave_no_stale_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).bfloat16()
+    batches = [(torch.randn(16, 8).bfloat16(), torch.randn(16, 1).bfloat16()) for _ in range(24)]
+    learn = Learner(batches, model, F.mse_loss, torch.optim.SGD, lr=0.5)
+    cancels = raising(CancelStepException, "before_step", of=lambda i: i < 19)
+    verdict = fit(learn, 1, cbs=[Diagnose(show=False), cancels]).diagnose()
+    assert not {"update.swallowed", "grad.stale"} & {f.code for f in verdict.findings}
+
+
+@pytest.mark.filterwarnings("ignore:ERROR  param.not_stepped:UserWarning")
+def test_backwards_are_counted_by_backwards():
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for x, y in make_batches(25):
+            w.loss(F.mse_loss(model(x), y)).backward()
+        for x, _ in make_batches(5):
+            model(x)
+    found = next(f for f in w.diagnose().findings if f.code == "param.not_stepped")
+    assert "in 25 batches with a backward" in found.message

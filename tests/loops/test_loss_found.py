@@ -1,0 +1,376 @@
+"""A watch finds the loss by itself, where the backward begins."""
+
+import gc
+import threading
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hookcb import Callback, Diagnose, Recorder, watch
+from hookcb.diagnosis.probes.loss_graph import read_loss
+from hookcb.loops.loss_found import find_loss
+from tests.support import make_batches, make_model, same, weights
+
+BATCHES = make_batches(4)
+X, Y = BATCHES[0]
+
+
+def plain(loss, **others):
+    loss.backward()
+
+
+def of_a_list(loss, **others):
+    torch.autograd.backward([loss])
+
+
+def of_one_element(loss, **others):
+    loss.reshape(1, 1).backward()
+
+
+def weighted_as_a_whole(loss, **others):
+    loss.backward(torch.tensor(0.5))
+
+
+def kept_graph(loss, **others):
+    loss.backward(retain_graph=True)
+
+
+def of_chosen_parameters(loss, model, **others):
+    loss.backward(inputs=[*model.parameters()])
+
+
+def by_grad(loss, model, **others):
+    params = [*model.parameters()]
+    for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+        p.grad = g
+
+
+def trained(backward, w=None, model=None):
+    """The losses of a loop, as it has them itself."""
+    model = make_model() if model is None else model
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with watch(model, opt, Recorder) as w:
+        for x, y in BATCHES:
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            backward(loss, model=model)
+            opt.step()
+            opt.zero_grad()
+    return losses, w
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [plain, of_a_list, of_one_element, weighted_as_a_whole, kept_graph, of_chosen_parameters, by_grad],
+)
+def test_the_loss_is_what_backward_is_called_on(backward):
+    losses, w = trained(backward)
+    assert w.recorder.losses == losses
+    assert w.facts.n_losses_found == 4
+    assert "4 losses found where their backward began, as backward was called on them" in w.coverage.notes
+    assert "after_loss" not in w.coverage.missing
+
+
+def test_of_several_losses_it_is_the_sum():
+    model = make_model()
+    with watch(model, Recorder) as w:
+        out = model(X)
+        a, b = out.square().mean(), out.abs().mean()
+        torch.autograd.backward([a, b])
+        assert w.loss_node is None  # not kept
+    assert w.recorder.losses == [(a + b).item()]
+
+
+def test_of_an_accumulated_loss_it_is_the_share_that_goes_back():
+    model, losses = make_model(), []
+    with watch(model, Recorder) as w:
+        for x, y in BATCHES:
+            loss = F.mse_loss(model(x), y) / 3
+            loss.backward()
+            losses.append(loss.item())
+    assert w.recorder.losses == losses
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_scaled_loss_is_recorded_as_it_was_before(given):
+    model, losses = make_model(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=1)
+    with watch(model, opt, Recorder, scaler=scaler if given else None) as w:
+        for x, y in BATCHES:
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    # the first step tells that there is a scaler; a loss that may be scaled is not taken for one that is not
+    assert w.recorder.losses == losses[not given :]
+    assert w.facts.n_losses_unfound == (not given)
+    assert w.scaler is scaler
+
+
+def test_a_loss_times_a_number_is_recorded_once_no_scaler_was_seen_at_a_step():
+    model, losses = make_model(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Recorder) as w:
+        for x, y in BATCHES:
+            loss = 0.25 * F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            loss.backward()
+            opt.step()
+    assert w.recorder.losses == losses[1:]
+
+
+def test_a_loss_in_the_closure_of_lbfgs_is_the_first_of_each_step():
+    model, losses = make_model(), []
+    opt = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    with watch(model, opt, Recorder) as w:
+        for x, y in BATCHES:
+            evaluated = []
+
+            def closure(x=x, y=y, evaluated=evaluated):
+                opt.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                evaluated.append(loss.item())
+                return loss
+
+            opt.step(closure)
+            losses.append(evaluated[0])
+    assert w.recorder.losses == losses
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpointed_model_has_the_loss_of_the_outer_backward(reentrant, whole):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            h = checkpoint(self.first, x.requires_grad_(), use_reentrant=reentrant)
+            return checkpoint(self.last, h, use_reentrant=reentrant) if whole else self.last(h)
+
+    losses, w = trained(plain, model=Checkpointed())
+    assert w.recorder.losses == losses
+
+
+def test_a_compiled_model_has_its_loss():
+    losses, w = trained(plain, model=torch.compile(make_model(), backend="aot_eager"))
+    assert w.recorder.losses == losses
+
+
+def test_a_model_that_returns_its_loss_has_it():
+    class Whole(nn.Sequential):
+        def forward(self, x):
+            return {"loss": super().forward(x).square().mean()}
+
+    model, losses = Whole(nn.Linear(2, 1)), []
+    with watch(model, Recorder) as w:
+        for x, _ in BATCHES:
+            loss = model(x)["loss"]
+            losses.append(loss.item())
+            loss.backward()
+    assert w.recorder.losses == losses
+
+
+def test_gradients_of_something_else_are_no_loss():
+    model = make_model()
+    with watch(model, Recorder) as w:
+        out = model(X)
+        out.backward(torch.ones_like(out))
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(F.mse_loss(model(x), Y), x)
+    assert w.recorder.losses == []
+    assert w.facts.n_losses_unfound == 2
+    assert "tell it by w.loss(loss)" in w.coverage.missing["after_loss"]
+
+
+def test_a_loss_that_is_told_is_not_found_too():
+    model = make_model()
+    with watch(model, Recorder) as w:
+        loss = F.mse_loss(model(X), Y)
+        told = w.loss(loss + 1)
+        loss.backward()
+    assert w.recorder.losses == [told.item()]
+    assert (w.facts.n_losses_told, w.facts.n_losses_found) == (1, 0)
+    assert "1 losses told" in w.coverage.notes
+
+
+def test_each_net_of_a_gan_has_losses_of_its_own():
+    g, d = nn.Linear(2, 2), nn.Linear(2, 1)
+    opt_g, opt_d = (torch.optim.Adam(net.parameters()) for net in (g, d))
+    of_g, of_d = [], []
+    with watch(g, opt_g, Recorder) as watch_g, watch(d, opt_d, Recorder) as watch_d:
+        for x, _ in BATCHES:
+            fake = g(x)
+            loss_d = d(x).mean() - d(fake.detach()).mean()
+            opt_d.zero_grad()
+            loss_d.backward()
+            opt_d.step()
+            loss_g = d(fake).square().mean()
+            opt_g.zero_grad()
+            loss_g.backward()
+            opt_g.step()
+            of_g.append(loss_g.item())
+            of_d.append(loss_d.item())
+    assert watch_g.recorder.losses == of_g
+    assert watch_d.recorder.losses == of_d
+    assert watch_d.facts.n_losses_of_others == 4
+
+
+def test_a_recurrent_state_with_its_graph_is_the_models_own():
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = nn.RNNCell(2, 3), nn.Linear(3, 1)
+
+        def forward(self, x, h):
+            h = self.cell(x, h)
+            return self.head(h), h
+
+    model = Step()
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), Recorder) as w:
+        h, outs = torch.zeros(len(X), 3), []
+        for _ in range(3):
+            out, h = model(X, h)
+            outs.append(out)
+        loss = torch.cat(outs).square().mean()
+        loss.backward()
+    assert w.recorder.losses == [loss.item()]
+
+
+def test_a_gradient_that_comes_in_a_thread_of_autograd_finds_the_loss_of_the_calling_one():
+    caller, found = threading.get_ident(), []
+
+    class Elsewhere(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            look = threading.Thread(target=lambda: found.append(find_loss(caller, [])))
+            look.start()
+            look.join()
+            return grad
+
+    loss = Elsewhere.apply(torch.ones(3, requires_grad=True)).sum()
+    loss.backward()
+    assert [x.value.item() for x in found] == [3.0]
+    assert find_loss(caller, []) is None
+
+
+class Token:
+    """Lives as long as the node of a graph."""
+
+
+def test_the_graph_of_the_loss_is_not_kept():
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    gc.disable()
+    try:
+        with watch(model, opt, Recorder, Diagnose(show=False)) as w:
+            for x, y in BATCHES:
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                token = loss.grad_fn.metadata["token"] = Token()
+                gone = weakref.ref(loss), weakref.ref(token)  # a node has no references of this kind
+                opt.step()
+                del loss, token
+                assert [of() for of in gone] == [None, None]
+            assert w.batch_loss is None
+    finally:
+        gc.enable()
+
+
+def test_events_are_in_the_order_of_the_contract():
+    model, log = make_model(), []
+    events = ["after_pred", "after_loss", "before_backward", "after_backward"]
+    notes = {event: lambda cb, event=event: log.append((event, cb.learn.batch_loss)) for event in events}
+    with watch(model, Callback(**notes)):
+        loss = F.mse_loss(model(X), Y)
+        loss.backward()
+    assert [event for event, _ in log] == events
+    assert log[0][1] is None
+    assert all(x.equal(loss.detach()) and x.grad_fn is None for _, x in log[1:])
+
+
+LOSSES = {
+    "cross-entropy": lambda out, y: F.cross_entropy(out, y),
+    "weighted": lambda out, y: F.cross_entropy(out, y, weight=torch.ones(3)),
+    "a sum": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+    "of probabilities": lambda out, y: F.cross_entropy(out.softmax(1), y),
+    "nll": lambda out, y: F.nll_loss(out.sigmoid(), y),
+    "mse": lambda out, y: F.mse_loss(out[:, 0], y.float()),
+    "binary": lambda out, y: F.binary_cross_entropy_with_logits(
+        out[:, 0], y.clamp(max=1).float(), pos_weight=torch.ones(1)
+    ),
+    "by each sample": lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.ones(6)).mean(),
+    "of two": lambda out, y: F.cross_entropy(out, y) + out.square().mean(),
+    "other": lambda out, y: out.logsumexp(1).mean(),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_graph_is_read_in_its_backward_as_before_it(kind):
+    out = nn.Linear(2, 3)(torch.randn(6, 2))
+    loss = LOSSES[kind](out, torch.arange(6) % 3)
+    before, found = read_loss(loss.grad_fn), []
+    out.register_hook(lambda grad: found.append(read_loss(loss.grad_fn)))
+    loss.backward()
+    if kind == "by each sample":  # whether these weights are negative is not known any more
+        before = before._replace(scale=found[0].scale)
+    assert repr(found) == repr([before])
+
+
+def test_of_a_freed_graph_a_factor_is_not_known():
+    out = nn.Linear(2, 3)(torch.randn(6, 2))
+    loss, found = F.cross_entropy(out, torch.arange(6) % 3) / 4, []
+    assert read_loss(loss.grad_fn).scale == 0.25
+    out.register_hook(lambda grad: found.append(read_loss(loss.grad_fn)))
+    loss.backward()
+    assert found[0].is_pure
+    assert found[0].kind == "cross-entropy"
+    assert found[0].scale != found[0].scale
+
+
+def classify(head, told, watched=True):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3), *head)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = torch.randn(60, 16, 8, generator=torch.Generator().manual_seed(1))
+    w = watch(net, opt, Diagnose(show=False, budget=1.0)) if watched else None
+    for x in data:
+        loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
+        if told:
+            w.loss(loss)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    if w is not None:
+        w.close()
+    return net, w
+
+
+@pytest.mark.parametrize(("head", "code"), [((), None), ((nn.Softmax(1),), "head.activation")])
+def test_checks_of_a_loss_that_is_found_are_those_of_one_that_is_told(head, code):
+    with pytest.warns(UserWarning, match=code) if code else nullcontext():
+        (found_net, found), (told_net, told) = (classify(head, is_told) for is_told in (False, True))
+    plain_net, _ = classify(head, told=False, watched=False)
+    assert same(weights(found_net), weights(plain_net))
+    assert same(weights(told_net), weights(plain_net))
+    found, told = found.diagnose(), told.diagnose()
+    assert found.status == told.status
+    assert (found.primary and found.primary.code) == (told.primary and told.primary.code) == code
+    assert [text for text in found.coverage if "known" in text] == []
+    gaps = [[text for text in v.coverage if text.startswith("not checked: loss")] for v in (found, told)]
+    assert gaps[0] == gaps[1] == []

@@ -1,0 +1,109 @@
+"""ChannelsLast lays out model, inputs and the optimizer's state, and trains the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Callback, ChannelsLast, Learner
+from tests.support import fit, same, weights
+
+LAST = torch.channels_last
+
+
+class Mixed(nn.Module):
+    """Weights of two, four and five dimensions, and a buffer of four."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.conv, self.volume = nn.Conv2d(3, 4, 3), nn.Conv3d(1, 2, 2)
+            self.head = nn.Linear(4, 1)
+        self.register_buffer("offset", torch.arange(192.0).reshape(1, 3, 8, 8) / 192)
+
+    def forward(self, x):
+        x = self.conv(x + self.offset).relu()
+        return self.head(x.mean((2, 3))) + self.volume(x[:, None, :2, :2, :2]).mean()
+
+
+def batches(n=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 3, 8, 8, generator=g), torch.randn(4, 1, generator=g)) for _ in range(n)]
+
+
+def learner(opt_func=torch.optim.SGD, **kwargs):
+    return Learner((batches(), batches(2, 1)), Mixed(), F.mse_loss, opt_func, lr=0.05, **kwargs)
+
+
+def is_last(t):
+    return t.is_contiguous(memory_format=LAST)
+
+
+def test_it_trains_as_a_model_laid_out_by_hand():
+    learn = fit(learner(cbs=ChannelsLast()), 2)
+    model = Mixed()
+    for t in (model.conv.weight, model.offset):
+        t.data = t.data.contiguous(memory_format=LAST)
+    opt = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        for x, y in batches():
+            F.mse_loss(model(x.contiguous(memory_format=LAST)), y).backward()
+            opt.step()
+            opt.zero_grad()
+    assert same(weights(learn.model), weights(model))
+    assert all(map(torch.allclose, weights(learn.model), weights(fit(learner(), 2).model)))
+
+
+def test_model_and_images_are_laid_out_in_training_and_validation_and_the_batches_stay():
+    learn, seen = learner(cbs=ChannelsLast()), []
+    given = [x for x, _ in [*learn.dls.train, *learn.dls.valid]]
+    params = list(learn.model.parameters())
+    look = Callback(
+        after_pred=lambda cb: seen.append(
+            (is_last(cb.x), is_last(cb.model.conv.weight), is_last(cb.model.offset))
+        )
+    )
+    fit(learn, cbs=look)
+    assert seen == [(True, True, True)] * 5
+    assert is_last(learn.model.conv.weight)
+    assert learn.model.volume.weight.is_contiguous()
+    assert all(p is q for p, q in zip(params, learn.model.parameters(), strict=True))
+    assert not any(map(is_last, given))
+
+
+def test_nested_inputs_are_laid_out_and_others_left():
+    x, ids, masks = torch.randn(2, 3, 4, 4), torch.ones(2, 3, 4, 4, dtype=torch.int64), torch.randn(2, 3)
+    seen = []
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, pair, more):
+            seen.extend([pair[0], pair[1], more["masks"]])
+            return pair[0].mean((1, 2, 3)) * self.scale
+
+    batch = {"pair": [x, ids], "more": {"masks": masks}}
+    learn = Learner([batch], Nested(), lambda pred: pred.mean(), cbs=ChannelsLast())
+    fit(learn)
+    assert is_last(seen[0])
+    assert torch.equal(seen[0], x)
+    assert seen[1] is ids
+    assert seen[2] is masks
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_with_a_state_goes_on_rightly(fused):
+    def trained(*cbs):
+        learn = learner(lambda params, lr: torch.optim.Adam(params, lr=lr, fused=fused))
+        fit(fit(learn, 2), 2, cbs=cbs)
+        return learn
+
+    learn, plain = trained(ChannelsLast()), trained()
+    assert is_last(learn.opt.state[learn.model.conv.weight]["exp_avg"])
+    assert all(
+        torch.allclose(a, b, atol=1e-5)
+        for a, b in zip(*map(weights, (learn.model, plain.model)), strict=True)
+    )

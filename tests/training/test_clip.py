@@ -1,0 +1,143 @@
+"""GradientClip does what torch's own functions do, and keeps what they did."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from hookcb import Callback, GradientClip, Learner, check_callback
+from tests.support import CANCELS, fit, make_batches, make_learner, make_model, same, spy, weights
+
+
+def by_hand(clip, norm_type=2.0, n_epoch=2):
+    """Weights, and norms before and after clipping, of a plain loop."""
+    model, norms, after = make_model(), [], []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(n_epoch):
+        for x, y in make_batches(3):
+            F.mse_loss(model(x), y).backward()
+            norms.append(norm_of(model, norm_type))
+            clip(list(model.parameters()))
+            after.append(norm_of(model, norm_type))
+            opt.step()
+            opt.zero_grad()
+    return weights(model), norms, after
+
+
+def norm_of(model, norm_type=2.0):
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm(norm_type).item()
+
+
+@pytest.mark.parametrize(
+    ("make", "clip"),
+    [
+        (lambda: GradientClip(), lambda params: clip_grad_norm_(params, 1.0)),
+        (lambda: GradientClip(0.2), lambda params: clip_grad_norm_(params, 0.2)),
+        (lambda: GradientClip(0.1, float("inf")), lambda params: clip_grad_norm_(params, 0.1, float("inf"))),
+        (lambda: GradientClip(0.1, 1), lambda params: clip_grad_norm_(params, 0.1, 1.0)),
+        (lambda: GradientClip(value=0.05), lambda params: clip_grad_value_(params, 0.05)),
+        (lambda: GradientClip(float("inf")), lambda params: None),
+    ],
+    ids=["default", "norm", "largest", "sum", "value", "none"],
+)
+def test_it_is_torchs_clipping_to_the_bit(make, clip):
+    learn = fit(make_learner(3, 1, make()), 2)
+    expected, norms, after = by_hand(clip, learn.gradient_clip.norm_type)
+    assert same(weights(learn.model), expected)
+    assert learn.gradient_clip.norms == pytest.approx(norms)
+    assert [n * c for n, c in zip(norms, learn.gradient_clip.coefs, strict=True)] == pytest.approx(
+        after, rel=1e-4
+    )
+
+
+def test_nothing_clipped_is_a_coefficient_of_one():
+    for cb in (GradientClip(1e6), GradientClip(value=1e6)):
+        fit(make_learner(cbs=cb))
+        assert cb.coefs == [1.0] * 3
+
+
+def test_callbacks_before_it_see_whole_gradients_and_those_after_it_clipped_ones():
+    seen = {-1: [], 21: []}
+    looks = [
+        Callback(name=f"at_{i}", before_step=lambda cb: seen[cb.order].append(norm_of(cb.model)))
+        for i in (0, 1)
+    ]
+    for look, order in zip(looks, seen, strict=True):
+        look.order = order
+    learn = fit(make_learner(cbs=[GradientClip(0.01), *looks]))
+    assert seen[-1] == pytest.approx(learn.gradient_clip.norms)
+    assert seen[21] == pytest.approx([0.01] * 3, rel=1e-3)
+
+
+def test_frozen_parameters_take_no_part():
+    learn = make_learner(cbs=GradientClip(0.1))
+    learn.model[0].requires_grad_(False)
+    for p in learn.model[0].parameters():
+        p.grad = torch.full_like(p, 100.0)
+    learn.opt = torch.optim.SGD(learn.model[2].parameters(), lr=0.1)
+    fit(learn)
+    assert max(learn.gradient_clip.norms) < 50
+
+
+def test_one_entry_is_kept_for_each_step_made():
+    cancel = spy(
+        [], "cancel", {("before_step", 1): CANCELS["step"](), ("before_step", 3): CANCELS["batch"]()}
+    )
+    learn = fit(make_learner(3, 1, [GradientClip(), cancel]), 2)
+    assert len(learn.gradient_clip.norms) == len(learn.gradient_clip.coefs) == 4
+    fit(learn)
+    assert len(learn.gradient_clip.norms) == 3
+    learn.validate()
+    assert len(learn.gradient_clip.norms) == 3
+
+
+@pytest.mark.parametrize("make", [GradientClip, lambda: GradientClip(value=1.0)])
+def test_a_batch_without_gradients_is_a_norm_of_zero(make):
+    cancel = spy([], "cancel", {("before_backward", 0): CANCELS["backward"]()})
+    learn = fit(make_learner(cbs=[make(), cancel]))
+    assert (learn.gradient_clip.norms[0], learn.gradient_clip.coefs[0]) == (0.0, 1.0)
+
+
+def test_numbers_that_are_not_finite_are_kept():
+    batches = [(torch.full((2, 2), float("nan")), torch.ones(2, 1))]
+    learn = fit(Learner(batches, make_model(), F.mse_loss, cbs=GradientClip()))
+    assert learn.gradient_clip.norms[0] != learn.gradient_clip.norms[0]
+
+
+def test_its_state_goes_through_a_file_and_copies_keep_it():
+    cb = GradientClip(0.1)
+    fit(make_learner(cbs=cb))
+    torch.save(cb.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    other = GradientClip()
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for copied in (other, copy.deepcopy(cb), pickle.loads(pickle.dumps(cb))):
+        assert (copied.norms, copied.coefs) == (cb.norms, cb.coefs)
+    empty = GradientClip()
+    empty.load_state_dict(GradientClip().state_dict())
+    assert empty.norms == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_norm": 0}, {"max_norm": -1.0}, {"norm_type": 0}, {"value": -0.1}, {"max_norm": float("nan")}],
+)
+def test_numbers_that_are_not_above_zero_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*; give a number above 0"):
+        GradientClip(**wrong)
+
+
+def test_other_arguments_are_refused():
+    with pytest.raises(TypeError, match="max_norm is '1'"):
+        GradientClip("1")
+    with pytest.raises(ValueError, match="give one of them"):
+        GradientClip(max_norm=1.0, value=0.5)
+
+
+def test_it_keeps_the_contract_of_callbacks():
+    check_callback(lambda: GradientClip(value=0.1), alters_training=True)
+    check_callback(lambda: GradientClip(float("inf")))
