@@ -12,6 +12,7 @@ from torch import Tensor
 from hookcb.activations import plots
 from hookcb.activations.reducer import Reducer
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample
+from hookcb.core.arguments import check_count
 from hookcb.core.text import listed
 from hookcb.records.plots import sparkline
 from hookcb.records.readings import PHASES, Layer, SavedReadings
@@ -305,15 +306,10 @@ def _mark(last: dict[str, float], spread: list[float]) -> tuple[int, str]:
 def _check(eps: float, bins: int, hist_range: Any, sample: Sample, keep: int) -> None:
     if not isinstance(eps, int | float) or not eps >= 0:
         raise ValueError(f"eps is {eps!r}; give a magnitude of 0 or more")
-    if not isinstance(bins, int) or isinstance(bins, bool) or bins < 1:
-        raise ValueError(f"bins is {bins!r}; give a whole number of bins, 1 or more")
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 2:
-        raise ValueError(f"keep is {keep!r}; give a whole number of records, 2 or more")
-    n_sampled = isinstance(sample, int) and not isinstance(sample, bool) and sample >= 2
-    if sample is not None and sample != "auto" and not n_sampled:
-        raise ValueError(
-            f"sample is {sample!r}; give 'auto', a number of elements, 2 or more, or None for every one"
-        )
+    check_count("bins", bins)
+    check_count("keep", keep, "records", least=2)
+    if sample is not None and sample != "auto":
+        check_count("sample", sample, "elements", least=2, hint=", 'auto', or None for every one")
     if hist_range is None:
         return
     try:

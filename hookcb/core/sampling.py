@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import CodeType, MethodType
 from typing import Any
 
+from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 
@@ -46,8 +47,8 @@ class SamplingCallback(Callback):
         self, every: int | None = None, *, name: str | None = None, **functions: Callable[[Any], object]
     ) -> None:
         super().__init__(name=name, **functions)
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ValueError(f"every is {every!r}; give a whole number of batches, 1 or more, or None")
+        if every is not None:
+            check_count("every", every, "batches", hint=", or None")
         self.every = every
 
     def handler(self, event: str) -> Callable[[], object] | None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hookcb.activations.callback import ActivationStats
+from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.console import show, warn
 from hookcb.core.events import CancelFitException
@@ -57,9 +58,8 @@ class Diagnose(Watching):
     ) -> None:
         if on_sick not in ("warn", "stop"):
             raise ValueError(f"on_sick is {on_sick!r}; give 'warn' or 'stop'")
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
-            raise ValueError(f"budget is {budget!r}; give a share of the batches, 0 to 1")
-        super().__init__(float(budget), name=name)
+        share = check_number("budget", budget, 0, 1, closed=True, hint=", the share of batches to look at")
+        super().__init__(float(share), name=name)
         self.on_sick, self.show = on_sick, show
         self.verdict: Verdict | None = None
 

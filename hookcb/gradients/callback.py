@@ -68,8 +68,7 @@ class GradientHealth(Callback, GradientReadings):
         super().__init__(name=name)
         if on_nonfinite not in ("record", "skip", "raise"):
             raise ValueError(f"on_nonfinite is {on_nonfinite!r}; give 'record', 'skip' or 'raise'")
-        if check_count("keep", keep, "records") < 2:
-            raise ValueError(f"keep is {keep}; give a whole number of records, 2 or more")
+        check_count("keep", keep, "records", least=2)
         self.params = None if params is None else check_which(params)
         self._set_up(
             check_count("every", 1 if every is None else every, "steps"), activations, on_nonfinite, keep

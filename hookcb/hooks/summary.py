@@ -18,6 +18,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
+from hookcb.core.arguments import check_count
 from hookcb.core.batch import parts, split_batch, to_device
 from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
@@ -189,11 +190,12 @@ def module_summary(model: nn.Module | Loop, *xb: Any, depth: int | None = None) 
         depth: how deep to go; what is inside modules of that depth counts as theirs. By default all the way.
 
     Raises:
-        ValueError: if there are no inputs and the model needs some, or `depth` is no number of levels.
+        TypeError: if `depth` is not a whole number.
+        ValueError: if there are no inputs and the model needs some, or `depth` is negative.
         Exception: what the model raises, with a note that says where, and what had run before.
     """
-    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
-        raise ValueError(f"depth is {depth!r}; give a number of levels, 0 or more, or None for all")
+    if depth is not None:
+        check_count("depth", depth, "levels", least=0, hint=", or None for all")
     learn = None if isinstance(model, nn.Module) else model
     trace = _traced(model, xb)
     params, buffers = trace.count()

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import n_batches
 
 
@@ -17,10 +18,7 @@ def check_fit(n_epoch: int, dls: Any) -> None:
         TypeError: where `n_epoch` is no whole number.
         ValueError: where it is negative, a loader has no batches, or one that can be read once is read again.
     """
-    if not isinstance(n_epoch, int) or isinstance(n_epoch, bool):
-        raise TypeError(f"n_epoch is {n_epoch!r}; give a whole number of epochs")
-    if n_epoch < 0:
-        raise ValueError(f"n_epoch is {n_epoch}; give 0 or more epochs")
+    check_count("n_epoch", n_epoch, "epochs", least=0)
     for role, loader in (("training", dls.train), ("validation", getattr(dls, "valid", None))):
         if loader is not None and n_batches(loader) == 0:
             raise ValueError(
@@ -53,14 +51,10 @@ def check_lr(lr: float) -> float:
     """The learning rate, if it is one.
 
     Raises:
-        TypeError: where it is no number.
-        ValueError: where it is negative or not finite.
+        TypeError: if it is not a number.
+        ValueError: if it is negative or not finite.
     """
-    if not isinstance(lr, int | float) or isinstance(lr, bool):
-        raise TypeError(f"lr is {lr!r}; give a number, such as 1e-3")
-    if not 0 <= lr < float("inf"):
-        raise ValueError(f"lr is {lr}; give a finite number of 0 or more")
-    return lr
+    return check_number("lr", lr, closed=True, hint=", such as 1e-3")
 
 
 def check_loss(loss: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hookcb.core.arguments import check_number
+from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import map_tensors, n_batches
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelEpochException, CancelFitException
@@ -49,10 +49,7 @@ def _check(learn: Loop, start_lr: float, end_lr: float, num_it: int) -> None:
     check_number("end_lr", end_lr)
     if start_lr >= end_lr:
         raise ValueError(f"start_lr is {start_lr} and end_lr {end_lr}; give a lower and a higher rate")
-    if not isinstance(num_it, int) or isinstance(num_it, bool):
-        raise TypeError(f"num_it is {num_it!r}; give a whole number of batches")
-    if num_it < 2:
-        raise ValueError(f"num_it is {num_it}; give 2 or more batches, 100 are usual")
+    check_count("num_it", num_it, "batches", least=2, hint="; 100 are usual")
     if isinstance(learn.dls.train, Iterator):
         raise ValueError(
             f"the training loader is a {type(learn.dls.train).__name__}, which can be read once, and lr_find "

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.restore import unchanged
@@ -75,9 +76,7 @@ def diagnose(
     >>> verdict.status, verdict.primary.code, verdict.primary.layer
     ('sick', 'head.activation', '1')
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise ValueError(f"steps is {steps!r}; give a whole number of steps, 0 or more")
-    if steps and opt is None:
+    if check_count("steps", steps, least=0) and opt is None:
         raise ValueError(f"steps is {steps}, and there is no optimizer to make them; pass opt=")
     if opt is not None and not isinstance(opt, Optimizer):
         raise TypeError(f"opt is {opt!r:.80}; give a torch optimizer that is made, or None")

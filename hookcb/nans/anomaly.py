@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import set_detect_anomaly
 
+from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 
 
@@ -49,14 +50,9 @@ class DetectAnomaly(Callback):
 
     def __init__(self, start: int = 0, stop: int | None = None, *, name: str | None = None) -> None:
         super().__init__(name=name)
-        for argument, value in (("start", start), ("stop", stop)):
-            if (not isinstance(value, int) or isinstance(value, bool)) and (argument, value) != (
-                "stop",
-                None,
-            ):
-                raise TypeError(f"{argument} is {value!r}; give the index of a training batch")
-        if start < 0 or (stop is not None and stop <= start):
-            raise ValueError(f"start is {start} and stop {stop}; give 0 <= start < stop")
+        check_count("start", start, "training batches", least=0)
+        if stop is not None:
+            check_count("stop", stop, "training batches", least=start + 1, hint=f", as start is {start}")
         self.start, self.stop = start, stop
         self._is_on = False
 

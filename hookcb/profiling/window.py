@@ -87,20 +87,11 @@ def check_plan(
         TypeError, ValueError: where one cannot be.
     """
     for name, value in (("wait", wait), ("warmup", warmup), ("repeat", repeat)):
-        if value != 0 or isinstance(value, bool):
-            _check_from_0(name, value)
+        check_count(name, value, least=0)
     check_count("active", active, "steps")
     if on not in STEPS_ON:
         raise ValueError(f"on is {on!r}; give one of {', '.join(map(repr, STEPS_ON))}")
     return Plan(wait, warmup, active, repeat, _check_activities(activities), check_trace(trace), on)
-
-
-def _check_from_0(name: str, value: int) -> None:
-    wanted = f"{name} is {value!r}; give a whole number, 0 or more"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(wanted)
-    if value < 0:
-        raise ValueError(wanted)
 
 
 def _check_activities(activities: Any) -> tuple[ProfilerActivity, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.core.arguments import check_count
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelBatchException
@@ -53,10 +54,7 @@ class GradientAccumulation(Callback):
 
     def __init__(self, n: int = 2, *, reduction: str | None = None, name: str | None = None) -> None:
         super().__init__(name=name)
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise TypeError(f"n is {n!r}; give a number of batches (fastai's n_acc is one of samples)")
-        if n < 1:
-            raise ValueError(f"n is {n}; give the number of batches of a group, 1 or more")
+        check_count("n", n, "batches", hint=" (fastai's n_acc counts samples)")
         if reduction not in ("mean", "sum", None):
             raise ValueError(f"reduction is {reduction!r}; give 'mean', 'sum', or None to find out")
         self.n, self.reduction = n, reduction

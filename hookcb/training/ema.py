@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.hooks.own import register
 
@@ -55,10 +56,7 @@ class EMA(Callback):
 
     def __init__(self, decay: float = 0.999, *, validate: bool = True, name: str | None = None) -> None:
         super().__init__(name=name)
-        if not isinstance(decay, int | float) or isinstance(decay, bool):
-            raise TypeError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay is {decay!r}; give a number of 0..1, such as 0.999")
+        check_number("decay", decay, 0, 1, closed=True, hint=", such as 0.999")
         self.decay, self.validate, self._stepped = decay, validate, False
         self._averaged: AveragedModel | None = None
         self._handle: Any = None

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.hooks.modules import Where, find_modules
 
@@ -43,10 +44,8 @@ class Freeze(Callback):
         self, where: Where | Iterable[Where], until: int | None = None, *, name: str | None = None
     ) -> None:
         super().__init__(name=name)
-        if until is not None and (not isinstance(until, int) or isinstance(until, bool)):
-            raise TypeError(f"until is {until!r}; give the epoch from which on to train, or None")
-        if until is not None and until < 0:
-            raise ValueError(f"until is {until}; give an epoch of 0 or more")
+        if until is not None:
+            check_count("until", until, "epochs", least=0, hint=", after which it is trained, or None")
         self.where = list(where) if isinstance(where, Iterator) else where  # each fit looks it up anew
         self.until = until
         self._forget()

@@ -4,6 +4,7 @@ import difflib
 import math
 from typing import Any
 
+from hookcb.core.arguments import check_count, check_number
 from hookcb.core.events import Event
 from hookcb.core.state import TrainingState
 
@@ -37,14 +38,8 @@ def check_patience(patience: int, min_delta: float, least: int = 1) -> None:
         TypeError: where one is no number.
         ValueError: where `patience` is below `least`, or `min_delta` negative or not finite.
     """
-    if not isinstance(patience, int) or isinstance(patience, bool):
-        raise TypeError(f"patience is {patience!r}; give a whole number of epochs")
-    if patience < least:
-        raise ValueError(f"patience is {patience}; give {least} or more epochs")
-    if not isinstance(min_delta, int | float) or isinstance(min_delta, bool):
-        raise TypeError(f"min_delta is {min_delta!r}; give a number, in the unit of what is monitored")
-    if not 0 <= min_delta < math.inf:
-        raise ValueError(f"min_delta is {min_delta}; give a finite number of 0 or more")
+    check_count("patience", patience, "epochs", least)
+    check_number("min_delta", min_delta, closed=True, hint=", in the unit of what is monitored")
 
 
 def check_monitor(learn: TrainingState, monitor: str) -> None:

@@ -55,8 +55,7 @@ class StepTimer(Callback, StepReadings):
 
     def __init__(self, keep: int = 5_000, on_valid: bool = False, *, name: str | None = None) -> None:
         super().__init__(name=name)
-        if check_count("keep", keep, "steps") < 2:
-            raise ValueError(f"keep is {keep}; give a whole number of steps, 2 or more")
+        check_count("keep", keep, "steps", least=2)
         self.run_valid = on_valid
         self._set_up(keep)
         self._clocks: dict[str, StepClock] = {}
