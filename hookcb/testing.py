@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hookcb.core.callback import Callback
+from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import LEVELS, Event
-from hookcb.core.loop import Callbacks
 from hookcb.loops.learner import Learner
 
 

@@ -6,7 +6,8 @@ from typing import Any, Self
 from torch import nn
 
 from hookcb.core.callback import Callback
-from hookcb.core.loop import Callbacks, Loop
+from hookcb.core.callback_list import Callbacks
+from hookcb.core.loop import Loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.loops.external import Followed
 from hookcb.loops.watch import flat

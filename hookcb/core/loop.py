@@ -1,20 +1,25 @@
 """Loop: callbacks on the state of a training, and the emission of events; it iterates over nothing."""
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 from torch import nn
 
 from hookcb.core.callback import Callback
+from hookcb.core.callback_list import (
+    Callbacks,
+    Handlers,
+    dispatch_tables,
+    find_callbacks,
+    is_among,
+    new_callbacks,
+    renamed,
+)
 from hookcb.core.console import show
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.state import TrainingState
-
-Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
-Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
 
 
 class Loop(TrainingState):
@@ -105,11 +110,11 @@ class Loop(TrainingState):
         Raises:
             ValueError: where one is not attached.
         """
-        old = self._found(cbs)
+        old = find_callbacks(cbs, self.cbs)
         try:
             self._leave(old)
         finally:
-            self.cbs = [cb for cb in self.cbs if not _among(cb, old)]
+            self.cbs = [cb for cb in self.cbs if not is_among(cb, old)]
             for cb in old:
                 del cb.learn
             self.build_dispatch()
@@ -120,16 +125,16 @@ class Loop(TrainingState):
         """Attaches callbacks for the length of a `with` block."""
         before = self.cbs
         self.add_cbs(cbs)
-        added = [cb for cb in self.cbs if not _among(cb, before)]
+        added = [cb for cb in self.cbs if not is_among(cb, before)]
         try:
             yield
         finally:
-            self.remove_cbs([cb for cb in added if _among(cb, self.cbs)])
+            self.remove_cbs([cb for cb in added if is_among(cb, self.cbs)])
 
     @contextmanager
     def removed_cbs(self, cbs: Callbacks) -> Iterator[None]:
         """Detaches callbacks for the length of a `with` block."""
-        removed = self._found(cbs)
+        removed = find_callbacks(cbs, self.cbs)
         self.remove_cbs(removed)
         try:
             yield
@@ -137,54 +142,20 @@ class Loop(TrainingState):
             self.add_cbs(removed)
 
     def _checked(self, cbs: Callbacks) -> list[Callback]:
-        new: list[Callback] = []
-        for cb in map(_instance, _listed(cbs)):
-            rename = f"{type(cb).__name__}(…, name='my_{cb.name}')"
-            if _among(cb, [*self.cbs, *new]):
-                raise ValueError(f"{cb!r} is attached already; attach an instance once")
-            if "learn" in cb.__dict__:
-                raise ValueError(
-                    f"{cb!r} belongs to another learner; make a second one, or remove it there first"
-                )
-            if cb.name in {other.name for other in [*self.cbs, *new]}:
-                raise ValueError(
-                    f"a callback named {cb.name!r} is attached already; remove it first, "
-                    f"learn.remove_cb(learn.{cb.name}), or give this one a name of its own: {rename}"
-                )
+        """The new callbacks, if they can be attached; see `add_cbs`."""
+        new = new_callbacks(cbs, self.cbs)
+        for cb in new:
             if hasattr(type(self), cb.name) or not isinstance(self.__dict__.get(cb.name, cb), Callback):
                 raise ValueError(
-                    f"{cb!r} would overwrite learn.{cb.name}; give it a name of its own: {rename}"
+                    f"{cb!r} would overwrite learn.{cb.name}; give it a name of its own: {renamed(cb)}"
                 )
-            new.append(cb)
         return new
-
-    def _found(self, cbs: Callbacks) -> list[Callback]:
-        found: list[Callback] = []
-        for wanted in _listed(cbs):
-            these = [
-                cb for cb in self.cbs if cb is wanted or (isinstance(wanted, type) and isinstance(cb, wanted))
-            ]
-            if not these:
-                attached = ", ".join(cb.name for cb in self.cbs) or "none"
-                raise ValueError(f"{wanted!r} is not attached; attached are: {attached}")
-            found += [cb for cb in these if not _among(cb, found)]
-        return found
 
     # ---- events
 
     def build_dispatch(self) -> None:
-        """Lists once, for training and validation, who acts at each event; called whenever that changes."""
-        handlers = {
-            event.value: [(cb, handler) for cb in self.cbs if (handler := cb.handler(event)) is not None]
-            for event in Event
-        }
-        self._tables: dict[bool, dict[str, Handlers]] = {
-            training: {
-                event: tuple((cb, handler) for cb, handler in pairs if cb.acts(event, training))
-                for event, pairs in handlers.items()
-            }
-            for training in (True, False)
-        }
+        """Lists anew who acts at each event; called whenever that changes."""
+        self._tables = dispatch_tables(self.cbs)
         self._table = self._tables[self.training]
 
     def emit(self, event: str) -> None:
@@ -236,7 +207,7 @@ class Loop(TrainingState):
         cancels: list[CancelException] = []
         table = self._table
         for cb, handler in handlers:
-            if self._table is not table and not _among(cb, self.cbs):
+            if self._table is not table and not is_among(cb, self.cbs):
                 continue  # an earlier one has removed it
             try:
                 handler()
@@ -286,7 +257,7 @@ class Loop(TrainingState):
             raise outermost(cancels)
 
     def _enter(self, cb: Callback) -> None:
-        if self._entered is None or not cb.run or _among(cb, self._entered):
+        if self._entered is None or not cb.run or is_among(cb, self._entered):
             return
         self._entered.append(cb)
         if handler := cb.handler(Event.BEFORE_FIT):
@@ -296,7 +267,7 @@ class Loop(TrainingState):
         """Calls `after_fit` of `cbs`, by default of all who entered the fit, last first, each guarded."""
         failures: list[BaseException] = []
         while cb := next(
-            (cb for cb in reversed(self._entered or ()) if cbs is None or _among(cb, cbs)), None
+            (cb for cb in reversed(self._entered or ()) if cbs is None or is_among(cb, cbs)), None
         ):
             self._entered = [other for other in self._entered or () if other is not cb]
             try:
@@ -346,44 +317,6 @@ def strays_named() -> Iterator[None]:
             f"{type(cancel).__name__} raised in {cancel.raised_in} is outside its level; "
             f"it can be raised from before_{cancel.level} to after_{cancel.level}"
         ) from cancel
-
-
-def _listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
-    """`cbs` as a list; a single callback counts as one even when it is iterable."""
-    if cbs is None:
-        return []
-    if isinstance(cbs, Callback | type | str) or not isinstance(cbs, Iterable):
-        return [cbs]
-    return list(cbs)
-
-
-def _instance(cb: Callback | type[Callback]) -> Callback:
-    if isinstance(cb, type) and issubclass(cb, Callback):
-        try:
-            inspect.signature(cb).bind()
-        except TypeError as missing:
-            raise TypeError(
-                f"{cb.__name__} needs arguments ({missing}); give an instance, {cb.__name__}(…)"
-            ) from None
-        return cb()
-    if not isinstance(cb, Callback):
-        raise TypeError(f"{cb!r:.80} is not a Callback; {_repair(cb)}")
-    return cb
-
-
-def _repair(cb: Any) -> str:
-    """What to give in place of something that is not a callback."""
-    if isinstance(cb, str):
-        return f"give the class or an instance, {cb if cb.isidentifier() else 'ActivationStats'}()"
-    if callable(getattr(cb, "log", None)):
-        shown = f"{cb.__name__ if isinstance(cb, type) else type(cb).__name__}(…)"
-        return f"it is a logger: wrap it, Log({shown})"
-    return "subclass hookcb.Callback, or give Callback(after_batch=function)"
-
-
-def _among(cb: Callback, cbs: Iterable[Callback]) -> bool:
-    """Whether this very instance is one of `cbs`; a dataclass callback may equal another."""
-    return any(cb is other for other in cbs)
 
 
 def _label(cb: Callback) -> str:

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
+from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import LEVELS, CancelException, CancelFitException, CancelStepException
-from hookcb.core.loop import Callbacks, Loop, strays_named
+from hookcb.core.loop import Loop, strays_named
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import Hook, detached

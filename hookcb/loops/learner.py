@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.batch import describe, n_batches, split_batch
+from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ToldFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
-from hookcb.core.loop import Callbacks, Loop, strays_named
+from hookcb.core.loop import Loop, strays_named
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import place
@@ -105,42 +106,6 @@ class Learner(Loop):
         defaults = (Recorder(), Metrics(metrics), Progress())
         self.add_cbs([d for d in defaults if not any(isinstance(cb, type(d)) for cb in self.cbs)])
 
-    # ---- the loop
-
-    def fit(
-        self,
-        n_epoch: int,
-        lr: float | None = None,
-        cbs: Callbacks = (),
-        *,
-        resume: str | Path | None = None,
-    ) -> None:
-        """Trains for `n_epoch` epochs, validating after each where there is a `dls.valid`.
-
-        Args:
-            n_epoch: number of passes over `dls.train`, in a resumed fit with those made before.
-            lr: learning rate from here on; by default what the optimizer has, `self.lr` at its making. A
-                resumed fit goes on with its own.
-            cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
-            resume: a file that `Checkpoint` has written, or a folder, of which the newest whole file is
-                taken, to go on from; "latest" is the folder of this fit's `Checkpoint`, and begins anew where
-                that has none. `Progress` shows what is resumed; that nothing is left to train is a warning.
-
-        Raises:
-            TypeError, ValueError, RuntimeError, OSError: before training starts, for what cannot be trained.
-        """
-        self._check_idle()
-        check_fit(n_epoch, self.dls)
-        with self.restored(), self.added_cbs(cbs):
-            self._prepare(lr)
-            self.opt.zero_grad()  # an interrupted fit may have left gradients behind
-            self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
-            self._resume = Resume.find(resume, self)
-            try:
-                self.run_fit(self._epochs)
-            finally:
-                self._resume = None
-
     def fit_one_cycle(
         self,
         n_epoch: int,
@@ -176,6 +141,42 @@ class Learner(Loop):
             TypeError, ValueError, RuntimeError: for arguments that cannot be, and while a fit is running.
         """
         return find_lr(self, start_lr, end_lr, num_it, stop_div)
+
+    # ---- the loop
+
+    def fit(
+        self,
+        n_epoch: int,
+        lr: float | None = None,
+        cbs: Callbacks = (),
+        *,
+        resume: str | Path | None = None,
+    ) -> None:
+        """Trains for `n_epoch` epochs, validating after each where there is a `dls.valid`.
+
+        Args:
+            n_epoch: number of passes over `dls.train`, in a resumed fit with those made before.
+            lr: learning rate from here on; by default what the optimizer has, `self.lr` at its making. A
+                resumed fit goes on with its own.
+            cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
+            resume: a file that `Checkpoint` has written, or a folder, of which the newest whole file is
+                taken, to go on from; "latest" is the folder of this fit's `Checkpoint`, and begins anew where
+                that has none. `Progress` shows what is resumed; that nothing is left to train is a warning.
+
+        Raises:
+            TypeError, ValueError, RuntimeError, OSError: before training starts, for what cannot be trained.
+        """
+        self._check_idle()
+        check_fit(n_epoch, self.dls)
+        with self.restored(), self.added_cbs(cbs):
+            self._prepare(lr)
+            self.opt.zero_grad()  # an interrupted fit may have left gradients behind
+            self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
+            self._resume = Resume.find(resume, self)
+            try:
+                self.run_fit(self._epochs)
+            finally:
+                self._resume = None
 
     def _epochs(self) -> None:
         if self._resume is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from hookcb.core.callback import Callback
-from hookcb.core.loop import Callbacks
+from hookcb.core.callback_list import Callbacks
 from hookcb.core.threads import in_backward
 from hookcb.gradients.hand_steps import StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap

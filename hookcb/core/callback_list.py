@@ -1,0 +1,111 @@
+"""Callbacks as a loop takes them: given in any form, checked, found again, and listed by event."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from hookcb.core.callback import Callback
+from hookcb.core.events import Event
+
+Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
+Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
+
+
+def new_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callback]:
+    """Instances of `cbs`, if they can be attached beside those that are.
+
+    Raises:
+        TypeError: if one is not a callback, or is a class that needs arguments.
+        ValueError: if one is attached already, here or elsewhere, or its name is taken.
+    """
+    new: list[Callback] = []
+    for cb in map(_instance, _listed(cbs)):
+        if is_among(cb, [*attached, *new]):
+            raise ValueError(f"{cb!r} is attached already; attach an instance once")
+        if "learn" in cb.__dict__:
+            raise ValueError(
+                f"{cb!r} belongs to another learner; make a second one, or remove it there first"
+            )
+        if cb.name in {other.name for other in [*attached, *new]}:
+            raise ValueError(
+                f"a callback named {cb.name!r} is attached already; remove it first, "
+                f"learn.remove_cb(learn.{cb.name}), or give this one a name of its own: {renamed(cb)}"
+            )
+        new.append(cb)
+    return new
+
+
+def renamed(cb: Callback) -> str:
+    """The call that makes a callback like this one under another name, for a message."""
+    return f"{type(cb).__name__}(…, name='my_{cb.name}')"
+
+
+def find_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callback]:
+    """The attached callbacks that `cbs` means: instances, or all of a class.
+
+    Raises:
+        ValueError: if one is not attached.
+    """
+    found: list[Callback] = []
+    for wanted in _listed(cbs):
+        these = [
+            cb for cb in attached if cb is wanted or (isinstance(wanted, type) and isinstance(cb, wanted))
+        ]
+        if not these:
+            names = ", ".join(cb.name for cb in attached) or "none"
+            raise ValueError(f"{wanted!r} is not attached; attached are: {names}")
+        found += [cb for cb in these if not is_among(cb, found)]
+    return found
+
+
+def is_among(cb: Callback, cbs: Iterable[Callback]) -> bool:
+    """Whether this very instance is one of `cbs`; a dataclass callback may equal another."""
+    return any(cb is other for other in cbs)
+
+
+def dispatch_tables(cbs: Sequence[Callback]) -> dict[bool, dict[str, Handlers]]:
+    """Who acts at each event, in order: by whether it is training, then by event."""
+    handlers = {
+        event.value: [(cb, handler) for cb in cbs if (handler := cb.handler(event)) is not None]
+        for event in Event
+    }
+    return {
+        training: {
+            event: tuple((cb, handler) for cb, handler in pairs if cb.acts(event, training))
+            for event, pairs in handlers.items()
+        }
+        for training in (True, False)
+    }
+
+
+def _listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
+    """`cbs` as a list; a single callback counts as one even when it is iterable."""
+    if cbs is None:
+        return []
+    if isinstance(cbs, Callback | type | str) or not isinstance(cbs, Iterable):
+        return [cbs]
+    return list(cbs)
+
+
+def _instance(cb: Callback | type[Callback]) -> Callback:
+    if isinstance(cb, type) and issubclass(cb, Callback):
+        try:
+            inspect.signature(cb).bind()
+        except TypeError as missing:
+            raise TypeError(
+                f"{cb.__name__} needs arguments ({missing}); give an instance, {cb.__name__}(…)"
+            ) from None
+        return cb()
+    if not isinstance(cb, Callback):
+        raise TypeError(f"{cb!r:.80} is not a Callback; {_repair(cb)}")
+    return cb
+
+
+def _repair(cb: Any) -> str:
+    """What to give in place of something that is not a callback."""
+    if isinstance(cb, str):
+        return f"give the class or an instance, {cb if cb.isidentifier() else 'ActivationStats'}()"
+    if callable(getattr(cb, "log", None)):
+        shown = f"{cb.__name__ if isinstance(cb, type) else type(cb).__name__}(…)"
+        return f"it is a logger: wrap it, Log({shown})"
+    return "subclass hookcb.Callback, or give Callback(after_batch=function)"
