@@ -23,7 +23,7 @@ from hookcb.core.batch import parts, split_batch, to_device
 from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
-from hookcb.core.text import listed
+from hookcb.core.text import listed, short_number
 from hookcb.hooks.coverage import CONTAINERS, NOT_CALLED, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
 from hookcb.hooks.hook import Hooks
@@ -168,7 +168,7 @@ class Summary:
             f"{self.n_params:,} parameters, {decimal(self.param_bytes)}: "
             f"{self.n_trainable:,} trained, {self.n_frozen:,} frozen",
             f"{self.n_buffers:,} elements in buffers, {decimal(self.buffer_bytes)}",
-            f"for this input: {_short(self.multiply_adds)} multiply-adds, "
+            f"for this input: {short_number(self.multiply_adds)} multiply-adds, "
             f"{decimal(self.activation_bytes)} of activations",
             *(f"not called, as {why}: {listed(names, 5)}" for why, names in silent.items()),
             *(f"{title}: {fact}" for title, fact in self.facts.items()),
@@ -474,7 +474,7 @@ def _cells(row: LayerRow) -> list[str]:
         listed(list(row.shapes), 3) if row.called else "not called" if row.why_not_called else "",
         f"{row.params:,}" if row.params else "",
         trained if row.params else "",
-        _short(row.multiply_adds) if row.multiply_adds else "",
+        short_number(row.multiply_adds) if row.multiply_adds else "",
     ]
 
 
@@ -492,11 +492,3 @@ def _shape_text(shape: Any) -> str:
 
 def _n_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
-
-
-def _short(n: int) -> str:
-    """A count to three digits: 12.3 M."""
-    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return str(n)
