@@ -23,6 +23,12 @@ def pytest_collection():
         gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    """Say so where nothing is left to run: xdist does not tell of deselected tests."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and config.option.markexpr == "not slow":
+        terminalreporter.write_line("slow tests are deselected; -m slow runs them, -m '' runs all")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def quick_torch():
     """Tiny layers are slow on many threads; and no notes are taken for messages that nobody reads here.
