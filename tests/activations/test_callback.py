@@ -671,6 +671,13 @@ def test_recomputation_under_checkpointing_is_not_counted(name, every):
     assert all(value == value for name in stats.names for value in stats.series(name, "mean"))
 
 
+def test_a_model_that_is_one_layer_is_recorded():
+    stats = ActivationStats()
+    fit(make_learner(model=nn.Linear(2, 1), cbs=stats))
+    assert len(stats.names) == 1
+    assert len(stats.stats) == 3
+
+
 def test_the_whole_model_goes_by_its_class_and_a_shared_layer_by_its_first_name():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model.again, model.end = model[0], nn.Linear(2, 1)

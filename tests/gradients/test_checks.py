@@ -10,8 +10,7 @@ from torch import nn
 
 from hookcb import Freeze, GradientAccumulation, GradientClip, GradientHealth, MixedPrecision, synth_learner
 from hookcb.gradients.flow import check_gradients
-from tests.gradients.support import INF, NAN, at, batches, learner, mlp, seeded, sgd
-from tests.gradients.trainings import HEALTHY, OTHER_HEALTHY
+from tests.gradients.support import HEALTHY, INF, NAN, OTHER_HEALTHY, at, batches, learner, mlp, seeded, sgd
 from tests.support import in_terminal
 
 ADAM = torch.optim.Adam

@@ -16,8 +16,7 @@ from hookcb import (
     Learner,
 )
 from hookcb.gradients.flow import check_gradients, gradient_flow
-from tests.gradients.support import NAN, at, batches, learner, mlp, seeded, sgd
-from tests.gradients.trainings import cnn, images
+from tests.gradients.support import NAN, at, batches, cnn, images, learner, mlp, seeded, sgd
 from tests.hooks import support as zoo
 from tests.support import everything, fit
 from tests.training.checkpoint import support as resuming
