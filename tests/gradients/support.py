@@ -1,4 +1,4 @@
-"""What the tests of gradient readings share: plain loops in float64 as oracles, tiny models, and trainings."""
+"""What tests of gradient readings share: plain loops in float64 as oracles, tiny models, and trainings."""
 
 import math
 from functools import partial
