@@ -3,6 +3,7 @@
 import collections
 import gc
 import io
+import os
 import random
 import subprocess
 import sys
@@ -325,12 +326,13 @@ def attention(b, q, k, d, dv=None):
 
 def run_ranks(worker, folder, n=2):
     """Runs `worker RANK FOLDER` in `n` processes at once; the files `FOLDER/RANK.pt` that they wrote."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         processes = []
         for rank in range(n):
             log = stack.enter_context(open(folder / f"{rank}.log", "w"))
             command = [sys.executable, str(worker), str(rank), str(folder)]
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
             stack.callback(processes[-1].kill)
         for process in processes:
             process.wait(timeout=60)
