@@ -3,7 +3,7 @@
 import collections
 import gc
 import io
-import math
+import os
 import random
 import subprocess
 import sys
@@ -324,26 +324,15 @@ def attention(b, q, k, d, dv=None):
     return b * q * k * (d + (d if dv is None else dv))
 
 
-def layer_oracle(x, eps=0.05):
-    """What `hookcb.activations.stats.LAYER_STATS` names, of all elements of x, in plain float64."""
-    values = x.detach().double().flatten()
-    n, finite = len(values), values[values.isfinite()]
-    mean = values.sum() / n
-    std = ((values - mean) ** 2).sum().div(n - 1).sqrt() if n > 1 else math.nan
-    low, high, largest = (finite.min(), finite.max(), finite.abs().max()) if len(finite) else [math.nan] * 3
-    stats = {"mean": mean, "std": std, "min": low, "max": high, "abs_max": largest}
-    shares = {"near_zero": (values.abs() <= eps).sum() / n, "zeros": (values == 0).sum() / n}
-    return {stat: float(value) for stat, value in {**stats, **shares, "nonfinite": n - len(finite)}.items()}
-
-
 def run_ranks(worker, folder, n=2):
     """Runs `worker RANK FOLDER` in `n` processes at once; the files `FOLDER/RANK.pt` that they wrote."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         processes = []
         for rank in range(n):
             log = stack.enter_context(open(folder / f"{rank}.log", "w"))
             command = [sys.executable, str(worker), str(rank), str(folder)]
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
             stack.callback(processes[-1].kill)
         for process in processes:
             process.wait(timeout=60)

@@ -1,4 +1,4 @@
-"""One of two processes; writes what it saw to a file. Run by test_gather.py."""
+"""One of two processes; writes what it saw to a file. Run by test_ranks.py."""
 
 import os
 import sys
@@ -6,12 +6,14 @@ import traceback
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hookcb import HookCallback, Learner
+from hookcb import GradientHealth, HookCallback, Learner
 from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
+from tests.gradients.support import assert_matches, batches, by_hand, learner, mlp
 
 
 def batch(rank):
@@ -100,12 +102,39 @@ def under_ddp(rank):
     }
 
 
+class Sharded(nn.Module):
+    """A net whose parameters lie on both ranks, in parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, mesh = mlp(hidden=7), init_device_mesh("cpu", (2,))
+        for m in (self.net[0], self.net[2]):
+            for name, p in list(m.named_parameters()):
+                setattr(m, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+
+    def forward(self, x):
+        first, last = self.net[0], self.net[2]
+        x = F.linear(x, first.weight.full_tensor(), first.bias.full_tensor()).relu()
+        return F.linear(x, last.weight.full_tensor(), last.bias.full_tensor())
+
+
+def gradients_of_dtensors(rank):
+    health = GradientHealth()
+    learner(Sharded(), batches(), health)
+    steps = by_hand(mlp(hidden=7), batches())
+    for step in steps:
+        for kind in ("grads", "clipped", "before", "after", "start"):
+            setattr(step, kind, {f"net.{name}": x for name, x in getattr(step, kind).items()})
+    assert_matches(health, steps, rel=1e-3)
+    return not health.check()
+
+
 def main():
     rank, folder = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {}
-    for part in (gathered, with_dtensors, under_ddp):
+    for part in (gathered, with_dtensors, under_ddp, gradients_of_dtensors):
         try:
             results[part.__name__] = part(rank)
         except Exception:

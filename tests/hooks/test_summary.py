@@ -1,22 +1,28 @@
-"""Parameters, buffers, bytes, calls and multiply-adds, against counts by hand."""
+"""Counts by hand, shapes, and how a summary looks as text, in a terminal and as HTML."""
 
-from collections import OrderedDict
+import gc
+import html
+import types
+import weakref
+from collections import OrderedDict, UserDict
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hookcb import Learner, layer_info, module_summary, num_features_model, total_params
-from tests.hooks.summary_models import (
+from tests.hooks.support import (
     IDS,
     MASK,
-    MODELS,
     PACKED,
-    Calls,
-    Recursive,
+    SUMMED,
+    CallsItself,
+    Plain,
     S,
     cnn,
     encoder,
@@ -27,7 +33,7 @@ from tests.hooks.summary_models import (
     randn,
     tied,
 )
-from tests.support import Net, attention, changes_in, row, row_of_type
+from tests.support import Net, Pair, attention, changes_in, in_terminal, row, row_of_type, shown
 
 DEPTHS = [None, 0, 1, 2, 3, 10**9]
 
@@ -118,7 +124,7 @@ def test_tied_weights_are_counted_where_they_come_first():
 
 
 def test_one_parameter_under_two_names_of_a_module_counts_once():
-    model = Calls(lambda m, x: x @ m.w @ m.same, w=nn.Parameter(torch.ones(3, 3)))
+    model = Plain(lambda m, x: x @ m.w @ m.same, w=nn.Parameter(torch.ones(3, 3)))
     model.same = model.w
     assert module_summary(model, randn(2, 3)).n_params == 9
 
@@ -166,10 +172,10 @@ def test_bytes_of_what_is_stored_and_of_what_is_put_out():
     ("make", "n_bytes"),
     [
         (lambda: (mlp(), randn(4, 10)), 4 * (30 + 30 + 2) * 4),
-        (lambda: (Recursive(), randn(4, 3)), 3 * 4 * 3 * 4),
+        (lambda: (CallsItself(), randn(4, 3)), 3 * 4 * 3 * 4),
         (lambda: (nn.LSTM(5, 7, batch_first=True), randn(2, 6, 5)), (2 * 6 * 7 + 2 * 2 * 7) * 4),
         (lambda: (mlp().half(), randn(4, 10).half()), 4 * (30 + 30 + 2) * 2),
-        (lambda: (nn.Sequential(Calls(lambda m, x: {"mask": x > 0, "none": None})), randn(4, 10)), 40),
+        (lambda: (nn.Sequential(Plain(lambda m, x: {"mask": x > 0, "none": None})), randn(4, 10)), 40),
     ],
     ids=["mlp", "called three times", "LSTM", "half", "bool in a dict"],
 )
@@ -179,7 +185,7 @@ def test_activations_are_the_outputs_of_the_calls_of_leaves(make, n_bytes):
 
 
 def test_calls_are_counted():
-    model = Calls(
+    model = Plain(
         lambda m, x: m.spare if x is None else m.fc(m.fc(m.fc(x))), fc=nn.Linear(3, 3), spare=nn.Linear(3, 3)
     )
     summary = module_summary(model, randn(4, 3))
@@ -202,15 +208,15 @@ def test_what_was_called_is_not_marked(make):
 
 
 def test_a_layer_called_by_its_forward_counts_as_not_called_but_its_work_counts():
-    model = Calls(lambda m, x: m.fc.forward(x), fc=nn.Linear(3, 5))
+    model = Plain(lambda m, x: m.fc.forward(x), fc=nn.Linear(3, 5))
     summary = module_summary(model, randn(4, 3))
     assert not row(summary, "fc").called
     assert summary.multiply_adds == 4 * 3 * 5
 
 
 def test_recursion_counts_every_call_and_no_work_twice():
-    summary = module_summary(Recursive(), randn(4, 3))
-    assert row(summary, "fc").n_calls == row_of_type(summary, "Recursive").n_calls == 3
+    summary = module_summary(CallsItself(), randn(4, 3))
+    assert row(summary, "fc").n_calls == row_of_type(summary, "CallsItself").n_calls == 3
     assert summary.multiply_adds == 3 * 4 * 9
     assert row(summary, "fc").multiply_adds == 3 * 4 * 9
 
@@ -220,7 +226,7 @@ def transformer(b, n, d, ff, layers):
 
 
 def sdpa(**kwargs):
-    return Calls(lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, **kwargs))
+    return Plain(lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, **kwargs))
 
 
 WORK = {
@@ -238,11 +244,11 @@ WORK = {
     "ConvTranspose2d": (lambda: (nn.ConvTranspose2d(4, 6, 3, 2), randn(2, 4, 5, 5)), 2 * 25 * 4 * 6 * 9),
     "cnn": (lambda: (cnn(), randn(4, 3, 8, 8)), 4 * (4 * 64 * 3 * 9 + 4 * 2)),
     "lone parameter": (
-        lambda: (Calls(lambda m, x: x @ m.w, w=nn.Parameter(torch.ones(3, 4))), randn(2, 3)),
+        lambda: (Plain(lambda m, x: x @ m.w, w=nn.Parameter(torch.ones(3, 4))), randn(2, 3)),
         2 * 3 * 4,
     ),
     "einsum": (
-        lambda: (Calls(lambda m, x, y: torch.einsum("bij,bjk->bik", x, y)), *randn(2, 3, 4, 4)),
+        lambda: (Plain(lambda m, x, y: torch.einsum("bij,bjk->bik", x, y)), *randn(2, 3, 4, 4)),
         3 * 64,
     ),
     "LSTM": (lambda: (nn.LSTM(5, 7, batch_first=True), randn(2, 6, 5)), 2 * 6 * 4 * 7 * (5 + 7)),
@@ -258,7 +264,7 @@ WORK = {
     "LSTM of packed sequences": (lambda: (nn.LSTM(5, 7), PACKED), 5 * 4 * 7 * (5 + 7)),
     "LSTM in a Sequential": (
         lambda: (
-            Calls(
+            Plain(
                 lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(5, 7, batch_first=True), head=nn.Linear(7, 2)
             ),
             randn(2, 6, 5),
@@ -296,13 +302,13 @@ WORK = {
         transformer(3, 5, 8, 16, 2),
     ),
     "TransformerEncoder, bool mask": (
-        MODELS["TransformerEncoder with a bool mask"],
+        SUMMED["TransformerEncoder with a bool mask"],
         transformer(3, 5, 8, 16, 2),
     ),
-    "layer made in forward": (lambda: (Calls(lambda m, x: nn.Linear(3, 5)(x)), randn(4, 3)), 4 * 3 * 5),
-    "checkpointed": (MODELS["checkpointed"], 2 * 4 * 3),
-    "called three times": (MODELS["recursion"], 3 * 4 * 9),
-    "nothing to multiply": (MODELS["no parameters"], 0),
+    "layer made in forward": (lambda: (Plain(lambda m, x: nn.Linear(3, 5)(x)), randn(4, 3)), 4 * 3 * 5),
+    "checkpointed": (SUMMED["checkpointed"], 2 * 4 * 3),
+    "called three times": (SUMMED["recursion"], 3 * 4 * 9),
+    "nothing to multiply": (SUMMED["no parameters"], 0),
 }
 
 
@@ -386,7 +392,7 @@ def never(*args):
     "compiled", [lambda m: torch.compile(m, backend=never), lambda m: m.compile(backend=never) or m]
 )
 def test_a_compiled_model_is_summed_up_as_the_model_inside(compiled):
-    plain, *xb = MODELS["cnn"]()
+    plain, *xb = SUMMED["cnn"]()
     whole = module_summary(plain, *xb)
     model = compiled(cnn())
     with changes_in(model) as changed:
@@ -418,3 +424,358 @@ def test_a_model_with_a_compiled_part_adds_up(wrap):
     assert sum(r.params for r in summary) == summary.n_params == 30
     assert summary.multiply_adds == 3 * (16 + 8)
     assert row(summary, "1").n_calls == row(summary, "0").n_calls == 1
+
+
+@dataclass
+class Out:
+    a: Tensor
+    b: Any = None
+
+
+@pytest.mark.parametrize(
+    ("output", "shape"),
+    [
+        (lambda x: (x, x[0]), (S([4, 3]), S([3]))),
+        (lambda x: [x, (x[:2], x)], [S([4, 3]), (S([2, 3]), S([4, 3]))]),
+        (lambda x: {"a": x, "b": {"c": x[:, 0]}}, {"a": S([4, 3]), "b": {"c": S([4])}}),
+        (lambda x: Pair(x, x.sum()), Pair(S([4, 3]), S([]))),
+        (lambda x: Out(x, (x[0],)), Out(S([4, 3]), (S([3]),))),
+        (lambda x: (x, None), (S([4, 3]), None)),
+        (lambda x: {"a": x, "b": None}, {"a": S([4, 3]), "b": None}),
+        (lambda x: None, None),
+        (lambda x: (), ()),
+        (lambda x: x.to_sparse(), S([4, 3])),
+        (lambda x: x > 0, S([4, 3])),
+        (lambda x: x[:0], S([0, 3])),
+    ],
+    ids=[
+        "tuple",
+        "list",
+        "dict",
+        "namedtuple",
+        "dataclass",
+        "tuple-with-None",
+        "dict-with-None",
+        "None",
+        "empty",
+        "sparse",
+        "bool",
+        "no-rows",
+    ],
+)
+def test_shapes_are_nested_as_the_output_is(output, shape):
+    inner = Plain(lambda m, x: output(x))
+    model = Plain(lambda m, x: m.inner(m.fc(x)), fc=nn.Linear(5, 3), inner=inner)
+    summary = module_summary(model, randn(4, 5))
+    found = row(summary, "inner")
+    assert found.called
+    assert found.shape == shape
+    assert type(found.shape) is type(shape)
+    assert row(summary, "fc").shape == S([4, 3])
+    for text in (str(summary), in_terminal(summary), summary._repr_html_()):
+        assert "fc" in text
+    assert layer_info(model, randn(1, 5))[0] == ("Linear", 18, True, S([1, 3]), False)
+
+
+def test_outputs_of_recurrent_layers_keep_their_states():
+    lstm = module_summary(nn.LSTM(5, 7, batch_first=True), randn(2, 6, 5))
+    assert next(iter(lstm)).shape == (S([2, 6, 7]), (S([1, 2, 7]), S([1, 2, 7])))
+    gru = next(iter(module_summary(nn.GRU(5, 7), PACKED)))
+    assert gru.called
+    assert gru.shape[1] == S([1, 2, 7])
+    assert "5" in str(gru.shape[0])  # five steps in all
+
+
+@pytest.mark.parametrize("key", ["[/red]", "<b>", "a.b", 3, ("t", 1)])
+def test_any_key_of_a_dict_can_be_shown(key):
+    summary = module_summary(Plain(lambda m, x: {key: x}), randn(4, 3))
+    assert next(iter(summary)).shape == {key: S([4, 3])}
+    assert str(summary)
+    assert in_terminal(summary)
+    assert "<b>:" not in summary._repr_html_()
+
+
+def test_shapes_are_those_of_the_output_not_of_what_later_became_of_it():
+    model = Plain(lambda m, x: m.fc(x).resize_(2, 2), fc=nn.Linear(5, 3))
+    assert row(module_summary(model, randn(4, 5)), "fc").shape == S([4, 3])
+
+
+class HasAll:
+    """Answers every question for an attribute with itself."""
+
+    def __getattr__(self, name):
+        return self
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+        lambda x: torch.nested.nested_tensor([x, x[:2]]),
+        lambda x: x.to(torch.float8_e4m3fn),
+        lambda x: x.to(torch.complex64),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to("meta"),
+        lambda x: torch.max(x, 1),
+        lambda x: types.SimpleNamespace(logits=x),
+        lambda x: HasAll(),
+        lambda x: {x, 3},
+        lambda x: "text",
+        lambda x: nn.Linear,
+    ],
+    ids=[
+        "jagged",
+        "nested",
+        "float8",
+        "complex",
+        "csr",
+        "meta",
+        "max",
+        "object",
+        "has-all",
+        "set",
+        "text",
+        "class",
+    ],
+)
+def test_an_output_may_be_anything(output):
+    model = Plain(lambda m, x: m.inner(m.fc(x)), fc=nn.Linear(5, 3), inner=Plain(lambda m, x: output(x)))
+    with changes_in(model) as changed:
+        summary = module_summary(model, randn(4, 5))
+        infos = layer_info(model, randn(4, 5))
+    assert changed == []
+    assert row(summary, "inner").called
+    assert [info.type for info in infos] == ["Linear", "Plain"]
+    assert all("Linear" in text for text in (str(summary), in_terminal(summary), summary._repr_html_()))
+
+
+def test_a_generator_a_layer_returns_is_not_used_up():
+    model = Plain(
+        lambda m, x: sum(m.inner(m.fc(x))), fc=nn.Linear(5, 3), inner=Plain(lambda m, x: (r for r in x))
+    )
+    for summary in (module_summary(model, randn(4, 5)), module_summary(model, randn(4, 5), depth=1)):
+        assert row_of_type(summary, "Plain").shape == S([3])
+
+
+def test_layers_called_by_keyword_or_without_input_have_their_shapes():
+    model = Plain(
+        lambda m, x: m.act(input=m.fc(input=x)) + m.shift(),
+        fc=nn.Linear(5, 3),
+        act=nn.ReLU(),
+        shift=Plain(lambda m: m.w, w=nn.Parameter(torch.ones(3))),
+    )
+    summary = module_summary(model, randn(4, 5))
+    assert [row(summary, name).shape for name in ("fc", "act", "shift")] == [S([4, 3]), S([4, 3]), S([3])]
+    assert [info.shape for info in layer_info(model, randn(1, 5))] == [S([1, 3]), S([1, 3]), S([3])]
+
+
+def test_a_mapping_means_keyword_arguments():
+    model = Plain(lambda m, *, x, scale: m.fc(x) * scale, fc=nn.Linear(3, 2))
+    for batch in ({"x": randn(4, 3), "scale": 2.0}, UserDict(x=randn(4, 3), scale=2.0)):
+        assert row(module_summary(model, batch), "fc").shape == S([4, 2])
+        assert layer_info(model, batch)[0].params == 8
+
+
+def test_several_inputs_may_be_anything():
+    model = Plain(lambda m, d, x, how: m.fc(d["x"] + x) if how == "sum" else None, fc=nn.Linear(3, 2))
+    assert row(module_summary(model, {"x": randn(4, 3)}, randn(4, 3), "sum"), "fc").called
+
+
+def test_a_batch_is_moved_to_where_the_model_is():
+    model = nn.Sequential(nn.Linear(10, 30, device="meta"), nn.LSTM(30, 7, device="meta"))
+    summary = module_summary(model, randn(4, 10))
+    assert row(summary, "0").shape == S([4, 30])
+    assert row(summary, "0").multiply_adds == 4 * 10 * 30
+    assert summary.n_params == 330 + 4 * 7 * (30 + 7 + 2)
+
+
+@pytest.mark.parametrize("depth", [-1, "x", 1.5, [1]])
+def test_a_wrong_depth_is_refused(depth):
+    calls = []
+    model = Plain(lambda m, x: calls.append(x))
+    with pytest.raises((TypeError, ValueError), match="depth"):
+        module_summary(model, randn(2, 3), depth=depth)
+    assert not calls
+
+
+@pytest.mark.parametrize("look", [module_summary, layer_info])
+@pytest.mark.parametrize("model", ["x", None, nn.Linear, [nn.Linear(2, 2)]])
+def test_what_is_no_model_is_refused(look, model):
+    with pytest.raises(TypeError, match=r"(?i)module|model|learner"):
+        look(model, randn(2, 3))
+
+
+@pytest.mark.parametrize("look", [module_summary, layer_info])
+def test_a_missing_batch_is_said(look):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        look(mlp())
+    said = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "xb" in said or "batch" in said
+
+
+@pytest.mark.parametrize(
+    ("xb", "error"),
+    [
+        ((randn(4, 9),), RuntimeError),
+        ((torch.ones(4, 10, dtype=torch.long),), RuntimeError),
+        ((randn(4, 10), randn(4, 10)), TypeError),
+        (("text",), TypeError),
+        (({"wrong": randn(4, 10)},), TypeError),
+        ((None,), TypeError),
+    ],
+    ids=["shape", "dtype", "too-many", "text", "keyword", "None"],
+)
+def test_a_wrong_batch_gives_the_error_of_the_model(xb, error):
+    model = mlp()
+    with changes_in(model) as changed, pytest.raises(error):
+        module_summary(model, *xb)
+    assert changed == []
+
+
+class Reused(nn.Module):
+    """Plain one layer on inputs of several shapes."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes, self.act, self.fc = sizes, nn.ReLU(), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return [self.act(self.fc(x[:n])) for n in self.sizes][-1]
+
+
+def test_a_layer_called_several_times_shows_every_shape_it_gave():
+    summary = module_summary(Reused((4, 2, 4)), torch.ones(5, 2))
+    row = next(row for row in summary if row.name == "fc")
+    assert row.n_calls == 3
+    assert list(row.shapes.values()) == [torch.Size([4, 3]), torch.Size([2, 3])]
+    assert row.shape == torch.Size([4, 3])
+    assert "Linear ×3" in str(summary)
+    assert "4×3, 2×3" in str(summary)
+    assert "1×3, 2×3, 3×3 … and 2 more" in str(module_summary(Reused(range(1, 6)), torch.ones(5, 2)))
+
+
+class TakesOneDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 3)
+
+    def forward(self, batch):
+        return self.fc(batch["image"]) * batch["scale"]
+
+
+class TakesNothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+
+    def forward(self, n=None):
+        return self.table(torch.arange(n or 4))
+
+
+def test_a_model_that_takes_one_dict_is_given_it_whole():
+    summary = module_summary(TakesOneDict(), {"image": torch.ones(5, 2), "scale": 2.0})
+    assert summary.rows[0].shape == torch.Size([5, 3])
+
+
+def test_a_model_that_takes_nothing_is_run_without_inputs():
+    assert module_summary(TakesNothing()).rows[0].shape == torch.Size([4, 3])
+    assert module_summary(TakesNothing(), {"n": 2}).rows[0].shape == torch.Size([2, 3])
+    with pytest.raises(ValueError, match="there is no batch xb"):
+        module_summary(nn.Linear(2, 1))
+
+
+EVIL = ["[red]", "[/red]", "[bold]x[/bold]", "[link=http://x]y", ":warning:", "\\[b]", "{x}", "%s", "[", "[]"]
+
+
+def evil_model(name):
+    kind = type(f"{name}Kind", (nn.Linear,), {})
+    model = nn.Sequential()
+    model.add_module(name, kind(3, 2))
+    model.add_module("plain", nn.Linear(2, 2))
+    return model
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_names_are_shown_as_they_are(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    summary = module_summary(evil_model(name), randn(4, 3))
+    assert row(summary, name).type == f"{name}Kind"
+    for text in (str(summary), in_terminal(summary), html.unescape(summary._repr_html_())):
+        assert text.count(name) >= 2
+        assert f"{name}Kind" in text
+
+
+def test_names_are_escaped_in_html():
+    summary = module_summary(evil_model("<script>&"), randn(4, 3))
+    page = summary._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;&amp;Kind" in page
+
+
+def test_html_is_a_table_with_all_rows():
+    model = cnn()
+    page = module_summary(model, randn(4, 3, 8, 8))._repr_html_()
+    assert "<table" in page
+    assert page.count("<table") == page.count("</table>")
+    assert page.count("<tr") == page.count("</tr>") > len(list(model.children()))
+    assert all(name in page for name, _ in model.named_children())
+
+
+def test_text_is_plain_and_says_the_totals(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    summary = module_summary(cnn(), randn(4, 3, 8, 8))
+    text = str(summary)
+    assert text == repr(summary)
+    assert "\x1b" not in text
+    assert str(summary.n_params) in shown(text)
+    assert str(summary.n_trainable) in shown(text)
+    assert max(map(len, text.splitlines())) <= 100
+    assert capsys.readouterr().out == ""
+
+
+@models
+def test_every_summary_can_be_shown_in_all_ways(make, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    model, *xb = make()
+    for depth in (None, 0, 1):
+        summary = module_summary(model, *xb, depth=depth)
+        for text in (str(summary), in_terminal(summary, 80), summary._repr_html_()):
+            assert str(summary.n_params) in shown(text)
+
+
+def long_names(n_deep):
+    model = nn.Sequential(OrderedDict(first=nn.Linear(1000, 1234), second=nn.Linear(1234, 98)))
+    for _ in range(n_deep):
+        model = nn.Sequential(OrderedDict(a_rather_long_name_of_a_block=model))
+    return model
+
+
+narrow = pytest.mark.parametrize("columns", [40, 60, 80])
+
+
+indented = pytest.mark.parametrize("n_deep", [0, 12])
+
+
+@narrow
+@indented
+def test_a_narrow_terminal_cuts_no_count(columns, n_deep, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    summary = module_summary(long_names(n_deep), randn(4, 1000))
+    for text in (str(summary), in_terminal(summary, columns)):
+        for count in (1000 * 1234 + 1234, 1234 * 98 + 98, summary.n_params):
+            assert str(count) in shown(text)
+    assert all(len(line.rstrip()) <= columns for line in in_terminal(summary, columns).splitlines())
+
+
+def test_a_summary_does_not_keep_the_model_or_change_with_it():
+    model = cnn()
+    summary = module_summary(model, randn(4, 3, 8, 8))
+    text, ref = str(summary), weakref.ref(model)
+    model.head = nn.Linear(4, 900)
+    assert str(summary) == text
+    del model
+    gc.collect()
+    assert ref() is None
+    assert str(summary) == text

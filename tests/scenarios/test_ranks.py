@@ -1,4 +1,4 @@
-"""Hooks in two processes."""
+"""Hooks and readings of gradients in two processes."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.support import run_ranks
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    files = run_ranks(Path(__file__).with_name("gather_worker.py"), folder)
+    files = run_ranks(Path(__file__).with_name("ranks_worker.py"), folder)
     return [torch.load(f, weights_only=False) for f in files]
 
 
@@ -77,3 +77,7 @@ def test_a_distributed_data_parallel_model_is_watched(ranks):
         assert [n.removeprefix("module.") for n in r["back"]] == ["0", "2"]
         assert r["left"] == 0
     assert all(torch.equal(x, y) for x, y in zip(a["weights"], b["weights"], strict=True))
+
+
+def test_of_the_gradient_of_a_dtensor_the_whole_is_read(ranks):
+    assert part(ranks, "gradients_of_dtensors") == [True, True]
