@@ -577,11 +577,10 @@ def input_mean(m, i):
     "options",
     [
         {"hook": forward_mean, "every": 2, "include_paramless": True, "always_call": True},
-        {"hook": backward_mean, "is_forward": False, "include_paramless": True},
-        {"hook": backward_mean, "is_forward": False, "every": 2, "detach": False},
+        {"hook": backward_mean, "is_forward": False, "include_paramless": True, "every": 2, "detach": False},
         {"hook": input_mean, "pre": True},
     ],
-    ids=["forward", "gradient", "gradient, every 2", "pre"],
+    ids=["forward", "gradient", "pre"],
 )
 def test_it_keeps_the_contract_of_callbacks(options):
     check_callback(lambda: HookCallback(**options, name="watcher"))
