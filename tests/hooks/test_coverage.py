@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from hookcb import Callback, CancelBatchException, HookCallback
+from hookcb.hooks.coverage import FROZEN, NOT_CALLED, Coverage, why_not_called
 from hookcb.testing import assert_no_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import Gradients, Means, fit, learner, three_layers
@@ -146,3 +147,53 @@ def test_a_callback_whose_first_batches_are_skipped_or_cancelled_does_not_warn()
     fit(three_layers(), Callback(before_batch=skip), cb)
     assert list(cb.coverage.fired) == ["a", "b", "c"]
     assert cb.coverage.n_batches in (1, 3)
+
+
+# ---- in words
+
+
+def coverage(**what):
+    parts = {"hooked": (), "fired": (), "silent": {}, "left_out": {}, "without_grad": {}}
+    return Coverage(**{**parts, "n_batches": 1, "n_skipped": 0} | what)
+
+
+def test_it_counts_in_words_and_lists_what_was_not_seen():
+    assert str(coverage(hooked=("a",), fired=("a",))) == "1 of 1 layer seen in 1 batch"
+    text = str(
+        coverage(
+            hooked=("a", "b"),
+            fired=("b",),
+            silent={"a": "it was not called"},
+            left_out={"b[1]": "NoneType"},
+            without_grad={"b": "why"},
+            n_batches=2,
+            n_skipped=1,
+        )
+    )
+    assert text.splitlines() == [
+        "1 of 2 layers seen in 2 batches, 1 batch not looked at",
+        "silent: a: it was not called",
+        "left out: b[1]: NoneType",
+        "without gradient: b: why",
+    ]
+
+
+@pytest.mark.parametrize(("n", "more"), [(1, ""), (5, ""), (6, "… and 1 more"), (9, "… and 4 more")])
+def test_the_warning_names_five_layers_at_most(n, more):
+    silent = {f"layer{k}": f"reason {k}" for k in range(n)}
+    first, *layers = coverage(hooked=tuple(silent), silent=silent).warning().splitlines()
+    assert first.startswith(f"none of {n} hooked layer{'s' * (n > 1)} was seen")
+    assert layers[:5] == [f"  {name}: {reason}" for name, reason in silent.items()][:5]
+    assert [line.strip() for line in layers[5:]] == [more] * bool(more)
+
+
+def test_why_a_layer_may_never_be_called_goes_by_its_kind_and_place():
+    model = nn.Module()
+    model.several, model.attn = nn.ModuleList([nn.Linear(2, 2)]), nn.MultiheadAttention(2, 1)
+    model.fixed, model.plain = nn.Linear(2, 2).requires_grad_(False), nn.ReLU()
+    modules = dict(model.named_modules())
+    assert why_not_called(modules, "several") == "a ModuleList is never called itself"
+    assert "MultiheadAttention uses its weights" in why_not_called(modules, "attn.out_proj")
+    assert why_not_called(modules, "fixed") == FROZEN
+    assert why_not_called(modules, "plain") == why_not_called(modules, "several.0") == NOT_CALLED
+    assert why_not_called(modules, "gone") == NOT_CALLED
