@@ -19,6 +19,8 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from hookcb import HookCallback, Learner
+
 D = 4
 
 
@@ -799,7 +801,7 @@ SUMMED = {
     "complex": lambda: (nn.Linear(3, 2, dtype=torch.complex64), randn(2, 3, dtype=torch.complex64)),
     "with gaps": lambda: (with_gaps(), randn(2, 4)),
     "deep": lambda: (nested(), randn(3, 2)),
-    "wide": lambda: (nn.Sequential(*(nn.Linear(2, 2) for _ in range(150))), randn(3, 2)),
+    "wide": lambda: (nn.Sequential(*(nn.Linear(2, 2) for _ in range(50))), randn(3, 2)),
     "checkpointed": lambda: (checkpointed(), randn(2, 4)),
     "several inputs": lambda: (nn.Bilinear(3, 4, 5), randn(2, 3), randn(2, 4)),
     "a batch of one": lambda: (cnn(), randn(1, 3, 8, 8)),
@@ -838,3 +840,60 @@ class Scaled(nn.Module):
     def forward(self, x):
         self.n_seen += 1
         return x * self.scale
+
+
+# ---- fits
+
+
+def batches(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(D, D, generator=g), torch.randn(D, D, generator=g)) for _ in range(n)]
+
+
+def learner(model, n_train=3, n_valid=2, cbs=(), **kwargs):
+    kwargs = {"loss_func": F.mse_loss, "opt_func": torch.optim.SGD, "lr": 0.1} | kwargs
+    learn = Learner((batches(n_train), batches(n_valid, 1) if n_valid else None), model, cbs=cbs, **kwargs)
+    learn.remove_cbs([cb for cb in learn.cbs if cb.name == "progress"])
+    return learn
+
+
+def fit(model, *cbs, n_epoch=1, **kwargs):
+    learn = learner(model, **kwargs)
+    learn.fit(n_epoch, cbs=list(cbs))
+    return learn
+
+
+def three_layers(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Plain(
+            lambda s, x: s.c(s.act(s.b(s.act(s.a(x))))),
+            a=lin(),
+            b=lin(),
+            c=lin(),
+            act=nn.ReLU(),
+        )
+
+
+def numbers(results):
+    return {name: value.item() for name, value in results.items()}
+
+
+class Means(HookCallback):
+    """Keeps what it was called with: (epoch, iter, training, layer, mean of the output)."""
+
+    def before_fit(self):
+        super().before_fit()
+        self.log = []
+
+    def hook(self, m, i, o):
+        self.log.append((self.epoch, self.iter, self.training, self.layer_name(m)))
+        return o.mean()
+
+
+class Gradients(HookCallback):
+    def __init__(self, modules=None, **kwargs):
+        super().__init__(modules, is_forward=False, **kwargs)
+
+    def hook(self, m, gi, go):
+        return gi, go

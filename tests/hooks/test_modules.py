@@ -9,6 +9,16 @@ from hookcb import (
     has_params,
     total_params,
 )
+from hookcb.hooks.modules import (
+    has_uninitialized,
+    is_compiled,
+    is_leaf,
+    named_modules,
+    outermost_compiled,
+    place,
+    unsaved_buffers,
+    unwrapped,
+)
 from tests.hooks.support import Plain, frozen_part, parameter_containers, tied
 from tests.support import (
     Net,
@@ -109,3 +119,71 @@ def test_has_params_finds_parameters_at_any_depth():
     assert has_params(Plain(None, w=nn.Parameter(torch.ones(())))) is True
     assert has_params(nn.Sequential(nn.ReLU())) is False
     assert has_params(Plain(None, b=torch.ones(()))) is False
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_module_is_uninitialized_until_it_has_run():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.LazyLinear(2)))
+    assert has_uninitialized(model)
+    model(torch.ones(1, 3))
+    assert not has_uninitialized(model)
+    assert not has_uninitialized(nn.ReLU())
+
+
+def test_a_leaf_has_no_module_in_it():
+    assert is_leaf(nn.Linear(2, 2))
+    assert is_leaf(nn.Sequential())
+    assert not is_leaf(nn.Sequential(nn.ReLU()))
+
+
+WRAPPED = {
+    "DataParallel": lambda model: nn.DataParallel(model),
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "both": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_wrappers_are_looked_through(wrap):
+    net = Net()
+    wrapped = wrap(net)
+    assert unwrapped(wrapped) is unwrapped(net) is net
+    found = named_modules(wrapped)
+    assert list(found) == list(named_modules(net)) == [name for name, _ in net.named_modules()]
+    assert all(found[name] is net.get_submodule(name) for name in found)
+    assert list(find_modules(wrapped, "blocks.*.0")) == ["blocks.0.0", "blocks.1.0"]
+    assert list(find_modules(wrapped, wrapped)) == [""]
+
+
+def test_what_was_compiled_is_told_by_its_outermost_name():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert outermost_compiled(model) == {}
+    assert not is_compiled(model)
+    model[1][0].compile(backend="eager")
+    assert is_compiled(model[1][0])
+    assert not is_compiled(model)
+    assert outermost_compiled(model) == {"1.0": model[1][0]}
+    model[1].compile(backend="eager")
+    assert outermost_compiled(model) == {"1": model[1]}
+    whole = torch.compile(model, backend="eager")
+    assert is_compiled(whole)
+    assert outermost_compiled(whole) == {"": whole}
+
+
+def test_unsaved_buffers_are_those_that_the_state_lacks():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[1].register_buffer("seen", torch.zeros(3), persistent=False)
+    found = unsaved_buffers(model, model.state_dict())
+    assert list(found) == ["1.seen"]
+    assert found["1.seen"] is model[1].seen
+
+
+def test_a_model_is_placed_where_it_is_told_or_stays():
+    model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    assert place(model, None) == torch.device("cpu")
+    assert place(model, torch.device("meta")) == torch.device("meta")
+    assert model[1].weight.device.type == "meta"
+    assert place(model, None) == torch.device("meta")
+    assert place(nn.BatchNorm1d(2, affine=False), None) == torch.device("cpu")
+    assert place(nn.ReLU(), torch.device("meta")) == torch.device("meta")
+    assert place(nn.ReLU(), None) == torch.device("cpu")

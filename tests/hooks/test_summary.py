@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict, UserDict
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -38,27 +39,32 @@ from tests.support import Net, Pair, attention, changes_in, in_terminal, row, ro
 DEPTHS = [None, 0, 1, 2, 3, 10**9]
 
 
-@models
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_rows_add_up_to_the_parameters_of_the_model(make, depth):
+@cache
+def summed_up(make):
+    """A model, and its summaries by depth."""
     model, *xb = make()
-    summary = module_summary(model, *xb, depth=depth)
+    return model, {depth: module_summary(model, *xb, depth=depth) for depth in DEPTHS}
+
+
+@models
+def test_rows_add_up_to_the_parameters_of_the_model(make):
+    model, summaries = summed_up(make)
     params = list(model.parameters())
-    assert summary.n_params == sum(p.numel() for p in params)
-    assert summary.n_trainable == sum(p.numel() for p in params if p.requires_grad)
-    assert summary.n_frozen == summary.n_params - summary.n_trainable
-    assert sum(r.params for r in summary) == summary.n_params
-    assert sum(r.trainable_params for r in summary) == summary.n_trainable
-    assert summary.param_bytes == sum(p.numel() * p.element_size() for p in params)
-    assert all(isinstance(r.params, int) and r.params >= r.trainable_params >= 0 for r in summary)
+    for summary in summaries.values():
+        assert summary.n_params == sum(p.numel() for p in params)
+        assert summary.n_trainable == sum(p.numel() for p in params if p.requires_grad)
+        assert summary.n_frozen == summary.n_params - summary.n_trainable
+        assert sum(r.params for r in summary) == summary.n_params
+        assert sum(r.trainable_params for r in summary) == summary.n_trainable
+        assert summary.param_bytes == sum(p.numel() * p.element_size() for p in params)
+        assert all(isinstance(r.params, int) and r.params >= r.trainable_params >= 0 for r in summary)
 
 
 @models
 def test_buffers_add_up_too(make):
-    model, *xb = make()
+    model, summaries = summed_up(make)
     buffers = list(model.buffers())
-    for depth in DEPTHS:
-        summary = module_summary(model, *xb, depth=depth)
+    for summary in summaries.values():
         assert summary.n_buffers == sum(b.numel() for b in buffers)
         assert summary.buffer_bytes == sum(b.numel() * b.element_size() for b in buffers)
         assert sum(r.buffers for r in summary) == summary.n_buffers
@@ -66,10 +72,9 @@ def test_buffers_add_up_too(make):
 
 @models
 def test_totals_do_not_depend_on_the_depth(make):
-    model, *xb = make()
-    whole = module_summary(model, *xb)
-    for depth in DEPTHS[1:]:
-        folded = module_summary(model, *xb, depth=depth)
+    _, summaries = summed_up(make)
+    whole = summaries[None]
+    for folded in summaries.values():
         assert folded.multiply_adds == whole.multiply_adds
         assert folded.activation_bytes == whole.activation_bytes
         assert sum(r.multiply_adds for r in folded) == whole.multiply_adds
@@ -77,8 +82,8 @@ def test_totals_do_not_depend_on_the_depth(make):
 
 @models
 def test_rows_are_the_modules_by_name_in_their_order(make):
-    model, *xb = make()
-    summary = module_summary(model, *xb)
+    model, summaries = summed_up(make)
+    summary = summaries[None]
     modules = {name: type(m).__name__ for name, m in model.named_modules() if name}
     found = {r.name: r.type for r in summary if r.name in modules}
     assert list(found.items()) == list(modules.items())
@@ -198,8 +203,7 @@ def test_calls_are_counted():
 
 @models
 def test_what_was_called_is_not_marked(make):
-    model, *xb = make()
-    summary = module_summary(model, *xb)
+    summary = summed_up(make)[1][None]
     for r in summary:
         assert r.called == (r.n_calls > 0)
         assert r.called or r.shape is None
@@ -313,14 +317,14 @@ WORK = {
 
 
 @projections
-@pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize(("make", "n"), WORK.values(), ids=WORK)
-def test_multiply_adds_are_those_counted_by_hand(make, n, train):
+def test_multiply_adds_are_those_counted_by_hand(make, n):
     model, *xb = make()
-    summary = module_summary(model.train(train), *xb)
-    assert summary.multiply_adds == n
-    assert sum(r.multiply_adds for r in summary) == n
-    assert next(iter(module_summary(model, *xb, depth=0))).multiply_adds == n
+    for train in (True, False):
+        summary = module_summary(model.train(train), *xb)
+        assert summary.multiply_adds == n
+        assert sum(r.multiply_adds for r in summary) == n
+        assert next(iter(module_summary(model, *xb, depth=0))).multiply_adds == n
 
 
 @contextmanager
@@ -738,9 +742,9 @@ def test_text_is_plain_and_says_the_totals(monkeypatch, capsys):
 @models
 def test_every_summary_can_be_shown_in_all_ways(make, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    model, *xb = make()
+    _, summaries = summed_up(make)
     for depth in (None, 0, 1):
-        summary = module_summary(model, *xb, depth=depth)
+        summary = summaries[depth]
         for text in (str(summary), in_terminal(summary, 80), summary._repr_html_()):
             assert str(summary.n_params) in shown(text)
 
