@@ -3,10 +3,9 @@
 import collections
 import gc
 import io
-import os
+import math
+import multiprocessing
 import random
-import subprocess
-import sys
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -30,9 +29,12 @@ from hookcb import (
     Learner,
     count_hooks,
 )
+from tests import fresh_worker
 from tests.hooks import support as zoo
 
 SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "rich.console", "fastcore.foundation"])
 EVENTS = [e.value for e in Event]
 CANCELS = {
     "fit": CancelFitException,
@@ -324,18 +326,37 @@ def attention(b, q, k, d, dv=None):
     return b * q * k * (d + (d if dv is None else dv))
 
 
+def layer_oracle(x, eps=0.05):
+    """What `hookcb.activations.stats.LAYER_STATS` names, of all elements of x, in plain float64."""
+    values = x.detach().double().flatten()
+    n, finite = len(values), values[values.isfinite()]
+    mean = values.sum() / n
+    std = ((values - mean) ** 2).sum().div(n - 1).sqrt() if n > 1 else math.nan
+    low, high, largest = (finite.min(), finite.max(), finite.abs().max()) if len(finite) else [math.nan] * 3
+    stats = {"mean": mean, "std": std, "min": low, "max": high, "abs_max": largest}
+    shares = {"near_zero": (values.abs() <= eps).sum() / n, "zeros": (values == 0).sum() / n}
+    return {stat: float(value) for stat, value in {**stats, **shares, "nonfinite": n - len(finite)}.items()}
+
+
+def start(*argv, log):
+    """A process that does what `python *argv` does, and writes what it says to the file `log`.
+
+    It is the fork of a process which has imported what takes seconds, and nothing of ours.
+    """
+    process = FORKS.Process(target=fresh_worker.run, args=([str(arg) for arg in argv], log))
+    process.start()
+    return process
+
+
 def run_ranks(worker, folder, n=2):
     """Runs `worker RANK FOLDER` in `n` processes at once; the files `FOLDER/RANK.pt` that they wrote."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         processes = []
         for rank in range(n):
-            log = stack.enter_context(open(folder / f"{rank}.log", "w"))
-            command = [sys.executable, str(worker), str(rank), str(folder)]
-            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            processes.append(start(worker, rank, folder, log=folder / f"{rank}.log"))
             stack.callback(processes[-1].kill)
         for process in processes:
-            process.wait(timeout=60)
+            process.join(timeout=60)
     files = [folder / f"{rank}.pt" for rank in range(n)]
     assert all(file.exists() for file in files), [
         (folder / f"{rank}.log").read_text()[-2000:] for rank in range(n)
