@@ -101,7 +101,8 @@ def missing_of_callback(cls):
 
 @pytest.mark.parametrize("cls", callbacks().values(), ids=lambda cls: cls.__name__)
 def test_a_callback_is_in_all_places(cls):
-    assert list(missing_of_callback(cls)) == []
+    missing = list(missing_of_callback(cls))
+    assert not missing, "\n".join(missing)
 
 
 def test_what_is_internal_is_there_and_is_not_public():
@@ -153,7 +154,8 @@ DESIGNED = (
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.code)
 def test_a_check_is_in_all_places(check):
     given = check.code, check.function, PLANTED, TESTS_OF_CHECKS, DESIGNED
-    assert list(missing_of_check(*given)) == []
+    missing = list(missing_of_check(*given))
+    assert not missing, "\n".join(missing)
 
 
 def test_checks_that_are_said_to_have_no_fault_have_none():
@@ -218,7 +220,8 @@ def used():
 @pytest.mark.parametrize("path", sorted(PROBES.glob("[a-z]*.py")), ids=lambda path: path.stem)
 def test_a_probe_is_in_all_places(path, used):
     is_reached = path.relative_to(PACKAGE).as_posix() in used
-    assert list(missing_of_probe(path.name, ast.parse(read(path)), is_reached)) == []
+    missing = list(missing_of_probe(path.name, ast.parse(read(path)), is_reached))
+    assert not missing, "\n".join(missing)
 
 
 def test_what_checks_say_must_have_been_there_is_noted_by_the_suite():
@@ -269,7 +272,8 @@ def loop_shown():
 
 @pytest.mark.parametrize("event", list(Event))
 def test_an_event_is_in_all_places(event, loop_shown):
-    assert list(missing_of_event(event.value, read(ROOT / "README.md"), loop_shown)) == []
+    missing = list(missing_of_event(event.value, read(ROOT / "README.md"), loop_shown))
+    assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize("level", LEVELS)
