@@ -1,5 +1,6 @@
 """The pages on the architecture and on decisions are about what is there."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -96,6 +97,32 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_are_there(page):
     assert [path for path in missing_paths(read(page)) if path not in ("plots.py",)] == []
+
+
+def missing_names(text):
+    """Dotted names in backticks, or asked of help(), that cannot be had; adapters need packages of others."""
+    found = set(re.findall(r'`(?:help\("?)?(hookcb(?:\.\w+)+)', text))
+    missing = []
+    for name in sorted(found):
+        if not name.startswith("hookcb.adapters."):
+            try:
+                pkgutil.resolve_name(name)
+            except (ImportError, AttributeError):
+                missing.append(name)
+    return missing
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", PAGE, "CONTRIBUTING.md"])
+def test_names_that_a_page_tells_are_there(page):
+    assert missing_names(read(page)) == []
+
+
+def test_names_that_docstrings_tell_are_there():
+    assert missing_names("\n".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))) == []
+    assert missing_names("see `hookcb.gone` and `hookcb.core.loop.Gone`") == [
+        "hookcb.core.loop.Gone",
+        "hookcb.gone",
+    ]
 
 
 def test_a_path_that_has_gone_is_told():
