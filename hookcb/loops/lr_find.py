@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import map_tensors, n_batches
 from hookcb.core.callback import Callback
@@ -190,7 +191,7 @@ class LRFinder(Callback):
     Source: L. Smith, "Cyclical Learning Rates", arxiv.org/abs/1506.01186, section 3.3; fastai's `lr_find`.
     """
 
-    order = -100  # the rate is there before anyone reads it
+    order = orders.LR_FINDER
     run_valid = False
     run_lr_find = False
 

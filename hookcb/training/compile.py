@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.hooks.modules import is_compiled
 
@@ -37,7 +38,7 @@ class Compile(Callback):
     ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
-    order = -70
+    order = orders.COMPILE
 
     def __init__(self, *, name: str | None = None, **options: Any) -> None:
         super().__init__(name=name)

@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.optim import Settings, _copied, group_settings, set_groups
 
@@ -22,7 +23,7 @@ class RateCallback(Callback, ABC):
         scheduler: torch's, while a fit runs; else None.
     """
 
-    order = 70  # the rate of the next batch is set once that of this one is recorded
+    order = orders.SCHEDULE
     run_lr_find = False
     n_steps: int | None = None  # of the whole fit, where the schedule spans it
 
