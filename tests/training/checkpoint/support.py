@@ -18,6 +18,7 @@ from hookcb.training.checkpoint.callback import Checkpoint
 from tests.support import make_batches
 
 RESULTS = ("stats", "valid_stats", "norms", "coefs", "best", "best_epoch", "reason", "skipped")
+
 VALID = make_batches(2, seed=1)
 
 
@@ -194,7 +195,3 @@ def handler(number, handle):
         yield
     finally:
         signal.signal(number, before)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())

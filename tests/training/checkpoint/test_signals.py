@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from hookcb import EMA, Callback, CancelFitException
 from hookcb.training.checkpoint.callback import Checkpoint
+from tests.core.support import names
 from tests.support import make_batches
 from tests.training.checkpoint.support import (
     Stop,
@@ -25,7 +26,6 @@ from tests.training.checkpoint.support import (
     go_on,
     handler,
     learner,
-    names,
     outcome,
     raising,
     sending,

@@ -1,18 +1,29 @@
-"""Schedules give the rates torch's own schedulers give in a loop by hand, and give everything back."""
+"""What holds for every schedule: rates over a fit go through whatever happens in it, and are given back."""
 
 import copy
 import io
 import itertools
+import math
 import pickle
 import threading
 from functools import partial
 
 import pytest
 import torch
+from torch.optim import SGD, Adam, lr_scheduler
 from torch.optim import lr_scheduler as lrs
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-from hookcb import Callback, GradientAccumulation, OneCycle, ReduceLROnPlateau, Schedule, WarmupCosine
-from tests.support import CANCELS, EVENTS, make_model, same, spy, weights
+from hookcb import (
+    Callback,
+    CancelFitException,
+    GradientAccumulation,
+    OneCycle,
+    ReduceLROnPlateau,
+    Schedule,
+    WarmupCosine,
+)
+from tests.support import CANCELS, EVENTS, fit, make_batches, make_learner, make_model, same, spy, weights
 from tests.training.support import (
     DEVIL,
     NESTED_AT,
@@ -27,13 +38,186 @@ from tests.training.support import (
     rates,
     seeded,
     sgd,
-    train_plainly,
-    two_groups,
     validating,
 )
 
 RAGGED = [4, 4, 2]
+
+
+MAKERS = {
+    "per batch": lambda: Schedule(partial(StepLR, step_size=2)),
+    "per epoch": lambda: Schedule(partial(ExponentialLR, gamma=0.5), per="epoch"),
+    "one cycle": OneCycle,
+    "warm-up": WarmupCosine,
+    "plateau": lambda: ReduceLROnPlateau(patience=0, min_delta=10.0),
+}
+
+
+def sgd_with(**kwargs):
+    return partial(SGD, **kwargs)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("opt_func", [Adam, sgd_with(momentum=0.9)], ids=["adam", "momentum"])
+def test_after_the_fit_each_group_has_what_it_had(make, opt_func):
+    def fail(cb):
+        raise SystemError
+
+    learn = fit(make_learner(opt_func=opt_func))
+    before, attributes = groups(learn.opt), set(vars(learn.opt))
+    for ending in ({}, {"after_step": fail}, {"before_fit": fail}):
+        saboteur = Callback(name="saboteur", **ending)
+        saboteur.order = 1000
+        try:
+            fit(learn, 3, cbs=[make(), saboteur])
+        except SystemError:
+            assert ending
+        assert groups(learn.opt) == before
+        assert set(vars(learn.opt)) == attributes
+
+
+def test_a_rate_in_a_tensor_stays_in_it():
+    learn = make_learner(opt_func=partial(Adam, foreach=True, capturable=False))
+    learn.opt = Adam(learn.model.parameters(), lr=torch.tensor(0.1))
+    lr = learn.opt.param_groups[0]["lr"]
+    for make in MAKERS.values():
+        fit(learn, 3, cbs=make())
+        assert learn.opt.param_groups[0]["lr"] is lr
+        assert lr == torch.tensor(0.1)
+
+
+def test_an_earlier_scheduler_does_not_set_the_rate_of_this_fit():
+    model = make_model()
+    opt = SGD(model.parameters(), lr=7.0)
+    ExponentialLR(opt, 0.5)
+    learn = fit(make_learner(model=model, opt_func=opt), lr=0.1, cbs=WarmupCosine(0))
+    assert learn.recorder.lrs[0] == 0.1
+    assert opt.param_groups[0]["initial_lr"] == 7.0
+
+
+def test_a_loader_that_gives_more_than_it_says_stays_at_the_last_rate():
+    class Liar(list):
+        def __len__(self):
+            return 4
+
+    learn = make_learner()
+    learn.dls = learn.dls._replace(train=Liar(make_batches(6)))
+    fit(learn, cbs=OneCycle(1.0))
+    assert learn.recorder.lrs[3:] == [pytest.approx(1e-5)] * 3
+
+
+@pytest.mark.parametrize("cls", [OneCycle, WarmupCosine])
+def test_a_schedule_over_the_fit_needs_its_length_before_training_starts(cls):
+    log = []
+    learn = make_learner(cbs=spy(log, "a"))
+    learn.dls = learn.dls._replace(train=type("Stream", (), {"__iter__": lambda s: iter(make_batches(2))})())
+    with pytest.raises(ValueError, match="no length"):
+        fit(learn, cbs=cls())
+    assert ("a", "before_epoch") not in log
+
+
+@pytest.mark.parametrize("cls", [OneCycle, WarmupCosine])
+def test_a_fit_of_no_epochs_is_none(cls):
+    learn = fit(make_learner(), 0, cbs=cls())
+    assert learn.recorder.lrs == []
+
+
+WRONG = [
+    (lambda: Schedule(0.1), TypeError, "no function"),
+    (lambda: Schedule(StepLR), TypeError, "partial"),
+    (lambda: Schedule(StepLR(SGD(make_model().parameters(), lr=1), 3)), TypeError, "partial"),
+    (lambda: Schedule(partial(StepLR, step_size=2), per="step"), ValueError, "'batch' or 'epoch'"),
+    (lambda: OneCycle(-1.0), ValueError, "lr_max"),
+    (lambda: OneCycle(slice(1e-5, 1e-3)), TypeError, "each parameter group"),
+    (lambda: OneCycle([0.1, 0]), ValueError, r"lr_max\[1\]"),
+    (lambda: OneCycle(div=0), ValueError, "div"),
+    (lambda: OneCycle(pct_start=1.5), ValueError, "between 0 and 1"),
+    (lambda: OneCycle(moms=(0.95, 0.85, 0.95)), ValueError, "give two"),
+    (lambda: OneCycle(moms=(0.95, "a")), TypeError, "moms"),
+    (lambda: WarmupCosine(1.5), ValueError, "from 0 to 1"),
+    (lambda: WarmupCosine(-1), ValueError, "0 or more"),
+    (lambda: WarmupCosine(lr_min=math.inf), ValueError, "lr_min"),
+    (lambda: ReduceLROnPlateau(factor=10.0), ValueError, "give factor=0.1"),
+    (lambda: ReduceLROnPlateau(factor=1), ValueError, "factor"),
+    (lambda: ReduceLROnPlateau(mode="lower"), ValueError, "'min'"),
+    (lambda: ReduceLROnPlateau(patience=-1), ValueError, "patience"),
+    (lambda: ReduceLROnPlateau(min_delta=math.nan), ValueError, "min_delta"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "text"), WRONG)
+def test_arguments_that_cannot_be_are_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("cb", "error", "text"),
+    [
+        (lambda: Schedule(lambda opt: 0.1), TypeError, "no LRScheduler"),
+        (lambda: Schedule(lr_scheduler.ReduceLROnPlateau), TypeError, "hookcb.ReduceLROnPlateau"),
+        (lambda: Schedule(lambda opt: StepLR(SGD(make_model().parameters()), 1)), ValueError, "another opt"),
+        (lambda: WarmupCosine(100), ValueError, "the fit has 3"),
+        (lambda: WarmupCosine(lr_min=1.0), ValueError, "lr_min"),
+        (lambda: ReduceLROnPlateau("val_loss"), LookupError, "did you mean 'valid_loss'"),
+    ],
+)
+def test_what_does_not_go_with_the_fit_is_refused_before_training(cb, error, text):
+    learn = make_learner()
+    with pytest.raises(error, match=text):
+        fit(learn, cbs=cb())
+    assert learn.recorder.lrs == []
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_schedule_goes_on_from_its_state(make, tmp_path):
+    def save(cb):
+        if cb.epoch == 1:
+            torch.save(whole.state_dict(), tmp_path / "state.pt")
+
+    def load(cb):
+        if cb.epoch == 0:
+            rest.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+
+    saver = Callback(name="saver", after_epoch=save)
+    saver.order = 100
+    whole, rest = make(), make()
+    expected = fit(make_learner(opt_func=Adam), 4, cbs=[whole, saver]).recorder.lrs
+    learn = make_learner(opt_func=Adam, lr=0.7)
+    fit(learn, 4, cbs=[rest, Callback(name="loader", before_epoch=load)])
+    assert learn.recorder.lrs[:6] == expected[6:]
+    group = learn.opt.param_groups[0]
+    assert (group["lr"], group["betas"], "max_lr" in group) == (0.1, (0.9, 0.999), False)
+
+
+@pytest.mark.parametrize(
+    ("n_epoch", "n_train", "text"),
+    [(8, 3, "of 5 epochs, this one is of 8.*give n_epoch=5"), (5, 4, "of 15 batches, this one has 20")],
+)
+def test_a_schedule_over_the_fit_is_not_made_longer(n_epoch, n_train, text):
+    states = []
+    keep = Callback(after_epoch=lambda cb: states.append(cb.learn.one_cycle.state_dict()))
+    fit(make_learner(), 5, cbs=[OneCycle(), keep])
+    load = Callback(before_epoch=lambda cb: cb.learn.one_cycle.load_state_dict(states[0]))
+    with pytest.raises(ValueError, match=text):
+        fit(make_learner(n_train=n_train), n_epoch, cbs=[OneCycle(), load])
+
+
+def test_nothing_of_a_fit_is_kept():
+    def stop(cb):
+        raise CancelFitException
+
+    cb = OneCycle()
+    fit(make_learner(), cbs=cb)
+    assert cb.scheduler is None
+    fit(make_learner(), cbs=[pickle.loads(pickle.dumps(cb)), Callback(after_batch=stop)])
+    assert cb.state_dict() == {}
+    with pytest.raises(RuntimeError, match="no fit is running"):
+        cb.load_state_dict({"kind": "OneCycleLR"})
+
+
 flat = itertools.chain.from_iterable
+
 FACTORIES = {
     "step": partial(lrs.StepLR, step_size=2, gamma=0.3),
     "milestones": partial(lrs.MultiStepLR, milestones=[1, 4]),
@@ -45,33 +229,8 @@ FACTORIES = {
     "chained": lambda opt: lrs.ChainedScheduler([lrs.ExponentialLR(opt, 0.9), lrs.StepLR(opt, 2)]),
 }
 
-
-@pytest.mark.parametrize("per", ["batch", "epoch"])
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_any_scheduler_of_torch_trains_as_in_a_loop_by_hand(kind, per):
-    make_opt = two_groups(torch.optim.SGD, momentum=0.9)
-    train, model = batches_of(RAGGED), make_model()
-    opt = make_opt(model)
-    scheduler = FACTORIES[kind](opt)
-    expected = []
-    note = [lambda: expected.append([g["lr"] for g in opt.param_groups]), scheduler.step]
-
-    def after_batch():
-        note[0]()
-        if per == "batch":
-            scheduler.step()
-
-    train_plainly(model, train, 3, opt, after_batch, scheduler.step if per == "epoch" else None)
-
-    ours = make_model()
-    learn = quiet(Unsized(train), batches_of([3]), ours, make_opt(ours))
-    watch, seen = rates(learn)
-    learn.fit(3, cbs=[Schedule(FACTORIES[kind], per), watch])
-    assert seen == expected
-    assert same(weights(ours), weights(model))
-
-
 HORIZON = [OneCycle, WarmupCosine]
+
 MAKES = [
     *HORIZON,
     partial(Schedule, FACTORIES["cosine"]),
@@ -134,24 +293,6 @@ def test_a_rate_that_is_a_tensor_is_scheduled_and_stays_the_same_tensor(make):
     plain.fit(2, cbs=[make(), watch])
     if not isinstance(make(), ReduceLROnPlateau):
         assert list(flat(seen)) == pytest.approx(list(flat(expected)))
-
-
-def test_a_rate_given_to_fit_is_where_the_schedule_begins_and_what_is_there_afterwards():
-    learn = quiet(batches_of(RAGGED))
-    watch, seen = rates(learn)
-    learn.fit(1, lr=0.5, cbs=[watch, Schedule(partial(lrs.StepLR, step_size=1, gamma=0.5))])
-    assert seen == [[0.5], [0.25], [0.125]]
-    assert learn.opt.param_groups[0]["lr"] == 0.5
-
-
-def test_several_schedules_at_once_multiply_and_all_is_given_back():
-    learn = quiet(batches_of(RAGGED), batches_of([2]))
-    watch, seen = rates(learn)
-    halve = partial(lrs.MultiplicativeLR, lr_lambda=lambda i: 0.5)
-    tenth = partial(lrs.MultiplicativeLR, lr_lambda=lambda i: 0.1)
-    learn.fit(2, cbs=[Schedule(halve), Schedule(tenth, "epoch", name="epochs"), watch])
-    assert list(flat(seen)) == pytest.approx([0.1, 0.05, 0.025, 0.00125, 0.000625, 0.0003125])
-    assert groups(learn.opt) == groups(sgd(make_model().parameters(), 0.1))
 
 
 @pytest.mark.parametrize("make", MAKES)
