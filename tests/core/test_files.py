@@ -10,9 +10,9 @@ import socket
 
 import pytest
 import torch
-from tests.core.support import FULL, files_limited_to, in_child, names
 
 from hookcb.core.files import read_saved, save_whole
+from tests.core.support import FULL, files_limited_to, in_child, names
 
 
 def test_a_disk_that_is_full_is_told_by_path_bytes_needed_and_bytes_free(tmp_path, monkeypatch):

@@ -8,10 +8,7 @@ from itertools import pairwise
 import pytest
 from torch.optim import SGD, Adam
 
-from hookcb import (
-    LRFind,
-    synth_learner,
-)
+from hookcb import LRFind, synth_learner
 from hookcb.loops.lr_curve import Smoothed, longest_fall
 from hookcb.loops.lr_find import find_lr
 from tests.support import fit

@@ -8,31 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import (
-    Callback,
-    CancelEpochException,
-    CancelTrainException,
-    DetectAnomaly,
-    MixedPrecision,
-    watch,
-)
-from tests.support import (
-    EVENTS,
-    fit,
-    make_batches,
-    make_learner,
-    make_model,
-    spy,
-)
-from tests.training.support import (
-    DEVIL,
-    ENDS,
-    all_flags,
-    batches_of,
-    flags_kept,
-    quiet,
-    raising,
-)
+from hookcb import Callback, CancelEpochException, CancelTrainException, DetectAnomaly, MixedPrecision, watch
+from tests.support import EVENTS, fit, make_batches, make_learner, make_model, spy
+from tests.training.support import DEVIL, ENDS, all_flags, batches_of, flags_kept, quiet, raising
 
 RAGGED = [4, 4, 2]
 

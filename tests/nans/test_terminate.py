@@ -17,13 +17,7 @@ from tests.support import (
     train_by_hand,
     weights,
 )
-from tests.training.support import (
-    batches_of,
-    momentum,
-    quiet,
-    train_plainly,
-    validating,
-)
+from tests.training.support import batches_of, momentum, quiet, train_plainly, validating
 
 RAGGED = [4, 4, 2]
 

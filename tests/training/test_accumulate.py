@@ -46,10 +46,6 @@ def learner(train, cbs=(), valid=None, loss_func=F.mse_loss):
     return Learner((train, valid), make_model(), loss_func, torch.optim.SGD, lr=0.1, cbs=cbs)
 
 
-def unsized(batches):
-    return type("Unsized", (), {"__iter__": lambda self: iter(batches)})()
-
-
 def stepped_at(train, groups, n_epoch=1, loss_func=F.mse_loss):
     """Weights after one step for each list of indices of batches, as one batch."""
     model = make_model()
@@ -86,7 +82,7 @@ def test_it_is_the_plain_loop_that_divides_the_loss_to_the_bit(n):
 @pytest.mark.parametrize("sized", [True, False])
 def test_batches_weigh_by_their_samples(sized):
     train = make_batches(5, bs=4, last=1)
-    learn = fit(learner(train if sized else unsized(train), GradientAccumulation(2)), 2)
+    learn = fit(learner(train if sized else Unsized(train), GradientAccumulation(2)), 2)
     assert_close(weights(learn.model), stepped_at(train, [[0, 1], [2, 3], [4]], 2))
     first_is_small = train[::-1]
     learn = fit(learner(first_is_small, GradientAccumulation(3)), 2)
@@ -230,7 +226,7 @@ def test_a_training_cut_short_still_makes_the_step_of_what_it_has():
 def test_a_cancel_at_the_step_after_the_training_ends_nothing_else():
     for level in ("step", "batch", "train"):
         cancel = spy([], "cancel", {("before_step", 1): CANCELS[level]()})
-        learn = fit(learner(unsized(make_batches(3)), [GradientAccumulation(2), cancel]), 2)
+        learn = fit(learner(Unsized(make_batches(3)), [GradientAccumulation(2), cancel]), 2)
         assert len(learn.recorder.rows) == 2
 
 

@@ -314,15 +314,9 @@ def test_it_keeps_the_contract_of_callbacks():
     check_callback(lambda: MixedPrecision("fp16"), alters_training=True)
 
 
-GROWING = {"init_scale": 2.0**10, "growth_interval": 3}
-
 fp16 = torch.float16
 
 FUSED = partial(torch.optim.Adam, fused=True)  # unscales its gradients itself
-
-
-def half(**options):
-    return MixedPrecision(fp16, **(GROWING | options))
 
 
 def by_torchs_loop(dtype, train, valid, n_epoch, opt_func=momentum, scaler=None, model=None, clip=None):
@@ -362,12 +356,12 @@ def by_torchs_loop(dtype, train, valid, n_epoch, opt_func=momentum, scaler=None,
 def test_weights_and_losses_are_those_of_torchs_own_loop(given, opt_func, sized):
     train, valid = batches_of(RAGGED), batches_of([3, 2], seed=1)
     of_half = given in (fp16, "fp16")
-    scaler = torch.amp.GradScaler("cpu", **GROWING) if of_half else None
+    scaler = torch.amp.GradScaler("cpu", **SCALER) if of_half else None
     seeded()
     expected = by_torchs_loop(fp16 if of_half else torch.bfloat16, train, valid, 3, opt_func, scaler)
     seeded()
     learn = quiet(train if sized else Unsized(train), valid, Wide(), opt_func)
-    learn.fit(3, cbs=MixedPrecision(given, **(GROWING if of_half else {})))
+    learn.fit(3, cbs=MixedPrecision(given, **(SCALER if of_half else {})))
     assert same(weights(learn.model), expected[0])
     assert list(learn.recorder.losses) == expected[1]
     assert [row["valid_loss"] for row in learn.recorder.rows] == expected[2]
@@ -396,14 +390,14 @@ def test_steps_that_overflow_are_left_out_and_counted(scale, opt_func):
     seeded()
     learn, scales = quiet(train, train, Wide(), opt_func), []
     look = Callback(name="look", after_batch=lambda cb: scales.append(cb.learn.scaler.get_scale()))
-    learn.fit(4, cbs=[cb := half(**options), look])
+    learn.fit(4, cbs=[cb := precision(fp16, **options), look])
     assert 0 < expected[3] < 12
     assert cb.skipped == expected[3]
     assert scales[-1] == scaler.get_scale()
     assert same(weights(learn.model), expected[0])
     learn.fit(1, cbs=cb)
     assert cb.skipped < expected[3] + 1
-    quiet(train).fit(1, cbs=(fresh := half()))
+    quiet(train).fit(1, cbs=(fresh := precision(fp16)))
     assert fresh.skipped == 0
 
 
@@ -432,7 +426,7 @@ def test_autocast_is_on_for_prediction_and_loss_and_off_elsewhere():
     assert {"before_backward", "before_step", "after_batch", "before_validate"} <= off
 
 
-@pytest.mark.parametrize("make", [MixedPrecision, half])
+@pytest.mark.parametrize("make", [MixedPrecision, partial(precision, fp16)])
 @pytest.mark.parametrize("order", [-1000, 0, 1000])
 def test_a_validation_inside_a_batch_neither_breaks_autocast_nor_hides_gradients(make, order):
     def run(*cbs):
@@ -456,15 +450,15 @@ def test_however_a_batch_ends_autocast_is_off_and_the_next_fit_is_right(raised):
         learn = quiet(batches_of(RAGGED), batches_of([2]))
         with flags_kept():
             try:
-                learn.fit(1, cbs=[half(), raising(event, raised("why"), order=order)])
+                learn.fit(1, cbs=[precision(fp16), raising(event, raised("why"), order=order)])
             except (ValueError, KeyboardInterrupt):
                 assert raised in DEVIL
             except RuntimeError as stray:
                 assert type(stray.__cause__) is raised, event  # noqa: PT017 - some events raise, some do not
             assert learn.scaler is None
         fresh = quiet(batches_of(RAGGED), model=copy.deepcopy(learn.model))
-        learn.fit(1, cbs=half())
-        fresh.fit(1, cbs=half())
+        learn.fit(1, cbs=precision(fp16))
+        fresh.fit(1, cbs=precision(fp16))
         assert same(weights(learn.model), weights(fresh.model)), event
 
 
@@ -513,7 +507,7 @@ def test_gradients_of_a_cancelled_step_add_to_the_next_as_they_do_without_a_scal
 def test_a_phase_cancelled_around_the_step_leaves_the_scaler_usable(level, event):
     log = []
     learn = quiet(batches_of(RAGGED), batches_of([2]))
-    learn.fit(3, cbs=[half(), spy(log, "a", {(event, 1): CANCELS[level]()})])
+    learn.fit(3, cbs=[precision(fp16), spy(log, "a", {(event, 1): CANCELS[level]()})])
     assert log.count(("a", "after_step")) >= 6
     assert all(torch.isfinite(w).all() for w in weights(learn.model))
 
@@ -528,7 +522,7 @@ def test_a_batch_without_any_gradient_makes_no_step_as_without_a_scaler(nth):
     train = batches_of(RAGGED)
     left = [batch for i, batch in enumerate(train) if i != nth]
     model = make_model()
-    opt, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", **GROWING)
+    opt, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", **SCALER)
     for x, y in left:
         with torch.autocast("cpu", fp16):
             loss = nn.functional.mse_loss(model(x), y)
@@ -536,7 +530,7 @@ def test_a_batch_without_any_gradient_makes_no_step_as_without_a_scaler(nth):
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
-    assert same(run(half()), weights(model))
+    assert same(run(precision(fp16)), weights(model))
 
 
 def test_gradients_are_whole_and_unscaled_for_readers_in_before_step_and_the_loss_is_never_scaled():
@@ -558,7 +552,7 @@ def test_gradients_are_whole_and_unscaled_for_readers_in_before_step_and_the_los
                 to.append(self.loss.item())
 
         learn = quiet(batches_of(RAGGED))
-        learn.fit(1, cbs=[Reads(), half(init_scale=scale)])
+        learn.fit(1, cbs=[Reads(), precision(fp16, init_scale=scale)])
         assert losses[scale] == [loss for loss in learn.recorder.losses for _ in range(3)]
     assert norms[8.0] == norms[4096.0]
 
@@ -580,9 +574,9 @@ def test_other_batches_and_outputs_are_cast_too():
 
 def test_a_fit_inside_an_autocast_of_the_users_own_leaves_that_one_on():
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), flags_kept():
-        quiet(batches_of(RAGGED), batches_of([2])).fit(1, cbs=half())
+        quiet(batches_of(RAGGED), batches_of([2])).fit(1, cbs=precision(fp16))
         with pytest.raises(ValueError, match="why"):
-            quiet(batches_of(RAGGED)).fit(1, cbs=[half(), raising("after_pred", ValueError("why"))])
+            quiet(batches_of(RAGGED)).fit(1, cbs=[precision(fp16), raising("after_pred", ValueError("why"))])
 
 
 def test_the_scalers_state_is_plain_and_goes_on_after_loading():
@@ -597,7 +591,7 @@ def test_the_scalers_state_is_plain_and_goes_on_after_loading():
         cb = Callback(name="again", before_epoch=lambda c: again(c) if c.epoch else None)
         learn, scales = quiet(batches_of(RAGGED), batches_of([2]), opt=momentum), []
         note = Callback(name="note", before_step=lambda c: scales.append(c.learn.scaler.get_scale()))
-        learn.fit(3, cbs=[half(init_scale=2.0**50, backoff_factor=2.0**-16), cb, note])
+        learn.fit(3, cbs=[precision(fp16, init_scale=2.0**50, backoff_factor=2.0**-16), cb, note])
         return scales, learn.mixed_precision.skipped, weights(learn.model)
 
     assert equal(list(run(True)), list(run(False)))
@@ -607,6 +601,6 @@ def test_a_cancel_of_every_step_of_a_fit_trains_nothing():
     learn = quiet(batches_of(RAGGED))
     before = weights(learn.model)
     cancels = {("before_step", k): CancelStepException() for k in range(6)}
-    learn.fit(2, cbs=[cb := half(), spy([], "a", cancels)])
+    learn.fit(2, cbs=[cb := precision(fp16), spy([], "a", cancels)])
     assert same(weights(learn.model), before)
     assert cb.skipped == 0

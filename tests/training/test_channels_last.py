@@ -5,15 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import (
-    Callback,
-    ChannelsLast,
-    Learner,
-)
+from hookcb import Callback, ChannelsLast, Learner
 from tests.support import fit, same, weights
-from tests.training.support import (
-    quiet,
-)
+from tests.training.support import quiet
 
 RAGGED = [4, 4, 2]
 

@@ -13,23 +13,22 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from hookcb import Callback, GradientClip, Learner, MixedPrecision, check_callback
 from tests.support import CANCELS, fit, make_batches, make_learner, make_model, same, spy, weights
-from tests.training.support import OPTS, Wide, batches_of, momentum, quiet
+from tests.training.support import OPTS, Wide, batches_of, momentum, quiet, sgd
 
 RAGGED = [4, 4, 2]
 
 
-def by_hand(clip, norm_type=2.0, n_epoch=2):
+def by_hand(clip, norm_type=2.0, train=None, opt_func=sgd, n_epoch=2):
     """Weights, and norms before and after clipping, of a plain loop."""
     model, norms, after = make_model(), [], []
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(n_epoch):
-        for x, y in make_batches(3):
-            F.mse_loss(model(x), y).backward()
-            norms.append(norm_of(model, norm_type))
-            clip(list(model.parameters()))
-            after.append(norm_of(model, norm_type))
-            opt.step()
-            opt.zero_grad()
+    opt = opt_func(model.parameters(), lr=0.1)
+    for x, y in (train or make_batches(3)) * n_epoch:
+        F.mse_loss(model(x), y).backward()
+        norms.append(norm_of(model, norm_type))
+        clip(list(model.parameters()))
+        after.append(norm_of(model, norm_type))
+        opt.step()
+        opt.zero_grad()
     return weights(model), norms, after
 
 
@@ -148,24 +147,12 @@ def test_it_keeps_the_contract_of_callbacks():
     check_callback(lambda: GradientClip(float("inf")))
 
 
-def clipped_by_hand(clip, opt_func, norm_type=2.0, n_epoch=2):
-    model = make_model()
-    opt, norms = opt_func(model.parameters(), lr=0.1), []
-    for x, y in batches_of(RAGGED) * n_epoch:
-        F.mse_loss(model(x), y).backward()
-        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type).item())
-        clip(model.parameters())
-        opt.step()
-        opt.zero_grad()
-    return weights(model), norms
-
-
 @pytest.mark.parametrize("opt_func", OPTS)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.3, 1e6])
 def test_the_norm_is_clipped_as_torch_clips_it(opt_func, norm_type, max_norm):
-    expected, norms = clipped_by_hand(
-        lambda params: nn.utils.clip_grad_norm_(params, max_norm, norm_type), opt_func, norm_type
+    expected, norms, _ = by_hand(
+        lambda params: clip_grad_norm_(params, max_norm, norm_type), norm_type, batches_of(RAGGED), opt_func
     )
     learn, clip = quiet(batches_of(RAGGED), batches_of([2]), opt=opt_func), GradientClip(max_norm, norm_type)
     for _ in range(2):  # a second fit begins its lists anew
@@ -182,7 +169,9 @@ def test_the_norm_is_clipped_as_torch_clips_it(opt_func, norm_type, max_norm):
 
 
 def test_values_are_clipped_as_torch_clips_them():
-    expected, norms = clipped_by_hand(lambda params: nn.utils.clip_grad_value_(params, 0.1), momentum)
+    expected, norms, _ = by_hand(
+        lambda params: clip_grad_value_(params, 0.1), 2.0, batches_of(RAGGED), momentum
+    )
     learn = quiet(batches_of(RAGGED), opt=momentum)
     learn.fit(2, cbs=(clip := GradientClip(value=0.1)))
     assert same(weights(learn.model), expected)

@@ -8,27 +8,9 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from hookcb import (
-    ActivationStats,
-    Callback,
-    Compile,
-    HookCallback,
-)
-from tests.support import (
-    fit,
-    make_batches,
-    make_learner,
-    make_model,
-    same,
-    train_by_hand,
-    weights,
-)
-from tests.training.support import (
-    DEVIL,
-    batches_of,
-    quiet,
-    raising,
-)
+from hookcb import ActivationStats, Callback, Compile, HookCallback
+from tests.support import fit, make_batches, make_learner, make_model, same, train_by_hand, weights
+from tests.training.support import DEVIL, batches_of, quiet, raising
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -9,23 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import (
-    Callback,
-    Freeze,
-    freeze,
-    unfreeze,
-)
-from tests.support import (
-    EVENTS,
-    Net,
-    fit,
-    make_batches,
-    make_learner,
-    make_model,
-    modes,
-    same,
-    weights,
-)
+from hookcb import Callback, Freeze, freeze, unfreeze
+from tests.support import EVENTS, Net, fit, make_batches, make_learner, make_model, modes, same, weights
 from tests.training.support import (
     DEVIL,
     ENDS,

@@ -6,10 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from hookcb import (
-    Callback,
-    MaxTime,
-)
+from hookcb import Callback, MaxTime
 from tests.support import (
     events,
     fit,
@@ -21,11 +18,7 @@ from tests.support import (
     train_by_hand,
     weights,
 )
-from tests.training.support import (
-    Unsized,
-    batches_of,
-    quiet,
-)
+from tests.training.support import Unsized, batches_of, quiet
 
 RAGGED = [4, 4, 2]
 

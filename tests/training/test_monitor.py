@@ -7,11 +7,7 @@ import pickle
 import pytest
 import torch
 
-from hookcb import (
-    Callback,
-    EarlyStopping,
-    ReduceLROnPlateau,
-)
+from hookcb import Callback, EarlyStopping, ReduceLROnPlateau
 from hookcb.training.monitor import improves, monitored, resolve_mode
 from tests.support import CANCELS, make_learner, same, spy, weights
 from tests.training.support import (

@@ -12,10 +12,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from tests.core.support import FULL, files_limited_to, names
 
 from hookcb import EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, Event, check_callback
 from hookcb.training.max_time import MaxTime
+from tests.core.support import FULL, files_limited_to, names
 from tests.support import fit, make_batches
 from tests.training.checkpoint.support import (
     Net,

@@ -1,39 +1,14 @@
 """ReduceLROnPlateau lowers rates as torch's scheduler does, by a number of the epoch's row."""
 
 import math
-import random
 
 import pytest
 import torch
 from torch.optim import SGD, lr_scheduler
 
-from hookcb import (
-    Callback,
-    CancelEpochException,
-    ReduceLROnPlateau,
-)
+from hookcb import Callback, CancelEpochException, ReduceLROnPlateau
 from tests.support import fit, make_learner, make_model
-from tests.training.support import (
-    batches_of,
-    groups,
-    quiet,
-    rates,
-    scripted,
-    two_groups,
-)
-
-
-class Rows(Callback):
-    """Puts given values into the rows."""
-
-    order = 45
-
-    def __init__(self, *values, column="my_loss"):
-        super().__init__()
-        self.values, self.column = values, column
-
-    def after_epoch(self):
-        self.learn.row[self.column] = self.values[self.epoch]
+from tests.training.support import CURVES, batches_of, groups, quiet, rates, scripted, two_groups
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -48,7 +23,11 @@ def test_the_plateau_is_that_of_torch(mode):
         lrs.append(opt.param_groups[0]["lr"])
         torchs.step(value)
     learn = make_learner(n_train=1)
-    fit(learn, len(values), cbs=[ReduceLROnPlateau("my_loss", mode, 0.1, 1, 0.5, 0.02), Rows(*values)])
+    fit(
+        learn,
+        len(values),
+        cbs=[ReduceLROnPlateau("my_loss", mode, 0.1, 1, 0.5, 0.02), scripted(values, "my_loss")],
+    )
     assert learn.recorder.lrs == lrs
     assert len(set(lrs)) > 2
 
@@ -67,7 +46,7 @@ def test_a_column_that_never_comes_is_refused_before_training():
     assert learn.train_iter == 0
 
 
-@pytest.mark.parametrize("others", [Callback(after_train=lambda cb: None), Rows(1.0)])
+@pytest.mark.parametrize("others", [Callback(after_train=lambda cb: None), scripted([1.0], "my_loss")])
 def test_a_column_that_a_callback_of_ones_own_might_add_is_missed_after_the_first_epoch(others):
     learn = make_learner()
     with pytest.raises(LookupError, match="it has: train_loss, valid_loss"):
@@ -83,19 +62,6 @@ def test_an_epoch_cut_short_is_none_without_improvement():
     plateau = ReduceLROnPlateau(patience=0, min_delta=0.0)
     learn = fit(make_learner(lr=1e-3), 4, cbs=[plateau, Callback(after_step=cut)])
     assert set(learn.recorder.lrs) == {1e-3}
-
-
-nan, inf = math.nan, math.inf
-
-CURVES = [
-    [3.0, 2.0, 1.0, 1.0, 1.0, 1.0],
-    [1.0, 2.0, 0.5, 2.0, 2.0, 0.4, 3.0],
-    [nan, nan, 1.0, nan, 0.5, nan, nan],
-    [1.0, nan, nan, nan],
-    [inf, 2.0, inf, -inf, 1.0],
-    [0.5, 0.45, 0.41, 0.36, 0.30, 0.1],
-    *[[random.Random(seed).choice([0.1, 0.2, 0.3, 0.35, nan]) for _ in range(9)] for seed in range(3)],
-]
 
 
 @pytest.mark.parametrize("values", CURVES)

@@ -5,9 +5,7 @@ import math
 import pytest
 from torch.optim import Adam
 
-from hookcb import (
-    WarmupCosine,
-)
+from hookcb import WarmupCosine
 from tests.support import fit, make_learner, make_model
 from tests.training.support import batches_of, quiet, rates, two_groups
 
