@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hookcb import EMA, Callback, GradientAccumulation, GradientClip, Learner, MixedPrecision, check_callback
+from hookcb import EMA, Callback, GradientAccumulation, GradientClip, Learner, MixedPrecision
 from tests.support import (
     CANCELS,
     EVENTS,
@@ -342,8 +342,7 @@ def test_all_four_together_are_the_plain_loop_to_the_bit(dtype, scale):
     assert (learn.mixed_precision.skipped > 0) == overflows
 
 
-def test_it_keeps_the_contract_of_callbacks():
-    check_callback(lambda: GradientAccumulation(1))
+def test_a_copy_keeps_its_number():
     assert copy.deepcopy(GradientAccumulation(3)).n == 3
 
 

@@ -13,16 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hookcb import (
-    EMA,
-    ActivationStats,
-    Callback,
-    GradientAccumulation,
-    Learner,
-    MixedPrecision,
-    check_callback,
-    count_hooks,
-)
+from hookcb import EMA, ActivationStats, Callback, GradientAccumulation, Learner, MixedPrecision, count_hooks
 from tests.support import CANCELS, EVENTS, fit, make_batches, make_model, primary_plan, same, spy, weights
 from tests.training.support import (
     DEVIL,
@@ -269,10 +260,6 @@ def test_a_decay_out_of_range_is_refused(decay):
 def test_a_decay_that_is_no_number_is_refused(decay):
     with pytest.raises(TypeError, match=r"give a number of 0\.\.1"):
         EMA(decay)
-
-
-def test_it_keeps_the_contract_of_callbacks():
-    check_callback(lambda: EMA(0.5, validate=False))
 
 
 def test_of_two_averages_neither_moves_the_training():

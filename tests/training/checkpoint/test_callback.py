@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hookcb import EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, Event, check_callback
+from hookcb import EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, Event
 from hookcb.training.max_time import MaxTime
 from tests.core.support import FULL, files_limited_to, names
 from tests.support import fit, make_batches
@@ -233,11 +233,6 @@ def test_a_folder_that_is_a_file_is_refused_before_training(tmp_path):
 
 
 # ---- nothing else changes
-
-
-def test_it_keeps_the_contract_of_callbacks(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda file: None)  # takes most of the time
-    check_callback(lambda: Checkpoint(tmp_path / "a", every=2))
 
 
 def test_writing_changes_neither_weights_nor_random_numbers(tmp_path):

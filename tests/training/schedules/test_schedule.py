@@ -1,14 +1,13 @@
 """Schedule trains as a scheduler of torch does in a loop by hand."""
 
 import itertools
-import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
 
-from hookcb import Callback, CancelBatchException, CancelStepException, Schedule, check_callback
+from hookcb import Callback, CancelBatchException, CancelStepException, Schedule
 from tests.support import fit, make_learner, make_model, same, weights
 from tests.training.support import Unsized, batches_of, groups, quiet, rates, sgd, train_plainly, two_groups
 
@@ -65,13 +64,6 @@ def test_two_schedules_chain_as_in_torch():
     learn = fit(make_learner(), cbs=cbs)
     assert learn.recorder.lrs == pytest.approx([0.1, 0.005, 0.00025])
     assert groups(learn.opt)[0]["lr"] == 0.1
-
-
-def test_a_schedule_by_epochs_keeps_the_contract_of_callbacks():
-    with warnings.catch_warnings(action="error"):
-        check_callback(
-            partial(Schedule, partial(lrs.ExponentialLR, gamma=0.5), per="epoch"), alters_training=True
-        )
 
 
 @pytest.mark.parametrize("per", ["batch", "epoch"])
