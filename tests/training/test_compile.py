@@ -51,7 +51,9 @@ def test_it_compiles_once_for_training_and_once_for_validation_and_trains_as_by_
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, at inductor's import
-@pytest.mark.parametrize("options", [{"backend": "aot_eager"}, pytest.param({}, marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize(
+    "options", [{"backend": "aot_eager"}, pytest.param({}, marks=[NEEDS_COMPILER, pytest.mark.slow])]
+)
 def test_other_backends_train_as_the_plain_model(options):
     learn, plain = fit(make_learner(cbs=Compile(**options))), fit(make_learner())
     assert all(map(torch.allclose, weights(learn.model), weights(plain.model)))

@@ -90,8 +90,36 @@ def test_accuracy_is_the_share_of_right_classes_of_any_shape():
         assert accuracy(pred, target).item() == pytest.approx(sum(right) / len(right))
 
 
+class Pair:
+    """Two metrics in one object, as a MetricCollection of torchmetrics is."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.preds = []
+
+    def update(self, pred, y):
+        self.preds.append(pred)
+
+    def compute(self):
+        preds = torch.cat(self.preds)
+        return {"least": preds.min(), "largest": preds.max()}
+
+
+def test_a_metric_that_computes_several_gives_a_column_for_each():
+    learn = make_learner(metrics=[Pair(), F.l1_loss])
+    fit(learn, 2)
+    preds, y = learn.get_preds()
+    row = learn.recorder.rows[-1]
+    expected = (preds.min().item(), preds.max().item(), F.l1_loss(preds, y).item())
+    assert (row["least"], row["largest"], row["l1_loss"]) == pytest.approx(expected)
+    assert "pair" not in row
+
+
+@pytest.mark.slow  # takes seconds to import
 def test_metrics_of_torchmetrics_are_computed_over_all_of_the_validation():
-    import torchmetrics  # not above: every worker imports this file, and this takes seconds
+    import torchmetrics
     from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
     scores = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))

@@ -28,6 +28,7 @@ from tests.training.checkpoint.support import (
     raising,
     seed_all,
     train,
+    uninterrupted,
 )
 
 FIRST_THREE = ["epoch-0001.pt", "epoch-0002.pt", "epoch-0003.pt"]
@@ -120,7 +121,7 @@ def test_a_new_fit_over_an_older_longer_one_keeps_its_own_files(tmp_path):
     train(plain, 5, Checkpoint(tmp_path))
     train(plain, 2, Checkpoint(tmp_path))
     resumed = train(plain, 3, Checkpoint(tmp_path), resume="latest", seed=5)
-    assert differing(outcome(train(plain, 3)), outcome(resumed)) == []
+    assert differing(uninterrupted(plain, 3), outcome(resumed)) == []
 
 
 def test_a_relative_folder_is_that_of_the_fit_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
@@ -237,7 +238,7 @@ def test_a_folder_that_is_a_file_is_refused_before_training(tmp_path):
 
 def test_writing_changes_neither_weights_nor_random_numbers(tmp_path):
     saving = Checkpoint(tmp_path, every=1, monitor="valid_loss")
-    assert differing(outcome(train(learner, 3)), outcome(train(learner, 3, saving))) == []
+    assert differing(uninterrupted(learner, 3), outcome(train(learner, 3, saving))) == []
 
 
 def test_it_can_be_pickled_and_used_again(tmp_path):
@@ -302,7 +303,7 @@ def test_a_full_disk_leaves_the_last_file_whole_and_no_part_of_the_new_one(tmp_p
     assert caught.value.filename == str(tmp_path / "epoch-0002.pt")
     assert torch.load(tmp_path / "epoch-0001.pt", weights_only=True)
     resumed = train(plain, 3, Checkpoint(tmp_path), resume="latest", seed=1)
-    assert differing(outcome(train(plain, 3)), outcome(resumed)) == []
+    assert differing(uninterrupted(plain, 3), outcome(resumed)) == []
 
 
 def test_a_file_has_its_name_only_when_it_can_be_read(tmp_path):
@@ -358,7 +359,7 @@ def test_a_signal_while_a_file_is_written_leaves_only_whole_files(tmp_path, monk
             fit(learn, 2, cbs=Checkpoint(tmp_path, every=1))
     assert 1 <= len(list(tmp_path.glob("*.pt"))) <= 2
     resumed = train(plain, 2, Checkpoint(tmp_path), resume="latest", seed=1)
-    assert differing(outcome(train(plain, 2)), outcome(resumed)) == []
+    assert differing(uninterrupted(plain, 2), outcome(resumed)) == []
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -399,7 +400,7 @@ def test_a_fit_cancelled_inside_a_batch_leaves_no_file_of_half_a_batch(tmp_path,
     saving = Checkpoint(tmp_path, every=1, keep=100)
     train(plain, 2, saving, acting(event, raising(CancelFitException()), k=2))
     resumed = train(plain, 2, Checkpoint(tmp_path), resume="latest", seed=1)
-    assert differing(outcome(train(plain, 2)), outcome(resumed)) == []
+    assert differing(uninterrupted(plain, 2), outcome(resumed)) == []
 
 
 def test_cancelled_batches_count_among_every(tmp_path):

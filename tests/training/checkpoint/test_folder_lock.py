@@ -18,7 +18,16 @@ from hookcb.training.checkpoint import folder_lock
 from hookcb.training.checkpoint.folder_lock import FolderLock
 from tests.core.support import files_limited_to, in_child, names
 from tests.support import make_batches
-from tests.training.checkpoint.support import acting, differing, go_on, learner, outcome, raising, train
+from tests.training.checkpoint.support import (
+    acting,
+    differing,
+    go_on,
+    learner,
+    outcome,
+    raising,
+    train,
+    uninterrupted,
+)
 
 LOCK = "in-use.lock"
 
@@ -67,7 +76,7 @@ def test_a_folder_that_another_process_writes_into_is_refused_by_its_host_and_nu
 
 
 def test_a_fit_of_another_process_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
-    whole, said = outcome(train(plain, 2)), []
+    whole, said = uninterrupted(plain, 2), []
     (tmp_path / "epoch-0007.pt.partial").write_bytes(b"PK")  # of a fit that was killed
     other = acting(
         "after_batch", lambda cb: said.append(in_child(lambda: train(plain, 1, Checkpoint(tmp_path))))
@@ -149,7 +158,7 @@ def test_a_copy_of_a_checkpoint_does_not_free_its_folder(tmp_path):
 
 
 def test_a_folder_of_a_process_that_was_killed_is_taken_over_silently(tmp_path):
-    whole = outcome(train(plain, 3))
+    whole = uninterrupted(plain, 3)
     train(plain, 1, Checkpoint(tmp_path))
     child, in_use = killed_while_holding(tmp_path)
     assert f"process {child} on" in in_use

@@ -50,6 +50,7 @@ from tests.training.checkpoint.support import (
     raising,
     seed_all,
     train,
+    uninterrupted,
 )
 
 adam, sgd = torch.optim.Adam, torch.optim.SGD
@@ -129,7 +130,15 @@ def test_a_resumed_fit_ends_as_an_uninterrupted_one_with(name, tmp_path):
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_a_resumed_fit_ends_as_an_uninterrupted_one_under(name, tmp_path):
     momentum = partial(sgd, momentum=0.9)
-    check_resumes(lambda: learner(cbs=CALLBACKS[name](), opt_func=momentum), tmp_path, n_epoch=4)
+
+    def make():
+        return learner(cbs=CALLBACKS[name](), opt_func=momentum)
+
+    check_resumes(make, tmp_path, n_epoch=3, files=(0, 5, 10, 15))
+
+
+def test_a_fit_resumed_from_any_of_its_files_ends_as_an_uninterrupted_one(tmp_path):
+    check_resumes(learner, tmp_path, files=range(12))
 
 
 @pytest.mark.filterwarnings("ignore:nothing left to train")
@@ -176,11 +185,11 @@ def test_a_fit_that_ends_at_any_event_is_resumed(tmp_path, event, order, error):
         train(learner, 2, Checkpoint(tmp_path, every=2), acting(event, raising(error()), k=1, order=order))
     there = any(tmp_path.glob("epoch-*.pt"))
     resumed = train(learner, 2, Checkpoint(tmp_path), resume="latest", seed=99 if there else 0)
-    assert differing(outcome(train(learner, 2)), outcome(resumed)) == []
+    assert differing(uninterrupted(learner, 2), outcome(resumed)) == []
 
 
 def test_a_crash_is_resumed_from_the_last_file(tmp_path):
-    whole = outcome(train(learner, 3))
+    whole = uninterrupted(learner, 3)
     for k in (1, 5, 8):
         folder = tmp_path / str(k)
         with pytest.raises(Stop):
@@ -190,7 +199,7 @@ def test_a_crash_is_resumed_from_the_last_file(tmp_path):
 
 
 def test_many_interruptions_are_as_none(tmp_path):
-    whole = outcome(train(learner, 4))
+    whole = uninterrupted(learner, 4)
     for k in range(6):
         stop = acting("after_batch", raising(CancelFitException()), k=2)
         stop.run_valid = False
@@ -200,7 +209,7 @@ def test_many_interruptions_are_as_none(tmp_path):
 
 
 def test_the_same_learner_goes_on_after_it_was_stopped(tmp_path):
-    whole = outcome(train(learner, 3))
+    whole = uninterrupted(learner, 3)
     stopped = train(
         learner, 3, Checkpoint(tmp_path), acting("after_batch", raising(CancelFitException()), k=9)
     )
@@ -211,7 +220,7 @@ def test_the_same_learner_goes_on_after_it_was_stopped(tmp_path):
 def test_more_epochs_can_be_added(tmp_path):
     train(learner, 2, Checkpoint(tmp_path))
     resumed = go_on(learner, 5, Checkpoint(tmp_path), resume="latest")
-    assert differing(outcome(train(learner, 5)), outcome(resumed)) == []
+    assert differing(uninterrupted(learner, 5), outcome(resumed)) == []
     assert [row["epoch"] for row in resumed.recorder.rows] == [0, 1, 2, 3, 4]
 
 
@@ -288,7 +297,7 @@ def test_the_newest_whole_file_is_taken_with_a_warning_where_the_newest_is_trunc
     truncate(file, int(share * file.stat().st_size))
     with pytest.warns(UserWarning, match=r"epoch-0002.pt"):
         resumed = go_on(learner, 3, Checkpoint(folder), resume="latest" if latest else folder)
-    assert differing(outcome(train(learner, 3)), outcome(resumed)) == []
+    assert differing(uninterrupted(learner, 3), outcome(resumed)) == []
     assert sorted(file.name for file in folder.iterdir()) == [f"epoch-000{n}.pt" for n in (1, 2, 3)]
 
 
@@ -396,7 +405,7 @@ def test_a_file_of_another_format_is_refused(folder, version):
 
 def test_a_file_in_memory_order_of_another_folder_can_be_moved(folder, tmp_path):
     moved = shutil.move(folder / "epoch-0001.pt", tmp_path / "elsewhere.ckpt")
-    assert differing(outcome(train(learner, 2)), outcome(go_on(learner, 2, resume=str(moved)))) == []
+    assert differing(uninterrupted(learner, 2), outcome(go_on(learner, 2, resume=str(moved)))) == []
 
 
 # ---- paths
@@ -419,7 +428,7 @@ def test_the_latest_of_an_empty_folder_begins_anew(tmp_path, there):
         (folder / "epoch-0001.pt.partial").write_bytes(b"PK")
         (folder / "notes.pt").write_bytes(b"PK")
     begun = train(learner, 2, Checkpoint(folder), resume="latest")
-    assert differing(outcome(train(learner, 2)), outcome(begun)) == []
+    assert differing(uninterrupted(learner, 2), outcome(begun)) == []
 
 
 def test_the_latest_needs_a_checkpoint():

@@ -36,6 +36,7 @@ from tests.training.checkpoint.support import (
     outcome,
     shuffled,
     train,
+    uninterrupted,
 )
 
 sgd = torch.optim.SGD
@@ -197,7 +198,7 @@ def test_the_best_is_remembered_over_the_interruption(tmp_path):
 def test_a_fit_that_writes_no_more_files_goes_on_without_a_warning(tmp_path):
     train(learner, 1, Checkpoint(tmp_path))
     resumed = train(learner, 2, resume=tmp_path / "epoch-0001.pt", seed=1)
-    assert differing(outcome(train(learner, 2)), outcome(resumed)) == []
+    assert differing(uninterrupted(learner, 2), outcome(resumed)) == []
 
 
 def test_state_of_callbacks_that_are_missing_is_warned_of(tmp_path):
@@ -387,7 +388,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_data_goes_on_as_it_was_with(name, tmp_path):
-    check_resumes(lambda: learner(LOADERS[name]()), tmp_path, files=(0, 2, 4, 5, 6, 8))
+    check_resumes(lambda: learner(LOADERS[name]()), tmp_path)
 
 
 def test_a_validation_that_shuffles_goes_on_as_it_was(tmp_path):
@@ -416,7 +417,7 @@ def test_random_changes_in_workers_go_on_as_they_were(tmp_path, own):
         augmented = Augmented(all_of_them)
         return learner(DataLoader(augmented, 4, shuffle=True, num_workers=2, **options))
 
-    check_resumes(make, tmp_path, files=(1, 5, 9))
+    check_resumes(make, tmp_path, files=(1, 5))
 
 
 # ---- loaders with a state of their own
@@ -495,7 +496,7 @@ def test_validations_between_batches_do_not_disturb_it(tmp_path):
         look = Callback(name="look", after_batch=lambda cb: cb.training and cb.learn.validate())
         return learner(cbs=look, valid=shuffled(8))
 
-    check_resumes(make, tmp_path, files=(0, 2, 4, 5, 6, 8))
+    check_resumes(make, tmp_path)
 
 
 def test_a_loader_of_one_batch_goes_on_as_it_was(tmp_path):
