@@ -64,6 +64,40 @@ def assert_close(a, b):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
+def doubles(sizes, seed=0):
+    return [(x.double(), y.double()) for x, y in batches_of(sizes, seed=seed)]
+
+
+def grouped(batches, n):
+    """The batches of one epoch, every n of them as one; the last group may be shorter."""
+    groups = [batches[i : i + n] for i in range(0, len(batches), n)]
+    return [(torch.cat([x for x, _ in group]), torch.cat([y for _, y in group])) for group in groups]
+
+
+def by_large_batches(groups, opt_func=sgd, loss_func=F.mse_loss, clip=None):
+    model = make_model().double()
+    opt = opt_func(model.parameters(), lr=0.1)
+    norms = []
+    for x, y in groups:
+        loss_func(model(x), y).backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        opt.zero_grad()
+    return weights(model), norms
+
+
+def accumulating(train, n, n_epoch=1, cbs=(), **kwargs):
+    learn = quiet(train, doubles([2]), make_model().double(), **kwargs)
+    learn.fit(n_epoch, cbs=[GradientAccumulation(n), *cbs])
+    return learn
+
+
+def close(a, b):
+    return all(torch.allclose(x, y, rtol=1e-9, atol=1e-11) for x, y in zip(a, b, strict=True))
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_it_is_the_plain_loop_that_divides_the_loss_to_the_bit(n):
     train, model = make_batches(7), make_model()
@@ -344,40 +378,6 @@ def test_all_four_together_are_the_plain_loop_to_the_bit(dtype, scale):
 
 def test_a_copy_keeps_its_number():
     assert copy.deepcopy(GradientAccumulation(3)).n == 3
-
-
-def doubles(sizes, seed=0):
-    return [(x.double(), y.double()) for x, y in batches_of(sizes, seed=seed)]
-
-
-def grouped(batches, n):
-    """The batches of one epoch, every n of them as one; the last group may be shorter."""
-    groups = [batches[i : i + n] for i in range(0, len(batches), n)]
-    return [(torch.cat([x for x, _ in group]), torch.cat([y for _, y in group])) for group in groups]
-
-
-def by_large_batches(groups, opt_func=sgd, loss_func=F.mse_loss, clip=None):
-    model = make_model().double()
-    opt = opt_func(model.parameters(), lr=0.1)
-    norms = []
-    for x, y in groups:
-        loss_func(model(x), y).backward()
-        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        opt.step()
-        opt.zero_grad()
-    return weights(model), norms
-
-
-def accumulating(train, n, n_epoch=1, cbs=(), **kwargs):
-    learn = quiet(train, doubles([2]), make_model().double(), **kwargs)
-    learn.fit(n_epoch, cbs=[GradientAccumulation(n), *cbs])
-    return learn
-
-
-def close(a, b):
-    return all(torch.allclose(x, y, rtol=1e-9, atol=1e-11) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 9])

@@ -43,11 +43,10 @@ from tests.training.support import (
 )
 
 RAGGED = [4, 4, 3]
-
-
 DTYPES = [torch.bfloat16, torch.float16]
-
 SCALER = {"init_scale": 2.0**8, "growth_interval": 2}
+fp16 = torch.float16
+FUSED = partial(torch.optim.Adam, fused=True)  # unscales its gradients itself
 
 
 def precision(dtype, **options):
@@ -87,6 +86,50 @@ def learner(cbs=(), model=None):
 def assert_nothing_left(learn):
     assert not torch.is_autocast_enabled("cpu")
     assert learn.scaler is None
+
+
+def by_torchs_loop(dtype, train, valid, n_epoch, opt_func=momentum, scaler=None, model=None, clip=None):
+    """The loop of torch's examples for automatic mixed precision."""
+    model = model or Wide()
+    opt = opt_func(model.parameters(), lr=0.1)
+    losses, valid_losses, skipped = [], [], 0
+    for _ in range(n_epoch):
+        model.train()
+        for x, y in train:
+            with torch.autocast("cpu", dtype):
+                loss = nn.functional.mse_loss(model(x), y)
+            losses.append(loss.item())
+            if scaler is None:
+                loss.backward()
+                opt.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.unscale_(opt)
+                if clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                scaler.step(opt)
+                before = scaler.get_scale()
+                scaler.update()
+                skipped += scaler.get_scale() < before
+            opt.zero_grad()
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            of = [(nn.functional.mse_loss(model(x), y).item(), len(y)) for x, y in valid]
+        valid_losses.append(sum(v * n for v, n in of) / sum(n for _, n in of))
+    return weights(model), losses, valid_losses, skipped
+
+
+def autocast_at(events):
+    """A callback that notes whether autocast is on at each event of a batch."""
+    cb = Callback(
+        name="switch",
+        **{
+            e: lambda cb, e=e: events.append((e, cb.training, torch.is_autocast_enabled("cpu")))
+            for e in EVENTS
+        },
+    )
+    cb.order = 5
+    return cb
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
@@ -310,42 +353,6 @@ def test_a_mapping_and_a_loss_of_the_models_own_are_computed_in_half_precision()
     assert learn.model.seen is torch.bfloat16
 
 
-fp16 = torch.float16
-
-FUSED = partial(torch.optim.Adam, fused=True)  # unscales its gradients itself
-
-
-def by_torchs_loop(dtype, train, valid, n_epoch, opt_func=momentum, scaler=None, model=None, clip=None):
-    """The loop of torch's examples for automatic mixed precision."""
-    model = model or Wide()
-    opt = opt_func(model.parameters(), lr=0.1)
-    losses, valid_losses, skipped = [], [], 0
-    for _ in range(n_epoch):
-        model.train()
-        for x, y in train:
-            with torch.autocast("cpu", dtype):
-                loss = nn.functional.mse_loss(model(x), y)
-            losses.append(loss.item())
-            if scaler is None:
-                loss.backward()
-                opt.step()
-            else:
-                scaler.scale(loss).backward()
-                scaler.unscale_(opt)
-                if clip:
-                    nn.utils.clip_grad_norm_(model.parameters(), clip)
-                scaler.step(opt)
-                before = scaler.get_scale()
-                scaler.update()
-                skipped += scaler.get_scale() < before
-            opt.zero_grad()
-        model.eval()
-        with torch.no_grad(), torch.autocast("cpu", dtype):
-            of = [(nn.functional.mse_loss(model(x), y).item(), len(y)) for x, y in valid]
-        valid_losses.append(sum(v * n for v, n in of) / sum(n for _, n in of))
-    return weights(model), losses, valid_losses, skipped
-
-
 @pytest.mark.parametrize("given", [torch.bfloat16, "bf16", torch.float16, "fp16"])
 @pytest.mark.parametrize("opt_func", [momentum, torch.optim.AdamW, FUSED])
 @pytest.mark.parametrize("sized", [True, False])
@@ -395,19 +402,6 @@ def test_steps_that_overflow_are_left_out_and_counted(scale, opt_func):
     assert cb.skipped < expected[3] + 1
     quiet(train).fit(1, cbs=(fresh := precision(fp16)))
     assert fresh.skipped == 0
-
-
-def autocast_at(events):
-    """A callback that notes whether autocast is on at each event of a batch."""
-    cb = Callback(
-        name="switch",
-        **{
-            e: lambda cb, e=e: events.append((e, cb.training, torch.is_autocast_enabled("cpu")))
-            for e in EVENTS
-        },
-    )
-    cb.order = 5
-    return cb
 
 
 def test_autocast_is_on_for_prediction_and_loss_and_off_elsewhere():

@@ -32,9 +32,8 @@ from tests.training.support import (
 )
 
 RAGGED = [4, 4, 2]
-
-
 VALID = make_batches(2, seed=1)
+UNEVEN = batches_of([3, 2], seed=1)
 
 
 class Masked(nn.Module):
@@ -85,6 +84,45 @@ def loss_of(model):
 
 def values(model):
     return [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
+
+
+class Averaged:
+    """The loop by hand with an AveragedModel, training and validation."""
+
+    def __init__(self, n_epoch, decay, model=None, opt_func=momentum, valid=None, use_buffers=True):
+        self.model = model or Wide()
+        self.average = AveragedModel(
+            self.model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers
+        )
+        opt = opt_func(self.model.parameters(), lr=0.1)
+        self.valid_losses, self.plain_losses = [], []
+        for _ in range(n_epoch):
+            self.model.train()
+            self.average.train()
+            for x, y in batches_of(RAGGED):
+                F.mse_loss(self.model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+                self.average.update_parameters(self.model)
+            self.valid_losses.append(self.loss_of(self.average, valid))
+            self.plain_losses.append(self.loss_of(self.model, valid))
+
+    def loss_of(self, model, valid):
+        model.eval()
+        with torch.no_grad():
+            of = [(F.mse_loss(model(x), y).item(), len(y)) for x, y in valid]
+        return sum(v * n for v, n in of) / sum(n for _, n in of)
+
+
+def averaging(*cbs, n_epoch=3, decay=0.7, valid=UNEVEN, model=None, **kwargs):
+    seeded()
+    learn = quiet(batches_of(RAGGED), valid, model or Wide(), momentum)
+    learn.fit(n_epoch, cbs=[EMA(decay, **kwargs), *cbs])
+    return learn
+
+
+def valid_losses(learn):
+    return [row["valid_loss"] for row in learn.recorder.rows]
 
 
 @pytest.mark.parametrize("decay", [0.8, 0, 1])
@@ -276,48 +314,6 @@ def test_of_two_averages_neither_moves_the_training():
     else:
         assert same(both, run())
     assert same(run(EMA(0.9), EMA(0.5, validate=False, name="fast")), run())
-
-
-class Averaged:
-    """The loop by hand with an AveragedModel, training and validation."""
-
-    def __init__(self, n_epoch, decay, model=None, opt_func=momentum, valid=None, use_buffers=True):
-        self.model = model or Wide()
-        self.average = AveragedModel(
-            self.model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers
-        )
-        opt = opt_func(self.model.parameters(), lr=0.1)
-        self.valid_losses, self.plain_losses = [], []
-        for _ in range(n_epoch):
-            self.model.train()
-            self.average.train()
-            for x, y in batches_of(RAGGED):
-                F.mse_loss(self.model(x), y).backward()
-                opt.step()
-                opt.zero_grad()
-                self.average.update_parameters(self.model)
-            self.valid_losses.append(self.loss_of(self.average, valid))
-            self.plain_losses.append(self.loss_of(self.model, valid))
-
-    def loss_of(self, model, valid):
-        model.eval()
-        with torch.no_grad():
-            of = [(F.mse_loss(model(x), y).item(), len(y)) for x, y in valid]
-        return sum(v * n for v, n in of) / sum(n for _, n in of)
-
-
-UNEVEN = batches_of([3, 2], seed=1)
-
-
-def averaging(*cbs, n_epoch=3, decay=0.7, valid=UNEVEN, model=None, **kwargs):
-    seeded()
-    learn = quiet(batches_of(RAGGED), valid, model or Wide(), momentum)
-    learn.fit(n_epoch, cbs=[EMA(decay, **kwargs), *cbs])
-    return learn
-
-
-def valid_losses(learn):
-    return [row["valid_loss"] for row in learn.recorder.rows]
 
 
 @pytest.mark.parametrize("decay", [0.7, 0.999, 0.0, 1.0])
