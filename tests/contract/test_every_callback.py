@@ -46,7 +46,7 @@ ARGUMENTS = {  # for each of these sets of them the contract is looked at
 ALTERING = {"MixedPrecision", "GradientAccumulation", "GradientClip", "Freeze", "EarlyStopping"}
 ALTERING |= {"Schedule", "OneCycle", "WarmupCosine", "ReduceLROnPlateau"}
 IDLE = [{"n": 1}, {"max_norm": math.inf}]  # so do those, with these arguments
-FEW = ["before_fit", "after_pred", "before_step", "after_cancel_batch", "after_validate", "after_fit"]
+FEW = ["before_fit", "before_step", "after_cancel_batch", "after_validate"]
 each_callback = pytest.mark.parametrize(
     ("cls", "options"),
     [

@@ -105,8 +105,7 @@ def test_hooks_of_callbacks_are_seen_and_give_what_they_give_without_compiling(m
     assert same(results(Compile(backend="eager")), results())
 
 
-@pytest.mark.parametrize("make", [make_model, Own])
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize(("make", "again"), [(make_model, True), (Own, True), (Own, False)])
 def test_hooks_that_come_or_go_between_fits_are_known_to_the_next(make, again):
     model, calls, kept = make(), [], Compile(backend="eager")
     learn = make_learner(model=model)
