@@ -250,7 +250,7 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
 
 
 def raw_saved(node: Any) -> list[Any]:
-    """The `SavedTensor` objects of a node, of C++ or Python, to be used while it lives; without freed ones."""
+    """The `SavedTensor` objects of a node, of C++ or Python, for use while it lives; not freed ones."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):

@@ -131,7 +131,7 @@ class SavedTensors:
         return self._thread == threading.get_ident()
 
     def _is_top(self) -> bool:
-        return not KNOWS_TOP or _top() is self.pack  # one that cannot tell has ours on top, as is assumed
+        return not KNOWS_TOP or _top() is self.pack  # else these are taken to be the last
 
     def _push(self) -> None:
         push_saved_hooks(self.pack, unpack)
@@ -175,7 +175,8 @@ def _are_others_on() -> bool:
     if KNOWS_TOP:
         return _top() is not None
     with torch.enable_grad():
-        (saved,) = raw_saved(torch.ones(1, requires_grad=True).exp().grad_fn)
+        node = torch.ones(1, requires_grad=True).exp().grad_fn  # which must outlive what it has saved
+        (saved,) = raw_saved(node)
     try:
         saved.register_hooks(torch.clone, torch.clone)
     except RuntimeError:  # it has hooks
