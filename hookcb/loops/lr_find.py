@@ -20,6 +20,7 @@ from hookcb.core.events import CancelEpochException, CancelFitException
 from hookcb.core.loop import Loop
 from hookcb.core.optim import group_settings, set_groups, set_rate
 from hookcb.core.randomness import random_state, saves_itself, set_random_state
+from hookcb.core.torch_private import buffers_of, parameters_of, unsaved_buffer_names
 from hookcb.hooks.modules import place
 from hookcb.loops.data import Loaders
 from hookcb.loops.lr_curve import LRFind, Smoothed
@@ -110,7 +111,7 @@ def _same_tensors(roots: list[nn.Module], opts: list[Optimizer]) -> Iterator[Non
     """Puts back parameters and buffers: which there are, their values, gradients, and whether they train."""
     plain = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
     registers: list[Any] = [
-        x for m in plain for x in (m._parameters, m._buffers, m._non_persistent_buffers_set)
+        x for m in plain for x in (parameters_of(m), buffers_of(m), unsaved_buffer_names(m))
     ]
     registered = [copy.copy(register) for register in registers]
     of_opts = (p for opt in opts for group in opt.param_groups for p in group["params"])

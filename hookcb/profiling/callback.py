@@ -6,10 +6,11 @@ from typing import Any
 
 from hookcb.core import orders
 from hookcb.core.callback import Callback
+from hookcb.core.torch_private import is_profiling
 from hookcb.hooks.modules import Where
 from hookcb.profiling.phases import Edge, follow_phases, leave_phases
 from hookcb.profiling.readings import ProfileReadings
-from hookcb.profiling.window import Windows, check_plan, is_profiling, layers_to_profile
+from hookcb.profiling.window import Windows, check_plan, layers_to_profile
 
 OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops")
 

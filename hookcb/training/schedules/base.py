@@ -10,8 +10,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.optim import Settings, _copied, group_settings, set_groups
+from hookcb.core.torch_private import OPT_CALLED, mark_stepped
 
-MADE_BY_TORCH = ("step", "_opt_called")  # what a scheduler sets on the optimizer itself
+MADE_BY_TORCH = ("step", OPT_CALLED)  # what a scheduler sets on the optimizer itself
 
 
 class RateCallback(Callback, ABC):
@@ -47,7 +48,7 @@ class RateCallback(Callback, ABC):
                 group.pop("initial_lr", None)
         self.scheduler = self.make(opt)
         # else torch warns where the first step is skipped or accumulates, which is no mistake
-        opt._opt_called = True
+        mark_stepped(opt)
 
     def after_fit(self) -> None:
         """Gives the groups back what they had, and lets go of the optimizer."""
