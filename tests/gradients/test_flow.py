@@ -27,7 +27,10 @@ def test_flow_is_mean_and_largest_magnitude_of_each_layer_in_order(of_fit):
     health = GradientHealth()
     learner(model, data, health, note, lr=0.01)
     if of_fit:
-        flows = [(health.flow(record=k), grads[k]) for k in range(3)] + [(health.flow(), grads[2])]
+        flows = [(health.flow(record=k), grads[k]) for k in range(3)] + [
+            (health.flow(), grads[2]),
+            (health.flow(-1), grads[2]),
+        ]
     else:
         F.mse_loss(model(data[0][0]), data[0][1]).backward()
         flows = [(gradient_flow(model), {n: wide(p.grad) for n, p in model.named_parameters()})]

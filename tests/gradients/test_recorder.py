@@ -115,7 +115,11 @@ class Tabled(GradientHealth):
     def tables(self):
         outputs = self.output_stats
         rows = [*self.table(), *(outputs.table() if outputs else [])]
-        return [[*row[:-1], f"{row.value:.4g}"] for row in rows]  # sums of more records round otherwise
+        steps = [[f"{value:.4g}" for value in step.values()] for step in self.step_stats]
+        return [
+            *steps,
+            *([*row[:-1], f"{row.value:.4g}"] for row in rows),
+        ]  # sums of more records round otherwise
 
 
 @pytest.mark.parametrize(

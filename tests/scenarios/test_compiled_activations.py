@@ -107,11 +107,10 @@ def test_validation_is_recorded_from_one_graph_more():
         assert [one["mean"] for one in a] == pytest.approx([one["mean"] for one in b], rel=1e-5)
 
 
-@each_way
-def test_every_third_batch_adds_one_graph_and_breaks_none(way):
-    assert graphs(ActivationStats(every=3), way) <= 2
+def test_every_third_batch_adds_one_graph_and_breaks_none():
+    assert graphs(ActivationStats(every=3)) <= 2
     stats, eager = ActivationStats(every=3), ActivationStats(every=3)
-    assert graphs(stats, way, sizes=(4,) * 10, n_epoch=2) <= 2
+    assert graphs(stats, sizes=(4,) * 10, n_epoch=2) <= 2
     trained(make(), eager, sizes=(4,) * 10, n_epoch=2)
     assert steps(stats.stats) == list(range(0, 20, 3))
     assert_same_values(stats, eager)
@@ -143,14 +142,13 @@ def test_a_batch_of_another_size_compiles_no_more_than_without(sizes):
     assert_same_values(stats, eager)
 
 
-@each_way
-def test_a_histogram_has_the_same_counts_and_breaks_the_graph_no_more_in_a_longer_fit(way):
+def test_a_histogram_has_the_same_counts_and_breaks_the_graph_no_more_in_a_longer_fit():
     n_graphs = []
     for n in (6, 30):
         counter = CompileCounter()
         torch._dynamo.reset()
         stats, eager = ActivationStats(True), ActivationStats(True)
-        trained(compiled(make(), way, counter), stats, sizes=(4,) * n)
+        trained(compiled(make(), "model.compile", counter), stats, sizes=(4,) * n)
         trained(make(), eager, sizes=(4,) * n)
         n_graphs.append(counter.frame_count)
         assert_same_values(stats, eager)
