@@ -246,7 +246,7 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
 
 
 def raw_saved(node: Any) -> list[Any]:
-    """The `SavedTensor` objects of a node, of C++ or Python, for use while it lives; not those torch refuses."""
+    """The `SavedTensor` objects of a node, for use while it lives; none that torch refuses."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
