@@ -101,7 +101,7 @@ def strays(package, home):
     """In words, what files of a package but `home` use."""
     names = private_names(home)
     return [
-        f"{path.relative_to(package.parent).as_posix()}:{line} uses {name!r}, which is private to torch; write "
+        f"{path.relative_to(package.parent).as_posix()}:{line} uses {name!r}, private to torch; write "
         "a function for it in hookcb/core/torch_private.py, with a test, and call that"
         for path in sorted(package.rglob("*.py"))
         if path != home
@@ -145,7 +145,7 @@ def test_a_planted_use_is_found(tmp_path, code, name):
     line = next(i for i, text in enumerate(code.splitlines(), 1) if name in text)
     assert found[0].startswith("hookcb/planted.py:")
     assert any(
-        stray.startswith(f"hookcb/planted.py:{line} uses {name!r}, which is private") for stray in found
+        stray.startswith(f"hookcb/planted.py:{line} uses {name!r}, private to torch") for stray in found
     )
     assert all("write a function for it in hookcb/core/torch_private.py" in stray for stray in found)
 
