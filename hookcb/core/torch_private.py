@@ -189,10 +189,6 @@ def norms_of(xs: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(xs))
 
 
-NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-"""The `__torch_dispatch__` of subclasses of Tensor that have none of their own, such as nn.Parameter."""
-
-
 def operator_schema(func: Any) -> Any:
     """The schema of an operator as modes get it, with `name` and `is_mutable`."""
     return func._schema
@@ -250,7 +246,7 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
 
 
 def raw_saved(node: Any) -> list[Any]:
-    """The `SavedTensor` objects of a node, of C++ or Python, for use while it lives; not freed ones."""
+    """The `SavedTensor` objects of a node, for use while it lives; none that torch refuses."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):

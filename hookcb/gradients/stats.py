@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hookcb.core.precision import WIDE, at_least_float32, scaled_norm, widened, widest
-from hookcb.core.torch_private import NO_DISPATCH
 
 OF_GRADIENT = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 GRAD_STATS = (*OF_GRADIENT, "weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
@@ -73,8 +72,9 @@ def is_readable(p: Tensor) -> bool:
 
 
 def _is_native(x: Tensor) -> bool:
-    dispatch = type(x).__torch_dispatch__
-    return dispatch is Tensor.__torch_dispatch__ or dispatch is NO_DISPATCH
+    return (
+        type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )  # which subclasses without their own inherit
 
 
 def row_norms(x: Tensor) -> Tensor:
