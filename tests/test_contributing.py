@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from faults import FAULTS
-from rich.console import Console
 
 import hookcb
 from docs.orders import reasons
-from hookcb import Callback, Event
+from hookcb import Callback, Event, synth_learner
 from hookcb.core import orders
-from hookcb.core.events import LEVELS
+from hookcb.core.events import BATCH_EVENTS, LEVELS
 from hookcb.core.loop_tree import loop_tree
 from hookcb.diagnosis.checks import SECTIONS
 from hookcb.diagnosis.registry import CHECKS
@@ -246,12 +245,13 @@ def test_the_places_of_a_probe_that_are_left_out_are_named():
 # what is emitted under `watch` is in tests/scenarios/test_watch_ends.py
 
 
-def missing_of_event(event, readme, tree):
+def missing_of_event(event, readme, shown, fired):
     told = "after_cancel_…" if event.startswith("after_cancel_") else event
     if f"`{told}`" not in readme:
         yield f"README.md: `{told}` is not in the table of events"
-    if f"{event}  probe" not in tree:
-        yield f"hookcb/core/loop_tree.py: show_training_loop() does not show {event}"
+    phases = {training for training, name in fired if name == event}
+    if event not in {name for _, name in shown} or not {(phase, event) for phase in phases} <= shown:
+        yield f"hookcb/core/loop_tree.py: show_training_loop() does not show {event} where it fires"
     if not names(read(ROOT / "CHANGELOG.md"), event) and event not in FIRST_EVENTS:
         yield f"CHANGELOG.md: no line names {event}"
 
@@ -263,16 +263,30 @@ FIRST_EVENTS = frozenset(  # of the first version, which the CHANGELOG does not 
 
 
 @pytest.fixture(scope="module")
-def loop_shown():
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(loop_tree("Loop", lambda training, event: ["probe"]))
-    return capture.get()
+def shown():
+    """(training, event) as the tree has them."""
+    found = set()
+    loop_tree("Loop", lambda training, event: found.add((training, event)) or [])
+    return found
+
+
+@pytest.fixture(scope="module")
+def fired():
+    """(training, event) of a batch as a fit has them; what is around batches has no phase."""
+    found = set()
+
+    def note(event):
+        return lambda cb: found.add((cb.training, event))
+
+    learn = synth_learner(cbs=Callback(name="probe", **{event: note(event) for event in BATCH_EVENTS}))
+    with learn.no_logging():
+        learn.fit(1)
+    return found
 
 
 @pytest.mark.parametrize("event", list(Event))
-def test_an_event_is_in_all_places(event, loop_shown):
-    missing = list(missing_of_event(event.value, read(ROOT / "README.md"), loop_shown))
+def test_an_event_is_in_all_places(event, shown, fired):
+    missing = list(missing_of_event(event.value, read(ROOT / "README.md"), shown, fired))
     assert not missing, "\n".join(missing)
 
 
@@ -282,10 +296,13 @@ def test_the_exception_of_a_level_is_public(level):
     assert name in hookcb.__all__, f"add {name} to hookcb/__init__.py"
 
 
-def test_the_places_of_an_event_that_are_left_out_are_named(loop_shown):
-    missing = missing_of_event("after_dummy", read(ROOT / "README.md"), loop_shown)
+def test_the_places_of_an_event_that_are_left_out_are_named(shown, fired):
     places = ["README.md", "hookcb/core/loop_tree.py", "CHANGELOG.md"]
+    missing = missing_of_event("after_dummy", read(ROOT / "README.md"), shown, fired)
     assert [place.partition(":")[0] for place in missing] == places
+    in_validation_only = shown - {(True, "after_loss")}
+    (missing,) = missing_of_event("after_loss", read(ROOT / "README.md"), in_validation_only, fired)
+    assert "does not show after_loss where it fires" in missing
 
 
 # ---- the page itself
