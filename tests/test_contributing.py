@@ -31,6 +31,7 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
     "GatherPreds": "Learner.get_preds",
     "LRFinder": "Learner.lr_find",
     "RateCallback": "the base of schedules",
+    "SteppedRate": "the base of schedules",
     "Watching": "the base of Diagnose",
 }
 NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant one rather than add to these

@@ -3,14 +3,16 @@
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from itertools import count
 from pathlib import Path
 from shutil import disk_usage
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from hookcb.core.checked_zip import compare_storages, names_of_changed
 
@@ -140,6 +142,24 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def as_plain(item: Any) -> Any:
+    """`item` of plain values only, as `torch.load(weights_only=True)` reads them; what has none as its repr.
+
+    Tensors are taken to the CPU; arrays of NumPy become lists, mappings and dataclasses dicts.
+    """
+    if isinstance(item, Tensor):
+        return item.detach().cpu()
+    if isinstance(item, Mapping):
+        return {as_plain(key): as_plain(x) for key, x in item.items()}
+    if isinstance(item, tuple | list):
+        return [as_plain(x) for x in item] if isinstance(item, list) else tuple(as_plain(x) for x in item)
+    if is_dataclass(item) and not isinstance(item, type):
+        return {field.name: as_plain(getattr(item, field.name)) for field in fields(item)}
+    if type(item).__module__ == "numpy" and hasattr(item, "tolist"):
+        return item.tolist()
+    return item if type(item) in PLAIN else repr(item)
 
 
 def read_saved(file: str | Path, device: torch.device) -> Any:

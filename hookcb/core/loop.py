@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Self
 
 from torch import nn
@@ -95,7 +96,7 @@ class Loop(TrainingState):
         self.cbs = sorted([*self.cbs, *new], key=lambda cb: cb.order)
         self.build_dispatch()
         for cb in new:
-            self._enter(cb)
+            self._enter([cb])
         return self
 
     def remove_cb(self, cb: Callback | type[Callback]) -> Self:
@@ -232,7 +233,7 @@ class Loop(TrainingState):
         try:
             with strays_named():
                 try:
-                    self._enter_all()
+                    self._enter(self.cbs)
                     body()
                 except CancelFitException:
                     with suppress(CancelFitException):
@@ -245,23 +246,16 @@ class Loop(TrainingState):
         finally:
             self._entered, self.stop_asked = None, False
 
-    def _enter_all(self) -> None:
-        cancels: list[CancelException] = []
-        for cb in self.cbs:
-            try:
-                if "learn" in cb.__dict__:  # else an earlier one has removed it
-                    self._enter(cb)
-            except CancelException as cancel:
-                cancels.append(cancel)
-        if cancels:
-            raise outermost(cancels)
+    def _enter(self, cbs: list[Callback]) -> None:
+        """Calls `before_fit` of `cbs`, where a fit runs that they have not entered yet."""
+        self._call(Event.BEFORE_FIT, tuple((cb, partial(self._before_fit, cb)) for cb in cbs))
 
-    def _enter(self, cb: Callback) -> None:
+    def _before_fit(self, cb: Callback) -> None:
         if self._entered is None or not cb.run or is_among(cb, self._entered):
             return
         self._entered.append(cb)
         if handler := cb.handler(Event.BEFORE_FIT):
-            self._call(Event.BEFORE_FIT, ((cb, handler),))
+            handler()
 
     def _leave(self, cbs: list[Callback] | None = None, error: BaseException | None = None) -> None:
         """Calls `after_fit` of `cbs`, by default of all who entered the fit, last first, each guarded."""

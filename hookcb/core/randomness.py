@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.files import as_plain
 from hookcb.core.torch_private import DataLoaderIter
 
 MAX_DEPTH = 8  # levels of attributes that are looked into
@@ -142,7 +143,7 @@ def _of(part: Any) -> Any:
         return part.getstate()
     if _of_numpy(part):
         older = hasattr(part, "get_state")
-        return _plain(part.get_state(legacy=False) if older else part.bit_generator.state)
+        return as_plain(part.get_state(legacy=False) if older else part.bit_generator.state)
     return part.state_dict()
 
 
@@ -157,10 +158,3 @@ def _set(part: Any, state: Any) -> None:
         part.set_state(state)
     else:
         part.bit_generator.state = state
-
-
-def _plain(state: Any) -> Any:
-    """A state of NumPy with lists for its arrays."""
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state

@@ -1,15 +1,19 @@
-"""Training for a look, and putting everything back afterwards."""
+"""Putting things back as they were after a `with` block: one context manager for each kind of state."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hookcb.core.batch import map_tensors
+from hookcb.core.optim import group_settings, set_groups
 from hookcb.core.randomness import random_state, set_random_state
-from hookcb.core.torch_private import buffers_of, version_of
+from hookcb.core.torch_private import buffers_of, unsaved_buffer_names, version_of
 
 SMALL = 65_536  # elements up to which a buffer is copied at each batch, larger ones where they have changed
 COUNTS = (bool, int, float, str)  # what modules count with, in attributes that are no buffers
@@ -17,54 +21,134 @@ Place = tuple[dict[str, Tensor | None], str, Tensor]  # where a module has a buf
 
 
 @contextmanager
-def unchanged(model: nn.Module, opt: Optimizer | None) -> Iterator[None]:
-    """Lets a model be trained in a `with` block, and puts it back as it was.
+def preserve_state(*modules: nn.Module, opt: Optimizer | None = None) -> Iterator[None]:
+    """Lets modules be trained in a `with` block, and puts them back as they were.
 
     That is parameters, buffers, gradients, modes, what modules count in attributes, random numbers, and what
     the optimizer keeps.
     """
-    params = list(model.parameters())
-    copies = [(x, x.detach().clone()) for x in params if not is_lazy(x)]
-    buffers = BufferCopies()
-    buffers.take(model)
-    grads = [(p, p.grad) for p in params]
-    modes = [(m, m.training) for m in model.modules()]
-    numbers = random_state()
-    kept = None if opt is None else _kept(opt)
-    for p in params:
-        p.grad = None
+    with ExitStack() as stack:
+        if opt is not None:
+            stack.enter_context(preserve_optimizer(opt))
+        stack.enter_context(preserve_random())
+        for m in modules:
+            params = list(m.parameters())
+            stack.enter_context(preserve_modes(m))
+            stack.enter_context(preserve_attribute(params, "grad", None))
+            stack.enter_context(preserve_values(params, only_changed=True))
+            stack.enter_context(preserve_buffers(m))
+            stack.enter_context(preserve_counts(m))
+        yield
+
+
+@contextmanager
+def preserve_attribute(objects: Iterable[Any], name: str, *inside: Any) -> Iterator[None]:
+    """Puts back an attribute of each object; with a value `inside` it has this in the block."""
+    before = [(x, getattr(x, name)) for x in objects]
     try:
-        with counts_kept(model), buffers.swapped_in(model):
+        for x, _ in before:
+            for value in inside:
+                setattr(x, name, value)
+        yield
+    finally:
+        for x, own in before:
+            setattr(x, name, own)
+
+
+def preserve_modes(model: nn.Module) -> AbstractContextManager[None]:
+    """Puts back which modules are in train mode, not by `train()`, which some override."""
+    return preserve_attribute(model.modules(), "training")
+
+
+@contextmanager
+def preserve_contents(*containers: Any) -> Iterator[None]:
+    """Puts back what is in dicts and sets, such as the attributes of an object, `vars(x)`."""
+    before = [copy.copy(container) for container in containers]
+    try:
+        yield
+    finally:
+        for container, own in zip(containers, before, strict=True):
+            container.clear()
+            container.update(own)
+
+
+@contextmanager
+def preserve_random(*loaders: Any) -> Iterator[None]:
+    """Has random numbers go on as if nothing was; those of `loaders` too, see `random_state`."""
+    numbers = random_state(*loaders)
+    try:
+        yield
+    finally:
+        set_random_state(numbers, *loaders)
+
+
+@contextmanager
+def preserve_values(tensors: Iterable[Tensor], only_changed: bool = False) -> Iterator[None]:
+    """Puts back the values of tensors; they wait on the CPU, as an accelerator may have no room for both.
+
+    With `only_changed` the others are not written to, whose memory may be read-only; all have to be dense.
+    """
+    # those of inference mode cannot have changed, and those on meta have none
+    own = [x for x in tensors if not (is_lazy(x) or x.is_inference() or x.is_meta)]
+    values = [x.detach().to("cpu", copy=True) for x in own]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, value in zip(own, values, strict=True):
+                if not (only_changed and same_bits(x, value.to(x.device))):
+                    # by `data` no graph counts it as a change; a sparse one has indices of its own there
+                    (x.data if x.layout is torch.strided else x).copy_(value)
+
+
+@contextmanager
+def preserve_optimizer(opt: Optimizer) -> Iterator[None]:
+    """Puts back the state of an optimizer, what its groups are set to, and its attributes."""
+    settings, groups = group_settings(opt), [(group, list(group["params"])) for group in opt.param_groups]
+    leaves: list[Tensor] = []
+
+    def noted(x: Tensor) -> Tensor:
+        leaves.append(x)
+        return x
+
+    state = {p: map_tensors(noted, own) for p, own in opt.state.items()}
+    with preserve_values(leaves):
+        try:
+            with preserve_contents(vars(opt)):
+                yield
+        finally:
+            opt.param_groups[:] = [group for group, _ in groups]
+            for group, params in groups:
+                group["params"][:] = params
+            set_groups(opt, settings)
+            opt.state.clear()
+            opt.state.update(state)
+
+
+@contextmanager
+def preserve_buffers(model: nn.Module) -> Iterator[None]:
+    """Has a model work on copies of its buffers: a graph may have saved one itself for its backward.
+
+    Only a buffer that was written to all the same, through another reference, gets its value back.
+    """
+    copies = BufferCopies()
+    copies.take(model)
+    try:
+        with copies.swapped_in(model):
             yield
     finally:
-        for x, copy in copies:
-            if not same_bits(x, copy):
-                x.data.copy_(copy)  # which no graph of the user's counts as a change
-        for p, grad in grads:
-            p.grad = grad
-        for m, mode in modes:
-            m.training = mode
-        set_random_state(numbers)
-        if opt is not None and kept is not None:
-            _put_back(opt, *kept)
+        copies.put_back()
 
 
-def _kept(opt: Optimizer) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
-    state = {p: {key: _copy(x) for key, x in of.items()} for p, of in opt.state.items()}
-    return state, [
-        {key: _copy(x) if key != "params" else x for key, x in g.items()} for g in opt.param_groups
-    ]
-
-
-def _put_back(opt: Optimizer, state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-    opt.state.clear()
-    opt.state.update(state)
-    for group, before in zip(opt.param_groups, groups, strict=True):
-        group.update(before)
-
-
-def _copy(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x
+@contextmanager
+def preserve_counts(model: nn.Module) -> Iterator[None]:
+    """Puts back what modules count in attributes that are no buffers."""
+    kept = [(m, {key: x for key, x in vars(m).items() if type(x) in COUNTS}) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for m, counts in kept:
+            vars(m).update(counts)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
@@ -104,27 +188,19 @@ class BufferCopies:
             return before
         return x, version, x.detach().clone()
 
+    def put_back(self) -> None:
+        """Gives buffers that were written to since their values back."""
+        for x, version, value in self._copies.values():
+            if version >= 0 and version_of(x) != version:
+                x.detach().copy_(value)
+
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
         """Has the model work on copies for the length of a block; its own buffers are not touched."""
-        now = [(own, dict(own)) for own in map(buffers_of, model.modules()) if isinstance(own, dict)]
-        fresh = {key: copy.clone() for key, (_, _, copy) in self._copies.items()}  # a replay changes them
-        try:
+        plain = [m for m in model.modules() if isinstance(buffers_of(m), dict)]
+        registers: list[Any] = [x for m in plain for x in (buffers_of(m), unsaved_buffer_names(m))]
+        fresh = {key: value.clone() for key, (_, _, value) in self._copies.items()}  # a replay changes them
+        with preserve_contents(*registers):
             for buffers, name, x in self.places:
                 buffers[name] = fresh[id(x)]
             yield
-        finally:
-            for buffers, own in now:
-                buffers.clear()
-                buffers.update(own)
-
-
-@contextmanager
-def counts_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back afterwards what modules count in attributes that are no buffers."""
-    kept = [(m, {key: x for key, x in vars(m).items() if type(x) in COUNTS}) for m in model.modules()]
-    try:
-        yield
-    finally:
-        for m, counts in kept:
-            vars(m).update(counts)

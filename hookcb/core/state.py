@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hookcb.core.fetches import FetchListener, follow_loaders, leave_loaders
+from hookcb.core.restore import preserve_modes
 from hookcb.core.threads import is_here
 
 PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
@@ -106,18 +107,15 @@ class TrainingState:
     @contextmanager
     def restored(self, batch: bool = True) -> Iterator[None]:
         """Puts back afterwards the phase, the modes of all modules and, with `batch`, what is of a batch."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        names = PHASE + BATCH if batch else PHASE
-        state = {name: getattr(self, name) for name in names}
+        state = {name: getattr(self, name) for name in (PHASE + BATCH if batch else PHASE)}
         if not self._depth:
             self._thread = threading.get_ident()
         self._depth += 1
         try:
-            yield
+            with preserve_modes(self.model):
+                yield
         finally:
             self._depth -= 1
-            for module, mode in modes:
-                module.training = mode
             self.__dict__.update(state)
 
     @property

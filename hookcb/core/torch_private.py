@@ -60,13 +60,6 @@ def unsaved_buffer_names(m: nn.Module) -> set[str]:
     return m._non_persistent_buffers_set
 
 
-def put_back_buffers(m: nn.Module, buffers: dict[str, Tensor | None], unsaved: set[str]) -> None:
-    """Gives a module the buffers it had, as `buffers_of` and `unsaved_buffer_names` told."""
-    m._buffers.clear()
-    m._buffers.update(buffers)
-    m._non_persistent_buffers_set = unsaved
-
-
 def forward_hooks(m: nn.Module) -> tuple[Hooks, Hooks]:
     """A module's hooks after and before its forward, by id."""
     return m._forward_hooks, m._forward_pre_hooks

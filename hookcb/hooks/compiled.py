@@ -1,6 +1,8 @@
 """Hooks of models that were compiled in place, whose graph runs none."""
 
+from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
@@ -13,29 +15,37 @@ class CompiledTap(StandIn):
 
     Args:
         m: the module.
-        begins, gives, ends: called as hooks before and after its forward are, `ends` also where it raises.
+        begins: called with `(args, kwargs)` before its forward.
+        ends: called with its output after it, with None where it raises.
+        gives: called with its output before `ends`, unless it raises.
+        gate: asked at each call; while it says False, none of them is called.
     """
 
-    def __init__(self, m: nn.Module, begins: Any, gives: Any, ends: Any) -> None:
-        self.own: Any = compiled_call(m)
-        self.hooks: tuple[Any, Any, Any] | None = begins, gives, ends
+    def __init__(
+        self, m: nn.Module, begins: Any, ends: Any, gives: Any = None, gate: Callable[[], bool] | None = None
+    ) -> None:
+        self.m, self.own = ref(m), compiled_call(m)
+        self.hooks: tuple[Any, Any, Any] | None = begins, ends, gives
+        self.gate = gate
         set_compiled_call(m, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called in place of the module's compiled call."""
-        if self.hooks is None:
+        if self.hooks is None or (self.gate is not None and not self.gate()):
             return self.own(*args, **kwargs)
-        begins, gives, ends = self.hooks
+        begins, ends, gives = self.hooks
+        output = None
         begins(args, kwargs)
         try:
             output = self.own(*args, **kwargs)
-            gives(output)
+            if gives is not None:
+                gives(output)
         finally:
-            ends()
+            ends(output)
         return output
 
-    def close(self, m: nn.Module | None) -> None:
+    def remove(self) -> None:
         """Is in the way no longer, also where another one came before it meanwhile."""
-        self.hooks = None
+        self.hooks, m = None, self.m()
         while m is not None and isinstance(tap := compiled_call(m), CompiledTap) and tap.hooks is None:
             set_compiled_call(m, tap.own)

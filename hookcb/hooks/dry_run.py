@@ -1,16 +1,14 @@
 """Running a model to look at it, and leaving it as it was."""
 
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hookcb.core.batch import map_leaves
-from hookcb.core.torch_private import buffers_of, put_back_buffers, unsaved_buffer_names, version_of
+from hookcb.core.restore import preserve_attribute, preserve_buffers, preserve_random
 from hookcb.hooks.hook import hook_outputs
 from hookcb.hooks.modules import is_compiled
 from hookcb.hooks.taps import taps_on
@@ -23,80 +21,24 @@ def untouched(model: nn.Module) -> Iterator[None]:
     That is the modes of all modules, buffers such as batch-norm statistics, random numbers, and what hooks of
     ours have stored. Compiled modules run uncompiled.
     """
-    devices = {x.device for x in [*model.parameters(), *model.buffers()] if x.device.type == "cuda"}
-    numbers = random.getstate()
-    try:
-        with ExitStack() as stack:
-            if any(map(is_compiled, model.modules())):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_no_fast_path())
-            stack.enter_context(torch.random.fork_rng(devices))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(_set(taps_on(model), "hook", None))
-            # not by model.eval(), which some override to merge weights or keep a mode
-            stack.enter_context(_set(model.modules(), "training", False))
-            stack.enter_context(_on_copies_of_buffers(model))
-            # some models take gradients in their forward; those that wait for a step stay apart
-            params = [p for p in model.parameters() if not isinstance(p, UninitializedParameter)]
-            stack.enter_context(_set(params, "grad", None))
-            # with a largest norm they write to their weights in each forward, in eval mode too
-            embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-            stack.enter_context(_set(embeddings, "max_norm", None))
-            yield
-    finally:
-        random.setstate(numbers)
-
-
-@contextmanager
-def _set(objects: Iterable[Any], name: str, value: Any) -> Iterator[None]:
-    before = [(x, getattr(x, name)) for x in objects]
-    for x, _ in before:
-        setattr(x, name, value)
-    try:
+    with ExitStack() as stack:
+        if any(map(is_compiled, model.modules())):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # else in eval mode attention and TransformerEncoder do not call their parts
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(preserve_random())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(preserve_attribute(taps_on(model), "hook", None))
+        # not by model.eval(), which some override to merge weights or keep a mode
+        stack.enter_context(preserve_attribute(model.modules(), "training", False))
+        stack.enter_context(preserve_buffers(model))
+        # some models take gradients in their forward; those that wait for a step stay apart
+        stack.enter_context(preserve_attribute(model.parameters(), "grad", None))
+        # with a largest norm they write to their weights in each forward, in eval mode too
+        embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        stack.enter_context(preserve_attribute(embeddings, "max_norm", None))
         yield
-    finally:
-        for x, own in before:
-            setattr(x, name, own)
-
-
-@contextmanager
-def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
-    """Not putting values back afterwards: a graph may have saved the buffer itself for its backward.
-
-    Only a buffer that was written to all the same, through another reference, gets its value back.
-    """
-    copies: dict[int, Tensor] = {}
-    values: list[tuple[Tensor, int, Tensor]] = []
-    plain = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    before = [(m, dict(buffers_of(m)), set(unsaved_buffer_names(m))) for m in plain]
-    for m, buffers, _ in before:
-        for name, x in buffers.items():
-            if x is None or isinstance(x, UninitializedBuffer):
-                continue
-            if id(x) not in copies:
-                copies[id(x)] = x.detach().clone()
-                if not x.is_inference():
-                    values.append((x, version_of(x), x.detach().clone()))
-            buffers_of(m)[name] = copies[id(x)]
-    try:
-        yield
-    finally:
-        for m, buffers, non_persistent in before:
-            put_back_buffers(m, buffers, non_persistent)
-        for x, version, value in values:
-            if version_of(x) != version:
-                x.detach().copy_(value)
-
-
-@contextmanager
-def _no_fast_path() -> Iterator[None]:
-    """Has attention and TransformerEncoder call their parts, which in eval mode they else do not."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def dummy_eval(m: nn.Module, size: tuple[int, ...] = (64, 64)) -> Any:

@@ -73,7 +73,7 @@ class Followed(Loop):
         try:
             with strays_named():
                 try:
-                    self._enter_all()
+                    self._enter(self.cbs)
                 except CancelFitException as cancel:
                     self._note(cancel, "before_fit")
         except BaseException as error:

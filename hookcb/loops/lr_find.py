@@ -8,18 +8,25 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookcb.core import orders
 from hookcb.core.arguments import check_count, check_number
-from hookcb.core.batch import map_tensors, n_batches
+from hookcb.core.batch import n_batches
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelEpochException, CancelFitException
 from hookcb.core.loop import Loop
-from hookcb.core.optim import group_settings, set_groups, set_rate
-from hookcb.core.randomness import random_state, saves_itself, set_random_state
+from hookcb.core.optim import set_rate
+from hookcb.core.randomness import saves_itself
+from hookcb.core.restore import (
+    preserve_attribute,
+    preserve_contents,
+    preserve_optimizer,
+    preserve_random,
+    preserve_values,
+)
 from hookcb.core.torch_private import buffers_of, parameters_of, unsaved_buffer_names
 from hookcb.hooks.modules import place
 from hookcb.loops.data import Loaders
@@ -83,94 +90,38 @@ def _stand_ins(learn: Loop) -> list[Callback]:
 def _unchanged(learn: Loop) -> Iterator[None]:
     """Runs a `with` block without the attached callbacks; nothing is changed by it, however it ends."""
     place(learn.model, learn.device)  # now, as else the random numbers of the GPU would not be known yet
-    attributes = dict(vars(learn))
-    loaders = [learn.dls.train]
+    loader = learn.dls.train
     roots = [x for x in (learn.model, learn.loss_func) if isinstance(x, nn.Module)]
+    inside = vars(learn.opt).values() if learn.opt is not None else ()  # some have another one there
+    opts = [x for x in (learn.opt, *inside) if isinstance(x, Optimizer)]
     with ExitStack() as stack:
-        stack.callback(_set_attributes, learn, attributes)
-        stack.callback(set_random_state, random_state(*loaders), *loaders)
-        for dl in loaders:
-            if saves_itself(dl):
-                stack.callback(dl.load_state_dict, copy.deepcopy(dl.state_dict()))
-        inside = vars(learn.opt).values() if learn.opt is not None else ()  # some have another one there
-        opts = [x for x in (learn.opt, *inside) if isinstance(x, Optimizer)]
+        stack.enter_context(preserve_contents(vars(learn)))
+        stack.enter_context(preserve_random(loader))
+        if saves_itself(loader):
+            stack.callback(loader.load_state_dict, copy.deepcopy(loader.state_dict()))
         for opt in opts:
-            stack.enter_context(_same_opt(opt))
-        stack.enter_context(_same_tensors(roots, opts))
+            stack.enter_context(preserve_optimizer(opt))
+        stack.enter_context(_preserve_tensors(roots, opts))
         stack.enter_context(learn.removed_cbs(list(learn.cbs)))
         yield
 
 
-def _set_attributes(thing: Any, attributes: dict[str, Any]) -> None:
-    vars(thing).clear()
-    vars(thing).update(attributes)
-
-
 @contextmanager
-def _same_tensors(roots: list[nn.Module], opts: list[Optimizer]) -> Iterator[None]:
+def _preserve_tensors(roots: list[nn.Module], opts: list[Optimizer]) -> Iterator[None]:
     """Puts back parameters and buffers: which there are, their values, gradients, and whether they train."""
     plain = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    registers: list[Any] = [
-        x for m in plain for x in (parameters_of(m), buffers_of(m), unsaved_buffer_names(m))
-    ]
-    registered = [copy.copy(register) for register in registers]
+    registers = [x for m in plain for x in (parameters_of(m), buffers_of(m), unsaved_buffer_names(m))]
     of_opts = (p for opt in opts for group in opt.param_groups for p in group["params"])
     found = chain.from_iterable((*root.parameters(), *root.buffers()) for root in roots)
     tensors = [x for x in {id(x): x for x in chain(found, of_opts)}.values() if not is_lazy(x)]
-    kept = _Values(tensors)
-    leaves = [(x, x.requires_grad, x.grad) for x in tensors if x.is_leaf]
-    for x, _, _ in leaves:
-        x.grad = None  # else a gradient that waits would be added to
-    try:
+    leaves = [x for x in tensors if x.is_leaf]
+    with (
+        preserve_values(tensors),
+        preserve_attribute(leaves, "grad", None),  # else a gradient that waits would be added to
+        preserve_attribute(leaves, "requires_grad"),
+        preserve_contents(*registers),
+    ):
         yield
-    finally:
-        for register, own in zip(registers, registered, strict=True):
-            register.clear()
-            register.update(own)
-        for x, requires_grad, grad in leaves:
-            x.requires_grad_(requires_grad)
-            x.grad = grad
-        kept.put_back()
-
-
-@contextmanager
-def _same_opt(opt: Optimizer) -> Iterator[None]:
-    """Puts back the state of an optimizer, what its groups are set to, and its attributes."""
-    attributes, settings = dict(vars(opt)), group_settings(opt)
-    groups = [(group, list(group["params"])) for group in opt.param_groups]
-    leaves: list[Tensor] = []
-
-    def noted(x: Tensor) -> Tensor:
-        leaves.append(x)
-        return x
-
-    state = {p: map_tensors(noted, own) for p, own in opt.state.items()}
-    kept = _Values(leaves)
-    try:
-        yield
-    finally:
-        _set_attributes(opt, attributes)
-        opt.param_groups[:] = [group for group, _ in groups]
-        for group, params in groups:
-            group["params"][:] = params
-        set_groups(opt, settings)
-        opt.state.clear()
-        opt.state.update(state)
-        kept.put_back()
-
-
-class _Values:
-    """The values of tensors, which wait on the CPU: an accelerator may have no room for them twice."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        # those of inference mode cannot have changed, and those on meta have none
-        self._tensors = [x for x in tensors if not (x.is_inference() or x.is_meta)]
-        self._values = [x.detach().to("cpu", copy=True) for x in self._tensors]
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for x, value in zip(self._tensors, self._values, strict=True):
-                x.copy_(value)
 
 
 class LRFinder(Callback):

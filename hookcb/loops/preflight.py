@@ -11,7 +11,7 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
-from hookcb.core.restore import unchanged
+from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.judge import judge
@@ -84,7 +84,7 @@ def diagnose(
     given = _batches(batch)
     batches = [given[i % len(given)] for i in range(steps or PASSES)]
     learn = Learner(batches, model, loss_func, opt or torch.optim.SGD, n_inp=n_inp)
-    with unchanged(model, opt):
+    with preserve_state(model, opt=opt):
         watching = _Quiet(budget=1.0, show=False)
         try:
             with learn.no_logging():

@@ -161,7 +161,7 @@ class Watch(Followed):
                 self._hook(model)
             super().__init__(model, list(cbs), optimizers[0] if optimizers else None, scaler)
         except BaseException:
-            self._unhook(model)
+            self._unhook()
             raise
         self._closing = finalize(model, _close, ref(self))
 
@@ -183,17 +183,17 @@ class Watch(Followed):
             self._compiled = CompiledTap(
                 model,
                 lambda args, kwargs: self._call_begins(self.model, args, kwargs),
+                lambda output: self._call_ends(self.model, (), output),
                 lambda output: self._call_gives(self.model, (), output),
-                lambda: self._call_ends(self.model, (), None),
             )
 
-    def _unhook(self, model: nn.Module | None) -> None:
+    def _unhook(self) -> None:
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
         self._leave_parts()
         if self._compiled is not None:
-            self._compiled.close(model)
+            self._compiled.remove()
 
     def _leave_parts(self) -> None:
         hooks, self._part_hooks = self._part_hooks, []
@@ -450,7 +450,7 @@ class Watch(Followed):
         Args:
             error: what has ended the loop; then what is open is cut short.
         """
-        self._unhook(self._model())
+        self._unhook()
         super().close(error)
 
     @property

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.randomness import random_state, set_random_state
-from hookcb.core.restore import BufferCopies, counts_kept
+from hookcb.core.randomness import set_random_state
+from hookcb.core.restore import BufferCopies, preserve_attribute, preserve_counts, preserve_random
 from hookcb.core.torch_private import is_dynamo_imported, tensor_hooks, version_of
 from hookcb.hooks.modules import unwrapped
 from hookcb.hooks.taps import Tap, taps_on
@@ -111,38 +111,26 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
     Afterwards it is as it was found: buffers, random numbers, modes, what modules count in attributes, and
     `xb`, `yb`, `pred` and `loss`. Callbacks do not see the replay, hooks of the user's own do.
     """
-    model, now = learn.model, random_state()
-    plain = unwrapped(model)  # without DistributedDataParallel, which would wait for the other ranks
+    plain = unwrapped(learn.model)  # without DistributedDataParallel, which would wait for the other ranks
     with (
+        preserve_random(),
         learn.restored(),
+        preserve_attribute([learn], "model", plain),
         start.buffers.swapped_in(plain),
-        counts_kept(plain),
-        _taps_closed(plain),
+        preserve_counts(plain),
+        preserve_attribute(_looking_taps(plain), "hook", None),
         _uncompiled(),
         torch.enable_grad(),
     ):
-        learn.model = plain
         set_random_state(start.random_state())
-        try:
-            yield
-        finally:
-            learn.model = model
-            set_random_state(now)
+        yield
 
 
-@contextmanager
-def _taps_closed(model: nn.Module) -> Iterator[None]:
-    """Hooks of hookcb's that only look, those of callbacks among them, see nothing."""
+def _looking_taps(model: nn.Module) -> list[Tap]:
+    """Hooks of hookcb's that only look, those of callbacks among them."""
     on_params: Iterator[Any] = (tap for p in model.parameters() for tap in tensor_hooks(p).values())
     taps: list[Tap] = [*taps_on(model), *(tap for tap in on_params if isinstance(tap, Tap))]
-    closed = [(tap, tap.hook) for tap in taps if tap.hook is not None and not tap.hook.modify]
-    try:
-        for tap, _ in closed:
-            tap.hook = None
-        yield
-    finally:
-        for tap, hook in closed:
-            tap.hook = hook
+    return [tap for tap in taps if tap.hook is not None and not tap.hook.modify]
 
 
 def _uncompiled() -> Any:

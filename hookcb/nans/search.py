@@ -1,15 +1,14 @@
 """The search for what made a loss or a gradient that is not finite: a replay of the batch, and its report."""
 
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hookcb.core.files import PLAIN, save_whole
+from hookcb.core.files import as_plain, save_whole
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.nans.replay import BatchStart, as_at_start, versions_of
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
@@ -212,19 +211,4 @@ def write_bundle(learn: Any, start: BatchStart, report: NanReport, path: str | P
             "report": asdict(report),
             "torch": str(torch.__version__),
         }
-        return replace(report, bundle=str(save_whole(_plain(state), path)))
-
-
-def _plain(item: Any) -> Any:
-    """`item` of plain values only, as `torch.load(weights_only=True)` reads them."""
-    if isinstance(item, Tensor):
-        return item.detach().cpu()
-    if isinstance(item, Mapping):
-        return {_plain(key): _plain(x) for key, x in item.items()}
-    if isinstance(item, tuple | list):
-        return [_plain(x) for x in item] if isinstance(item, list) else tuple(_plain(x) for x in item)
-    if is_dataclass(item) and not isinstance(item, type):
-        return {field.name: _plain(getattr(item, field.name)) for field in fields(item)}
-    if type(item).__module__ == "numpy" and hasattr(item, "tolist"):
-        return item.tolist()
-    return item if type(item) in PLAIN else repr(item)
+        return replace(report, bundle=str(save_whole(as_plain(state), path)))

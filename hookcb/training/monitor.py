@@ -2,11 +2,11 @@
 
 import difflib
 import math
-from typing import Any
 
 from hookcb.core.arguments import check_count, check_number
 from hookcb.core.events import Event
 from hookcb.core.state import TrainingState
+from hookcb.training.metrics import Metrics
 
 MODES = ("min", "max")
 
@@ -52,7 +52,7 @@ def check_monitor(learn: TrainingState, monitor: str) -> None:
         LookupError: if no row will have this column, or if the name is almost that of a known one.
         ValueError: where it comes from the validation, and there is no `dls.valid`.
     """
-    metrics = _metric_names(learn)
+    metrics = [name for cb in _metrics(learn) for name in cb.names]
     known = ["train_loss", "valid_loss", *metrics, "time"]
     if monitor in ("valid_loss", *metrics) and not _has_valid(learn):
         raise ValueError(
@@ -98,13 +98,8 @@ def improves(value: float, best: float | None, mode: str, min_delta: float = 0.0
     return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
-def _metrics(learn: TrainingState) -> list[Any]:
-    # by the name of the class: callbacks stand on a higher floor than this module
-    return [cb for cb in learn.cbs if any(kind.__name__ == "Metrics" for kind in type(cb).__mro__)]
-
-
-def _metric_names(learn: TrainingState) -> list[str]:
-    return [name for cb in _metrics(learn) for name in getattr(cb, "names", ())]
+def _metrics(learn: TrainingState) -> list[Metrics]:
+    return [cb for cb in learn.cbs if isinstance(cb, Metrics)]
 
 
 def _may_have_others(learn: TrainingState) -> bool:

@@ -236,17 +236,6 @@ def test_unsaved_buffer_names():
     assert "scratch" in m.state_dict()
 
 
-def test_put_back_buffers():
-    m = nn.BatchNorm1d(2)
-    buffers, unsaved = dict(torch_private.buffers_of(m)), set(torch_private.unsaved_buffer_names(m))
-    del m.running_var
-    m.register_buffer("scratch", torch.ones(2), persistent=False)
-    torch_private.put_back_buffers(m, buffers, unsaved)
-    assert dict(m.named_buffers()) == buffers
-    assert not hasattr(m, "scratch")
-    assert torch_private.unsaved_buffer_names(m) == set()
-
-
 def test_forward_hooks():
     m = nn.Linear(1, 1)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from hookcb.core.randomness import parts_of, random_state, saves_itself, set_random_state
+from hookcb.core.randomness import parts_of, saves_itself
+from hookcb.core.restore import preserve_contents, preserve_random
 
 
 def why_not_asked(loader: Any) -> str:
@@ -24,16 +25,9 @@ def loader_kept(loader: Any) -> Iterator[None]:
 
     Random numbers, also those of its generators, samplers and datasets, and their attributes are put back.
     """
-    has_attributes = (part for part in parts_of(loader) if hasattr(part, "__dict__"))
-    attributes = [(vars(part), dict(vars(part))) for part in has_attributes]
-    numbers = random_state(loader)
-    try:
+    attributes = [vars(part) for part in parts_of(loader) if hasattr(part, "__dict__")]
+    with preserve_random(loader), preserve_contents(*attributes):
         yield
-    finally:
-        for now, before in attributes:
-            now.clear()
-            now.update(before)
-        set_random_state(numbers, loader)
 
 
 def first_batch(loader: Any) -> Any:

@@ -1,13 +1,14 @@
 """Where the first NaN or infinity was made, found by running the batch again."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
+from hookcb.core.restore import preserve_modes
 from hookcb.diagnosis.evidence import Sighting
 from hookcb.diagnosis.probes.batch import nonfinite_input
 from hookcb.hooks.modules import named_modules
@@ -39,15 +40,9 @@ class SeenBatch:
         outputs = [x for _, x in parts(self.pred) if isinstance(x, Tensor) and x.is_floating_point()]
         return torch.stack([x.float().mean() for x in outputs]).sum()
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Puts the modes of all modules back afterwards."""
-        modes = [(m, m.training) for m in self.model.modules()]
-        try:
-            yield
-        finally:
-            for m, mode in modes:
-                m.training = mode
+        return preserve_modes(self.model)
 
 
 def look_for_origin(

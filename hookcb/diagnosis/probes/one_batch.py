@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
-from hookcb.core.restore import unchanged
+from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.probes.batch import guess_of, input_numbers, look_at_head, look_at_inputs
 from hookcb.diagnosis.probes.first_batch import first_batch, loader_kept, why_not_asked
@@ -69,7 +69,8 @@ def _why_not(learn: Any, cbs: list[Callback]) -> str:
 
 def _look(evidence: Evidence, learn: Any) -> None:
     found, loader = Evidence(), learn.dls.train
-    with loader_kept(loader), learn.restored(), _kept(learn):
+    modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
+    with loader_kept(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
         learn.xb, learn.yb = split_batch(batch, place(learn.model, None), learn.n_inp)
         with as_at_start(learn, BatchStarts().note(learn)):
@@ -94,16 +95,6 @@ def _look_at_model(found: Evidence, learn: Any) -> None:
     if learn.opt is not None:
         found.sightings += look_at_optimizers(learn.model, [learn.opt])
         found.observed.add("groups of the optimizer")
-
-
-@contextmanager
-def _kept(learn: Any) -> Iterator[None]:
-    """Puts model and loss function back as they were."""
-    with ExitStack() as stack:
-        for m in (learn.model, learn.loss_func):
-            if isinstance(m, nn.Module):
-                stack.enter_context(unchanged(m, None))
-        yield
 
 
 def _look_at_batch(found: Evidence, learn: Any, step: int) -> None:

@@ -1,16 +1,15 @@
 """Whether a model can learn one batch by heart, which tells labels that mean nothing from a broken model."""
 
 import copy
-import random
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hookcb.core.restore import preserve_attribute, preserve_random
 from hookcb.diagnosis.evidence import Sighting
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import is_compiled, total_params, unwrapped
@@ -42,7 +41,7 @@ def look_at_labels_by_heart(
     is_large = total_params(model).n > MOST_PARAMS or any(map(is_compiled, model.modules()))
     if others or is_large or not (is_flat or falls_slowly):
         return
-    with _aside(learn):
+    with preserve_random(), preserve_attribute([learn], "model"), torch.enable_grad(), learn.restored():
         losses = _train(learn, STEPS)
         learned = losses[-1] < LEARNED * losses[0]
         follow = _follow_from_inputs(learn, losses) if learned else None
@@ -89,19 +88,6 @@ def _follow_from_inputs(learn: Any, own: list[float]) -> bool | None:
 def _fall(losses: list[float]) -> float:
     """By how much losses are below their first one on average, which leaves out what was known of it."""
     return losses[0] - statistics.fmean(losses)
-
-
-@contextmanager
-def _aside(learn: Any) -> Iterator[None]:
-    """After the block the learner has its model, and random numbers go on, as if nothing was."""
-    model, numbers = learn.model, random.getstate()
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices), torch.enable_grad(), learn.restored():
-        try:
-            yield
-        finally:
-            learn.model = model
-            random.setstate(numbers)
 
 
 def _train(learn: Any, n_steps: int) -> list[float]:

@@ -3,16 +3,17 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from hookcb.core.torch_private import compiled_call, parameters_of, set_compiled_call
+from hookcb.core.torch_private import compiled_call, parameters_of
+from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import outermost_compiled, unwrapped
-from hookcb.hooks.own import StandIn
 from hookcb.profiling.memory.allocator import Allocator
 from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Call, Held, Ledger, innermost_around
 from hookcb.profiling.memory.saved_tensors import SavedTensors
@@ -83,7 +84,7 @@ class MemoryWatch:
         self._names: dict[int, str] = {}
         self._model = ""  # its class
         self._running: list[Call] = []
-        self._hooks: list[Hooks | _CompiledCall] = []
+        self._hooks: list[Hooks | CompiledTap] = []
         self._where = OUTSIDE
         self._meter: Ledger | Allocator = self.ledger
         self._mark: Any = None
@@ -179,7 +180,10 @@ class MemoryWatch:
         leave = {"prepend": True, "always_call": True}  # first, as others may allocate in theirs
         self._hooks += [Hooks(hooked, self.enter, detach=False, gate=self.acts, **enter)]
         self._hooks += [Hooks(hooked, self.leave, detach=False, gate=self.acts, **leave)]
-        self._hooks += [_CompiledCall(m, self) for m in in_place]
+        self._hooks += [
+            CompiledTap(m, partial(self.enter, m), partial(self.leave, m, ()), gate=self.acts)
+            for m in in_place
+        ]
 
     def _detach(self) -> None:
         self._forward = None
@@ -261,28 +265,3 @@ class MemoryWatch:
 
 def _alive(held: Iterable[Held]) -> list[Held]:
     return [one for one in held if one.ref() is not None]
-
-
-class _CompiledCall(StandIn):
-    """Stands before the call of a module that was compiled in place, whose hooks are compiled with it."""
-
-    def __init__(self, m: nn.Module, watch: MemoryWatch) -> None:
-        self.m, self.watch, self.own = m, watch, compiled_call(m)
-        set_compiled_call(m, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.own is not None  # else this would not have taken its place
-        if not self.watch.acts():
-            return self.own(*args, **kwargs)
-        output = None
-        self.watch.enter(self.m, args, kwargs)
-        try:
-            output = self.own(*args, **kwargs)
-        finally:
-            self.watch.leave(self.m, args, output)
-        return output
-
-    def remove(self) -> None:
-        """Gives its place back."""
-        if compiled_call(self.m) is self:
-            set_compiled_call(self.m, self.own)

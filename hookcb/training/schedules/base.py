@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hookcb.core import orders
+from hookcb.core.batch import n_batches
 from hookcb.core.callback import Callback
 from hookcb.core.optim import Settings, _copied, group_settings, set_groups
 from hookcb.core.torch_private import OPT_CALLED, mark_stepped
@@ -111,3 +112,44 @@ class RateCallback(Callback, ABC):
                 f"the checkpoint is of {label} of {state['n_steps']} batches, this one has {self.n_steps}; "
                 "resume with the same number of training batches"
             )
+
+
+class SteppedRate(RateCallback):
+    """Base of those whose scheduler goes on after each training batch, or after each epoch.
+
+    Batches that are cancelled or only accumulate gradients count too.
+
+    Attributes:
+        per: "batch" or "epoch", after what to step.
+        scheduler: torch's, while a fit runs; else None.
+    """
+
+    per = "batch"
+
+    def after_batch(self) -> None:
+        if self.training and self.per == "batch":
+            self._step()
+
+    def after_epoch(self) -> None:
+        if self.per == "epoch":
+            self._step()
+
+    def _step(self) -> None:
+        # where a loader gives more batches than it has said, they have the rate of the last
+        if self.scheduler and (self.n_steps is None or self.scheduler.last_epoch < self.n_steps - 1):
+            self.scheduler.step()
+
+    def count_steps(self) -> int:
+        """Number of training batches of the whole fit, at least 1; for schedules that span it.
+
+        Raises:
+            ValueError: where the training loader has no length.
+        """
+        n = n_batches(self.learn.dls.train)
+        if n is None:
+            raise ValueError(
+                f"{type(self).__name__} spans the whole fit, and the training loader has no length; give it "
+                "a __len__, or use Schedule and tell a scheduler of torch the number of batches"
+            )
+        self.n_steps = max(1, self.n_epoch * n)
+        return self.n_steps

@@ -7,10 +7,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hookcb.core.arguments import check_number
-from hookcb.training.schedules.schedule import Schedule
+from hookcb.training.schedules.base import SteppedRate
 
 
-class OneCycle(Schedule):
+class OneCycle(SteppedRate):
     """Raises the learning rate to a peak and anneals it to almost nothing, in one cycle over the whole fit.
 
     The usual way to train well in few epochs: warm up, explore at a high rate, settle. Momentum, or the first
@@ -63,7 +63,7 @@ class OneCycle(Schedule):
         *,
         name: str | None = None,
     ) -> None:
-        super(Schedule, self).__init__(name=name)  # it has no factory: `make` is
+        super().__init__(name=name)
         _check_lr_max(lr_max)
         check_number("div", div)
         check_number("div_final", div_final)

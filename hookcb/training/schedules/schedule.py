@@ -8,13 +8,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
-from hookcb.core.batch import n_batches
-from hookcb.training.schedules.base import RateCallback
+from hookcb.training.schedules.base import SteppedRate
 
 EXAMPLE = "give a function of the optimizer, as Schedule(partial(StepLR, step_size=3))"
 
 
-class Schedule(RateCallback):
+class Schedule(SteppedRate):
     """Sets the learning rate by a scheduler of torch, stepped after each training batch or each epoch.
 
     Batches that are cancelled or only accumulate gradients count too, so that the schedule ends when the fit
@@ -42,8 +41,6 @@ class Schedule(RateCallback):
     ([0.1, 0.05, 0.025], 0.1)
     """
 
-    per = "batch"
-
     def __init__(
         self, factory: Callable[[Optimizer], LRScheduler], per: str = "batch", *, name: str | None = None
     ) -> None:
@@ -66,34 +63,6 @@ class Schedule(RateCallback):
                 "make it of the one that factory is called with"
             )
         return made
-
-    def after_batch(self) -> None:
-        if self.training and self.per == "batch":
-            self._step()
-
-    def after_epoch(self) -> None:
-        if self.per == "epoch":
-            self._step()
-
-    def _step(self) -> None:
-        # where a loader gives more batches than it has said, they have the rate of the last
-        if self.scheduler and (self.n_steps is None or self.scheduler.last_epoch < self.n_steps - 1):
-            self.scheduler.step()
-
-    def count_steps(self) -> int:
-        """Number of training batches of the whole fit, at least 1; for schedules that span it.
-
-        Raises:
-            ValueError: where the training loader has no length.
-        """
-        n = n_batches(self.learn.dls.train)
-        if n is None:
-            raise ValueError(
-                f"{type(self).__name__} spans the whole fit, and the training loader has no length; give it "
-                "a __len__, or use Schedule and tell a scheduler of torch the number of batches"
-            )
-        self.n_steps = max(1, self.n_epoch * n)
-        return self.n_steps
 
 
 def _check_factory(factory: Any) -> None:

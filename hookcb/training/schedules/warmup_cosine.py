@@ -7,10 +7,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from hookcb.core.arguments import check_number
-from hookcb.training.schedules.schedule import Schedule
+from hookcb.training.schedules.base import SteppedRate
 
 
-class WarmupCosine(Schedule):
+class WarmupCosine(SteppedRate):
     """Raises the learning rate in a line to the optimizer's own, then lowers it in half a cosine.
 
     The usual way to train transformers. Batch `i` of `n`, of which `w` warm up, has the rate
@@ -41,7 +41,7 @@ class WarmupCosine(Schedule):
     """
 
     def __init__(self, warmup: float = 0.1, lr_min: float = 0.0, *, name: str | None = None) -> None:
-        super(Schedule, self).__init__(name=name)  # it has no factory: `make` is
+        super().__init__(name=name)
         if isinstance(warmup, int):
             check_number("warmup", warmup, closed=True)
         else:
