@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import listed
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Param, Sighting
 from hookcb.diagnosis.falling import falls_slowly
@@ -215,10 +216,10 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
     # of a layer without parameters the forward may read the settings, which nobody can see
     may_be_read = not {p.layer for p in evidence.params.values()}.issuperset(unused)
     reads = ("a forward that reads only its settings, as in F.dropout(x, self.dropout.p)",)
-    yield Finding(
+    yield finding(
         "hook.silent",
         "info",
-        first,
+        at=first,
         value=float(len(unused)),
         limit=0.0,
         message=f"the layer {first} was not called in any of the {evidence.n_looked} batches looked at"
@@ -287,18 +288,17 @@ def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
         yield RuledOut("NaN inside the backward")
         return
     step, n, layer = min(found, key=lambda of: of[0])
-    yield Finding(
+    yield finding(
         "nonfinite.contained",
         "warning",
-        layer.name,
-        step=step,
+        at=layer,
+        when=(step, None),
         value=n,
         limit=0.0,
         message=f"the gradient of the output of {layer.name} has {n:,.0f} NaN or infinite numbers at step "
         f"{step}, while those of all parameters are finite.",
         causes=("an operation whose slope is infinite, behind a mask or a choice of elements",),
         next_steps=("mask the input of that operation rather than its output",),
-        kind=layer.about,
     )
 
 
