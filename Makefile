@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test interop lint notebooks bench planted clean
+.PHONY: demo test test-all interop lint notebooks bench planted clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# those of `make test` first, then those that take long and rarely break
+test-all: test
+	$(BIN)/python -m pytest -m slow
 
 # with the packages of others that we follow
 interop: $(VENV)/.installed-dev $(VENV)/.installed-interop

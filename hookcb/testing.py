@@ -18,6 +18,7 @@ from torch import nn
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import LEVELS, Event
+from hookcb.core.torch_private import HOOK_KINDS
 from hookcb.loops.learner import Learner
 
 
@@ -59,19 +60,6 @@ def count_hooks(model: nn.Module) -> int:
     """Number of hooks on the modules of `model` and on its parameters, of every kind PyTorch has."""
     holders: list[Any] = [*model.modules(), *model.parameters()]
     return sum(len(getattr(holder, kind, None) or ()) for holder in holders for kind in HOOK_KINDS)
-
-
-HOOK_KINDS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_post_accumulate_grad_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def assert_no_hooks(model: nn.Module) -> None:

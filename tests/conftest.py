@@ -1,6 +1,7 @@
 """For all tests: what makes them quicker, and what each must leave as it was."""
 
 import gc
+import os
 import signal
 import sys
 import traceback
@@ -21,6 +22,12 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    """Say so where nothing is left to run: xdist does not tell of deselected tests."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and config.option.markexpr == "not slow":
+        terminalreporter.write_line("slow tests are deselected; -m slow runs them, -m '' runs all")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -45,6 +52,14 @@ def quick_torch():
             patch.setattr(f"torch._dynamo.guards.{profile}", lambda *args: 0.0, raising=False)
         yield
     torch.set_num_threads(n)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_power_cuts():
+    """To wait for the disk takes milliseconds per file, and changes nothing that a test can see."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses a closed file too
+        yield
 
 
 @pytest.fixture

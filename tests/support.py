@@ -4,9 +4,8 @@ import collections
 import gc
 import io
 import math
+import multiprocessing
 import random
-import subprocess
-import sys
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -30,9 +29,12 @@ from hookcb import (
     Learner,
     count_hooks,
 )
+from tests import fresh_worker
 from tests.hooks import support as zoo
 
 SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "rich.console", "fastcore.foundation"])
 EVENTS = [e.value for e in Event]
 CANCELS = {
     "fit": CancelFitException,
@@ -336,17 +338,25 @@ def layer_oracle(x, eps=0.05):
     return {stat: float(value) for stat, value in {**stats, **shares, "nonfinite": n - len(finite)}.items()}
 
 
+def start(*argv, log):
+    """A process that does what `python *argv` does, and writes what it says to the file `log`.
+
+    It is the fork of a process which has imported what takes seconds, and nothing of ours.
+    """
+    process = FORKS.Process(target=fresh_worker.run, args=([str(arg) for arg in argv], log))
+    process.start()
+    return process
+
+
 def run_ranks(worker, folder, n=2):
     """Runs `worker RANK FOLDER` in `n` processes at once; the files `FOLDER/RANK.pt` that they wrote."""
     with ExitStack() as stack:
         processes = []
         for rank in range(n):
-            log = stack.enter_context(open(folder / f"{rank}.log", "w"))
-            command = [sys.executable, str(worker), str(rank), str(folder)]
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+            processes.append(start(worker, rank, folder, log=folder / f"{rank}.log"))
             stack.callback(processes[-1].kill)
         for process in processes:
-            process.wait(timeout=60)
+            process.join(timeout=60)
     files = [folder / f"{rank}.pt" for rank in range(n)]
     assert all(file.exists() for file in files), [
         (folder / f"{rank}.log").read_text()[-2000:] for rank in range(n)

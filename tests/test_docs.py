@@ -41,26 +41,6 @@ def test_the_python_in_the_readme_runs(capsys, tmp_path, monkeypatch):
         exec(compile(block, "README.md", "exec"), names)
 
 
-def test_the_table_of_orders_in_the_readme_is_that_of_the_classes():
-    rows = re.findall(r"^\| (-?\d+) \| (`.*?) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    told = {name: int(order) for order, names in rows for name in re.findall(r"`(\w+)`", names)}
-    bases = ("Callback", "SamplingCallback", "EarlyStoppingCallback", "TerminateOnNaNCallback")
-    kinds = [getattr(hookcb, name) for name in hookcb.__all__ if name not in bases]
-    args = {
-        "HookCallback": {"hook": print},
-        "Log": {"logger": "log.jsonl"},
-        "Schedule": {"factory": print},
-        "Freeze": {"where": "*"},
-        "MaxTime": {"seconds": 1},
-    }
-    are = {
-        kind.__name__: kind(**args.get(kind.__name__, {})).order
-        for kind in kinds
-        if isinstance(kind, type) and issubclass(kind, hookcb.Callback)
-    }
-    assert told == are
-
-
 def test_the_version_is_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == hookcb.__version__

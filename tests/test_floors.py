@@ -76,12 +76,17 @@ def circle(found):
     return None
 
 
-def test_imports_point_to_lower_floors():
-    assert arrows_upward(imports(PACKAGE)) == []
+@pytest.fixture(scope="module")
+def ours():
+    return imports(PACKAGE)
 
 
-def test_no_files_import_each_other_in_a_circle():
-    assert circle(imports(PACKAGE)) is None
+def test_imports_point_to_lower_floors(ours):
+    assert arrows_upward(ours) == []
+
+
+def test_no_files_import_each_other_in_a_circle(ours):
+    assert circle(ours) is None
 
 
 @pytest.fixture

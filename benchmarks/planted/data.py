@@ -3,7 +3,6 @@
 from functools import cache
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 Batch = tuple[Tensor, ...]
@@ -16,6 +15,8 @@ def generator(seed: int) -> torch.Generator:
 
 @cache
 def _all_digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits  # takes two seconds to import, and most tests need no digits
+
     x, y = load_digits(return_X_y=True)
     return torch.from_numpy(x).float(), torch.from_numpy(y).long()
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.core.callback import Callback
 from hookcb.core.console import safe_console, show, show_error
-from hookcb.core.threads import in_backward
+from hookcb.core.torch_private import in_backward, without_compile_wrapper
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import told_failure
 from hookcb.diagnosis.verdict import Verdict
@@ -442,7 +442,7 @@ class Models:
         return model
 
     def _title(self, root: nn.Module) -> str:
-        kind = type(getattr(root, "_orig_mod", root)).__name__
+        kind = type(without_compile_wrapper(root)).__name__
         n = sum(model.title.partition(" ")[0] == kind for model in self._all)
         return f"{kind} ({n + 1})" if n else kind
 

@@ -10,6 +10,7 @@ from fastcore.basics import camel2snake
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookcb.core import orders
 from hookcb.core.events import BATCH_EVENTS, Event, event_meant, looks_like_event
 from hookcb.core.state import TrainingState
 
@@ -91,7 +92,7 @@ class Callback:
     """
 
     learn: TrainingState = _Detached()  # type: ignore[assignment]  # the loop, while attached
-    order: int = 0
+    order: int = orders.READ
     run: bool = True
     run_train: bool = True
     run_valid: bool = True

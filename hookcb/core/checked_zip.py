@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 from torch import Tensor, strided
 
+from hookcb.core.torch_private import storage_id
+
 START, END = b"PK\x03\x04", b"PK\x05\x06"  # of the first part's header, and of the record at the end
 END_SIZE = 22  # bytes; a comment may follow, which torch never writes
 BLOCK = 1 << 20
@@ -76,7 +78,7 @@ def names_of_changed(storages: Mapping[int, bool], state: Any) -> str:
     """
     owners: dict[int, str] = {}  # in the order in which torch numbers them
     for path, tensor in _tensors(state, ()):
-        owners.setdefault(tensor.untyped_storage()._cdata, path)
+        owners.setdefault(storage_id(tensor.untyped_storage()), path)
     # else there are tensors that are not found so, sparse ones for example
     names = list(owners.values()) if len(owners) == len(storages) else None
     changed = [number for number, is_same in storages.items() if not is_same]

@@ -6,7 +6,7 @@ from functools import wraps
 from time import perf_counter
 from typing import Any, Protocol, Self, TypeVar
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from hookcb.core.torch_private import DataLoaderIter
 
 T = TypeVar("T")
 
@@ -113,8 +113,8 @@ def follow_loaders(listener: FetchListener) -> None:
     with _lock:
         _followers = (*_followers, _Follower(listener))
         if _own is None:
-            _own = _telling(_BaseDataLoaderIter.__next__)
-            _BaseDataLoaderIter.__next__ = _own  # type: ignore[method-assign, assignment]
+            _own = _telling(DataLoaderIter.__next__)
+            DataLoaderIter.__next__ = _own  # type: ignore[method-assign, assignment]
 
 
 def leave_loaders(listener: FetchListener) -> None:
@@ -123,8 +123,8 @@ def leave_loaders(listener: FetchListener) -> None:
     with _lock:
         _followers = tuple(x for x in _followers if x.listener is not listener)
         # if somebody has replaced it since, ours is called by theirs and cannot be taken out
-        if not _followers and _own is not None and _BaseDataLoaderIter.__next__ is _own:
-            _BaseDataLoaderIter.__next__ = _own.__wrapped__  # type: ignore[attr-defined, method-assign]
+        if not _followers and _own is not None and DataLoaderIter.__next__ is _own:
+            DataLoaderIter.__next__ = _own.__wrapped__  # type: ignore[attr-defined, method-assign]
             _own = None
 
 

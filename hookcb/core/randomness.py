@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hookcb.core.torch_private import DataLoaderIter
 
 MAX_DEPTH = 8  # levels of attributes that are looked into
 NO_PARTS = (Tensor, nn.Module, ModuleType, type, str, bytes)
-NOT_OF_DATA = (*NO_PARTS, _BaseDataLoaderIter)  # whose workers persist, and begin each pass anew
+NOT_OF_DATA = (*NO_PARTS, DataLoaderIter)  # whose workers persist, and begin each pass anew
 MOST_ITEMS = 100  # of a list that is looked into; what is longer is data
 
 

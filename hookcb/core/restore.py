@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookcb.core.randomness import random_state, set_random_state
+from hookcb.core.torch_private import buffers_of, version_of
 
 SMALL = 65_536  # elements up to which a buffer is copied at each batch, larger ones where they have changed
 COUNTS = (bool, int, float, str)  # what modules count with, in attributes that are no buffers
@@ -23,7 +24,7 @@ def unchanged(model: nn.Module, opt: Optimizer | None) -> Iterator[None]:
     the optimizer keeps.
     """
     params = list(model.parameters())
-    copies = [(x, x.detach().clone()) for x in params if not isinstance(x, UninitializedTensorMixin)]
+    copies = [(x, x.detach().clone()) for x in params if not is_lazy(x)]
     buffers = BufferCopies()
     buffers.take(model)
     grads = [(p, p.grad) for p in params]
@@ -84,13 +85,13 @@ class BufferCopies:
 
     def take(self, model: nn.Module) -> None:
         """Copies what the buffers of `model` hold now."""
-        holders = (m._buffers for m in model.modules() if m._buffers)
+        holders = filter(None, map(buffers_of, model.modules()))
         self.places = [
             (buffers, name, x)
             for buffers in holders
             if isinstance(buffers, dict)  # those of TorchScript are not
             for name, x in buffers.items()
-            if x is not None and not isinstance(x, UninitializedTensorMixin)
+            if x is not None and not is_lazy(x)
         ]
         before, self._copies = self._copies, {}
         for _, _, x in self.places:
@@ -98,7 +99,7 @@ class BufferCopies:
                 self._copies[id(x)] = self._copy(x, before.get(id(x)))
 
     def _copy(self, x: Tensor, before: tuple[Tensor, int, Tensor] | None) -> tuple[Tensor, int, Tensor]:
-        version = -1 if x.is_inference() else x._version
+        version = -1 if x.is_inference() else version_of(x)
         if before is not None and before[0] is x and before[1] == version >= 0 and x.numel() > SMALL:
             return before
         return x, version, x.detach().clone()
@@ -106,7 +107,7 @@ class BufferCopies:
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
         """Has the model work on copies for the length of a block; its own buffers are not touched."""
-        now = [(m._buffers, dict(m._buffers)) for m in model.modules() if isinstance(m._buffers, dict)]
+        now = [(own, dict(own)) for own in map(buffers_of, model.modules()) if isinstance(own, dict)]
         fresh = {key: copy.clone() for key, (_, _, copy) in self._copies.items()}  # a replay changes them
         try:
             for buffers, name, x in self.places:

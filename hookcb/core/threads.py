@@ -4,10 +4,7 @@ import threading
 
 import torch
 
-
-def in_backward() -> bool:
-    """Whether autograd is in a backward, in this thread or one of its own that this is."""
-    return bool(torch._C._current_graph_task_id() != -1)
+from hookcb.core.torch_private import in_backward, is_jit_tracing
 
 
 def is_here(thread: int) -> bool:
@@ -19,4 +16,4 @@ def is_here(thread: int) -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    return (threading.get_ident() == thread or in_backward()) and not torch._C._is_tracing()
+    return (threading.get_ident() == thread or in_backward()) and not is_jit_tracing()

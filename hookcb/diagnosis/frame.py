@@ -9,15 +9,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookcb.core.optim import is_adaptive, kept, largest_lr
+from hookcb.core.torch_private import BatchNorm, Dropout
 from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.probes.model import SHARDED
 from hookcb.diagnosis.probes.step import LOW
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
 
-Norm, Dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
 SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # of checks, with their kinds of layers
-    "modes": ((Norm, Dropout, torch.jit.ScriptModule), "batch norm or dropout"),
+    "modes": ((BatchNorm, Dropout, torch.jit.ScriptModule), "batch norm or dropout"),
     "dropout": ((Dropout, nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule), "dropout layer"),
     "gates": ((nn.LSTM, nn.GRU, torch.jit.ScriptModule), "LSTM or GRU"),
     "flat ends": ((nn.Tanh, nn.Sigmoid, torch.jit.ScriptModule), "Tanh or Sigmoid layer"),

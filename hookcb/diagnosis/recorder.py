@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hookcb.activations.callback import ActivationStats
+from hookcb.core import orders
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
@@ -26,7 +27,7 @@ class Watching(SamplingCallback):
         name: what the learner calls it.
     """
 
-    order = -5  # ahead of those that it brings
+    order = orders.DIAGNOSE
     run_lr_find = False  # which looks for a rate that is too high on purpose
 
     def __init__(self, budget: float, *, name: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.precision import at_least_float32, moved, scaled_norm, widened, widest
+from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.stats import (
     SKETCH,
     WHOLE,
@@ -161,7 +162,7 @@ class GradientReader:
             if x is None:
                 self.left_out[name] = type(g).__name__
                 continue
-            self._grads.append((param, g, g._version))
+            self._grads.append((param, g, version_of(g)))
             grads.append(x if isinstance(scale, float) and scale == 1 else _unscaled(x, scale))
             key += [id(p), p.numel()]
         if key != self._key:
@@ -184,7 +185,7 @@ class GradientReader:
 
     def at_step(self, takens: Iterable[Taken]) -> None:
         """Gradients are as the optimizer gets them."""
-        if all(param.p.grad is g and g._version == version for param, g, version in self._grads):
+        if all(param.p.grad is g and version_of(g) == version for param, g, version in self._grads):
             return
         for taken in takens:
             layout = taken.layout
@@ -244,7 +245,7 @@ def _flat(xs: list[Tensor], nothing: Tensor) -> Tensor:
         return nothing
     if len({x.dtype for x in xs}) > 1:
         xs = [widened(x) for x in xs]
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(xs)
+    flat = flattened(xs)
     return flat.clone() if len(xs) == 1 else flat  # of one it is a view
 
 
@@ -433,7 +434,7 @@ def first_nonfinite(params: Iterable[Param]) -> tuple[str, int] | None:
     elements = [(name, x if x.layout is torch.strided else x.values()) for name, x in grads]
     if not elements:
         return None
-    norms = torch._foreach_norm([x for _, x in elements])
+    norms = norms_of([x for _, x in elements])
     if bool(torch.stack([moved(norm, norms[0].device) for norm in norms]).isfinite().all()):
         return None
     for name, x in elements:

@@ -9,6 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hookcb.core.restore import same_bits
+from hookcb.core.torch_private import version_of
 from hookcb.gradients.stats import is_readable, sketch, sketch_copy
 
 
@@ -31,12 +32,12 @@ class WeightMark:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._marks = [(p, p._version, _some(p)) for p in model.parameters() if _can_move(p)]
+        self._marks = [(p, version_of(p), _some(p)) for p in model.parameters() if _can_move(p)]
 
     def has_moved(self) -> bool:
         """Whether any of them was written to, and is another number if it is on the CPU."""
         return any(
-            p._version != version if some is None else not _is_same(some, _some(p))
+            version_of(p) != version if some is None else not _is_same(some, _some(p))
             for p, version, some in self._marks
         )
 

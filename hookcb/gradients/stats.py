@@ -72,8 +72,9 @@ def is_readable(p: Tensor) -> bool:
 
 
 def _is_native(x: Tensor) -> bool:
-    dispatch = type(x).__torch_dispatch__
-    return dispatch is Tensor.__torch_dispatch__ or dispatch is torch._C._disabled_torch_dispatch_impl
+    return (
+        type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    )  # which subclasses without their own inherit
 
 
 def row_norms(x: Tensor) -> Tensor:

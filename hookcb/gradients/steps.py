@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.optim import kept
 from hookcb.core.threads import is_here
+from hookcb.core.torch_private import buffers_of, scaler_stage
 from hookcb.gradients.stats import Number
 from hookcb.hooks.modules import named_modules, place
 from hookcb.hooks.optimizer_steps import StepHook, params_of
@@ -138,7 +139,7 @@ def is_unscaled(scaler: torch.amp.GradScaler | None, opt: Optimizer) -> bool:
     """Whether the gradients are divided by the scale already; a scaler does it in its step otherwise."""
     if scaler is None or not scaler.is_enabled():
         return True
-    stage = scaler._per_optimizer_states[id(opt)]["stage"]
+    stage = scaler_stage(scaler, opt)
     return bool(stage is not OptState.READY)
 
 
@@ -147,6 +148,6 @@ def running_stats(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{prefix}.{name}" if prefix else name: b
         for prefix, m in named_modules(model).items()
-        for name, b in m._buffers.items()
+        for name, b in buffers_of(m).items()
         if b is not None and name in RUNNING and not isinstance(b, UninitializedBuffer) and b.numel()
     }

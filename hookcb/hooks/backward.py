@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookcb.core.batch import is_container, map_leaves, parts
+from hookcb.core.torch_private import (
+    after_backward,
+    is_transform_tensor,
+    is_view,
+    running_node,
+    sequence_nr,
+    version_of,
+    will_run,
+)
 from hookcb.hooks.own import register
 from hookcb.hooks.taps import HookLike, Tap, check_gradient
 
@@ -106,7 +114,7 @@ class _Call:
     def take_inputs(self, args: Any, kwargs: Any) -> None:
         """Notes where the gradients of the inputs will go."""
         self.seen = [self._slotted(args), self._slotted(kwargs)]
-        self.versions = [x._version for x in self.tensors]
+        self.versions = [version_of(x) for x in self.tensors]
         for slot, x in enumerate(self.tensors):
             self.targets.setdefault(_edge(x), []).append(slot)
 
@@ -117,15 +125,15 @@ class _Call:
         self.seen.append(self._slotted(output if isinstance(output, tuple | list) else (output,)))
         inputs, outputs = self.tensors[:n_inputs], self.tensors[n_inputs:]
         self.tensors = []
-        recomputing_for = torch._C._current_autograd_node()  # under activation checkpointing
+        recomputing_for = running_node()  # under activation checkpointing
         if not outputs:
             hook.n_without_graph += recomputing_for is None
             hook.why_silent = FUNCTORCH if any(map(_is_wrapped, _leaves(output))) else NO_GRADIENT
             return
-        is_view = any(x._is_view() for x in outputs)
-        hook.why_silent = CHANGED_OUTPUT if is_view else NO_GRADIENT_CAME
+        has_view = any(is_view(x) for x in outputs)
+        hook.why_silent = CHANGED_OUTPUT if has_view else NO_GRADIENT_CAME
         made_by = recomputing_for or outputs[0].grad_fn
-        self.time = made_by._sequence_nr() if made_by else 0
+        self.time = sequence_nr(made_by) if made_by else 0
         if recomputing_for is None or hook.n_without_graph:
             self.call = hook.next_call(self.time)
             hook.n_without_graph -= recomputing_for is not None
@@ -134,7 +142,7 @@ class _Call:
         for slot, x in enumerate(outputs, start=n_inputs):
             reached.update(self._await_output(x, slot))
         for slot, x in enumerate(inputs):
-            if slot not in reached and x._version != self.versions[slot]:
+            if slot not in reached and version_of(x) != self.versions[slot]:
                 hook.without_grad = CHANGED_INPUT
         self.targets = {}
 
@@ -193,7 +201,7 @@ class _Call:
     def _arrive(self, grads: Iterable[tuple[int, Tensor | None]]) -> None:
         if self.n_left == self.n_awaited and (self.n_awaited > 1 or self.hook.modify):
             # an output that the loss does not use gets no gradient: the end of the backward ends the wait
-            Variable._execution_engine.queue_callback(self._finish)
+            after_backward(self._finish)
         for slot, grad in grads:
             if grad is not None:
                 self.grads[slot] = self.grads[slot] + grad if slot in self.grads else grad
@@ -265,7 +273,7 @@ class _Held:
         if slot not in self.nodes:
             return part
         if not self.n_left.get(slot):
-            coming = map(torch._C._will_engine_execute_node, self.nodes[slot])
+            coming = map(will_run, self.nodes[slot])
             self.n_left[slot], self.sums[slot] = sum(coming), None
         total = self.sums[slot]
         if part is not None:
@@ -305,7 +313,7 @@ def _leaves(item: Any) -> list[Any]:
 
 
 def _is_wrapped(x: Any) -> bool:
-    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return isinstance(x, Tensor) and is_transform_tensor(x)
 
 
 class EnterTap(Tap):

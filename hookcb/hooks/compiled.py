@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from hookcb.core.torch_private import compiled_call, set_compiled_call
 from hookcb.hooks.own import StandIn
 
 
@@ -16,9 +17,9 @@ class CompiledTap(StandIn):
     """
 
     def __init__(self, m: nn.Module, begins: Any, gives: Any, ends: Any) -> None:
-        self.own: Any = m._compiled_call_impl
+        self.own: Any = compiled_call(m)
         self.hooks: tuple[Any, Any, Any] | None = begins, gives, ends
-        m._compiled_call_impl = self
+        set_compiled_call(m, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called in place of the module's compiled call."""
@@ -36,5 +37,5 @@ class CompiledTap(StandIn):
     def close(self, m: nn.Module | None) -> None:
         """Is in the way no longer, also where another one came before it meanwhile."""
         self.hooks = None
-        while m is not None and isinstance(tap := m._compiled_call_impl, CompiledTap) and tap.hooks is None:
-            m._compiled_call_impl = tap.own
+        while m is not None and isinstance(tap := compiled_call(m), CompiledTap) and tap.hooks is None:
+            set_compiled_call(m, tap.own)

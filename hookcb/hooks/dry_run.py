@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hookcb.core.batch import map_leaves
+from hookcb.core.torch_private import buffers_of, put_back_buffers, unsaved_buffer_names, version_of
 from hookcb.hooks.hook import hook_outputs
 from hookcb.hooks.modules import is_compiled
 from hookcb.hooks.taps import taps_on
@@ -67,7 +68,7 @@ def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Tensor] = {}
     values: list[tuple[Tensor, int, Tensor]] = []
     plain = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-    before = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in plain]
+    before = [(m, dict(buffers_of(m)), set(unsaved_buffer_names(m))) for m in plain]
     for m, buffers, _ in before:
         for name, x in buffers.items():
             if x is None or isinstance(x, UninitializedBuffer):
@@ -75,17 +76,15 @@ def _on_copies_of_buffers(model: nn.Module) -> Iterator[None]:
             if id(x) not in copies:
                 copies[id(x)] = x.detach().clone()
                 if not x.is_inference():
-                    values.append((x, x._version, x.detach().clone()))
-            m._buffers[name] = copies[id(x)]
+                    values.append((x, version_of(x), x.detach().clone()))
+            buffers_of(m)[name] = copies[id(x)]
     try:
         yield
     finally:
         for m, buffers, non_persistent in before:
-            m._buffers.clear()
-            m._buffers.update(buffers)
-            m._non_persistent_buffers_set = non_persistent
+            put_back_buffers(m, buffers, non_persistent)
         for x, version, value in values:
-            if x._version != version:
+            if version_of(x) != version:
                 x.detach().copy_(value)
 
 

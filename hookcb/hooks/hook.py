@@ -9,6 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hookcb.core.batch import concat, map_tensors, parts
+from hookcb.core.torch_private import in_transform, is_transform_tensor, without_transform
 from hookcb.hooks.backward import EnterTap, GradientWatch, LeaveTap, keep_gradient_taps_out_of_graphs
 from hookcb.hooks.own import register
 from hookcb.hooks.taps import ParameterTap, Tap, TensorTap
@@ -334,7 +335,7 @@ def _on_cpu(x: Tensor) -> Tensor:
 
 def detached(item: Any) -> Any:
     """`item` with its tensors detached; plain ones and tuples of them quickly, as each call does it."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and in_transform():
         return map_tensors(_bare, item)  # a transform of torch.func is at work
     if type(item) is Tensor:
         return item.detach()
@@ -346,8 +347,8 @@ def detached(item: Any) -> Any:
 def _bare(x: Tensor) -> Tensor:
     """`x` without its graph, and without the transforms of torch.func, which it must not outlive."""
     x = x.detach()
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
+    while is_transform_tensor(x):
+        x = without_transform(x)
     return x
 
 

@@ -1,7 +1,6 @@
 """What a model consists of: the selection of its modules, and what kind they are."""
 
 import difflib
-import sys
 from collections.abc import Callable, Container, Iterable
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -9,9 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import is_lazy
 
 from hookcb.core.text import listed
+from hookcb.core.torch_private import (
+    COMPILED_NAME,
+    compiled_call,
+    is_compile_wrapper,
+    is_dynamo_imported,
+    without_compile_wrapper,
+)
 
 Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
@@ -67,16 +73,14 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     Names are those of the plain model: without the wrappers of torch.compile, DataParallel and
     DistributedDataParallel.
     """
-    return {
-        _plain_name(name): m for name, m in unwrapped(model).named_modules() if not _is_compile_wrapper(m)
-    }
+    return {_plain_name(name): m for name, m in unwrapped(model).named_modules() if not is_compile_wrapper(m)}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside the wrappers of `torch.compile`, DataParallel and DistributedDataParallel."""
     parallel = nn.DataParallel, nn.parallel.DistributedDataParallel
-    while _is_compile_wrapper(model) or isinstance(model, parallel):
-        model = model._orig_mod if _is_compile_wrapper(model) else model.module  # type: ignore[assignment]
+    while is_compile_wrapper(model) or isinstance(model, parallel):
+        model = without_compile_wrapper(model) if is_compile_wrapper(model) else model.module  # type: ignore[assignment]
     return model
 
 
@@ -106,13 +110,13 @@ def total_params(m: nn.Module) -> ParamCount:
     """
     params = list(m.parameters())
     trained = {p.requires_grad for p in params}
-    n = sum(p.numel() for p in params if not isinstance(p, UninitializedTensorMixin))
+    n = sum(p.numel() for p in params if not is_lazy(p))
     return ParamCount(n, "partly" if len(trained) > 1 else True in trained)
 
 
 def has_uninitialized(m: nn.Module) -> bool:
     """Whether `m` is lazy, or has a lazy module in it, that has not run yet."""
-    return any(isinstance(x, UninitializedTensorMixin) for x in [*m.parameters(), *m.buffers()])
+    return any(map(is_lazy, [*m.parameters(), *m.buffers()]))
 
 
 def is_leaf(m: nn.Module) -> bool:
@@ -137,22 +141,17 @@ def make_ready_for_hooks(model: nn.Module) -> None:
                 "that hooks cannot follow; use torch.nn.parallel.DistributedDataParallel, or train the model "
                 "inside, .module, on one device"
             )
-    if "torch._dynamo" in sys.modules and any(map(is_compiled, model.modules())):
+    if is_dynamo_imported() and any(map(is_compiled, model.modules())):
         torch.compiler.reset()
 
 
 def is_compiled(m: nn.Module) -> bool:
     """Whether torch.compile has been applied to this very module."""
-    return m._compiled_call_impl is not None or _is_compile_wrapper(m)
-
-
-def _is_compile_wrapper(m: nn.Module) -> bool:
-    # torch._dynamo.OptimizedModule, whose import takes a second
-    return type(m).__name__ == "OptimizedModule" and "_orig_mod" in m._modules
+    return compiled_call(m) is not None or is_compile_wrapper(m)
 
 
 def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return ".".join(part for part in name.split(".") if part != COMPILED_NAME)
 
 
 def _is_single(where: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hookcb.core.text import listed
+from hookcb.core.torch_private import parameters_of
 from hookcb.hooks.modules import named_modules, unwrapped
 
 Which = str | Callable[[str, nn.Parameter], bool]
@@ -36,7 +37,7 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
     """
     every: dict[int, Param] = {}
     for prefix, m in named_modules(model).items():
-        for name, p in m._parameters.items():
+        for name, p in parameters_of(m).items():
             if p is not None:
                 full = f"{prefix}.{name}" if prefix else name
                 every.setdefault(id(p), Param(full, p, type(m).__name__))

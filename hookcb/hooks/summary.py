@@ -24,6 +24,7 @@ from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
 from hookcb.core.text import listed, short_number
+from hookcb.core.torch_private import cpu_attention, cudnn_rnn
 from hookcb.hooks.coverage import CONTAINERS, NOT_CALLED, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
 from hookcb.hooks.hook import Hooks
@@ -240,11 +241,10 @@ def _flop_counter() -> "FlopCounterMode":
     with random_kept():  # here, as it takes as long to import as all of hookcb
         from torch.utils.flop_counter import FlopCounterMode
 
-    aten = torch.ops.aten
     formulas = {  # of what it has none for; called with the shapes of the arguments
-        aten._cudnn_rnn: lambda x, weights, *args, **kwargs: _rnn_flops(x, weights),
-        aten.mkldnn_rnn_layer: lambda x, w_ih, w_hh, *args, **kwargs: _rnn_flops(x, [w_ih, w_hh]),
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        cudnn_rnn(): lambda x, weights, *args, **kwargs: _rnn_flops(x, weights),
+        torch.ops.aten.mkldnn_rnn_layer: lambda x, w_ih, w_hh, *args, **kwargs: _rnn_flops(x, [w_ih, w_hh]),
+        cpu_attention(): _attention_flops,
     }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     counter.mod_tracker = _NoTracker()  # type: ignore[assignment]  # its hooks forbid gradients in a forward

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from hookcb.core.torch_private import forward_hooks
 from hookcb.hooks.own import OwnHook
 
 
@@ -123,5 +124,5 @@ def check_gradient(hook: HookLike | None, new: Any, grad: Tensor) -> None:
 
 def taps_on(model: nn.Module) -> list[Tap]:
     """The taps on the forwards of all modules of `model`."""
-    forwards = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+    forwards = [hooks for m in model.modules() for hooks in forward_hooks(m)]
     return [tap for hooks in forwards for tap in hooks.values() if isinstance(tap, Tap)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.optim import kept
@@ -54,7 +55,7 @@ class Log(Callback):
     [0, 9, 15, 19]
     """
 
-    order = 95  # behind all that it reads; before a checkpoint, or what comes between the two were lost
+    order = orders.LOG
     run_valid = False
     run_lr_find = False
 

@@ -14,6 +14,7 @@ from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import LEVELS, CancelException, CancelFitException, CancelStepException
 from hookcb.core.loop import Loop, strays_named
+from hookcb.core.torch_private import after_backward, in_backward
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import Hook, detached
@@ -214,7 +215,7 @@ class Followed(Loop):
 
     def close_failed(self) -> bool:
         """Whether a callback has failed; then it ends, but not in a backward, which puts its hooks back."""
-        if self._error is not None and torch._C._current_graph_task_id() == -1:
+        if self._error is not None and not in_backward():
             self.close(self._error)
         return self._error is not None
 
@@ -329,8 +330,7 @@ class Followed(Loop):
         elif self._backward is None:
             self.begin_backward()
             # when all gradients of this backward are there; DDP's own callback comes between these two
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self.end_backward))
+            after_backward(lambda: after_backward(self.end_backward))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} follows a loop in this process; pickle its callbacks instead")

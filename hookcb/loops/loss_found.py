@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from hookcb.core.batch import parts
+from hookcb.core.torch_private import saved
 
 # what is called to begin one, with the name of the argument that it begins with
 BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
@@ -31,7 +32,7 @@ class FoundLoss(NamedTuple):
         """Whether it is a product with a number, as what `GradScaler.scale` gives is."""
         node = self.node
         behind = [] if node is None or node.name() != "MulBackward0" else node.next_functions
-        return sum(of is not None for of, _ in behind) == 1 and node._saved_self is None
+        return sum(of is not None for of, _ in behind) == 1 and saved(node, "self") is None
 
     def unscaled(self, scaler: GradScaler) -> "FoundLoss":
         """The loss that was scaled; to the bit where the scale is a power of two, as it is by default."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import map_tensors, n_batches
 from hookcb.core.callback import Callback
@@ -19,6 +20,7 @@ from hookcb.core.events import CancelEpochException, CancelFitException
 from hookcb.core.loop import Loop
 from hookcb.core.optim import group_settings, set_groups, set_rate
 from hookcb.core.randomness import random_state, saves_itself, set_random_state
+from hookcb.core.torch_private import buffers_of, parameters_of, unsaved_buffer_names
 from hookcb.hooks.modules import place
 from hookcb.loops.data import Loaders
 from hookcb.loops.lr_curve import LRFind, Smoothed
@@ -109,7 +111,7 @@ def _same_tensors(roots: list[nn.Module], opts: list[Optimizer]) -> Iterator[Non
     """Puts back parameters and buffers: which there are, their values, gradients, and whether they train."""
     plain = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
     registers: list[Any] = [
-        x for m in plain for x in (m._parameters, m._buffers, m._non_persistent_buffers_set)
+        x for m in plain for x in (parameters_of(m), buffers_of(m), unsaved_buffer_names(m))
     ]
     registered = [copy.copy(register) for register in registers]
     of_opts = (p for opt in opts for group in opt.param_groups for p in group["params"])
@@ -190,7 +192,7 @@ class LRFinder(Callback):
     Source: L. Smith, "Cyclical Learning Rates", arxiv.org/abs/1506.01186, section 3.3; fastai's `lr_find`.
     """
 
-    order = -100  # the rate is there before anyone reads it
+    order = orders.LR_FINDER
     run_valid = False
     run_lr_find = False
 

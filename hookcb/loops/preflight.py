@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
@@ -26,7 +27,7 @@ PASSES = 5  # forwards and backwards without a step; fewer would leave out who n
 class _NoStep(Callback):
     """Leaves out each step of the optimizer."""
 
-    order = 50  # gradients have been read
+    order = orders.NO_STEP
 
     def before_step(self) -> None:
         self.opt.zero_grad()

@@ -5,20 +5,14 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
-
-def in_transform() -> bool:
-    """Whether a transform of torch.func is at work, whose tensors must not outlive it."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+from hookcb.core.torch_private import in_transform, transforms_left
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Leaves all transforms of torch.func for a while, as they forbid to write to tensors of ours."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
+    return transforms_left() if in_transform() else nullcontext()
 
 
 def n_running(function: str, owner: object) -> int:

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
-from hookcb.core.threads import in_backward
+from hookcb.core.torch_private import CALL_NAME, compiled_call, in_backward, in_transform, is_jit_tracing
 from hookcb.gradients.hand_steps import StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
@@ -20,7 +20,7 @@ from hookcb.hooks.optimizer_steps import StepHook, params_of
 from hookcb.loops.coverage import WatchCoverage
 from hookcb.loops.external import Followed
 from hookcb.loops.loss_found import find_loss, first_parameter_behind, scaler_at_work
-from hookcb.loops.taps import in_transform, n_running, optimizer_at_work
+from hookcb.loops.taps import n_running, optimizer_at_work
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
@@ -179,7 +179,7 @@ class Watch(Followed):
         self._tap_compiled(model)
 
     def _tap_compiled(self, model: nn.Module) -> None:
-        if self._compiled is None and model._compiled_call_impl is not None:
+        if self._compiled is None and compiled_call(model) is not None:
             self._compiled = CompiledTap(
                 model,
                 lambda args, kwargs: self._call_begins(self.model, args, kwargs),
@@ -206,7 +206,7 @@ class Watch(Followed):
         if torch.compiler.is_compiling() or self._is_elsewhere() or self.close_failed():
             return
         # one that Ctrl-C has ended was not counted down
-        self._n_calls = n_running("_wrapped_call_impl", m) if self._n_calls else 1
+        self._n_calls = n_running(CALL_NAME, m) if self._n_calls else 1
         if self._n_calls > 1:
             return
         if self._compiled is None:  # in a graph they do nothing, and without them it would be compiled anew
@@ -439,7 +439,7 @@ class Watch(Followed):
         return self._n_calls > 0
 
     def _is_elsewhere(self) -> bool:
-        self.facts.n_elsewhere += not (self.is_here or torch._C._is_tracing())
+        self.facts.n_elsewhere += not (self.is_here or is_jit_tracing())
         return not self.is_here
 
     # ---- the end

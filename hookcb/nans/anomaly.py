@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import set_detect_anomaly
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 
@@ -44,7 +45,7 @@ class DetectAnomaly(Callback):
     Function 'SqrtBackward0' returned nan values in its 0th output.
     """
 
-    order = -10
+    order = orders.NONFINITE
     run_valid = False
     run_lr_find = False  # which ends by itself where the loss is not finite
 

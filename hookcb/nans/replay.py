@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hookcb.core.batch import parts
 from hookcb.core.randomness import random_state, set_random_state
 from hookcb.core.restore import BufferCopies, counts_kept
+from hookcb.core.torch_private import is_dynamo_imported, tensor_hooks, version_of
 from hookcb.hooks.modules import unwrapped
 from hookcb.hooks.taps import Tap, taps_on
 
@@ -100,7 +101,7 @@ def autocasts(model: nn.Module) -> list[Autocast]:
 def versions_of(learn: Any) -> list[int]:
     """How often each tensor of the batch has been changed in place."""
     tensors = (x for _, x in parts((learn.xb, learn.yb)) if isinstance(x, Tensor))
-    return [-1 if x.is_inference() else x._version for x in tensors]
+    return [-1 if x.is_inference() else version_of(x) for x in tensors]
 
 
 @contextmanager
@@ -132,7 +133,7 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
 @contextmanager
 def _taps_closed(model: nn.Module) -> Iterator[None]:
     """Hooks of hookcb's that only look, those of callbacks among them, see nothing."""
-    on_params: Iterator[Any] = (tap for p in model.parameters() for tap in (p._backward_hooks or {}).values())
+    on_params: Iterator[Any] = (tap for p in model.parameters() for tap in tensor_hooks(p).values())
     taps: list[Tap] = [*taps_on(model), *(tap for tap in on_params if isinstance(tap, Tap))]
     closed = [(tap, tap.hook) for tap in taps if tap.hook is not None and not tap.hook.modify]
     try:
@@ -146,4 +147,4 @@ def _taps_closed(model: nn.Module) -> Iterator[None]:
 
 def _uncompiled() -> Any:
     # where it was never imported nothing is compiled, and importing it takes a second
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_dynamo_imported() else nullcontext()

@@ -1,5 +1,6 @@
 """TerminateOnNaN: ends a fit before a bad loss reaches the weights."""
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.events import CancelBatchException, CancelFitException
@@ -29,7 +30,7 @@ class TerminateOnNaN(Callback):
     True
     """
 
-    order = -10
+    order = orders.NONFINITE
     run_valid = False
     run_lr_find = False  # which looks for a rate that is too high on purpose
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
@@ -61,7 +62,7 @@ class NanTrace(Callback):
     ('1', 'Log', 'forward', 'log')
     """
 
-    order = 90  # behind all who change batch, loss or random numbers, before Checkpoint
+    order = orders.NAN_TRACE
     run_valid = False
     run_lr_find = False  # which looks for a rate that is too high on purpose
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookcb.core.batch import parts
+from hookcb.core.torch_private import DispatchMode, coo_values, flattened, norms_of, operator_schema
 from hookcb.hooks.modules import named_modules, unwrapped
 from hookcb.hooks.own import register
 from hookcb.nans.report import LOSS, MODEL, ModuleCall
@@ -77,7 +77,7 @@ def _values(x: Tensor) -> Tensor | None:
         return None
     x = x.detach()
     x = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor this rank's part
-    x = x._values() if x.layout is torch.sparse_coo else x
+    x = coo_values(x) if x.layout is torch.sparse_coo else x
     if x.layout is not torch.strided or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None
     x = torch.view_as_real(x) if x.is_complex() else x
@@ -92,7 +92,7 @@ def may_be_nonfinite(tensors: Iterable[Tensor]) -> bool:
     of_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     with torch.no_grad():
         for x in tensors:
-            of_device[x.device].append(x._values() if x.layout is torch.sparse_coo else x)
+            of_device[x.device].append(coo_values(x) if x.layout is torch.sparse_coo else x)
         return any(not _seem_finite(device, xs) for device, xs in of_device.items())
 
 
@@ -100,10 +100,10 @@ def _seem_finite(device: torch.device, xs: list[Tensor]) -> bool:
     if any(hasattr(x, "full_tensor") for x in xs):  # a DTensor, of which each rank has a part
         return all(bool(_whole(torch.linalg.vector_norm(x)).isfinite()) for x in xs)
     if device.type != "cpu":
-        return bool(torch.stack([norm.float() for norm in torch._foreach_norm(xs)]).isfinite().all())
+        return bool(torch.stack([norm.float() for norm in norms_of(xs)]).isfinite().all())
     # sums are the quickest there, one of all that is small, and reading one costs nothing
     large, small = [x for x in xs if x.numel() > FEW], [x for x in xs if x.numel() <= FEW]
-    flat = [torch._C._nn.flatten_dense_tensors(small)] if small else []
+    flat = [flattened(small)] if small else []
     return all(math.isfinite(abs(x.sum().item())) for x in [*flat, *large])
 
 
@@ -202,7 +202,7 @@ class Operation:
     calls: tuple[Call, ...]
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class _Operations(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Hands the operations of torch, below autograd, to a function."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -318,14 +318,14 @@ class Tracer:
         if not self._looking or not _can_make(func, args, kwargs):
             return func(*args, **kwargs)
         given = None
-        if func._schema.is_mutable:  # its input is its output
+        if operator_schema(func).is_mutable:  # its input is its output
             with self._aside():
                 given = kinds((args, kwargs))
         output = func(*args, **kwargs)
         with self._aside():
             made = kinds(output)
             if not made.clean and (given or kinds((args, kwargs))).clean:
-                name = func._schema.name.partition("::")[2]
+                name = operator_schema(func).name.partition("::")[2]
                 self._operations.append(Operation(name, made, user_line(), tuple(self._open)))
         return output
 
@@ -387,7 +387,9 @@ class Tracer:
 def _can_make(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether what an operation gives is its making: neither memory as it came, nor an inf it was given."""
     given = [x for _, x in parts((args, kwargs))]
-    if "empty" in func._schema.name or any(isinstance(x, float) and not math.isfinite(x) for x in given):
+    if "empty" in operator_schema(func).name or any(
+        isinstance(x, float) and not math.isfinite(x) for x in given
+    ):
         return False
     return any(isinstance(x, Tensor) for x in given)
 

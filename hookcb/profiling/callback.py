@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
+from hookcb.core.torch_private import is_profiling
 from hookcb.hooks.modules import Where
-from hookcb.profiling.phases import LAST, Edge, follow_phases, leave_phases
+from hookcb.profiling.phases import Edge, follow_phases, leave_phases
 from hookcb.profiling.readings import ProfileReadings
-from hookcb.profiling.window import Windows, check_plan, is_profiling, layers_to_profile
+from hookcb.profiling.window import Windows, check_plan, layers_to_profile
 
 OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops")
 
@@ -53,7 +55,7 @@ class ProfilerCallback(Callback, ProfileReadings):
     ['', '0', '1', '2']
     """
 
-    order = LAST + 1  # what it does itself is in no range
+    order = orders.PROFILER
     run_lr_find = False
 
     def __init__(

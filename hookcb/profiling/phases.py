@@ -4,6 +4,7 @@ from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.state import TrainingState
@@ -21,7 +22,6 @@ NEXT = {
     "after_step": "optimizer",
 }
 BETWEEN = "before_train", "before_validate", "after_batch"  # events after which the loop says what begins
-FIRST, LAST = -1000, 1000  # orders before and behind all other callbacks
 
 
 class Edge(Callback):
@@ -30,7 +30,7 @@ class Edge(Callback):
     Args:
         begin: called with the phase that begins.
         phases: what begins, by event.
-        order: `FIRST` or `LAST`.
+        order: `orders.FIRST` or `orders.LAST`, or behind that.
         name: see `Callback`.
     """
 
@@ -52,7 +52,7 @@ class Edge(Callback):
     @property
     def idle(self) -> Container[str]:
         """Events that end no phase while no callback acts there: callbacks take no time then."""
-        return self.phases if self.order == FIRST else ("after_step",)
+        return self.phases if self.order == orders.FIRST else ("after_step",)
 
     def _acts(self, event: str) -> bool:
         return any(not isinstance(cb, Edge) and cb.handler(event) is not None for cb in self.learn.cbs)
@@ -67,7 +67,7 @@ def follow_phases(
     begin: Callable[[str], None],
     train: bool = True,
     valid: bool = False,
-    last: int = LAST,
+    last: int = orders.LAST,
 ) -> list[Edge]:
     """Has a loop say which phase of a step begins, until `leave_phases`.
 
@@ -84,7 +84,10 @@ def follow_phases(
     callbacks = dict.fromkeys(events, "callbacks")
     following = NEXT | dict.fromkeys(BETWEEN, learn.between_batches)
     after = {event: following[event] for event in events if event in following}
-    edges = [Edge(begin, callbacks, FIRST, f"_{owner}_first"), Edge(begin, after, last, f"_{owner}_last")]
+    edges = [
+        Edge(begin, callbacks, orders.FIRST, f"_{owner}_first"),
+        Edge(begin, after, last, f"_{owner}_last"),
+    ]
     for edge in edges:
         edge.run_train, edge.run_valid = train, valid
     learn.add_cbs(edges)

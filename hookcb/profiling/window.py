@@ -1,6 +1,5 @@
 """A window of a fit under torch's profiler: when it is, and what it gives."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_batches
 from hookcb.core.console import warn
+from hookcb.core.torch_private import compile_counts, is_profiling
 from hookcb.hooks.modules import Where, find_modules, is_compiled, named_modules
 from hookcb.profiling.ops import read_ops
 from hookcb.profiling.phases import PHASES
@@ -296,15 +296,6 @@ class Windows:
         return self.__dict__ | {"_window": None, "_layers": {}}
 
 
-def is_profiling() -> bool:
-    """Whether a profiler of torch is running."""
-    return bool(torch._C._autograd._profiler_enabled())
-
-
 def n_compilations() -> int:
     """Number of graphs that torch.compile has made in this process."""
-    if "torch._dynamo" not in sys.modules:  # whose import takes a second
-        return 0
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
+    return int(compile_counts("stats")["unique_graphs"])

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
@@ -50,7 +51,7 @@ class GradientAccumulation(Callback):
     step after batch 4
     """
 
-    order = -30
+    order = orders.ACCUMULATION
 
     def __init__(self, n: int = 2, *, reduction: str | None = None, name: str | None = None) -> None:
         super().__init__(name=name)

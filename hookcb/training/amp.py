@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.optim import gradients, scale_gradients
@@ -41,7 +42,7 @@ class MixedPrecision(Callback):
     0
     """
 
-    order = -20
+    order = orders.PRECISION
 
     def __init__(
         self, dtype: torch.dtype | str = torch.bfloat16, *, name: str | None = None, **scaler_options: Any

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from hookcb.core import orders
 from hookcb.core.batch import map_tensors
 from hookcb.core.callback import Callback
 
@@ -37,7 +38,7 @@ class ChannelsLast(Callback):
     True
     """
 
-    order = -80
+    order = orders.CHANNELS_LAST
     run_lr_find = False  # which leaves everything as it was
 
     def __init__(self, *, name: str | None = None) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 
 Norms = list[Tensor]  # of one step's gradients before clipping; with `value` also after it
@@ -44,7 +45,7 @@ class GradientClip(Callback):
     (True, 0.5)
     """
 
-    order = 20
+    order = orders.CLIP
 
     def __init__(
         self,

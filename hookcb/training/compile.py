@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
+from hookcb.core.torch_private import (
+    backward_hooks,
+    forward_hooks,
+    plain_call,
+    set_compiled_call,
+    undo_compile,
+)
 from hookcb.hooks.modules import is_compiled
 
 
@@ -37,7 +45,7 @@ class Compile(Callback):
     ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
-    order = -70
+    order = orders.COMPILE
 
     def __init__(self, *, name: str | None = None, **options: Any) -> None:
         super().__init__(name=name)
@@ -65,7 +73,7 @@ class Compile(Callback):
 
     def after_fit(self) -> None:
         if self._on:
-            self.model.__dict__.pop("_compiled_call_impl", None)
+            undo_compile(self.model)
         self._on = False
 
 
@@ -73,7 +81,7 @@ def _compile(model: nn.Module, options: dict[str, Any]) -> None:
     model.compile(**options)
     if type(model).forward.__module__.startswith("torch.nn.modules."):
         # as of a Sequential: a forward in torch's own files is silently left uncompiled (pytorch#150915)
-        model._compiled_call_impl = torch.compile(_traceable(model._call_impl), **options)
+        set_compiled_call(model, torch.compile(_traceable(plain_call(model)), **options))
 
 
 def _traceable(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +92,4 @@ def _traceable(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for m in model.modules()
-    )
+    return any(hooks for m in model.modules() for hooks in (*forward_hooks(m), *backward_hooks(m)))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelFitException
 from hookcb.training.monitor import check_monitor, check_patience, improves, monitored, resolve_mode
@@ -40,7 +41,7 @@ class EarlyStopping(Callback):
     (3, 0)
     """
 
-    order = 80
+    order = orders.STOP
     run_lr_find = False
 
     def __init__(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.hooks.own import register
@@ -51,7 +52,7 @@ class EMA(Callback):
     False
     """
 
-    order = 30
+    order = orders.AVERAGE
     run_lr_find = False
 
     def __init__(self, decay: float = 0.999, *, validate: bool = True, name: str | None = None) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.hooks.modules import Where, find_modules
@@ -38,7 +39,7 @@ class Freeze(Callback):
     (True, True)
     """
 
-    order = -90
+    order = orders.FREEZE
 
     def __init__(
         self, where: Where | Iterable[Where], until: int | None = None, *, name: str | None = None

@@ -4,6 +4,7 @@ import math
 import time
 from datetime import timedelta
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelFitException
 
@@ -35,7 +36,7 @@ class MaxTime(Callback):
     True
     """
 
-    order = 80
+    order = orders.STOP
     run_valid = False
     run_lr_find = False
 

@@ -10,6 +10,7 @@ import torch
 from fastcore.basics import camel2snake
 from torch import Tensor
 
+from hookcb.core import orders
 from hookcb.core.batch import batch_size, describe
 from hookcb.core.callback import Callback
 
@@ -88,7 +89,7 @@ class Metrics(Callback):
     ['top1']
     """
 
-    order = 50
+    order = orders.METRICS
     run_train = False
 
     def __init__(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from hookcb.core import orders
 from hookcb.core.batch import concat, map_tensors
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelBatchException
@@ -28,7 +29,7 @@ class GatherPreds(Callback):
     True
     """
 
-    order = 100  # after those that change the prediction
+    order = orders.PREDICTIONS
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.console import attempt, safe_console
 from hookcb.training.display import Display, open_display
@@ -27,7 +28,7 @@ class Progress(Callback):
     False
     """
 
-    order = 60
+    order = orders.PROGRESS
     every_seconds = 0.2  # reading the loss waits for the device: five times a second at most
 
     def __init__(self, bar: bool = True, *, console: Console | None = None, name: str | None = None) -> None:

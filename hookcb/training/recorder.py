@@ -7,6 +7,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
+from hookcb.core import orders
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import kept
@@ -32,7 +33,7 @@ class Recorder(Callback):
     (20, 2)
     """
 
-    order = 40
+    order = orders.RECORD
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.core.torch_private import saved
+
 OF_ATEN = {1: "mean", 2: "sum"}  # at::Reduction, which the nodes of torch's losses have
 UNCHANGED = ("Add", "Sub", "Neg", "View", "Reshape", "Squeeze", "Select", "Clone", "Alias", "ToCopy")
 SCALED = ("Mul", "Div")
@@ -41,7 +43,7 @@ def _in_graph(root: Any) -> str | None:
     while waiting and n < MOST:
         (node, is_scaled), n = waiting.pop(), n + 1
         kind = "" if node is None else node.name()
-        reduction = OF_ATEN.get(getattr(node, "_saved_reduction", 0))
+        reduction = OF_ATEN.get(saved(node, "reduction", 0))
         if kind.startswith("MeanBackward") or reduction == "mean":
             return "mean"
         if kind.startswith("SumBackward") or reduction == "sum":

@@ -42,10 +42,19 @@ class Around(nn.Module):
 
 def watch(*outs, **kwargs):
     """The statistics of a layer that puts out `outs`, one a batch."""
-    stats = ActivationStats(**{"modules": "odd"} | kwargs)
-    batches = [torch.ones(3, 2)] * len(outs)
-    fit(Learner(batches, Around(Puts(outs)), torch.mean, torch.optim.SGD, lr=0.01, cbs=stats))
+    (stats,) = watch_all(outs, [kwargs])
     return stats
+
+
+def watch_all(outs, several):
+    """The statistics of a layer that puts out `outs`, one a batch, with each of several options."""
+    cbs = [
+        ActivationStats(**{"modules": "odd"} | kwargs | ({"name": f"stats_{k}"} if k else {}))
+        for k, kwargs in enumerate(several)
+    ]
+    batches = [torch.ones(3, 2)] * len(outs)
+    fit(Learner(batches, Around(Puts(outs)), torch.mean, torch.optim.SGD, lr=0.01, cbs=cbs))
+    return cbs
 
 
 class Tagged(nn.Module):

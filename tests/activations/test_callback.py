@@ -1,19 +1,21 @@
-"""HookCallback and ActivationStats see each layer in the right batches, and measure it right."""
+"""Which batches and layers ActivationStats records, and what it makes of any output."""
 
 import contextlib
+import copy
 import dataclasses
-import io
 import itertools
+import pickle
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 
 from hookcb import (
     ActivationStats,
     Callback,
+    CancelBatchException,
     CancelFitException,
     Hook,
     HookCallback,
@@ -21,22 +23,55 @@ from hookcb import (
     assert_no_hooks,
     count_hooks,
 )
+from tests.activations.support import (
+    INF,
+    NAN,
+    Around,
+    Tagged,
+    assert_same_readings,
+    assert_stats,
+    ids,
+    numbered,
+    printed,
+    randn,
+    steps,
+    tags,
+    watch,
+)
+from tests.hooks import support as zoo
 from tests.support import (
+    BATCH,
+    CANCELS,
     EVENTS,
-    PACKED,
     Net,
     Pair,
-    SaysSo,
     X,
     Y,
     fit,
-    layer_oracle,
     make_batches,
     make_learner,
     make_model,
     primary_plan,
     spy,
 )
+
+ORDERS = [-1000, 1000]
+
+
+def at(event, act, order=1000, when=lambda cb: True):
+    """A callback that does something at an event of a training batch."""
+    cb = Callback(name="actor", **{event: lambda cb: act(cb) if cb.training and when(cb) else None})
+    cb.order = order
+    return cb
+
+
+def raises(event, error, batch, order=1000):
+    """A callback that raises at an event of that batch of the first epoch."""
+
+    def act(cb):
+        raise error
+
+    return at(event, act, order, lambda cb: cb.epoch == 0 and cb.iter == batch)
 
 
 @pytest.mark.parametrize("raised", [CancelFitException, KeyboardInterrupt])
@@ -52,59 +87,11 @@ def test_hooks_are_gone_however_the_fit_ends(event, raised):
     assert count_hooks(model) == 0
 
 
-def test_an_error_in_the_hook_goes_on_and_leaves_no_hook():
-    model = make_model()
-    error = SaysSo(1, 2)
-
-    def bad(m, i, o):
-        raise error
-
-    learn = make_learner(model=model)
-    with pytest.raises(SaysSo) as info:
-        fit(learn, cbs=HookCallback(hook=bad, name="bad"))
-    assert info.value is error
-    assert count_hooks(model) == 0
-
-
-@pytest.mark.parametrize("every", [1, 2, 3, 4, 100])
-@pytest.mark.parametrize("order", [-9, 0, 9])
-def test_every_acts_on_training_batches_0_n_2n_counted_over_epochs(every, order):
-    class Reads(HookCallback):
-        seen = ()
-
-        def before_fit(self):
-            super().before_fit()
-            self.seen = []
-
-        def hook(self, m, i, o):
-            self.seen.append((self.epoch, self.iter))
-
-    for make in (lambda: Reads(modules="0", every=every), lambda: ActivationStats(modules="0", every=every)):
-        cb = make()
-        cb.order = order
-        log = []
-        others = [spy(log, "a", order=-1), spy(log, "b", order=1)]
-        fit(make_learner(n_train=5, cbs=[*others, cb]), 2)
-        numbers = [5 * epoch + i for epoch, i in itertools.product(range(2), range(5))]
-        expected = [divmod(n, 5) for n in numbers if n % every == 0]
-        if isinstance(cb, Reads):
-            assert cb.seen == expected
-        else:
-            assert len(cb.stats) == len(expected)
-
-
 @pytest.mark.parametrize("every", [0, -1, 1.5, "2", True])
 def test_an_every_that_cannot_be_is_refused(every):
-    for cls in (ActivationStats, HookCallback):
+    for kind in (ActivationStats, partial(HookCallback, hook=print)):
         with pytest.raises((ValueError, TypeError), match="every"):
-            cls(every=every, **({"hook": print} if cls is HookCallback else {}))
-
-
-def test_a_hook_callback_without_a_hook_is_told():
-    with pytest.raises((TypeError, NotImplementedError, ValueError), match="hook"):
-        fit(make_learner(), cbs=HookCallback())
-    with pytest.raises(TypeError, match="hook"):
-        HookCallback(hook=3)
+            kind(every=every)
 
 
 def test_modules_that_select_nothing_are_told_when_the_fit_begins():
@@ -122,38 +109,6 @@ def test_modules_are_looked_up_at_each_fit():
     learn.model.add_module("3", nn.Tanh())
     fit(learn)
     assert list(stats.names) == ["0", "1", "2", "3"]
-
-
-def test_hooks_left_on_by_choice_are_not_doubled_and_go_with_remove():
-    model = make_model()
-    cb = HookCallback(hook=lambda m, i, o: o.mean().item(), remove_end=False, name="h")
-    learn = make_learner(model=model, cbs=cb)
-    fit(learn)
-    n = count_hooks(model)
-    assert n == 2
-    fit(learn)
-    assert count_hooks(model) == n
-    cb.remove()
-    cb.remove()
-    assert count_hooks(model) == 0
-    assert len(cb.hooks.stored) == 2
-
-
-def test_the_stored_results_are_those_of_the_last_training_batch():
-    learn = make_learner(lr=0.0, cbs=HookCallback(hook=lambda m, i, o: o.clone(), name="h"))
-    fit(learn)
-    x, _ = learn.dls.train[-1]
-    with torch.no_grad():
-        assert torch.equal(learn.h.hooks.stored[0], learn.model[0](x))
-        assert torch.equal(learn.h.hooks.stored[1], learn.model(x))
-
-
-def assert_stats(got, t, eps=0.05, rel=1e-4):
-    want = layer_oracle(t, eps)
-    assert set(got) == set(want)
-    for key, value in want.items():
-        assert got[key] == pytest.approx(value, rel=rel, abs=1e-7, nan_ok=True), key
-        assert isinstance(got[key], float)
 
 
 @pytest.mark.parametrize("eps", [0.05, 0.5, 0.0])
@@ -176,58 +131,13 @@ def test_activation_statistics_agree_with_float64(eps):
     for record, (x, _) in enumerate(batches):
         for layer, module in enumerate(model):
             x = module(x)
-            assert_stats(stats.stats[record][layer], x, eps)
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e3, -1e4])
-def test_the_spread_is_right_far_from_zero(offset):
-    class Shift(nn.Module):
-        def forward(self, x):
-            return x + offset
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), Shift())
-    x = torch.randn(64, 2)
-    stats = ActivationStats(include_paramless=True)
-    fit(Learner([x], model, lambda p: p.mean(), torch.optim.SGD, lr=0.0, cbs=stats))
-    assert_stats(stats.stats[0][1], model(x), rel=1e-3)
-
-
-class Gives(nn.Module):
-    """A layer that puts out what a function makes of its input."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def forward(self, x):
-        return self.make(x)
-
-
-class Around(nn.Module):
-    """Calls a layer of any output and trains on something else."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.odd = Gives(make)
-        self.fc = nn.Linear(2, 1)
-
-    def forward(self, x):
-        self.out = self.odd(x)
-        return self.fc(x)
+            assert_stats(stats.stats[record][layer], x, eps, std=1e-4)
 
 
 @dataclasses.dataclass
 class Output:
     logits: torch.Tensor
     extra: object = None
-
-
-def watch(make, **kwargs):
-    stats = ActivationStats(modules="odd", **kwargs)
-    model = Around(make)
-    fit(Learner([X, Y], model, lambda p: p.mean(), torch.optim.SGD, cbs=stats))
-    return stats, model
 
 
 @pytest.mark.parametrize(
@@ -251,7 +161,8 @@ def watch(make, **kwargs):
     ],
 )
 def test_outputs_of_any_structure_and_type_are_named_by_path_and_measured(make, names):
-    stats, model = watch(make)
+    outs = [make(x) for x in (X, Y)]
+    stats = watch(*outs)
 
     def tensors(o):
         if torch.is_tensor(o):
@@ -265,8 +176,8 @@ def test_outputs_of_any_structure_and_type_are_named_by_path_and_measured(make, 
     got = [n.replace("['", ".").replace("']", "") for n in stats.names]
     assert got == names or list(stats.names) == [n.replace(".x", "[0]").replace(".y", "[1]") for n in names]
     assert len(stats.stats) == 2
-    for layer, t in enumerate(tensors(model.out)):
-        assert_stats(stats.stats[1][layer], t, rel=1e-3)
+    for layer, t in enumerate(tensors(outs[1])):
+        assert_stats(stats.stats[1][layer], t)
 
 
 @pytest.mark.parametrize(
@@ -290,56 +201,24 @@ def test_outputs_of_any_structure_and_type_are_named_by_path_and_measured(make, 
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_no_output_raises_out_of_the_forward(make):
-    stats, model = watch(make)
+    stats = watch(make(X), make(Y))
     assert len(stats.stats) in (0, 1, 2)
-    assert count_hooks(model) == 0
+    assert count_hooks(stats.learn.model) == 0
     assert stats.names or stats.left_out
 
 
 def test_nan_and_inf_are_data():
-    stats, _ = watch(lambda x: torch.where(x > 0, x, float("nan")))
+    stats = watch(torch.where(X > 0, X, NAN))
     assert stats.stats[0][0]["mean"] != stats.stats[0][0]["mean"]
-    stats, _ = watch(lambda x: torch.full_like(x, float("inf")))
+    stats = watch(torch.full_like(X, INF))
     assert stats.stats[0][0]["mean"] == float("inf")
     assert stats.stats[0][0]["near_zero"] == 0
 
 
 def test_what_has_no_statistics_is_listed_as_left_out():
-    stats, _ = watch(lambda x: (None, "text", x))
+    stats = watch((None, "text", X))
     assert list(stats.names) == ["odd[2]"]
     assert "odd" in str(stats.left_out)
-
-
-def test_an_lstm_and_a_packed_sequence_are_measured():
-    class Rnn(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(2, 3)
-            self.fc = nn.Linear(3, 1)
-
-        def forward(self, x):
-            self.out = self.lstm(x)
-            return self.fc(self.out[1][0][-1])
-
-    model = Rnn()
-    stats = ActivationStats(modules="lstm")
-    fit(Learner([(X[:, None], Y[:1, :1])], model, F.mse_loss, torch.optim.SGD, lr=0.0, cbs=stats))
-    assert stats.names[0] == "lstm[0]"
-    assert len(stats.names) == 3
-    assert_stats(stats.stats[0][0], model.out[0])
-    assert_stats(stats.stats[0][2], model.out[1][1])
-    fit(
-        Learner(
-            [(PACKED, Y[:2, :1])],
-            model,
-            F.mse_loss,
-            torch.optim.SGD,
-            lr=0.0,
-            cbs=(s := ActivationStats(modules="lstm")),
-        )
-    )
-    assert s.names[0].startswith("lstm[0]")
-    assert_stats(s.stats[0][0], model.out[0].data)
 
 
 def test_a_layer_called_several_times_gets_one_entry_a_call():
@@ -379,46 +258,7 @@ def test_a_layer_that_is_called_in_some_batches_only_gets_nan_in_the_others():
             assert_stats(stats.stats[i][b], model.b(x))
 
 
-def test_an_in_place_successor_does_not_change_what_is_measured():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
-    stats = ActivationStats()
-    batches = make_batches()
-    fit(Learner(batches, model, F.mse_loss, torch.optim.SGD, lr=0.0, cbs=stats))
-    for record, (x, _) in enumerate(batches):
-        assert_stats(stats.stats[record][0], model[0](x))
-
-
-def test_recomputation_under_checkpointing_is_not_counted():
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = make_model(), nn.Linear(1, 1)
-
-        def forward(self, x):
-            return self.head(checkpoint(self.body, x, use_reentrant=False))
-
-    stats = ActivationStats(modules="body.*")
-    hooked = HookCallback(modules="body.0", hook=lambda m, i, o: calls.append(1), name="h")
-    calls = []
-    fit(make_learner(model=Checkpointed(), cbs=[stats, hooked]))
-    assert list(stats.names) == ["body.0", "body.1", "body.2"]
-    assert len(calls) == 3
-
-
 def test_statistics_are_of_training_batches_alone_and_calls_between_batches_do_not_count():
-    class Peeks(Callback):
-        def after_batch(self):
-            self.model(torch.full((4, 2), 1e6))
-
-        def before_batch(self):
-            self.model(torch.full((4, 2), 1e6))
-
-        def after_step(self):
-            self.model(torch.full((4, 2), 1e6))
-
     def records(cbs):
         stats = ActivationStats(modules="0")
         fit(make_learner(cbs=[stats, *cbs]), 2)
@@ -431,18 +271,417 @@ def test_statistics_are_of_training_batches_alone_and_calls_between_batches_do_n
     assert list(between.names) == list(plain.names)
 
 
-def test_before_fit_resets_the_statistics():
-    stats = ActivationStats()
-    learn = fit(make_learner(cbs=stats), 2)
-    fit(learn, 1)
-    assert len(stats.stats) == 3
-
-
 def test_the_report_prints_every_layer():
     stats = ActivationStats(include_paramless=True)
     fit(make_learner(cbs=stats))
-    out = io.StringIO()
-    Console(file=out, width=120).print(stats.report())
     for name in ("0", "1", "2", "mean", "std"):
-        assert name in out.getvalue()
-    Console(file=io.StringIO()).print(ActivationStats().report())  # never fitted
+        assert name in printed(stats.report())
+    assert printed(ActivationStats().report())  # never fitted
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("every", [None, 1, 2, 3, 7, 100])
+def test_each_batch_looked_at_leaves_one_record(every, order):
+    stats = tags(every=every)
+    stats.order = order
+    fit(numbered(5, 2, stats), 2)
+    expected = list(range(0, 10, every or 1))
+    assert steps(stats.stats) == expected
+    assert ids(stats.stats) == [k % 5 for k in expected]
+    assert [record.epoch for record in stats.stats] == [k // 5 for k in expected]
+    assert len({record.phase for record in stats.stats}) == 1
+    assert len(stats.valid_stats) == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "event", ["before_batch", "after_pred", "after_loss", "before_backward", "after_step"]
+)
+def test_a_cancelled_batch_leaves_no_record(event, order):
+    stats = tags(with_hist=True)
+    fit(numbered(4, 1, [stats, raises(event, CancelBatchException(), 1, order)]), 2)
+    assert steps(stats.stats) == [0, 2, 3, 4, 5, 6, 7]
+    assert ids(stats.stats) == [0, 2, 3, 0, 1, 2, 3]
+    assert stats.hist("tag").shape == (42, 7)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_batch_of_which_every_one_is_cancelled_leaves_nothing_that_breaks_reading(order):
+    def cancel(cb):
+        raise CancelBatchException
+
+    stats = tags()
+    fit(numbered(4, 0, [stats, at("after_loss", cancel, order)]))
+    assert len(stats.stats) == len(stats.table()) == 0
+    assert list(stats.names) in ([], ["tag"])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("event", "level"), [("before_backward", "backward"), ("before_step", "step"), ("after_step", "step")]
+)
+def test_a_batch_without_backward_or_step_is_recorded(event, level, order):
+    stats = tags()
+    fit(numbered(4, 0, [stats, raises(event, CANCELS[level](), 1, order)]))
+    assert ids(stats.stats) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("level", ["train", "epoch", "fit"])
+@pytest.mark.parametrize(("event", "first"), [("after_loss", [0, 1]), ("after_batch", [0, 1, 2])])
+def test_a_cancel_of_more_leaves_no_record_of_a_batch_it_cuts_short_and_one_of_a_whole(
+    event, first, level, order
+):
+    stats = tags()
+    fit(numbered(4, 0, [stats, raises(event, CANCELS[level](), 2, order)]), 2)
+    second = [] if level == "fit" else [0, 1, 2, 3]
+    assert ids(stats.stats) == [*first, *second]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("event", BATCH[:-1])
+def test_a_fit_that_fails_keeps_what_was_recorded_before(event, error, order):
+    stats = tags()
+    learn = numbered(5, 1, [stats, raises(event, error("why"), 3, order)])
+    with pytest.raises(error, match="why"):
+        fit(learn)
+    assert ids(stats.stats) == [0, 1, 2]
+    assert steps(stats.stats) == [0, 1, 2]
+    assert_no_hooks(learn.model)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_forward_that_fails_after_the_layer_leaves_no_record_of_its_batch(error):
+    class Fails(Tagged):
+        def forward(self, x):
+            out = super().forward(x)
+            if x[0, 0] == 2:
+                raise error
+            return out
+
+    stats = ActivationStats(include_paramless=True)
+    learn = numbered(5, 0, stats, Fails())
+    with pytest.raises(error):
+        fit(learn)
+    assert ids(stats.stats) == [0, 1]
+    learn.model.forward = lambda x: Tagged.forward(learn.model, x)
+    fit(learn)
+    assert ids(stats.stats) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("on_valid", [False, True])
+@pytest.mark.parametrize("event", BATCH)
+def test_a_validation_in_the_middle_of_a_batch_leaves_records_as_they_are(event, on_valid, order):
+    def run(*cbs):
+        stats = tags(on_valid=on_valid, every=2)
+        fit(numbered(4, 2, [stats, *cbs]), 2)
+        return stats
+
+    assert_same_readings(run(at(event, lambda cb: cb.learn.validate(), order)), run())
+
+
+def test_validation_batches_are_recorded_where_asked_for():
+    stats, plain = tags(on_valid=True), tags(name="plain")
+    learn = fit(numbered(3, 3, [stats, plain]), 2)
+    assert ids(stats.stats) == ids(plain.stats) == [0, 1, 2] * 2
+    assert ids(stats.valid_stats) == [100, 101, 102] * 2
+    assert [record.epoch for record in stats.valid_stats] == [0, 0, 0, 1, 1, 1]
+    phases = [{record.phase for record in records} for records in (stats.stats, stats.valid_stats)]
+    assert len(phases[0]) == len(phases[1]) == 1
+    assert phases[0] != phases[1]
+    learn.validate()
+    learn.get_preds()
+    assert len(stats.valid_stats) == len(stats.stats) == 6
+    fit(learn)
+    assert ids(stats.valid_stats) == [100, 101, 102]
+
+
+def test_every_holds_for_validation_batches_and_a_cancelled_one_leaves_no_record():
+    def cancel(cb):
+        if not cb.training and cb.iter == 2:
+            raise CancelBatchException
+
+    stats = tags(on_valid=True, every=2)
+    fit(numbered(3, 5, [stats, Callback(after_pred=cancel)]))
+    assert ids(stats.stats) == [0, 2]
+    assert ids(stats.valid_stats) == [100, 104]
+
+
+def test_a_batch_outside_a_fit_leaves_no_record():
+    stats = tags(on_valid=True)
+    learn = numbered(3, 2, stats)
+    learn.one_batch()
+    learn.validate()
+    assert len(stats.stats) == len(stats.valid_stats) == 0
+    fit(learn)
+    learn.one_batch()
+    learn.validate()
+    learn.model(torch.zeros(1, 2))
+    assert ids(stats.stats) == [0, 1, 2]
+    assert ids(stats.valid_stats) == [100, 101]
+
+
+def test_a_new_fit_begins_anew_and_an_appending_one_goes_on():
+    new, on = tags(), tags(append=True, with_hist=True, name="on")
+    learn = fit(numbered(3, 1, [new, on]), 2)
+    edges = on.hist_edges("tag")
+    fit(learn, 1)
+    assert steps(new.stats) == [0, 1, 2]
+    assert [record.epoch for record in new.stats] == [0, 0, 0]
+    assert steps(on.stats) == list(range(9))
+    assert [record.epoch for record in on.stats] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert ids(on.stats) == [0, 1, 2] * 3
+    assert torch.equal(on.hist_edges("tag"), edges)
+    assert on.hist("tag").shape == (42, 9)
+
+
+@pytest.mark.parametrize("keep", [2, 3, 4, 7, 10])
+def test_an_appending_fit_keeps_no_more_than_asked_for_and_goes_on_after_an_interrupt(keep):
+    stats = tags(append=True, keep=keep)
+    learn = numbered(9, 0, stats)
+    for k in range(4):
+        stop = spy([], "stop", {("after_pred", 5): KeyboardInterrupt() if k == 1 else CancelFitException()})
+        try:
+            fit(learn, cbs=[stop] if k in (1, 2) else [])
+        except KeyboardInterrupt:
+            assert k == 1
+        assert len(stats.stats) <= keep
+        assert steps(stats.stats) == sorted(set(steps(stats.stats)))
+    assert stats.stats[-1]["tag"]["mean"] == 8
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("keep", [2, 3, 4, 5, 8, 13])
+def test_kept_records_are_spread_evenly_over_the_run_and_the_newest_is_the_last(keep, every):
+    seen = []
+    stats, unread = tags(keep=keep, every=every), tags(keep=keep, every=every, name="unread")
+
+    def look(cb):
+        seen.append((cb.train_iter, steps(stats.stats), ids(stats.stats)))
+
+    fit(numbered(45, 0, [stats, unread, at("after_batch", look)]))
+    for step, kept, numbers in seen:
+        possible = list(range(0, step + 1, every))
+        assert kept == numbers
+        assert kept[-1] == possible[-1]
+        assert min(len(possible), keep // 2) <= len(kept) <= keep
+        assert len(possible) > keep or kept == possible
+        gaps = {(b - a) / every for a, b in itertools.pairwise(kept[:-1])}
+        assert kept[0] == 0
+        assert len(gaps) <= 1
+        assert gaps <= {1, 2, 4, 8, 16, 32}
+    assert steps(unread.stats) == steps(stats.stats)
+
+
+def test_thinning_takes_histograms_and_validation_along():
+    stats = tags(keep=4, with_hist=True, on_valid=True, hist_range=(-0.5, 49.5), bins=50)
+    fit(numbered(12, 3, stats), 4)
+    assert 2 <= len(stats.stats) <= 4
+    assert 2 <= len(stats.valid_stats) <= 4
+    assert ids(stats.stats) == [step % 12 for step in steps(stats.stats)]
+    assert stats.valid_stats[-1]["tag"]["mean"] == 102
+    counts = stats.hist("tag")
+    assert counts.shape == (52, len(stats.stats))
+    assert counts.argmax(0).tolist() == [1 + number for number in ids(stats.stats)]
+
+
+def test_several_with_names_of_their_own_do_not_disturb_each_other():
+    a, b = ActivationStats(name="a", modules="0", every=2), ActivationStats(True, name="b", modules="2")
+    learn = fit(make_learner(4, 1, cbs=[a, b, ActivationStats()]))
+    assert [list(cb.names) for cb in (learn.a, learn.b, learn.activation_stats)] == [["0"], ["2"], ["0", "2"]]
+    assert [len(cb.stats) for cb in (a, b, learn.activation_stats)] == [2, 4, 4]
+    assert learn.activation_stats.series("2", "std") == b.series("2", "std")
+    assert learn.activation_stats.series("0", "std")[::2] == a.series("0", "std")
+    with pytest.raises(ValueError, match="activation_stats"):
+        learn.add_cb(ActivationStats())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_made_and_used_in_mid_fit_records_nothing(copied):
+    def use_copy(cb):
+        twin = copied(cb.model)
+        assert twin is not cb.model
+        twin(torch.full((4, 2), NAN))
+
+    plain, stats = tags(), tags()
+    fit(numbered(4, 1, plain))
+    for event in ("after_pred", "after_batch"):
+        fit(numbered(4, 1, [stats, at(event, use_copy)]))
+        assert_same_readings(stats, plain)
+        del stats.learn
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cb: pickle.loads(pickle.dumps(cb))])
+def test_a_copy_of_the_callback_reads_the_same_and_can_be_fitted(copied):
+    stats, twins = tags(with_hist=True, on_valid=True), []
+    learn = numbered(4, 2, [stats, at("after_batch", lambda cb: twins.append(copied(stats)))])
+    fit(learn)
+    assert [len(twin.stats) for twin in twins] == [1, 2, 3, 4]
+    twin = copied(stats)
+    assert_same_readings(twin, stats)
+    assert torch.equal(twin.hist("tag"), stats.hist("tag"))
+    before = repr(stats.table())
+    fit(numbered(2, 0, twin))
+    assert ids(twin.stats) == [0, 1]
+    assert repr(stats.table()) == before
+    both = copied(learn) if copied is copy.deepcopy else copy.deepcopy(learn)
+    fit(both)
+    assert repr(both.activation_stats.table()) == before == repr(stats.table())
+
+
+def test_reading_in_mid_fit_sees_each_finished_batch_and_changes_nothing():
+    stats, unread = ActivationStats(True, keep=8), ActivationStats(True, keep=8, name="unread")
+    lengths = {}
+
+    def read(cb, event):
+        lengths.setdefault(event, []).append(len(stats.stats))
+        if stats.names:
+            layer = stats.names[-1]
+            assert len(stats.series(layer, "mean")) == len(stats.stats) == stats.hist(layer).shape[1]
+            assert len(stats.table()) == len(stats.stats) * len(stats.names) * 8
+        stats.report()
+
+    cbs = [Callback(name=event, **{event: lambda cb, event=event: read(cb, event)}) for event in BATCH[:-1]]
+    after = at("after_batch", lambda cb: read(cb, "after_batch"))
+    fit(make_learner(6, 0, cbs=[stats, unread, *cbs, after]))
+    assert lengths.pop("after_batch") == [1, 2, 3, 4, 5, 6]
+    assert lengths == {event: [0, 1, 2, 3, 4, 5] for event in BATCH[:-1]}
+    assert_same_readings(stats, unread)
+
+
+def test_hooks_left_on_after_the_fit_record_nothing_more():
+    stats = tags(remove_end=False)
+    learn = fit(numbered(3, 1, stats))
+    assert count_hooks(learn.model) == 1
+    learn.model.train()(torch.full((1, 2), 7.0))
+    learn.validate()
+    assert ids(stats.stats) == [0, 1, 2]
+    fit(learn)
+    assert ids(stats.stats) == [0, 1, 2]
+    stats.remove()
+    assert_no_hooks(learn.model)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda x: x.to(torch.complex64), "Tensor, complex64"),
+        (lambda x: x.to_sparse(), "Tensor, sparse_coo"),
+        (lambda x: x.to_sparse_csr(), "Tensor, sparse_csr"),
+        (lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged), "NestedTensor, nested"),
+        (lambda x: x.to("meta"), "Tensor, on meta"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "Tensor, qint8"),
+        (lambda x: "text", "str"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_has_no_statistics_says_what_it_is(make, kind):
+    stats = watch(make(torch.ones(2, 2)))
+    assert stats.left_out == {"odd": kind}
+    assert stats.coverage.left_out["odd"] == kind
+
+
+def test_layers_of_another_model_take_the_place_of_the_former_ones():
+    stats, on = ActivationStats(), ActivationStats(append=True, name="on")
+    learn = fit(numbered(2, 0, [stats, on], nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))))
+    assert list(stats.names) == ["0", "1"]
+    learn.model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    fit(learn)
+    assert list(stats.names) == ["0", "2"]
+    assert list(on.names) == ["0", "1", "2"]
+    fired = [[value == value for value in on.series(name, "mean")] for name in on.names]
+    assert fired == [[True] * 4, [True, True, False, False], [False, False, True, True]]
+
+
+def test_a_layer_that_stops_firing_or_begins_late_is_nan_in_the_other_records():
+    class Changes(Around):
+        def forward(self, x):
+            k = int(x[0, 0])
+            if k < 2:
+                self.odd(x)
+            return self.late(x) if k > 2 else self.fc(x)
+
+    model = Changes(nn.Linear(2, 3))
+    model.late = nn.Linear(2, 1)
+    stats = ActivationStats(with_hist=True)
+    fit(numbered(5, 0, stats, model))
+    assert sorted(stats.names) == ["fc", "late", "odd"]
+    assert all(len(record) == len(list(record)) == 3 for record in stats.stats)
+    fired = {name: [value == value for value in stats.series(name, "nonfinite")] for name in stats.names}
+    assert fired == {
+        "odd": [True, True, False, False, False],
+        "fc": [True, True, True, False, False],
+        "late": [False, False, False, True, True],
+    }
+    assert all(value != value for value in stats.stats[4]["odd"].values())
+    rows = {(row.record, row.layer) for row in stats.table()}
+    assert rows == {(k, name) for name, marks in fired.items() for k, mark in enumerate(marks) if mark}
+
+
+@pytest.mark.parametrize("name", ["shared", "recursive"])
+def test_each_call_of_a_layer_in_a_batch_has_its_own_entry(name):
+    x = randn(4, 4)
+    model = zoo.make(name)
+    with torch.no_grad():
+        outs = [model.fc(x)]
+        outs.append(model.fc(outs[0].tanh()))
+    stats = ActivationStats(keep=4)
+    fit(Learner([x] * 9, model, torch.mean, torch.optim.SGD, lr=0.0, cbs=stats))
+    assert list(stats.names) == ["fc#0", "fc#1"]
+    for k, out in enumerate(outs):
+        assert stats.stats[-1][f"fc#{k}"]["mean"] == pytest.approx(out.mean().item(), abs=1e-6)
+        assert stats.series(f"fc#{k}", "max") == pytest.approx([out.max().item()] * len(stats.stats))
+
+
+def test_a_module_that_calls_itself_is_recorded_by_call():
+    stats = ActivationStats(modules="net")
+    model = zoo.Plain(lambda s, x: s.net(x), net=zoo.Recursive())
+    fit(Learner([randn(4, 4)] * 3, model, torch.mean, torch.optim.SGD, lr=0.0, cbs=stats))
+    assert sorted(stats.names) == ["net#0", "net#1", "net#2"]
+    assert len(stats.stats) == 3
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 1), (2, 1, 3), (3, 0, 1)])
+def test_a_number_of_calls_that_changes_loses_none_of_them(counts):
+    def several(s, x):
+        k = int(x[0, 0])
+        for call in range(counts[k]):
+            s.tag(x + 10 * (call + 1))
+        return s.fc(x)
+
+    stats = tags(modules=["tag", "fc"])
+    fit(numbered(3, 0, stats, zoo.Plain(several, tag=nn.Identity(), fc=nn.Linear(2, 1))))
+    for k, record in enumerate(stats.stats):
+        of_tag = [one["mean"] for name, one in zip(stats.names, record, strict=True) if name != "fc"]
+        means = sorted(mean for mean in of_tag if mean == mean)
+        assert means == [k + 10.0 * (call + 1) for call in range(counts[k])]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "reentrant_checkpoint", "nested_checkpoint"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_recomputation_under_checkpointing_is_not_counted(name, every):
+    torch.manual_seed(0)
+    stats = ActivationStats(include_paramless=True, every=every)
+    batches = [randn(4, 4, seed=k).requires_grad_() for k in range(4)]
+    fit(Learner(batches, zoo.make(name), torch.mean, torch.optim.SGD, cbs=stats))
+    assert not [name for name in stats.names if "#" in name]
+    assert steps(stats.stats) == list(range(0, 4, every))
+    assert all(value == value for name in stats.names for value in stats.series(name, "mean"))
+
+
+def test_a_model_that_is_one_layer_is_recorded():
+    stats = ActivationStats()
+    fit(make_learner(model=nn.Linear(2, 1), cbs=stats))
+    assert len(stats.names) == 1
+    assert len(stats.stats) == 3
+
+
+def test_the_whole_model_goes_by_its_class_and_a_shared_layer_by_its_first_name():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.again, model.end = model[0], nn.Linear(2, 1)
+    stats = ActivationStats(modules=[model, model.again])
+    fit(Learner(make_batches(2), model, nn.functional.mse_loss, torch.optim.SGD, cbs=stats))
+    assert sorted(stats.names) == ["0#0", "0#1", "Sequential"]
+    assert len(stats.stats) == 2

@@ -1,8 +1,8 @@
 """`hookcb demo` does its main job, and says what is wrong with a wrong option."""
 
 import signal
-import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -116,11 +116,12 @@ def test_without_scikit_learn_the_demo_says_how_to_get_it(monkeypatch, capsys):
     assert "pip install 'hookcb[demo]'" in capsys.readouterr().err
 
 
-def test_the_installed_command_runs():
-    done = subprocess.run(
-        [sys.executable, "-m", "hookcb.cli.main", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"hookcb {hookcb.__version__}\n"
+def test_the_installed_command_is_this_one(capsys):
+    (command,) = entry_points(group="console_scripts", name="hookcb")
+    with pytest.raises(SystemExit) as ended:
+        command.load()(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hookcb {hookcb.__version__}\n"
 
 
 def test_the_held_out_digits_are_real_and_never_trained_on():

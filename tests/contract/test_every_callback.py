@@ -1,7 +1,9 @@
 """Every public callback keeps the contract, and the check of it can fail."""
 
+import math
 import random
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -22,29 +24,67 @@ def mean(m, i, o):
     return o.mean()
 
 
-ARGUMENTS = {
-    "HookCallback": {"hook": mean},
-    "Compile": {"backend": "eager"},
-    "Freeze": {"where": "0"},
-    "Log": {"logger": "log.jsonl"},
-    "MaxTime": {"seconds": 60},
-    "MemoryStats": {"every": 1},
-    "ProfilerCallback": {"wait": 0, "warmup": 1, "active": 1, "repeat": 0},
-    "Schedule": {"factory": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
+ARGUMENTS = {  # for each of these sets of them the contract is looked at
+    "HookCallback": [{"hook": mean}],
+    "Checkpoint": [{}, {"every": 2}],
+    "Compile": [{"backend": "eager"}],
+    "EMA": [{}, {"decay": 0.5, "validate": False}],
+    "Freeze": [{"where": "0"}],
+    "GradientAccumulation": [{}, {"n": 1}],
+    "GradientClip": [{}, {"value": 0.1}, {"max_norm": math.inf}],
+    "Log": [{"logger": "log.jsonl"}],
+    "MaxTime": [{"seconds": 60}],
+    "MemoryStats": [{"every": 1}],
+    "MixedPrecision": [{}, {"dtype": "fp16"}],
+    "ProfilerCallback": [{"wait": 0, "warmup": 1, "active": 1, "repeat": 0}],
+    "Schedule": [
+        {"factory": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
+        {"factory": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5), "per": "epoch"},
+    ],
 }
 # what these are for; the others leave weights and random numbers as they are
 ALTERING = {"MixedPrecision", "GradientAccumulation", "GradientClip", "Freeze", "EarlyStopping"}
 ALTERING |= {"Schedule", "OneCycle", "WarmupCosine", "ReduceLROnPlateau"}
+IDLE = [{"n": 1}, {"max_norm": math.inf}]  # so do those, with these arguments
+FEW = ["before_fit", "before_step", "after_cancel_batch", "after_validate"]
+each_callback = pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        pytest.param(cls, options, id="-".join([cls.__name__, *options]))
+        for cls in PUBLIC
+        for options in ARGUMENTS.get(cls.__name__, [{}])
+    ],
+)
+
+
+@pytest.fixture
+def few_endings(monkeypatch):
+    """Fits end at some of the events only."""
+    monkeypatch.setattr(hookcb.testing, "Event", [hookcb.Event(event) for event in FEW])
+
+
+def check(cls, options):
+    altering = cls.__name__ in ALTERING and options not in IDLE
+    with mock.patch("os.fsync"):  # takes most of the time, and nothing is to be learnt of it
+        check_callback(lambda: cls(**options), alters_training=altering)
 
 
 def test_there_are_callbacks_to_check():
     assert len(PUBLIC) >= 20
+    assert {cls.__name__ for cls in PUBLIC} >= {*ARGUMENTS, *ALTERING}
 
 
-@pytest.mark.parametrize("cls", PUBLIC, ids=lambda cls: cls.__name__)
-def test_a_public_callback_keeps_the_contract(cls, tmp_path, monkeypatch):
+@each_callback
+def test_a_public_callback_keeps_the_contract(cls, options, tmp_path, monkeypatch, few_endings):
     monkeypatch.chdir(tmp_path)
-    check_callback(lambda: cls(**ARGUMENTS.get(cls.__name__, {})), alters_training=cls.__name__ in ALTERING)
+    check(cls, options)
+
+
+@pytest.mark.slow
+@each_callback
+def test_a_public_callback_keeps_the_contract_at_every_event(cls, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check(cls, options)
 
 
 class LeavesHooks(Callback):
@@ -136,7 +176,7 @@ class EndsTheFit(Callback):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_the_check_finds_what_a_bad_callback_does(cls, complaint):
+def test_the_check_finds_what_a_bad_callback_does(cls, complaint, few_endings):
     try:
         with pytest.raises(AssertionError, match=complaint):
             check_callback(cls)
@@ -144,5 +184,5 @@ def test_the_check_finds_what_a_bad_callback_does(cls, complaint):
         torch.set_grad_enabled(True)
 
 
-def test_a_callback_that_is_meant_to_change_the_weights_can_be_checked_too():
+def test_a_callback_that_is_meant_to_change_the_weights_can_be_checked_too(few_endings):
     check_callback(ChangesWeights, alters_training=True)

@@ -1,24 +1,17 @@
-"""How the readings of GradientHealth are chosen, found, drawn and kept."""
+"""How the readings of GradientHealth are chosen, found and kept."""
 
 import copy
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from hookcb import GradientHealth
-from hookcb.gradients.flow import gradient_flow
 from tests.gradients.support import (
-    INF,
-    NAN,
-    at,
     batches,
-    close,
     learner,
     mlp,
     seeded,
-    wide,
 )
 from tests.support import Net, make_batches
 
@@ -81,64 +74,3 @@ def test_records_stay_within_keep_and_the_newest_is_there():
     assert health.steps()[0] == 0
     assert health.steps()[-1] == 44
     assert all(math.isfinite(x) for x in health.step_series("total_norm") + health.series(0, "drift"))
-
-
-@pytest.mark.parametrize("of_fit", [True, False])
-def test_flow_is_mean_and_largest_magnitude_of_each_layer_in_order(of_fit):
-    model, data, grads = seeded(Net), make_batches(3), []
-    note = at("before_step", lambda cb: grads.append({n: wide(p.grad) for n, p in model.named_parameters()}))
-    health = GradientHealth()
-    learner(model, data, health, note, lr=0.01)
-    if of_fit:
-        flows = [(health.flow(record=k), grads[k]) for k in range(3)] + [(health.flow(), grads[2])]
-    else:
-        F.mse_loss(model(data[0][0]), data[0][1]).backward()
-        flows = [(gradient_flow(model), {n: wide(p.grad) for n, p in model.named_parameters()})]
-    for flow, true in flows:
-        layers = {x.layer: x for x in flow}
-        assert [x for x in layers if x not in ("", "scale")] == ["stem", "blocks.0.0", "blocks.1.0", "head"]
-        for layer in ("stem", "blocks.0.0", "blocks.1.0", "head"):
-            values = torch.cat([true[f"{layer}.weight"].flatten(), true[f"{layer}.bias"]]).abs()
-            assert close(layers[layer].mean, values.mean().item())
-            assert close(layers[layer].max, values.max().item())
-
-
-def test_the_figures_have_their_scales_legends_and_lines():
-    from matplotlib.figure import Figure
-
-    health = GradientHealth()
-    learner(seeded(Net), make_batches(5), health, lr=0.01)
-    (axes,) = health.plot_flow().axes
-    assert axes.get_yscale() == "log"
-    assert len(axes.get_legend().get_texts()) == 2
-    (axes,) = health.plot_updates().axes
-    assert any(list(line.get_ydata()) == [-3, -3] for line in axes.lines)
-    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    want = [math.log10(x) for x in health.series("head.weight", "update_ratio")]
-    assert all(map(close, drawn["head.weight"], want))
-    axes = Figure().subplots()
-    assert health.plot_flow(ax=axes) is axes.figure
-    assert health.plot_updates(ax=Figure().subplots()).axes
-    assert gradient_flow_of_one_batch().plot().axes[0].get_yscale() == "log"
-
-
-def gradient_flow_of_one_batch():
-    model = mlp()
-    x, y = batches()[0]
-    F.mse_loss(model(x), y).backward()
-    return gradient_flow(model)
-
-
-@pytest.mark.parametrize("spoil", [NAN, INF, 0.0])
-def test_the_figures_are_drawn_of_gradients_that_are_zero_or_not_finite(spoil):
-
-    def spoiled(cb):
-        for p in cb.model.parameters():
-            p.grad.fill_(spoil)
-
-    health = GradientHealth()
-    learner(mlp(), None, at("after_backward", spoiled), health, lr=0.0)
-    assert health.plot_flow().axes
-    assert health.plot_updates().axes
-    assert str(health.check())
-    assert len(health.flow()) == 2

@@ -14,18 +14,20 @@ from hookcb import (
     GradientClip,
     GradientHealth,
     Learner,
+    count_hooks,
 )
 from hookcb.gradients.flow import check_gradients, gradient_flow
-from tests.gradients.support import NAN, at, batches, learner, mlp, seeded, sgd
-from tests.gradients.trainings import cnn, images
+from tests.gradients.support import NAN, at, batches, cnn, images, learner, mlp, seeded, sgd
 from tests.hooks import support as zoo
-from tests.support import everything, fit
+from tests.support import everything, fit, make_learner
 from tests.training.checkpoint import support as resuming
 from tests.training.checkpoint.support import RESULTS, check_resumes
 from tests.training.checkpoint.support import learner as resuming_learner
 from tests.training.support import equal
 
 adam = torch.optim.Adam
+
+
 OPTIONS = {
     "default": {},
     "outputs": {"activations": True},
@@ -33,6 +35,8 @@ OPTIONS = {
     "skipping": {"on_nonfinite": "skip"},
     "raising": {"on_nonfinite": "raise", "activations": True},
 }
+
+
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
@@ -91,11 +95,14 @@ def test_what_is_saved_is_read_back_and_holds_plain_values(tmp_path):
     assert equal(twin.output_stats.table(), health.output_stats.table())
     assert str(twin.check()) == str(health.check())
     assert twin.names == health.names
+    assert repr(twin.flow()) == repr(health.flow())
     with pytest.raises(FileNotFoundError):
         GradientHealth.load(tmp_path / "nothing.pt")
     (tmp_path / "torn.pt").write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match=r"torn\.pt"):
         GradientHealth.load(tmp_path / "torn.pt")
+    with pytest.raises(ValueError, match="not written by save"):
+        GradientHealth.load(make_learner().save(tmp_path / "weights.pt"))
 
 
 MORE = ("without_grad", "frozen", "tables")
@@ -108,7 +115,11 @@ class Tabled(GradientHealth):
     def tables(self):
         outputs = self.output_stats
         rows = [*self.table(), *(outputs.table() if outputs else [])]
-        return [[*row[:-1], f"{row.value:.4g}"] for row in rows]  # sums of more records round otherwise
+        steps = [[f"{value:.4g}" for value in step.values()] for step in self.step_stats]
+        return [
+            *steps,
+            *([*row[:-1], f"{row.value:.4g}"] for row in rows),
+        ]  # sums of more records round otherwise
 
 
 @pytest.mark.parametrize(
@@ -138,3 +149,13 @@ def test_functions_of_one_backward_change_nothing():
     after = everything(model)
     assert [k for k in before if not zoo.alike(before[k], after[k])] == []
     assert math.isfinite(gradient_flow(model)[0].mean)
+
+
+def test_records_do_not_hold_the_model():
+    health = GradientHealth()
+    learn = fit(make_learner(cbs=health))
+    assert count_hooks(learn.model) == 0
+    learn.remove_cb(health)
+    again = pickle.loads(pickle.dumps(health))
+    assert again.table() == health.table() or any(map(math.isnan, [r.value for r in health.table()]))
+    assert len(pickle.dumps(health)) < 200_000

@@ -1,4 +1,4 @@
-"""total_params, has_params, dummy_eval, model_sizes, num_features_model and layer_info."""
+"""dummy_eval, model_sizes, num_features_model and layer_info."""
 
 import pytest
 import torch
@@ -6,49 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hookcb import Learner, dummy_eval, has_params, layer_info, model_sizes, num_features_model, total_params
-from tests.hooks.summary_models import Calls, S, frozen_part, mlp, parameter_containers, randn, tied
+from hookcb import Learner, dummy_eval, layer_info, model_sizes, num_features_model
+from tests.hooks.support import Plain, S, mlp, randn
 from tests.support import SaysSo, changes_in, make_batches, unsettle
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: nn.Linear(10, 30), (330, True)),
-        (lambda: nn.Linear(10, 30).requires_grad_(False), (330, False)),
-        (lambda: nn.ReLU(), (0, False)),
-        (lambda: nn.Sequential(), (0, False)),
-        (lambda: frozen_part(), (23, "partly")),
-        (lambda: tied(), (77, True)),
-        (lambda: nn.Sequential(*[nn.Linear(3, 3)] * 3), (12, True)),
-        (lambda: nn.LSTM(5, 7), (4 * 7 * 14, True)),
-        (lambda: nn.MultiheadAttention(8, 2), (288, True)),
-        (lambda: parameter_containers(), (12 + 5 + 8 + 7 + 1, True)),
-        (lambda: nn.BatchNorm1d(8), (16, True)),
-    ],
-)
-def test_total_params_counts_each_parameter_once(make, expected):
-    found = total_params(make())
-    assert found == expected
-    assert (found.n, found.trainable) == expected
-    assert found.trainable is expected[1] or found.trainable == "partly"
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_a_lazy_parameter_has_no_elements_yet():
-    assert total_params(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))).n == 8
-
-
-def test_has_params_finds_parameters_at_any_depth():
-    assert has_params(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))) is True
-    assert has_params(Calls(None, w=nn.Parameter(torch.ones(())))) is True
-    assert has_params(nn.Sequential(nn.ReLU())) is False
-    assert has_params(Calls(None, b=torch.ones(()))) is False
 
 
 def test_dummy_eval_gives_the_output_of_one_sample_in_eval_mode():
     seen = []
-    spying = Calls(lambda m, x: seen.append((m.training, x.dtype, x.shape, torch.is_grad_enabled())) or x)
+    spying = Plain(lambda m, x: seen.append((m.training, x.dtype, x.shape, torch.is_grad_enabled())) or x)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.9), spying).train()
     model[1].eval()
     with changes_in(model) as changed:
@@ -108,7 +73,7 @@ def test_the_true_error_is_shown_and_modes_come_back(look, error):
         m.n += 1
         raise error
 
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Calls(fail, n=torch.zeros(())))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Plain(fail, n=torch.zeros(())))
     unsettle(model)
     with changes_in(model) as changed, pytest.raises(type(error)) as caught:
         look(model)

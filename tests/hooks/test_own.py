@@ -76,7 +76,9 @@ def hooks_of_ours(model):
 @pytest.mark.parametrize("how", SAVE)
 def test_a_file_of_a_hooked_model_has_the_same_bytes(how):
     model = make_model()
-    items = model, [model, model], {"net": model, "step": 3}
+    items = [model, [model, model], {"net": model, "step": 3}]
+    if how == "torch.save, legacy":  # which reads the sources of all modules again and again
+        del items[1:]
     plain = [saved(item, how) for item in items]
     for hooks in hooks_of_ours(model):
         with hooks:

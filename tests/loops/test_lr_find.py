@@ -3,7 +3,6 @@
 import copy
 import math
 import random
-from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -11,21 +10,48 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, Adam
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from hookcb import (
+    EMA,
     ActivationStats,
     Callback,
     CancelBatchException,
+    DetectAnomaly,
+    EarlyStopping,
+    Freeze,
+    GradientAccumulation,
+    GradientClip,
     HookCallback,
     Learner,
+    MaxTime,
+    MixedPrecision,
+    OneCycle,
+    TerminateOnNaN,
     accuracy,
     synth_learner,
 )
-from hookcb.loops.lr_curve import LRFind, Smoothed, longest_fall
 from hookcb.loops.lr_find import find_lr
 from hookcb.training.schedules.schedule import Schedule
 from tests.support import changes_in, fit, make_batches, make_learner, make_model, same, unsettle, weights
+from tests.training.support import (
+    DEVIL,
+    OPTS,
+    Unsized,
+    Wide,
+    all_flags,
+    batches_of,
+    equal,
+    groups,
+    momentum,
+    nothing_printed,
+    quiet,
+    seeded,
+    state_of,
+    two_groups,
+)
+
+SEEN = []
 
 
 class Seen(nn.Module):
@@ -260,64 +286,287 @@ def test_it_is_refused_while_a_fit_runs():
         )
 
 
-def test_the_smoothed_loss_is_the_corrected_exponential_average():
-    losses = [3.0, 1.0, 4.0, 1.0, 5.0]
-    smoothed = LRFind([1, 2, 3, 4, 5], losses).smoothed
-    for i in range(5):
-        past = [0.98 ** (i - j) for j in range(i + 1)]
-        assert smoothed[i] == pytest.approx(
-            sum(w * x for w, x in zip(past, losses, strict=False)) / sum(past)
-        )
-    assert Smoothed().add(7.0) == pytest.approx(7.0)
+class Augmented(Dataset):
+    """Draws from Python's and torch's generators for each sample."""
+
+    def __init__(self, n=10):
+        self.x, self.y = torch.randn(n, 2), torch.randn(n, 1)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i] + random.random() + torch.rand(()), self.y[i]
 
 
-def test_the_longest_fall_is_the_longest_of_all():
-    for seed in range(50):
-        values = [random.Random(seed * 100 + i).randrange(8) for i in range(10)]
-        best = 0
-        for mask in range(1 << 10):
-            picked = [values[i] for i in range(10) if mask >> i & 1]
-            if all(a > b for a, b in pairwise(picked)):
-                best = max(best, len(picked))
-        found = longest_fall(values)
-        assert len(found) == best
-        assert all(i < j and values[i] > values[j] for i, j in pairwise(found))
-    assert longest_fall([math.nan, math.inf, 2.0, math.nan, 1.0]) == [2, 4]
+def shuffled(kind):
+    data, generator = Augmented(), torch.Generator().manual_seed(5)
+    if kind == "generator of the loader":
+        return DataLoader(data, 4, shuffle=True, generator=generator)
+    if kind == "generator of the sampler":
+        return DataLoader(data, 4, sampler=RandomSampler(data, generator=generator))
+    if kind == "generator of a batch sampler":
+        sampler = RandomSampler(data, generator=generator)
+        return DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(sampler, 4, False))
+    return DataLoader(data, 4, shuffle=True)  # from torch's own generator
 
 
-@pytest.mark.parametrize("opt_func", [SGD, Adam])
-def test_the_suggestion_is_where_the_loss_falls_and_trains_well(opt_func):
-    learn = synth_learner(opt_func=opt_func)
-    found = find_lr(learn)
-    i = found.lrs.index(found.suggestion)
-    smoothed = found.smoothed
-    assert 0 < i < smoothed.index(min(smoothed))
-    assert smoothed[i + 1] < smoothed[i] < smoothed[i - 1]
-    fit(learn, 10, lr=found.suggestion)
-    assert learn.recorder.rows[-1]["valid_loss"] < 0.1 * found.losses[0]
+LOADERS = [
+    "generator of the loader",
+    "generator of the sampler",
+    "generator of a batch sampler",
+    "torch's own",
+]
 
 
-def test_where_the_loss_falls_nowhere_nothing_is_suggested():
-    found = LRFind([0.1, 0.2, 0.3], [1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match="falls at none of 3 rates"):
-        found.suggestion  # noqa: B018
-    assert repr(found) == "LRFind(no suggestion, of 3 rates from 0.1 to 0.3)"
-    assert repr(LRFind([], [])) == "LRFind(no suggestion, of 0 rates)"
+def made(kind="torch's own", opt=momentum, cbs=()):
+    seeded(3)
+    loader = shuffled(kind)
+    return quiet(loader, batches_of([3, 2]), Wide(), opt, cbs=cbs)
 
 
-def test_the_picture_shows_rates_losses_and_suggestion():
-    pytest.importorskip("matplotlib")
-    found = find_lr(synth_learner())
-    fig = found.plot()
-    ax = fig.axes[0]
-    assert (ax.get_xscale(), ax.get_xlabel(), ax.get_ylabel()) == ("log", "learning rate", "loss")
-    dots, line, suggestion = ax.lines
-    assert (list(dots.get_xdata()), list(line.get_ydata())) == (found.lrs, found.smoothed)
-    assert suggestion.get_xdata() == [found.suggestion]
-    low, high = ax.get_ylim()
-    assert low < min(found.losses) < max(found.smoothed[:50]) < high
-    assert found.plot(ax) is fig
-    fig.savefig("/dev/null", format="png")
-    LRFind([0.1, 0.2], [math.nan, math.inf]).plot()
-    with pytest.raises(ValueError, match="nothing to draw"):
-        LRFind([], []).plot()
+def recorded(learn):
+    """All that training has come to, with where the random states have got to."""
+    stats, names = learn.activation_stats.stats, learn.activation_stats.names
+    return {
+        "model": state_of(learn.model) | {"identity": None, "grads": None},
+        "opt": copy.deepcopy(learn.opt.state_dict()),
+        "losses": list(learn.recorder.losses),
+        "lrs": list(learn.recorder.lrs),
+        "rows": [{k: v for k, v in row.items() if k != "time"} for row in learn.recorder.rows],
+        "stats": [[dict(stats[i][name]) for name in names] for i in range(len(stats))],
+        "random": (torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.rand(3), random.random()),
+    }
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("when", ["before the first fit", "between two fits"])
+def test_a_fit_goes_on_to_the_bit_as_if_nothing_had_been_tried(loader, when):
+    def run(tries):
+        learn = made(loader, torch.optim.AdamW, cbs=ActivationStats())
+        if when == "between two fits":
+            learn.fit(1)
+        if tries:
+            learn.lr_find(num_it=11)
+        learn.fit(2)
+        return recorded(learn)
+
+    tried, plain = run(True), run(False)
+    for what, value in plain.items():
+        assert equal(tried[what], value), what
+
+
+def breaking(learn, error, nth):
+    """The model raises at its call number `nth` from here on."""
+    calls = [0]
+
+    def hook(module, args):
+        calls[0] += 1
+        if calls[0] == nth:
+            raise error
+
+    return learn.model.register_forward_pre_hook(hook)
+
+
+def everything_of(learn):
+    """All that lr_find may not change, as copies that later changes cannot reach."""
+    own = {k: v for k, v in vars(learn).items() if isinstance(v, int | float | str | bool | None)}
+    row = {k: v for k, v in learn.row.items()}
+    batch = [learn.xb, learn.yb, learn.pred, learn.loss, learn.dl]
+    cbs = {cb.name: {k: copy.deepcopy(v) for k, v in vars(cb).items() if k != "learn"} for cb in learn.cbs}
+    simple = {
+        name: {k: v for k, v in state.items() if isinstance(v, int | float | str | list | bool | None)}
+        for name, state in cbs.items()
+    }
+    return {
+        "model": state_of(learn.model),
+        "modules": [id(m) for m in learn.model.modules()],
+        "gradients": [id(p.grad) for p in learn.model.parameters()],
+        "opt": id(learn.opt),
+        "opt state": copy.deepcopy(learn.opt.state_dict()),
+        "opt groups": [(id(group), sorted(group)) for group in learn.opt.param_groups],
+        "own": {k: v for k, v in own.items() if not k.startswith("_")},
+        "row": row,
+        "batch": [id(item) for item in batch],
+        "cbs": [id(cb) for cb in learn.cbs],
+        "of cbs": simple,
+        "attributes": [sorted(vars(cb)) for cb in learn.cbs],
+        "random": (torch.get_rng_state(), torch.tensor(random.getstate()[1])),
+        "flags": all_flags(),
+        "named": {k: id(v) for k, v in vars(learn).items() if isinstance(v, Callback)},
+    }
+
+
+@pytest.mark.parametrize("raised", [None, *DEVIL])
+@pytest.mark.parametrize("nth", [1, 5])
+def test_everything_is_there_again_also_after_an_error_of_the_model(raised, nth):
+    cbs = [ActivationStats(), GradientClip(0.1), MixedPrecision(), EarlyStopping(patience=9)]
+    learn = made(LOADERS[0], cbs=cbs)
+    learn.fit(2)
+    unsettle(learn.model)
+    generator = learn.dls.train.generator
+    before, state = everything_of(learn), generator.get_state()
+    if raised is None:
+        learn.lr_find(num_it=9, stop_div=False)
+    else:
+        handle = breaking(learn, error := raised("why"), nth)
+        with pytest.raises(raised) as info:
+            learn.lr_find(num_it=9)
+        handle.remove()
+        assert info.value is error
+    after = everything_of(learn)
+    for what, value in before.items():
+        assert equal(after[what], value), what
+    assert torch.equal(generator.get_state(), state)
+    assert all(cb.learn is learn for cb in learn.cbs)
+    assert not learn.fitting
+
+
+def test_the_optimizer_made_later_is_as_new_and_takes_the_rate_set_meanwhile():
+    learn = made()
+    learn.lr_find(num_it=5)
+    learn.lr = 0.025
+    learn.fit(1)
+    assert learn.opt.param_groups[0]["lr"] == 0.025
+    assert set(learn.recorder.lrs) == {0.025}
+
+
+@pytest.mark.parametrize("opt", OPTS)
+@pytest.mark.parametrize("sized", [True, False])
+def test_losses_are_those_of_a_loop_by_hand_at_these_rates(opt, sized):
+    train, model = batches_of([4, 4, 1]), make_model()
+    learn = quiet(train if sized else Unsized(train), model=make_model(), opt=opt)
+    found = learn.lr_find(1e-4, 1.0, num_it=10, stop_div=False)
+    assert len(found.lrs) == len(found.losses) == 10
+    ratios = [b / a for a, b in zip(found.lrs, found.lrs[1:], strict=False)]
+    assert ratios == pytest.approx([ratios[0]] * 9)
+    assert found.lrs[0] == pytest.approx(1e-4)
+    assert 1.0 / ratios[0] * (1 - 1e-9) <= found.lrs[-1] <= 1.0 * (1 + 1e-9)
+    by_hand, losses = opt(model.parameters(), lr=0.1), []
+    for i, lr in enumerate(found.lrs):
+        by_hand.param_groups[0]["lr"] = lr
+        x, y = train[i % 3]
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        by_hand.step()
+        by_hand.zero_grad()
+        losses.append(loss.item())
+    assert found.losses == losses
+
+
+def test_every_group_is_tried_at_the_same_rate_and_keeps_its_own_afterwards():
+    model, seen = make_model(), []
+
+    class Look(Callback):
+        def before_step(self):
+            seen.append([group["lr"] for group in self.opt.param_groups])
+
+    learn = quiet(batches_of([3, 2]), None, model, two_groups()(model), cbs=Look())
+    found = learn.lr_find(num_it=6)
+    assert groups(learn.opt) == groups(two_groups()(make_model()))
+    assert seen == [[lr, lr] for lr in found.lrs] or seen == []  # what a copy notes elsewhere is its own
+
+
+def test_it_stops_where_the_smoothed_loss_is_four_times_its_best_and_not_before():
+    learn = quiet(batches_of([4, 4, 4]), model=nn.Linear(2, 1))
+    found = learn.lr_find(1e-3, 1e6, num_it=100)
+    assert 5 < len(found.losses) < 100
+    smoothed = list(found.smoothed)
+    assert not all(math.isfinite(v) and v <= 4 * min(smoothed) for v in (smoothed[-1], found.losses[-1]))
+    assert all(v <= 4 * min(smoothed[: i + 1]) for i, v in enumerate(smoothed[:-1]))
+    through = learn.lr_find(1e-3, 1e6, num_it=100, stop_div=False)
+    assert len(through.losses) == 100
+    assert through.losses[: len(found.losses)] == pytest.approx(found.losses, nan_ok=True)
+
+
+def test_a_loss_that_is_not_finite_ends_the_search():
+    def loss_func(pred, y):
+        calls.append(1)
+        return nn.functional.mse_loss(pred, y) * (math.nan if len(calls) == 4 else 1)
+
+    calls = []
+    found = quiet(batches_of([4]), loss_func=loss_func).lr_find(num_it=50)
+    assert len(calls) == 4
+    assert len(found.lrs) == len(found.losses) in (3, 4)
+    assert math.isfinite(found.suggestion)
+
+
+class Watcher(Callback):
+    """Notes outside of itself which instance acts, and counts inside itself."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.n = 0
+
+    def after_batch(self):
+        self.n += 1
+        SEEN.append(id(self))
+
+    def before_validate(self):
+        raise AssertionError("lr_find validates nothing")
+
+
+@pytest.mark.parametrize("takes_part", [True, False])
+def test_callbacks_take_part_as_copies_or_wait_outside(takes_part):
+    SEEN.clear()
+    cb = Watcher()
+    cb.run_lr_find = takes_part
+    learn = quiet(batches_of([4, 3]), cbs=cb)
+    learn.lr_find(num_it=5, stop_div=False)
+    assert len(SEEN) == (5 if takes_part else 0)
+    assert id(cb) not in SEEN
+    assert cb.n == 0
+    assert learn.watcher is cb
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [GradientAccumulation(2), MixedPrecision(torch.float16), GradientClip()],
+        lambda: [EMA(), Freeze("0"), DetectAnomaly(), TerminateOnNaN()],
+        lambda: [OneCycle(), MaxTime(1e-9), EarlyStopping()],
+    ],
+)
+def test_it_goes_with_every_training_callback(make):
+    class NoValid:
+        def __iter__(self):
+            raise AssertionError("lr_find validates nothing")
+
+    learn = quiet(batches_of([4, 3, 1]), NoValid(), opt=momentum, cbs=make())
+    before, cbs = weights(learn.model), list(learn.cbs)
+    with nothing_printed():
+        found = learn.lr_find(1e-5, 1e-1, num_it=12, stop_div=False)
+    assert len(found.losses) == 12
+    assert equal(weights(learn.model), before)
+    assert list(map(id, learn.cbs)) == list(map(id, cbs))
+    assert learn.scaler is None
+    assert all(p.requires_grad for p in learn.model.parameters())
+
+
+def test_nothing_is_printed_with_the_progress_attached():
+    learn = Learner((batches_of([4, 3]), batches_of([2])), make_model(), nn.functional.mse_loss)
+    with nothing_printed():
+        learn.lr_find(num_it=4)
+    fit(learn)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [((1.0, 0.1), ["1.0", "0.1"]), ((0.1, 0.1), ["0.1"]), ((0.0, 1.0), ["0.0"]), ((-1.0, 1.0), ["-1.0"]),
+     ((1e-3, 1.0, 1), ["num_it", "1"]), ((1e-3, math.inf), ["inf"]), ((math.nan, 1.0), ["nan"])],
+)  # fmt: skip
+def test_wrong_rates_and_numbers_are_refused_by_name(args, parts):
+    learn = quiet(batches_of([4]))
+    with pytest.raises(ValueError) as info:  # noqa: PT011 - the parts of the message are below
+        learn.lr_find(*args)
+    assert all(part in str(info.value) for part in parts)
+
+
+def test_a_running_fit_refuses_it_and_no_batches_are_an_error():
+    ask = Callback(name="ask", before_epoch=lambda cb: cb.learn.lr_find())
+    with pytest.raises(RuntimeError, match="fit"):
+        quiet(batches_of([4])).fit(1, cbs=ask)
+    with pytest.raises(ValueError, match="no batch"):
+        quiet(Unsized([])).lr_find(num_it=3)
+    data = TensorDataset(torch.randn(5, 2), torch.randn(5, 1))
+    assert len(quiet(DataLoader(data, 2)).lr_find(num_it=7, stop_div=False).losses) == 7

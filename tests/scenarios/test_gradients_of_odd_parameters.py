@@ -1,10 +1,6 @@
 """What GradientHealth reads in trainings of parameters of every kind and fate."""
 
 import math
-import os
-import subprocess
-import sys
-import textwrap
 from functools import partial
 
 import pytest
@@ -177,54 +173,6 @@ def test_thawed_parameters_appear_from_then_on():
 
 
 # ---- elsewhere
-
-DTENSOR = """
-    import os, sys, torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-    from torch import nn
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-    from tests.gradients.support import assert_matches, batches, by_hand, learner, mlp
-    from hookcb.gradients.callback import GradientHealth
-
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-
-    class Sharded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp(hidden=7)
-            for m in (self.net[0], self.net[2]):
-                for name, p in list(m.named_parameters()):
-                    setattr(m, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
-
-        def forward(self, x):
-            for m in (self.net[0], self.net[2]):
-                x = F.linear(x, m.weight.full_tensor(), m.bias.full_tensor())
-                x = x if m is self.net[2] else x.relu()
-            return x
-
-    health = GradientHealth()
-    learner(Sharded(), batches(), health)
-    steps = by_hand(mlp(hidden=7), batches())
-    for step in steps:
-        for part in ("grads", "clipped", "before", "after", "start"):
-            setattr(step, part, {f"net.{name}": x for name, x in getattr(step, part).items()})
-    assert_matches(health, steps, rel=1e-3)
-    assert not health.check()
-    open(sys.argv[1] + "/done", "w").write("done")
-    sys.stdout.flush()
-    os._exit(0)  # with gloo the process may abort at a normal exit
-"""
-
-
-def test_of_a_dtensor_the_whole_is_read(tmp_path):
-    worker = tmp_path / "worker.py"
-    worker.write_text(textwrap.dedent(DTENSOR))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    args = [sys.executable, str(worker), str(tmp_path)]
-    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=120)
-    assert (tmp_path / "done").exists(), done.stderr[-3000:]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

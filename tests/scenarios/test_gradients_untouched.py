@@ -26,8 +26,21 @@ from hookcb import (
     MixedPrecision,
     assert_no_hooks,
 )
-from tests.gradients.support import INF, NAN, at, batches, learner, mlp, norm_of, seeded
-from tests.gradients.trainings import Encoder, Lstm, cnn, images, tokens
+from tests.gradients.support import (
+    INF,
+    NAN,
+    Encoder,
+    Lstm,
+    at,
+    batches,
+    cnn,
+    images,
+    learner,
+    mlp,
+    norm_of,
+    seeded,
+    tokens,
+)
 from tests.hooks import support as zoo
 from tests.support import everything, fit, same, weights
 from tests.training.support import equal

@@ -1,30 +1,27 @@
-"""A training that is killed twenty times, whenever it may be, ends as if nothing had happened."""
+"""A training that is killed again and again, whenever it may be, ends as if nothing had happened."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.scenarios.kill_worker import main
 from tests.training.checkpoint.support import differing
 
-ROOT = Path(__file__).parents[2]
-EVERY, N_KILLS = 3, 20
+EVERY = 3
+
+
+@pytest.fixture(scope="module", params=[5, pytest.param(20, marks=pytest.mark.slow)])
+def n_kills(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, n_kills):
     folder = tmp_path_factory.mktemp("killed")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.scenarios.kill_worker", folder, str(N_KILLS)]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
+    main(folder, n_kills)
     return folder
 
 
@@ -39,9 +36,9 @@ def lives(report):
     return report["lives"]
 
 
-def test_it_was_killed_each_time_and_at_last_came_to_its_end(report, lives):
+def test_it_was_killed_each_time_and_at_last_came_to_its_end(report, lives, n_kills):
     assert report["whole"] == 0
-    assert [life["exit"] for life in lives] == [-signal.SIGKILL] * N_KILLS + [0]
+    assert [life["exit"] for life in lives] == [-signal.SIGKILL] * n_kills + [0]
 
 
 def test_each_life_goes_on_at_most_every_batches_behind_the_last(lives):

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from hookcb import ActivationStats, Callback, HookCallback, Learner, layer_info, module_summary
-from tests.hooks.summary_models import PACKED, Calls, S, mlp, norm_net, randn, tied
+from tests.hooks.support import PACKED, Plain, S, mlp, norm_net, randn, tied
 from tests.support import (
     BATCH,
     DIAGNOSTICS,
@@ -302,7 +302,7 @@ def test_an_overridden_predict_is_what_calls_the_model():
         def predict(self):
             return self.model(self.xb[0], scale=2.0)
 
-    model = Calls(lambda m, x, *, scale: m.fc(x) * scale, fc=nn.Linear(2, 1))
+    model = Plain(lambda m, x, *, scale: m.fc(x) * scale, fc=nn.Linear(2, 1))
     learn = Own(make_batches(), model, F.mse_loss)
     with changes_in(learn) as changed:
         assert row(learn.summary(), "fc").shape == S([4, 1])

@@ -1,17 +1,14 @@
 """A training that is killed leaves everything that was logged so far."""
 
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
 
 from hookcb.loggers import read_csv, read_jsonl
 from tests.scenarios.log_kill_worker import train
+from tests.support import start
 
-ROOT = Path(__file__).parents[2]
 N_BEFORE = 40  # batches before it is killed
 
 
@@ -19,15 +16,15 @@ N_BEFORE = 40  # batches before it is killed
 def killed(tmp_path_factory):
     """The folder of a training that was killed, and the steps of which it had said that they were logged."""
     folder = tmp_path_factory.mktemp("killed")
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.scenarios.log_kill_worker", folder]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        told = [int(process.stdout.readline()) for _ in range(N_BEFORE)]
-        process.send_signal(signal.SIGKILL)
-        told += map(int, process.stdout)
-    assert process.returncode == -signal.SIGKILL
-    return folder, told
+    said = folder / "said"
+    process = start("-m", "tests.scenarios.log_kill_worker", folder, log=said)
+    while not said.exists() or said.read_text().count("\n") < N_BEFORE:
+        assert process.is_alive(), said.read_text()
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    return folder, [int(line) for line in said.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections import OrderedDict
+from itertools import product
 
 import pytest
 import torch
@@ -10,21 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import count_hooks, layer_info, module_summary
-from tests.hooks.summary_models import IDS, Calls, S, cnn, encoder, mlp, models, randn
+from tests.hooks.support import IDS, Plain, S, cnn, encoder, mlp, models, randn
 from tests.support import SaysSo, changes_in, row, row_of_type, unsettle
 
 
 @models
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_summary_leaves_everything_as_it_was(make, grad):
+def test_a_summary_leaves_everything_as_it_was(make):
     model, *xb = make()
     unsettle(model)
-    with torch.set_grad_enabled(grad), changes_in(model) as changed:
-        module_summary(model, *xb)
-    assert changed == []
-    with torch.set_grad_enabled(grad), changes_in(model) as changed:
-        layer_info(model, *xb)
-    assert changed == []
+    for grad, look in product((True, False), (module_summary, layer_info)):
+        with torch.set_grad_enabled(grad), changes_in(model) as changed:
+            look(model, *xb)
+        assert changed == [], (grad, look)
 
 
 @pytest.mark.parametrize("on", [True, False])
@@ -35,7 +33,7 @@ def test_flags_stay_whatever_they_are(on, fails):
             raise SaysSo(1, 2)
         return m.rnn(m.enc(x))
 
-    model = Calls(forward, enc=encoder(), rnn=nn.LSTM(8, 4))
+    model = Plain(forward, enc=encoder(), rnn=nn.LSTM(8, 4))
     flags = torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
     try:
         torch._C._set_mkldnn_enabled(on)
@@ -53,7 +51,7 @@ def test_random_numbers_drawn_in_forward_are_given_back():
         random.random()
         return F.dropout(x, training=True) + torch.rand(())
 
-    with changes_in(model := Calls(forward)) as changed:
+    with changes_in(model := Plain(forward)) as changed:
         module_summary(model, randn(2, 3))
     assert changed == []
 
@@ -98,7 +96,7 @@ def _write_by_index(m, x):
 )
 @pytest.mark.parametrize("inner", [False, True])
 def test_buffers_written_in_forward_are_as_before(forward, inner):
-    model = Calls(forward, fc=nn.Linear(3, 2), steps=torch.zeros(()), table=torch.zeros(4))
+    model = Plain(forward, fc=nn.Linear(3, 2), steps=torch.zeros(()), table=torch.zeros(4))
     model.register_buffer("cache", None, persistent=False)
     model = nn.Sequential(model) if inner else model
     with changes_in(model) as changed:
@@ -108,7 +106,7 @@ def test_buffers_written_in_forward_are_as_before(forward, inner):
 
 
 def test_buffers_written_through_another_reference_are_as_before():
-    model = Calls(lambda m, x: m.fc(x) + m.caches[0].add_(1), fc=nn.Linear(3, 2), keys=torch.zeros(2))
+    model = Plain(lambda m, x: m.fc(x) + m.caches[0].add_(1), fc=nn.Linear(3, 2), keys=torch.zeros(2))
     model.caches = [model.keys]
     with changes_in(model) as changed:
         module_summary(model, randn(2, 3))
@@ -118,7 +116,7 @@ def test_buffers_written_through_another_reference_are_as_before():
 
 def test_a_buffer_that_two_modules_share_stays_one():
     ones = torch.ones(3)
-    model = nn.Sequential(*(Calls(lambda m, x: x + m.shared.add_(1), shared=ones) for _ in range(2)))
+    model = nn.Sequential(*(Plain(lambda m, x: x + m.shared.add_(1), shared=ones) for _ in range(2)))
     with changes_in(model) as changed:
         assert module_summary(model, randn(2, 3)).n_buffers == 3
     assert changed == []
@@ -146,7 +144,7 @@ def test_gradients_taken_in_forward_are_not_added_to_those_that_wait():
         return m.fc(x)
 
     for waits in (False, True):
-        model = Calls(adapt, fc=nn.Linear(3, 2))
+        model = Plain(adapt, fc=nn.Linear(3, 2))
         if waits:
             unsettle(model)
         with changes_in(model) as changed:
@@ -173,7 +171,7 @@ def test_a_scripted_part_is_summed_up_as_one_layer(first, look):
 
 
 def test_a_buffer_a_waiting_backward_needs_is_not_written_to():
-    model = Calls(lambda m, x: m.fc(x) * m.scale, fc=nn.Linear(3, 2), scale=torch.full((2,), 2.0))
+    model = Plain(lambda m, x: m.fc(x) * m.scale, fc=nn.Linear(3, 2), scale=torch.full((2,), 2.0))
     loss = model(randn(4, 3)).sum()
     module_summary(model, randn(4, 3))
     loss.backward()
@@ -186,7 +184,7 @@ def test_a_model_that_keeps_a_tensor_from_its_forward_can_still_be_trained():
             m.positions = torch.arange(x.shape[1]) * torch.ones(())
         return m.fc(x * m.positions)
 
-    model = Calls(forward, fc=nn.Linear(3, 2))
+    model = Plain(forward, fc=nn.Linear(3, 2))
     module_summary(model, randn(2, 3))
     model(randn(2, 3).requires_grad_()).sum().backward()
     assert model.fc.weight.grad.isfinite().all()
@@ -198,11 +196,11 @@ def test_a_model_that_takes_gradients_in_its_forward_is_summarised():
             x = x.detach().requires_grad_()
             return torch.autograd.grad(m.fc(x).sum(), x)[0]
 
-    model = Calls(forward, fc=nn.Linear(3, 2))
+    model = Plain(forward, fc=nn.Linear(3, 2))
     with changes_in(model) as changed:
         summary = module_summary(model, randn(4, 3))
     assert changed == []
-    assert row_of_type(summary, "Calls").shape == torch.Size([4, 3])
+    assert row_of_type(summary, "Plain").shape == torch.Size([4, 3])
     assert row(summary, "fc").shape == torch.Size([4, 2])
 
 
@@ -252,7 +250,7 @@ def test_an_error_in_forward_arrives_as_it_was_and_leaves_nothing_behind(error, 
         torch.rand(())
         raise error
 
-    broken = Calls(fail, running=torch.zeros(()))
+    broken = Plain(fail, running=torch.zeros(()))
     model = nn.Sequential(OrderedDict(stem=nn.Linear(3, 3), rnn=nn.BatchNorm1d(3), broken=broken))
     unsettle(model)
     with changes_in(model) as changed, pytest.raises(type(error)) as caught:
@@ -266,7 +264,7 @@ def test_an_error_in_forward_says_which_layers_had_run():
         raise RuntimeError("boom")
 
     model = nn.Sequential(
-        OrderedDict(stem=nn.Linear(3, 3), middle=nn.Linear(3, 3), broken=Calls(fail), head=nn.Linear(3, 3))
+        OrderedDict(stem=nn.Linear(3, 3), middle=nn.Linear(3, 3), broken=Plain(fail), head=nn.Linear(3, 3))
     )
     with pytest.raises(RuntimeError) as caught:
         module_summary(model, randn(4, 3))

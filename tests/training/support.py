@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import random
 from contextlib import contextmanager, redirect_stdout
 
@@ -11,6 +12,17 @@ from torch import nn
 
 from hookcb import Callback, Learner
 from tests.support import CANCELS, EVENTS, make_model, primary_plan, spy
+
+nan, inf = math.nan, math.inf
+CURVES = [  # of a number that is watched
+    [3.0, 2.0, 1.0, 1.0, 1.0, 1.0],
+    [1.0, 2.0, 0.5, 2.0, 2.0, 0.4, 3.0],
+    [nan, nan, 1.0, nan, 0.5, nan, nan],
+    [1.0, nan, nan, nan],
+    [inf, 2.0, inf, -inf, 1.0],
+    [0.5, 0.45, 0.41, 0.36, 0.30, 0.1],
+    *[[random.Random(seed).choice([0.1, 0.2, 0.3, 0.35, nan]) for _ in range(9)] for seed in range(3)],
+]
 
 DEVIL = [ValueError, KeyboardInterrupt]
 ENDS = [KeyboardInterrupt, *(CANCELS[level] for level in ("fit", "validate", "batch", "step"))]

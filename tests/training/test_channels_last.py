@@ -7,6 +7,10 @@ from torch import nn
 
 from hookcb import Callback, ChannelsLast, Learner
 from tests.support import fit, same, weights
+from tests.training.support import quiet
+
+RAGGED = [4, 4, 2]
+
 
 LAST = torch.channels_last
 
@@ -107,3 +111,51 @@ def test_an_optimizer_with_a_state_goes_on_rightly(fused):
         torch.allclose(a, b, atol=1e-5)
         for a, b in zip(*map(weights, (learn.model, plain.model)), strict=True)
     )
+
+
+class Sees(nn.Module):
+    """Notes the memory formats of what it gets."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(3, 4, 3)
+        self.seen = []
+
+    def forward(self, x, ids, flat):
+        self.seen.append([t.is_contiguous(memory_format=torch.channels_last) for t in (x["image"], ids)])
+        return self.conv(x["image"]).mean((1, 2, 3))[:, None] + flat.mean() + ids.float().mean()
+
+
+def images(sizes, last=False):
+    g = torch.Generator().manual_seed(0)
+    made = []
+    for n in sizes:
+        x, ids = torch.randn(n, 3, 5, 5, generator=g), torch.ones(n, 3, 2, 2, dtype=torch.int64)
+        x = x.contiguous(memory_format=torch.channels_last) if last else x
+        made.append(({"image": x}, ids, torch.randn(n, 3, 5, generator=g), torch.randn(n, 1, generator=g)))
+    return made
+
+
+def test_channels_last_reaches_model_and_images_of_training_and_validation_and_nothing_else():
+    learn = quiet(images(RAGGED), images([2]), Sees())
+    learn.fit(2, cbs=ChannelsLast())
+    assert learn.model.seen == [[True, False]] * 8
+    assert learn.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    plain = quiet(
+        images(RAGGED, last=True), images([2], last=True), Sees().to(memory_format=torch.channels_last)
+    )
+    plain.fit(2)
+    assert same(weights(learn.model), weights(plain.model))
+
+
+def test_images_and_weights_of_one_channel_are_laid_out_too():
+    """There `contiguous` changes nothing, and `to` does; see torch's tutorial on channels last."""
+    (x, y), conv = (torch.randn(2, 1, 5, 5), torch.randn(2, 1)), nn.Conv2d(1, 2, 3)
+    seen = []
+    look = Callback(name="look", after_pred=lambda cb: seen.append(cb.x.stride()))
+    learn = quiet([(x, y)], None, nn.Sequential(conv, nn.Flatten(), nn.Linear(18, 1)))
+    learn.fit(1, cbs=[ChannelsLast(), look])
+    assert seen == [x.to(memory_format=torch.channels_last).stride()]
+    assert conv.weight.stride() == nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last).weight.stride()

@@ -1,30 +1,34 @@
-"""GradientClip does what torch's own functions do, and keeps what they did."""
+"""GradientClip clips as torch does in a loop by hand, and remembers what it has clipped."""
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from hookcb import Callback, GradientClip, Learner, check_callback
+from hookcb import Callback, GradientClip, Learner, MixedPrecision
 from tests.support import CANCELS, fit, make_batches, make_learner, make_model, same, spy, weights
+from tests.training.support import OPTS, Wide, batches_of, momentum, quiet, sgd
+
+RAGGED = [4, 4, 2]
 
 
-def by_hand(clip, norm_type=2.0, n_epoch=2):
+def by_hand(clip, norm_type=2.0, train=None, opt_func=sgd, n_epoch=2):
     """Weights, and norms before and after clipping, of a plain loop."""
     model, norms, after = make_model(), [], []
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(n_epoch):
-        for x, y in make_batches(3):
-            F.mse_loss(model(x), y).backward()
-            norms.append(norm_of(model, norm_type))
-            clip(list(model.parameters()))
-            after.append(norm_of(model, norm_type))
-            opt.step()
-            opt.zero_grad()
+    opt = opt_func(model.parameters(), lr=0.1)
+    for x, y in (train or make_batches(3)) * n_epoch:
+        F.mse_loss(model(x), y).backward()
+        norms.append(norm_of(model, norm_type))
+        clip(list(model.parameters()))
+        after.append(norm_of(model, norm_type))
+        opt.step()
+        opt.zero_grad()
     return weights(model), norms, after
 
 
@@ -138,6 +142,78 @@ def test_other_arguments_are_refused():
         GradientClip(max_norm=1.0, value=0.5)
 
 
-def test_it_keeps_the_contract_of_callbacks():
-    check_callback(lambda: GradientClip(value=0.1), alters_training=True)
-    check_callback(lambda: GradientClip(float("inf")))
+@pytest.mark.parametrize("opt_func", OPTS)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.3, 1e6])
+def test_the_norm_is_clipped_as_torch_clips_it(opt_func, norm_type, max_norm):
+    expected, norms, _ = by_hand(
+        lambda params: clip_grad_norm_(params, max_norm, norm_type), norm_type, batches_of(RAGGED), opt_func
+    )
+    learn, clip = quiet(batches_of(RAGGED), batches_of([2]), opt=opt_func), GradientClip(max_norm, norm_type)
+    for _ in range(2):  # a second fit begins its lists anew
+        learn.model.load_state_dict(make_model().state_dict())
+        learn.opt = None
+        learn.fit(2, cbs=clip)
+        assert same(weights(learn.model), expected)
+        assert list(clip.norms) == pytest.approx(norms)
+        assert len(clip.coefs) == 6
+    assert list(clip.coefs) == pytest.approx([min(1, max_norm / (n + 1e-6)) for n in norms])
+    if max_norm == 1e6:
+        assert set(clip.coefs) == {1.0}
+    assert all(isinstance(v, float) for v in [*clip.norms, *clip.coefs])
+
+
+def test_values_are_clipped_as_torch_clips_them():
+    expected, norms, _ = by_hand(
+        lambda params: clip_grad_value_(params, 0.1), 2.0, batches_of(RAGGED), momentum
+    )
+    learn = quiet(batches_of(RAGGED), opt=momentum)
+    learn.fit(2, cbs=(clip := GradientClip(value=0.1)))
+    assert same(weights(learn.model), expected)
+    assert list(clip.norms) == pytest.approx(norms)
+    assert all(0 < c <= 1 for c in clip.coefs)
+
+
+def test_readers_before_it_see_what_is_unclipped_and_those_after_it_what_is_clipped():
+    seen = {0: [], 19: [], 21: []}
+
+    def reading(order):
+        def read(cb):
+            seen[order].append(nn.utils.get_total_norm([p.grad for p in cb.model.parameters()]).item())
+
+        cb = Callback(name=f"reads{order}", before_step=read)
+        cb.order = order
+        return cb
+
+    learn = quiet(batches_of(RAGGED))
+    learn.fit(1, cbs=[GradientClip(0.01), *map(reading, seen)])
+    assert seen[0] == seen[19] == pytest.approx(list(learn.gradient_clip.norms))
+    assert seen[21] == pytest.approx([0.01] * 3, rel=1e-3)
+
+
+def test_frozen_parameters_and_a_batch_without_gradients_are_no_trouble():
+    model = Wide()
+    model.stem.requires_grad_(False)
+    learn = quiet(batches_of(RAGGED), batches_of([2]), model)
+    learn.fit(1, cbs=[GradientClip(), spy([], "a", {("before_backward", 0): CANCELS["backward"]()})])
+    assert len(learn.gradient_clip.norms) == 3
+    assert learn.gradient_clip.norms[0] == 0
+
+
+def test_gradients_that_are_not_finite_are_seen_in_the_norms():
+    train = batches_of(RAGGED)
+    train[1] = (train[1][0] * math.inf, train[1][1])
+    learn = quiet(train)
+    learn.fit(1, cbs=(clip := GradientClip()))
+    assert math.isfinite(clip.norms[0])
+    assert not math.isfinite(clip.norms[1])
+
+
+def test_clipping_under_a_scaler_clips_what_is_unscaled():
+    norms = []
+    for scale in (2.0, 2.0**12):
+        learn = quiet(batches_of(RAGGED))
+        learn.fit(2, cbs=[GradientClip(0.05), MixedPrecision("fp16", init_scale=scale)])
+        norms.append((list(learn.gradient_clip.norms), weights(learn.model)))
+    assert norms[0][0] == norms[1][0]
+    assert same(norms[0][1], norms[1][1])

@@ -10,8 +10,10 @@ from torch._dynamo.testing import CompileCounter
 
 from hookcb import ActivationStats, Callback, Compile, HookCallback
 from tests.support import fit, make_batches, make_learner, make_model, same, train_by_hand, weights
+from tests.training.support import DEVIL, batches_of, quiet, raising
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
@@ -49,7 +51,9 @@ def test_it_compiles_once_for_training_and_once_for_validation_and_trains_as_by_
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, at inductor's import
-@pytest.mark.parametrize("options", [{"backend": "aot_eager"}, pytest.param({}, marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize(
+    "options", [{"backend": "aot_eager"}, pytest.param({}, marks=[NEEDS_COMPILER, pytest.mark.slow])]
+)
 def test_other_backends_train_as_the_plain_model(options):
     learn, plain = fit(make_learner(cbs=Compile(**options))), fit(make_learner())
     assert all(map(torch.allclose, weights(learn.model), weights(plain.model)))
@@ -101,8 +105,7 @@ def test_hooks_of_callbacks_are_seen_and_give_what_they_give_without_compiling(m
     assert same(results(Compile(backend="eager")), results())
 
 
-@pytest.mark.parametrize("make", [make_model, Own])
-@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize(("make", "again"), [(make_model, True), (Own, True), (Own, False)])
 def test_hooks_that_come_or_go_between_fits_are_known_to_the_next(make, again):
     model, calls, kept = make(), [], Compile(backend="eager")
     learn = make_learner(model=model)
@@ -133,3 +136,34 @@ def test_wrong_options_are_refused_before_training():
 def test_it_can_be_pickled_after_a_fit():
     fit(make_learner(cbs=(cb := Compile(backend="eager"))))
     assert pickle.loads(pickle.dumps(cb)).options == {"backend": "eager"}
+
+
+@pytest.mark.parametrize("raised", [None, *DEVIL])
+def test_a_model_is_compiled_in_the_fit_and_not_after_it(raised):
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    learn, log = quiet(batches_of([4, 4]), batches_of([4])), []
+    names = list(learn.model.state_dict())
+    look = Callback(name="look", after_pred=lambda cb: log.append(cb.model._compiled_call_impl is not None))
+    for _ in range(2):
+        try:
+            devil = [raising("after_epoch", raised())] if raised else []
+            learn.fit(1, cbs=[Compile(backend=backend), look, *devil])
+        except (ValueError, KeyboardInterrupt):
+            pass
+        assert learn.model._compiled_call_impl is None
+        assert list(learn.model.state_dict()) == names
+    assert calls
+    assert all(log)
+    plain = quiet(batches_of([4, 4]), batches_of([4]))
+    plain.fit(2)
+    assert all(torch.allclose(a, b) for a, b in zip(weights(learn.model), weights(plain.model), strict=True))
+    learn.model.compile(backend="eager")
+    compiled = learn.model._compiled_call_impl
+    learn.fit(1, cbs=Compile(backend=backend))
+    assert learn.model._compiled_call_impl is compiled

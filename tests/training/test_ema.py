@@ -1,7 +1,8 @@
-"""EMA is torch's average of the weights, and training is what it is without."""
+"""EMA averages as torch does in a loop by hand, validates the average, and moves no training."""
 
 import copy
 import io
+import itertools
 import pickle
 from contextlib import suppress
 from functools import partial
@@ -12,10 +13,27 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hookcb import EMA, ActivationStats, Callback, Learner, MixedPrecision, check_callback, count_hooks
-from tests.support import CANCELS, EVENTS, fit, make_batches, primary_plan, same, spy, weights
+from hookcb import EMA, ActivationStats, Callback, GradientAccumulation, Learner, MixedPrecision, count_hooks
+from tests.support import CANCELS, EVENTS, fit, make_batches, make_model, primary_plan, same, spy, weights
+from tests.training.support import (
+    DEVIL,
+    ENDS,
+    NESTED_AT,
+    Unsized,
+    Wide,
+    batches_of,
+    equal,
+    momentum,
+    quiet,
+    raising,
+    seeded,
+    state_of,
+    validating,
+)
 
+RAGGED = [4, 4, 2]
 VALID = make_batches(2, seed=1)
+UNEVEN = batches_of([3, 2], seed=1)
 
 
 class Masked(nn.Module):
@@ -68,6 +86,45 @@ def values(model):
     return [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
 
 
+class Averaged:
+    """The loop by hand with an AveragedModel, training and validation."""
+
+    def __init__(self, n_epoch, decay, model=None, opt_func=momentum, valid=None, use_buffers=True):
+        self.model = model or Wide()
+        self.average = AveragedModel(
+            self.model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers
+        )
+        opt = opt_func(self.model.parameters(), lr=0.1)
+        self.valid_losses, self.plain_losses = [], []
+        for _ in range(n_epoch):
+            self.model.train()
+            self.average.train()
+            for x, y in batches_of(RAGGED):
+                F.mse_loss(self.model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+                self.average.update_parameters(self.model)
+            self.valid_losses.append(self.loss_of(self.average, valid))
+            self.plain_losses.append(self.loss_of(self.model, valid))
+
+    def loss_of(self, model, valid):
+        model.eval()
+        with torch.no_grad():
+            of = [(F.mse_loss(model(x), y).item(), len(y)) for x, y in valid]
+        return sum(v * n for v, n in of) / sum(n for _, n in of)
+
+
+def averaging(*cbs, n_epoch=3, decay=0.7, valid=UNEVEN, model=None, **kwargs):
+    seeded()
+    learn = quiet(batches_of(RAGGED), valid, model or Wide(), momentum)
+    learn.fit(n_epoch, cbs=[EMA(decay, **kwargs), *cbs])
+    return learn
+
+
+def valid_losses(learn):
+    return [row["valid_loss"] for row in learn.recorder.rows]
+
+
 @pytest.mark.parametrize("decay", [0.8, 0, 1])
 def test_it_is_torchs_average_and_training_is_as_without_to_the_bit(decay):
     model, average, losses = by_hand(decay=decay)
@@ -108,10 +165,9 @@ def test_in_the_validation_the_model_is_the_average_and_the_average_stays_what_i
     assert all(a is b for a, b in zip((*model.parameters(), *model.buffers()), tensors, strict=True))
 
 
-@pytest.mark.parametrize("order", [-1000, 1000])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, *CANCELS.values()])
-def test_the_exchange_is_undone_however_the_fit_ends(order, error):
-    def run(event, *cbs):
+@pytest.mark.parametrize(("shift", "error"), list(enumerate([*DEVIL, *CANCELS.values()])))
+def test_the_exchange_is_undone_however_the_fit_ends(shift, error):
+    def run(event, order, *cbs):
         plan = primary_plan(event) | {(event, 1): error("planted")}
         learn = learner([*cbs, spy([], "devil", plan, order=order)])
         with suppress(ValueError, KeyboardInterrupt, RuntimeError):
@@ -119,8 +175,9 @@ def test_the_exchange_is_undone_however_the_fit_ends(order, error):
         assert not learn.opt._optimizer_step_post_hooks
         return values(learn.model)
 
-    for event in EVENTS:
-        assert same(run(event, EMA(0.8)), run(event))
+    for i, event in enumerate(EVENTS):
+        order = (-1000, 1000)[(i + shift) % 2]
+        assert same(run(event, order, EMA(0.8)), run(event, order)), event
 
 
 @pytest.mark.parametrize("event", [event for event in EVENTS if not event.startswith("after_cancel")])
@@ -243,5 +300,207 @@ def test_a_decay_that_is_no_number_is_refused(decay):
         EMA(decay)
 
 
-def test_it_keeps_the_contract_of_callbacks():
-    check_callback(lambda: EMA(0.5, validate=False))
+def test_of_two_averages_neither_moves_the_training():
+    def run(*cbs):
+        seeded()
+        learn = quiet(batches_of(RAGGED), UNEVEN, Wide(), momentum)
+        learn.fit(3, cbs=cbs)
+        return weights(learn.model)
+
+    try:
+        both = run(EMA(0.9), EMA(0.5, name="fast"))
+    except ValueError as refused:
+        assert "validate=False" in str(refused)  # noqa: PT017 - to be refused is as good
+    else:
+        assert same(both, run())
+    assert same(run(EMA(0.9), EMA(0.5, validate=False, name="fast")), run())
+
+
+@pytest.mark.parametrize("decay", [0.7, 0.999, 0.0, 1.0])
+@pytest.mark.parametrize("model", [Wide, make_model])
+def test_the_average_and_its_validation_are_torchs_and_training_is_as_without(decay, model):
+    seeded()
+    hand = Averaged(3, decay, model(), valid=UNEVEN)
+    learn = averaging(decay=decay, model=model(), valid=Unsized(UNEVEN))
+    assert same(weights(learn.model), weights(hand.model))
+    ours, theirs = list(learn.ema.model.parameters()), list(hand.average.module.parameters())
+    assert same(ours, theirs)
+    theirs = dict(hand.average.module.named_buffers()) | {"norm.num_batches_tracked": torch.tensor(9)}
+    assert all(torch.equal(b, theirs[name]) for name, b in learn.ema.model.named_buffers())
+    assert valid_losses(learn) == hand.valid_losses
+    assert not any(m.training for m in learn.ema.model.modules())
+    with torch.no_grad():
+        assert torch.isfinite(learn.ema.model(UNEVEN[0][0])).all()
+
+
+def test_validation_may_be_of_the_plain_weights():
+    seeded()
+    hand = Averaged(3, 0.7, valid=UNEVEN)
+    learn = averaging(validate=False)
+    assert valid_losses(learn) == hand.plain_losses != hand.valid_losses
+    assert same(list(learn.ema.model.parameters()), list(hand.average.module.parameters()))
+
+
+def test_outside_a_fit_and_inside_its_training_validation_is_of_the_plain_weights():
+    learn = averaging()
+    plain = list(learn.validate())
+    learn.add_cb(EMA(0.5))
+    assert list(learn.validate()) == plain
+    seen = {}
+
+    def note(when):
+        def act(cb):
+            if not cb.learn.is_nested:
+                seen[when] = cb.learn.validate()[0]
+
+        return act
+
+    look = Callback(
+        name="look", after_train=note("train"), after_validate=note("valid"), after_epoch=note("end")
+    )
+    look.order = 29
+    learn.fit(2, cbs=look)
+    averaged = learn.recorder.rows[-1]["valid_loss"]
+    assert seen["valid"] == averaged
+    assert seen["train"] == seen["end"] == learn.validate()[0] != averaged
+
+
+@pytest.mark.parametrize("order", [29, 31])
+def test_a_validation_inside_exchanges_nothing_twice(order):
+    plain = averaging(n_epoch=2)
+    for event in NESTED_AT:
+        learn = averaging(validating(event, order), n_epoch=2)
+        assert same(weights(learn.model), weights(plain.model)), event
+        assert same(list(learn.ema.model.parameters()), list(plain.ema.model.parameters())), event
+        assert valid_losses(learn) == valid_losses(plain), event
+
+
+@pytest.mark.parametrize("raised", ENDS)
+def test_however_the_fit_ends_the_plain_weights_are_there_again(raised):
+    def run(*cbs):
+        seeded()
+        learn = quiet(batches_of(RAGGED), UNEVEN, Wide(), momentum)
+        learn.one_batch()
+        learn.opt.zero_grad()
+        identity = state_of(learn.model)["identity"]
+        try:
+            learn.fit(2, cbs=cbs)
+        except (*DEVIL, RuntimeError):
+            pass
+        assert state_of(learn.model)["identity"] == identity
+        return state_of(learn.model) | {"identity": None}
+
+    for event, order in zip(EVENTS, itertools.cycle([-1000, 1000, 1000]), strict=False):
+        devil = [raising(event, raised("why"), order=order) for _ in range(2)]
+        assert equal(run(EMA(0.5), devil[0]), run(devil[1])), event
+
+
+@pytest.mark.parametrize(
+    "event", ["before_batch", "after_pred", "after_loss", "after_batch", "before_validate"]
+)
+def test_a_validation_inside_the_validation_that_breaks_off_gives_the_weights_back(event):
+    class Nested(Callback):
+        def after_loss(self):
+            if not self.training and not self.learn.is_nested_twice:
+                self.learn.is_nested_twice = True
+                self.learn.validate(cbs=raising(event, KeyboardInterrupt()))
+
+    seeded()
+    learn = quiet(batches_of(RAGGED), UNEVEN, Wide(), momentum)
+    learn.is_nested_twice = False
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(3, cbs=[EMA(0.5), Nested()])
+    seeded()
+    plain = quiet(batches_of(RAGGED), None, Wide(), momentum)
+    plain.fit(1)
+    assert same(weights(learn.model), weights(plain.model))
+
+
+@pytest.mark.parametrize("how", ["accumulating", "cancelled step", "cancelled batch", "overflow"])
+def test_only_real_steps_enter_the_average(how):
+    steps = {
+        "accumulating": ([GradientAccumulation(2)], [1, 2]),
+        "cancelled step": ([spy([], "a", {("before_step", 1): CANCELS["step"]()})], [0, 2]),
+        "cancelled batch": ([spy([], "a", {("after_loss", 0): CANCELS["batch"]()})], [1, 2]),
+        "overflow": ([MixedPrecision("fp16", init_scale=2.0**60, backoff_factor=2.0**-50)], None),
+    }
+    cbs, _ = steps[how]
+    trail = []
+
+    class Trail(Callback):
+        """The weights after each step that has changed them."""
+
+        order = 25
+
+        def before_step(self):
+            self.before = weights(self.model)
+
+        def after_step(self):
+            if not same(weights(self.model), self.before):
+                trail.append([p.detach().clone() for p in self.model.parameters()])
+
+    learn = quiet(batches_of(RAGGED), model=make_model())
+    learn.fit(2, cbs=[EMA(0.5), Trail(), *cbs])
+    assert 1 < len(trail) < 6
+    average = [p.clone() for p in trail[0]]
+    for now in trail[1:]:
+        average = [a.lerp(p, 0.5) for a, p in zip(average, now, strict=True)]
+    got = list(learn.ema.model.parameters())
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, average, strict=True))
+
+
+def test_without_any_step_validation_is_of_the_weights_there_are():
+    cancels = {("before_step", k): CANCELS["step"]() for k in range(9)}
+    learn = averaging(spy([], "a", cancels), model=make_model())
+    assert same(list(learn.ema.model.parameters()), list(make_model().parameters()))
+    assert valid_losses(learn) == [pytest.approx(learn.validate()[0])] * 3
+
+
+@pytest.mark.parametrize("order", ["stats first", "average first"])
+def test_the_copy_carries_no_hook_that_records(order):
+    def run(use):
+        call = Callback(name="call", after_batch=lambda cb: cb.learn.ema.model(UNEVEN[0][0]) if use else None)
+        stats = ActivationStats(include_paramless=True)
+        stats.order = -100 if order == "stats first" else 50
+        learn = averaging(stats, call, model=make_model())
+        names = learn.activation_stats.names
+        return learn, [
+            [dict(record[name]) for name in names] for record in list(learn.activation_stats.stats)
+        ]
+
+    (learn, with_calls), (_, without) = run(True), run(False)
+    assert equal(with_calls, without)
+    assert count_hooks(learn.model) == 0
+    copied = copy.deepcopy(learn.ema.model)
+    assert torch.equal(copied(UNEVEN[0][0]), learn.ema.model(UNEVEN[0][0]))
+
+
+def test_a_second_fit_averages_anew_and_copies_keep_the_average():
+    learn = averaging(n_epoch=1, model=make_model())
+    cb = learn.ema
+    for other in (copy.deepcopy(cb), pickle.loads(pickle.dumps(cb))):
+        assert same(weights(other.model), weights(cb.model))
+        assert other.model is not cb.model
+
+    def run(again):
+        learn = averaging(n_epoch=1, model=make_model())
+        learn.fit(2, cbs=learn.ema if again else EMA(0.7))
+        return [*weights(learn.ema.model), *weights(learn.model)], valid_losses(learn)
+
+    assert equal(list(run(True)), list(run(False)))
+
+
+def test_state_is_plain_and_goes_on_after_loading():
+    def reload(cb):
+        torch.save(cb.learn.ema.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        with torch.no_grad():
+            for p in cb.learn.ema.model.parameters():
+                p.mul_(3)  # spoilt, to be put right by loading
+        cb.learn.ema.load_state_dict(torch.load(file, weights_only=True))
+
+    again = Callback(name="again", after_epoch=reload)
+    again.order = 100
+    plain, learn = averaging(), averaging(again)
+    assert same(weights(learn.ema.model), weights(plain.ema.model))
+    assert valid_losses(learn) == valid_losses(plain)

@@ -1,6 +1,7 @@
 """Freeze, freeze and unfreeze: what is frozen stays to the bit, the rest trains as by hand."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -8,8 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import Freeze, freeze, unfreeze
-from tests.support import Net, fit, make_batches, make_learner, make_model, same, weights
+from hookcb import Callback, Freeze, freeze, unfreeze
+from tests.support import EVENTS, Net, fit, make_batches, make_learner, make_model, modes, same, weights
+from tests.training.support import (
+    DEVIL,
+    ENDS,
+    NESTED_AT,
+    Wide,
+    batches_of,
+    momentum,
+    quiet,
+    raising,
+    seeded,
+    state_of,
+    validating,
+)
+
+RAGGED = [4, 4, 2]
 
 
 class Body(nn.Module):
@@ -26,10 +42,6 @@ class Body(nn.Module):
         return self.head(self.body(x))
 
 
-def sgd(params, lr):
-    return torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.1)
-
-
 def adamw(params, lr):
     return torch.optim.AdamW(params, lr=lr, weight_decay=0.1)
 
@@ -38,7 +50,7 @@ def required(model):
     return [p.requires_grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("opt_func", [sgd, adamw])
+@pytest.mark.parametrize("opt_func", [momentum, adamw])
 @pytest.mark.parametrize("until", [None, 0, 1, 2, 9])
 def test_it_trains_as_a_loop_that_freezes_by_hand(opt_func, until):
     learn = make_learner(model=Body(), opt_func=opt_func)
@@ -66,7 +78,7 @@ def test_it_trains_as_a_loop_that_freezes_by_hand(opt_func, until):
     assert all(required(learn.model))
 
 
-@pytest.mark.parametrize("opt_func", [sgd, adamw])
+@pytest.mark.parametrize("opt_func", [momentum, adamw])
 def test_what_is_frozen_does_not_move_nor_what_batch_norm_has_counted(opt_func):
     learn = fit(make_learner(model=Body(), opt_func=opt_func), 1)
     for p in learn.model.parameters():
@@ -167,3 +179,124 @@ def test_the_functions_freeze_and_unfreeze_for_good():
     assert not model.count.requires_grad
     with pytest.raises(LookupError, match="did you mean"):
         freeze(nn.Sequential(nn.ModuleDict({"encoder": nn.Linear(1, 1)})), "0.encodr")
+
+
+def frozen_by_hand(model, names, n_epoch, until, opt_func):
+    opt = opt_func(model.parameters(), lr=0.1)
+    parts = [dict(model.named_modules())[name] for name in names]
+    for epoch in range(n_epoch):
+        model.train()
+        frozen = until is None or epoch < until
+        for part in parts:
+            part.requires_grad_(not frozen)
+            for m in part.modules():
+                m.training = not (frozen and isinstance(m, nn.BatchNorm1d))
+        for x, y in batches_of(RAGGED):
+            nn.functional.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    return weights(model)
+
+
+WHERE = [
+    (["stem", "norm"], ["stem", "norm"]),
+    ("[sn][to]*", ["stem", "norm"]),
+    (nn.BatchNorm1d, ["norm"]),
+    (lambda m: isinstance(m, nn.Linear) and m.out_features == 1, ["head"]),
+    ("mid", ["mid"]),
+]
+
+
+@pytest.mark.parametrize("nth", range(len(WHERE)))
+@pytest.mark.parametrize("until", [None, 1, 7])
+@pytest.mark.parametrize("opt_func", [momentum, torch.optim.AdamW])
+def test_what_is_frozen_stays_to_the_bit_and_the_rest_trains_as_by_hand(nth, until, opt_func):
+    where, names = WHERE[nth]
+    seeded()
+    expected = frozen_by_hand(Wide(), names, 3, until, opt_func)
+    seeded()
+    learn = quiet(batches_of(RAGGED), batches_of([2]), Wide(), opt_func)
+    learn.fit(3, cbs=Freeze(where, until))
+    assert same(weights(learn.model), expected)
+    assert all(p.requires_grad for p in learn.model.parameters())
+
+
+def test_weights_that_have_moved_before_have_neither_momentum_nor_decay_while_frozen():
+    learn = quiet(batches_of(RAGGED), model=Wide(), opt=momentum)
+    learn.fit(2)
+    before = state_of(learn.model)["state_dict"]
+    learn.fit(2, cbs=Freeze(["stem", "norm"]))
+    after = learn.model.state_dict()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) == (name.startswith(("stem", "norm")) or name == "unused"), (
+            name
+        )
+    learn.fit(1)
+    assert not torch.equal(learn.model.stem.weight, before["stem.weight"])
+
+
+@pytest.mark.parametrize("until", [None, 1])
+def test_what_the_user_had_frozen_stays_frozen_during_and_after(until):
+    model, seen = Wide(), []
+    model.stem.weight.requires_grad_(False)
+    before = model.stem.weight.clone()
+    look = Callback(name="look", before_batch=lambda cb: seen.append(cb.model.stem.bias.requires_grad))
+    learn = quiet(batches_of(RAGGED), None, model)
+    learn.fit(2, cbs=[Freeze("stem", until), look])
+    assert seen == [False] * 3 + [until == 1] * 3
+    assert not model.stem.weight.requires_grad
+    assert model.stem.bias.requires_grad
+    assert torch.equal(model.stem.weight, before)
+
+
+@pytest.mark.parametrize("raised", ENDS)
+def test_however_the_fit_ends_all_may_train_again(raised):
+    for event, until in zip(EVENTS, itertools.cycle([None, 1]), strict=False):
+        model = Wide()
+        model.head.bias.requires_grad_(False)
+        model.norm.eval()
+        kept, mode = state_of(model)["requires_grad"], modes(model)
+        learn = quiet(batches_of(RAGGED), batches_of([2]), model)
+        try:
+            learn.fit(
+                2, cbs=[Freeze(["stem", "norm"], until), Freeze("norm", name="two"), raising(event, raised())]
+            )
+        except (*DEVIL, RuntimeError):
+            pass
+        assert state_of(model)["requires_grad"] == kept, event
+        assert modes(model) == mode, event
+
+
+@pytest.mark.parametrize("event", NESTED_AT)
+def test_a_validation_inside_thaws_nothing(event):
+    def run(*cbs):
+        seeded()
+        learn = quiet(batches_of(RAGGED), batches_of([2]), Wide(), momentum)
+        learn.fit(3, cbs=[Freeze(["stem", "norm"], until=2), *cbs])
+        return weights(learn.model)
+
+    assert same(run(validating(event)), run())
+
+
+def test_a_tied_weight_is_frozen_wherever_it_is_used():
+    model = Wide()
+    before = model.mid.weight.clone()
+    quiet(batches_of(RAGGED), None, model).fit(1, cbs=Freeze("again"))
+    assert torch.equal(model.mid.weight, before)
+
+
+def test_freeze_and_unfreeze_are_there_as_functions():
+    model = Wide()
+    freeze(model, "stem")
+    freeze(model, nn.BatchNorm1d)
+    trains = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert not any(name.startswith(("stem", "norm")) for name in trains)
+    assert {"mid.weight", "head.bias", "unused"} <= trains
+    unfreeze(model, "stem")
+    assert model.stem.weight.requires_grad
+    assert not model.norm.weight.requires_grad
+    unfreeze(model)
+    assert all(p.requires_grad for p in model.parameters())
+    for function in (freeze, unfreeze):
+        with pytest.raises(LookupError, match="nowhere"):
+            function(model, "nowhere")

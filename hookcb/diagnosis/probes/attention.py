@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.evidence import Sighting
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
@@ -22,7 +22,7 @@ HALF = 0.5  # of the heads
 TANH, SIGMOID = 0.97, 0.03
 
 
-class OpProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Looks at attention weights as they are made, in one forward of the model.
 
     Args:

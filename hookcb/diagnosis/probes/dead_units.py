@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookcb.diagnosis.probes.model import Convolution, is_of_torch, own_weight
+from hookcb.core.torch_private import Convolution, parameters_of
+from hookcb.diagnosis.probes.model import is_of_torch, own_weight
 from hookcb.hooks.modules import named_modules
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -54,7 +55,7 @@ class DeadUnits:
                 weight = own_weight(m)
                 if weight is not None:
                     self._layers[f"{name}.weight" if name else "weight"] = _Units(
-                        weight, m._parameters.get("bias"), is_row=True
+                        weight, parameters_of(m).get("bias"), is_row=True
                     )
         self._layers |= _bare_layers(model)
         self._last: dict[str, Tensor] = {}  # of each unit the last look at which it had a gradient, from 1
@@ -124,7 +125,7 @@ def _bare_layers(model: nn.Module) -> dict[str, _Units]:
         (f"{prefix}.{name}" if prefix else name, p)
         for prefix, m in named_modules(model).items()
         if not is_of_torch(m)
-        for name, p in m._parameters.items()
+        for name, p in parameters_of(m).items()
         if p is not None and not isinstance(p, nn.parameter.UninitializedParameter)
     ]
     vectors = [p for _, p in own if p.ndim == 1]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hookcb.core.randomness import parts_of, random_state, saves_itself, set_random_state
 
@@ -57,6 +57,6 @@ def _is_plain(loader: Any) -> bool:
 def _without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
     """The same data in this process; workers that persist would go on from other random numbers."""
     how: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": loader.generator}
-    if loader._dataset_kind or loader.batch_sampler is None:  # of an iterable dataset
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return DataLoader(loader.dataset, loader.batch_size, drop_last=loader.drop_last, **how)
     return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **how)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from hookcb.core.torch_private import input_shape, saved
+
 # Nodes that only scale, reshape, choose from or sum up what they are given; these two by a single number.
 SCALING = (
     "Neg",
@@ -56,7 +58,7 @@ HIDING = {
 }
 HEADS = ("Softmax", "Sigmoid", "Relu")
 MEAN = 1  # of the reductions of torch
-WEIGHTS = ("_saved_weight", "_saved_pos_weight")
+WEIGHTS = ("weight", "pos_weight")
 MOST_NODES = 64
 FREED = object()  # stands for a tensor that a node had saved
 
@@ -108,7 +110,7 @@ def read_loss(node: Any) -> LossGraph:
         return LossGraph(hidden_by=next(opaque, ""))
     name, given = node_name(found), _behind(found)
     is_weighted = any(_saved(found, name) is not None for name in WEIGHTS)
-    is_mean = getattr(found, "_saved_reduction", MEAN) == MEAN
+    is_mean = saved(found, "reduction", MEAN) == MEAN
     scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan
     if name == "LogSoftmax":  # of soft targets, which have no node of their own
         return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(given))
@@ -147,10 +149,10 @@ def _factor(node: Any) -> float | None:
         return (math.nan if name == "Sum" else -1.0 if name == "Neg" else 1.0) if name in SCALING else None
     if sum(behind is not None for behind, _ in node.next_functions) > 1:
         return None  # of two parts of the model
-    saved = (_saved(node, "_saved_other"), _saved(node, "_saved_self"))
-    if any(x is FREED for x in saved):  # of a loss that is a number its factors are numbers
-        return None if node._input_metadata[0].shape else math.nan
-    others = [x.detach() for x in saved if isinstance(x, Tensor)]
+    factors = (_saved(node, "other"), _saved(node, "self"))
+    if any(x is FREED for x in factors):  # of a loss that is a number its factors are numbers
+        return None if input_shape(node) else math.nan
+    others = [x.detach() for x in factors if isinstance(x, Tensor)]
     if any(x.numel() != 1 for x in others):  # advantages and weights of samples may be negative
         return None
     number = float(others[0]) if others and others[0].is_cpu else math.nan
@@ -160,7 +162,7 @@ def _factor(node: Any) -> float | None:
 def _saved(node: Any, name: str) -> Any:
     """A tensor that a node has saved, None if it has not, FREED if its backward has run."""
     try:
-        return getattr(node, name, None)
+        return saved(node, name)
     except RuntimeError:
         return FREED
 

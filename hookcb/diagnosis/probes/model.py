@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from hookcb.core.torch_private import Convolution, Dropout, parameters_of
 from hookcb.diagnosis.evidence import Sighting
 from hookcb.hooks.modules import named_modules
 
-Convolution = nn.modules.conv._ConvNd
 MOST_ROWS, MOST_COLUMNS = 256, 64
 ALIKE = 0.99  # share of pairs of rows
 FEWEST = 4  # units, and inputs of each
@@ -26,7 +26,7 @@ def look_at_model(model: nn.Module) -> Iterator[Sighting]:
     modules = named_modules(model)
     yield from _symmetric(modules)
     for name, m in modules.items():
-        p = m.p if isinstance(m, nn.modules.dropout._DropoutNd) else 0.0
+        p = m.p if isinstance(m, Dropout) else 0.0
         p = max(p, m.dropout) if isinstance(m, nn.MultiheadAttention | nn.RNNBase) else p
         title = name or type(m).__name__
         if p >= EXTREME:
@@ -72,7 +72,7 @@ def is_of_torch(m: nn.Module) -> bool:
 
 def own_weight(m: nn.Module) -> nn.Parameter | None:
     """Its weight, where that is a parameter of its own: one that is made of others may change when read."""
-    weight = m._parameters.get("weight")
+    weight = parameters_of(m).get("weight")
     is_whole = not isinstance(weight, UninitializedParameter) and type(weight).__name__ not in SHARDED
     return weight if is_whole else None
 
@@ -93,7 +93,7 @@ def share_alike(weight: Tensor) -> float:
 
 
 def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Sighting]:
-    if not m.bias or "bias_ih_l0" not in m._parameters:
+    if not m.bias or "bias_ih_l0" not in parameters_of(m):
         return
     gates = GATES[type(m).__name__ if type(m).__name__ in GATES else "LSTM"]
     for layer in range(m.num_layers):

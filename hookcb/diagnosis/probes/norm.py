@@ -6,10 +6,10 @@ from weakref import WeakValueDictionary, ref
 
 from torch import Tensor, nn
 
+from hookcb.core.torch_private import BatchNorm, Dropout
 from hookcb.diagnosis.evidence import Sighting
 from hookcb.hooks.modules import named_modules
 
-BatchNorm, Dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
 MOSTLY = 0.9  # of the batches have a single sample, where that is how the model is trained
 REFUSED = "Expected more than 1 value per channel"  # how torch begins to say so
 

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 from hookcb.core.files import write_whole
+from hookcb.core.torch_private import (
+    is_memory_history_on,
+    memory_history,
+    start_memory_history,
+    stop_memory_history,
+)
 
 MOST_EVENTS = 100_000  # of the allocator's history, as in torch's own tutorial on it
 
@@ -83,9 +89,9 @@ class AllocatorHistory:
         if self.path.is_dir():
             raise ValueError(f"snapshot is {str(self.path)!r}, a folder; give the path of a file to write")
         self._outer = sys.exception()  # as where a fit is tried again after one that ran out of memory
-        self._is_ours = not _is_recording()
+        self._is_ours = not is_memory_history_on()
         if self._is_ours:
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_EVENTS)
+            start_memory_history(MOST_EVENTS)
 
     def stop(self) -> None:
         """Ends, and writes the history where memory has run out, which the error then says."""
@@ -96,14 +102,9 @@ class AllocatorHistory:
                 error.add_note(f"what the allocator did until then is in {self.path}")
         finally:
             if self._is_ours:
-                torch.cuda.memory._record_memory_history(enabled=None)
+                stop_memory_history()
             self._is_ours = False
 
     def _write(self) -> None:
-        history = torch.cuda.memory._snapshot()
+        history = memory_history()
         write_whole(self.path, lambda opened: pickle.dump(history, opened))
-
-
-def _is_recording() -> bool:
-    asked: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return bool(asked and asked())

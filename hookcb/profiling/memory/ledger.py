@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.core.torch_private import storage_id
 from hookcb.profiling.memory.sizes import storages
 
 OUTSIDE, LOSS = "(outside the layers)", "(loss)"  # where no layer runs, before the model is done and after
@@ -106,9 +107,9 @@ class Ledger:
         return sum(held.n_bytes for held in old), dict(by_layer.most_common())
 
     def _note(self, storage: Any, layer: str, given: bool) -> Held:
-        held = self._held.get(storage._cdata)
+        held = self._held.get(storage_id(storage))
         if held is None:
-            held = self._add(storage._cdata, storage, layer, 0 if given else storage.nbytes())
+            held = self._add(storage_id(storage), storage, layer, 0 if given else storage.nbytes())
         return held
 
     def _add(self, key: int, target: Any, layer: str, n_bytes: int) -> Held:

@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from hookcb.core.text import listed
+from hookcb.core.torch_private import CHECKPOINT_HOOKS
 from hookcb.profiling.memory.growth import Growth, Look, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
 from hookcb.profiling.memory.sums import Advice, LayerUse, Params, advise, bytes_by_layer, sum_layers
@@ -20,7 +21,6 @@ from hookcb.records.tables import Column, LayerTable, Worst
 KEEP = 1000  # of the latest looks growth is told
 COMPILED = ", compiled"
 OF_ITS_OWN = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
-CHECKPOINT = "_checkpoint_hook"  # torch's own, of activation checkpointing that is not reentrant
 Bytes = Mapping[str | None, int]  # by layer; None is of none of them
 
 
@@ -250,7 +250,9 @@ class MemoryReadings:
         for hooks in dict.fromkeys(watched.other_hooks.values()):
             names = listed([name for name, other in watched.other_hooks.items() if other == hooks], 4)
             what = (
-                "computed again in the backward" if hooks == CHECKPOINT else f"not counted, kept by {hooks}"
+                "computed again in the backward"
+                if hooks == CHECKPOINT_HOOKS
+                else f"not counted, kept by {hooks}"
             )
             lines.append(f"{what}: {names}")
         return lines

@@ -10,8 +10,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from hookcb.core.torch_private import (
+    KNOWS_TOP,
+    disable_saved_hooks,
+    enable_saved_hooks,
+    in_backward,
+    pop_saved_hooks,
+    push_saved_hooks,
+    raw_saved,
+    replace_saved_hooks_switch,
+    saved_hooks_enabled,
+    top_saved_hooks,
+    version_of,
+)
+
 See = Callable[[Tensor], str]
-_autograd: Any = torch._C._autograd
 _ON: list["SavedTensors"] = []  # those that are on, in any thread, the innermost last
 
 
@@ -34,7 +47,7 @@ class Pack:
         owner = self.owner()
         layer = owner.see(x) if owner is not None else ""
         # not x itself: an output that its own node holds is a cycle that Python's collector cannot see
-        return Saved(x.detach(), None if x.is_inference() else x._version, layer)
+        return Saved(x.detach(), None if x.is_inference() else version_of(x), layer)
 
 
 class SavedTensors:
@@ -56,7 +69,7 @@ class SavedTensors:
 
     def start(self) -> str:
         """Begins, and gives an empty text; where it cannot, as it would be in the way of others, why."""
-        if not _autograd._saved_tensors_hooks_is_enabled():
+        if not saved_hooks_enabled():
             return "hooks on saved tensors are switched off"
         if _are_others_on():
             return f"hooks of someone else are on saved tensors around all{_in_brackets(_title(_top()))}"
@@ -68,7 +81,7 @@ class SavedTensors:
 
     def stop(self) -> None:
         """Ends; a second time does nothing, nor in a backward: autograd puts back what was on before."""
-        if not self.is_on or torch._C._current_graph_task_id() != -1:
+        if not self.is_on or in_backward():
             return
         _ON.remove(self)
         _listen_to_transforms(bool(_ON))
@@ -90,7 +103,7 @@ class SavedTensors:
         if not self.is_on or not self._is_here() or not (self._aside_for or self._is_top()):
             return
         if not self._aside_for:
-            _autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
         self._aside_for.add(reason)
 
     def step_back(self, reason: str) -> None:
@@ -103,7 +116,7 @@ class SavedTensors:
     def see_graph(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         """Sees what was saved between `inputs` and `outputs` while this stood aside."""
         for node in _nodes(outputs, inputs) if self.is_on else ():
-            for saved in _saved_by(node):
+            for saved in raw_saved(node):
                 self._see_saved(saved)
 
     def _see_saved(self, saved: Any) -> None:
@@ -118,21 +131,21 @@ class SavedTensors:
         return self._thread == threading.get_ident()
 
     def _is_top(self) -> bool:
-        return _top() is self.pack if KNOWS_TOP else True
+        return not KNOWS_TOP or _top() is self.pack  # else these are taken to be the last
 
     def _push(self) -> None:
-        _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
+        push_saved_hooks(self.pack, unpack)
 
     def _take_off(self) -> None:
         """Leaves hooks on that were entered later and are still there, as where two callbacks have some."""
         above = []
-        while (pack := _top()) is not None and pack is not self.pack:
-            above.append(_autograd._top_saved_tensors_default_hooks(True))
-            _autograd._pop_saved_tensors_default_hooks()
-        if pack is not None or not KNOWS_TOP:
-            _autograd._pop_saved_tensors_default_hooks()
+        while (top := top_saved_hooks()) is not None and top[0] is not self.pack:
+            above.append(top)
+            pop_saved_hooks()
+        if top is not None or not KNOWS_TOP:
+            pop_saved_hooks()
         for pair in reversed(above):
-            _autograd._push_saved_tensors_default_hooks(*pair)
+            push_saved_hooks(*pair)
 
 
 def unpack(saved: Saved) -> Tensor:
@@ -142,23 +155,19 @@ def unpack(saved: Saved) -> Tensor:
         RuntimeError: where it was changed in place since, as torch does where no hooks are.
     """
     x, version, layer = saved
-    if version is not None and x._version != version:
+    if version is not None and version_of(x) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{x.dtype} {list(x.shape)}], saved in {layer}, is at version {x._version}; expected version "
+            f"[{x.dtype} {list(x.shape)}], saved in {layer}, is at version {version_of(x)}; expected version "
             f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute "
             "its gradient, with torch.autograd.set_detect_anomaly(True)."
         )
     return x
 
 
-# torch 2.6 cannot be asked which hooks are on; then those of `SavedTensors` are taken to be the last
-KNOWS_TOP = hasattr(_autograd, "_top_saved_tensors_default_hooks")
-
-
 def _top() -> Any:
     """The pack hook that would be called now, None where there is none or torch cannot tell."""
-    pair = _autograd._top_saved_tensors_default_hooks(True) if KNOWS_TOP else None
+    pair = top_saved_hooks()
     return None if pair is None else pair[0]
 
 
@@ -166,9 +175,10 @@ def _are_others_on() -> bool:
     if KNOWS_TOP:
         return _top() is not None
     with torch.enable_grad():
-        saved: Any = torch.ones(1, requires_grad=True).exp().grad_fn
+        node = torch.ones(1, requires_grad=True).exp().grad_fn  # which must outlive what it has saved
+        (saved,) = raw_saved(node)
     try:
-        saved._raw_saved_result.register_hooks(torch.clone, torch.clone)
+        saved.register_hooks(torch.clone, torch.clone)
     except RuntimeError:  # it has hooks
         return True
     return False
@@ -185,24 +195,24 @@ def _in_brackets(text: str) -> str:
 
 # ---- transforms of torch.func, which announce themselves by these two functions
 
-_disable, _enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
-
 
 def _disable_without_ours(*args: Any) -> None:
     for saved in reversed(_ON):
         saved.step_aside("transform")
-    _disable(*args)
+    disable_saved_hooks(*args)
 
 
 def _enable_with_ours() -> None:
-    _enable()
+    enable_saved_hooks()
     for saved in _ON:
         saved.step_back("transform")
 
 
 def _listen_to_transforms(on: bool) -> None:
-    _autograd._saved_tensors_hooks_disable = _disable_without_ours if on else _disable
-    _autograd._saved_tensors_hooks_enable = _enable_with_ours if on else _enable
+    if on:
+        replace_saved_hooks_switch(_disable_without_ours, _enable_with_ours)
+    else:
+        replace_saved_hooks_switch(disable_saved_hooks, enable_saved_hooks)
 
 
 # ---- graphs
@@ -218,14 +228,3 @@ def _nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Node
             seen.add(node)
             todo += [after for after, _ in node.next_functions]
             yield node
-
-
-def _saved_by(node: Node) -> list[Any]:
-    """What a node has saved, of C++ by the names of its arguments, of Python in one tuple."""
-    found: list[Any] = []
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            with suppress(RuntimeError):  # its backward has run
-                value = getattr(node, name)
-                found += value if isinstance(value, tuple) else [value]
-    return [saved for saved in found if saved is not None]

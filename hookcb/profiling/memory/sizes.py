@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from hookcb.core.batch import parts
+from hookcb.core.torch_private import coo_indices, coo_values
 
 USUAL = (Tensor, nn.Parameter)
 COMPRESSED = {
@@ -27,7 +28,7 @@ def plain_tensors(x: Tensor) -> list[Tensor]:
         inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]  # also a mesh of devices, say
         return [plain for of in inner if isinstance(of, Tensor) for plain in plain_tensors(of)]
     if x.layout is torch.sparse_coo:
-        return [x._indices(), x._values()]
+        return [coo_indices(x), coo_values(x)]
     return [getattr(x, name)() for name in COMPRESSED[x.layout]] if x.layout in COMPRESSED else [x]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from hookcb.core.torch_private import parameters_of
 from hookcb.hooks.modules import named_modules
 from hookcb.profiling.memory.ledger import Call, Held
 from hookcb.profiling.memory.sizes import total_bytes
@@ -95,7 +96,7 @@ def param_layers(model: nn.Module, layers: Iterable[str]) -> Params:
     """Each parameter once, with the innermost of `layers` that its first owner is or is in."""
     names, found = set(layers), dict[int, tuple[str | None, nn.Parameter]]()
     for name, m in named_modules(model).items():
-        for p in m._parameters.values():
+        for p in parameters_of(m).values():
             if p is not None:
                 found.setdefault(id(p), (_innermost(name, names), p))
     return list(found.values())

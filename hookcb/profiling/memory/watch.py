@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.torch_private import compiled_call, parameters_of, set_compiled_call
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import outermost_compiled, unwrapped
 from hookcb.hooks.own import StandIn
@@ -108,7 +109,7 @@ class MemoryWatch:
             self.drop()
             raise
         self._forward, self._mark = forward, self._meter.begin()
-        if is_called and id(model) in self._names and model._compiled_call_impl is None:
+        if is_called and id(model) in self._names and compiled_call(model) is None:
             self.enter(model, given, {})
 
     def begin_loss(self, given: object) -> None:
@@ -172,8 +173,8 @@ class MemoryWatch:
             if id(m) not in inside and not isinstance(m, torch.jit.ScriptModule)
         }
         self._names = {id(m): name for name, m in (plain | compiled).items()}
-        in_place = [m for m in compiled.values() if m._compiled_call_impl is not None]
-        hooked = {name: m for name, m in (plain | compiled).items() if m._compiled_call_impl is None}
+        in_place = [m for m in compiled.values() if compiled_call(m) is not None]
+        hooked = {name: m for name, m in (plain | compiled).items() if compiled_call(m) is None}
         enter = {"pre": True, "with_kwargs": True}
         leave = {"prepend": True, "always_call": True}  # first, as others may allocate in theirs
         self._hooks += [Hooks(hooked, self.enter, detach=False, gate=self.acts, **enter)]
@@ -197,7 +198,7 @@ class MemoryWatch:
         if forward is None or id(m) not in self._names:  # of a replica, in a thread of DataParallel
             return
         inputs, above = tensors_in((args, kwargs)), self._running[-1] if self._running else None
-        self._give(p for p in m._parameters.values() if p is not None)  # FSDP has put whole ones there
+        self._give(p for p in parameters_of(m).values() if p is not None)  # FSDP has put whole ones there
         if above is None and not self._names[id(m)]:  # the model, whose batch others may have changed
             self._give(inputs)
         noted = [held for x in inputs for held in self._note(x, self._label(above))]
@@ -266,8 +267,8 @@ class _CompiledCall(StandIn):
     """Stands before the call of a module that was compiled in place, whose hooks are compiled with it."""
 
     def __init__(self, m: nn.Module, watch: MemoryWatch) -> None:
-        self.m, self.watch, self.own = m, watch, m._compiled_call_impl
-        m._compiled_call_impl = self
+        self.m, self.watch, self.own = m, watch, compiled_call(m)
+        set_compiled_call(m, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.own is not None  # else this would not have taken its place
@@ -283,5 +284,5 @@ class _CompiledCall(StandIn):
 
     def remove(self) -> None:
         """Gives its place back."""
-        if self.m._compiled_call_impl is self:
-            self.m._compiled_call_impl = self.own
+        if compiled_call(self.m) is self:
+            set_compiled_call(self.m, self.own)

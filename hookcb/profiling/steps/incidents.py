@@ -1,13 +1,13 @@
 """Incidents: what happens during a step that is no part of it, and may take long."""
 
 import gc
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hookcb.core.text import duration
+from hookcb.core.torch_private import compile_counts
 
 # what callbacks count of themselves: attributes, each with what is told when it changes
 COUNTS = {"n_written": "checkpoint written", "n_switched": "profiler switched on or off"}
@@ -44,8 +44,7 @@ class Incidents:
         """Counts from now on what is compiled, and what `callbacks` do that count it, see `COUNTS`."""
         self._counted = [(cb, count) for cb in callbacks for count in COUNTS if hasattr(cb, count)]
         self._counts = self._count()
-        utils = sys.modules.get("torch._dynamo.utils")  # not imported for this, as that takes a second
-        self._compiled = utils.counters["frames"] if utils is not None else Counter()
+        self._compiled = compile_counts("frames")
         self._n_compiled = self._compiled["total"]
 
     def look(self) -> None:

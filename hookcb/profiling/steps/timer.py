@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_samples
 from hookcb.core.callback import Callback
 from hookcb.hooks.modules import place
-from hookcb.profiling.phases import LAST, Edge, follow_phases, leave_phases
+from hookcb.profiling.phases import Edge, follow_phases, leave_phases
 from hookcb.profiling.steps.clock import CudaStepClock, FetchPhase, StepClock
 from hookcb.profiling.steps.incidents import Incidents
 from hookcb.profiling.steps.readings import StepReadings
@@ -50,7 +51,7 @@ class StepTimer(Callback, StepReadings):
     True
     """
 
-    order = LAST + 2  # behind a profiler too, whose work then counts as that of a callback
+    order = orders.STEP_TIMER
     run_lr_find = False
 
     def __init__(self, keep: int = 5_000, on_valid: bool = False, *, name: str | None = None) -> None:

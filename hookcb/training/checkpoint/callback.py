@@ -4,6 +4,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelValidException
@@ -53,7 +54,7 @@ class Checkpoint(Callback):
     (3, 'epoch-0003.pt')
     """
 
-    order = 100
+    order = orders.CHECKPOINT
     run_lr_find = False
 
     def __init__(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hookcb.core.files import PLAIN
 from hookcb.core.randomness import random_state, saves_itself, set_random_state
 from hookcb.core.state import TrainingState
+from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
 
 FORMAT = 1  # of the file; a change that older versions cannot read counts it up
@@ -123,13 +124,13 @@ def _takes_buffer(model: nn.Module, name: str) -> bool:
     """Whether it has that buffer, or may yet make it."""
     owner, _, last = name.rpartition(".")
     m = dict(model.named_modules()).get(owner)
-    return m is not None and (last in m._buffers or not hasattr(m, last))
+    return m is not None and (last in buffers_of(m) or not hasattr(m, last))
 
 
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     owner, _, last = name.rpartition(".")
     m = model.get_submodule(owner)
-    there = m._buffers.get(last)
+    there = buffers_of(m).get(last)
     if there is not None and there.shape == value.shape:
         there.copy_(value)
     else:  # it is made, or grows, on the way

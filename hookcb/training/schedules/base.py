@@ -7,10 +7,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.optim import Settings, _copied, group_settings, set_groups
+from hookcb.core.torch_private import OPT_CALLED, mark_stepped
 
-MADE_BY_TORCH = ("step", "_opt_called")  # what a scheduler sets on the optimizer itself
+MADE_BY_TORCH = ("step", OPT_CALLED)  # what a scheduler sets on the optimizer itself
 
 
 class RateCallback(Callback, ABC):
@@ -22,7 +24,7 @@ class RateCallback(Callback, ABC):
         scheduler: torch's, while a fit runs; else None.
     """
 
-    order = 70  # the rate of the next batch is set once that of this one is recorded
+    order = orders.SCHEDULE
     run_lr_find = False
     n_steps: int | None = None  # of the whole fit, where the schedule spans it
 
@@ -46,7 +48,7 @@ class RateCallback(Callback, ABC):
                 group.pop("initial_lr", None)
         self.scheduler = self.make(opt)
         # else torch warns where the first step is skipped or accumulates, which is no mistake
-        opt._opt_called = True
+        mark_stepped(opt)
 
     def after_fit(self) -> None:
         """Gives the groups back what they had, and lets go of the optimizer."""

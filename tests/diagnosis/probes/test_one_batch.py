@@ -225,6 +225,9 @@ def test_a_training_that_goes_on_is_to_the_bit_what_it_is_without(workers):
         if looks:
             assert was_looked_at(learn.diagnose())
         fit(learn, 1)
+        data._iterator = (
+            None  # ends the worker now; left to the collection of garbage it takes a timeout of 5 s
+        )
         return [x.clone() for x in learn.model.state_dict().values()], data.dataset.n_asked
 
     assert same(run(False), run(True))

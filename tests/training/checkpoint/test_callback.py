@@ -1,15 +1,35 @@
 """Checkpoint writes whole files, keeps what it was asked to keep, and changes nothing about the fit."""
 
+import collections
+import enum
+import errno
 import os
+import pathlib
 import pickle
+import signal
+import threading
 
+import numpy as np
 import pytest
 import torch
 
-from hookcb import Callback, check_callback
-from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb import EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, Event
+from hookcb.training.max_time import MaxTime
+from tests.core.support import FULL, files_limited_to, names
 from tests.support import fit, make_batches
-from tests.training.checkpoint.support import acting, differing, learner, names, outcome, train
+from tests.training.checkpoint.support import (
+    Net,
+    Stop,
+    acting,
+    differing,
+    handler,
+    learner,
+    outcome,
+    raising,
+    seed_all,
+    train,
+    uninterrupted,
+)
 
 FIRST_THREE = ["epoch-0001.pt", "epoch-0002.pt", "epoch-0003.pt"]
 
@@ -101,7 +121,7 @@ def test_a_new_fit_over_an_older_longer_one_keeps_its_own_files(tmp_path):
     train(plain, 5, Checkpoint(tmp_path))
     train(plain, 2, Checkpoint(tmp_path))
     resumed = train(plain, 3, Checkpoint(tmp_path), resume="latest", seed=5)
-    assert differing(outcome(train(plain, 3)), outcome(resumed)) == []
+    assert differing(uninterrupted(plain, 3), outcome(resumed)) == []
 
 
 def test_a_relative_folder_is_that_of_the_fit_when_the_process_goes_elsewhere(tmp_path, monkeypatch):
@@ -216,14 +236,9 @@ def test_a_folder_that_is_a_file_is_refused_before_training(tmp_path):
 # ---- nothing else changes
 
 
-def test_it_keeps_the_contract_of_callbacks(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda file: None)  # takes most of the time
-    check_callback(lambda: Checkpoint(tmp_path / "a", every=2))
-
-
 def test_writing_changes_neither_weights_nor_random_numbers(tmp_path):
     saving = Checkpoint(tmp_path, every=1, monitor="valid_loss")
-    assert differing(outcome(train(learner, 3)), outcome(train(learner, 3, saving))) == []
+    assert differing(uninterrupted(learner, 3), outcome(train(learner, 3, saving))) == []
 
 
 def test_it_can_be_pickled_and_used_again(tmp_path):
@@ -239,3 +254,206 @@ def test_it_can_be_pickled_and_used_again(tmp_path):
         "epoch-0001-batch-000004.pt",
         "epoch-0001.pt",
     ]
+
+
+def trained(tmp_path, *cbs):
+    seed_all(0)
+    learn = learner(lr=0.1)
+    with learn.no_logging():
+        learn.fit(4, cbs=[*cbs, Checkpoint(tmp_path, keep=1, monitor="valid_loss")])
+    return learn
+
+
+@pytest.mark.parametrize("cbs", [[], [EMA(0.8)]], ids=["plain", "average"])
+def test_the_best_file_gives_the_weights_whose_validation_was_best(tmp_path, cbs):
+    best = trained(tmp_path, *cbs).checkpoint.best
+    fresh = learner()
+    fresh.load(tmp_path / "best.pt")
+    fresh.model.calls.copy_(torch.load(tmp_path / "best.pt", weights_only=True)["buffers"]["calls"])
+    if cbs:
+        fresh.model.calls.copy_(
+            torch.load(tmp_path / "best.pt", weights_only=True)["cbs"]["ema"]["averaged"]["calls"]
+        )
+    assert fresh.validate()[0] == pytest.approx(best, rel=1e-6)
+
+
+def test_an_average_that_was_not_validated_is_not_taken(tmp_path):
+    learn = trained(tmp_path, EMA(0.8, validate=False))
+    fresh = learner()
+    fresh.load(learn.checkpoint.files[-1])
+    assert torch.equal(fresh.model.head.weight, learn.model.head.weight)
+
+
+def test_files_are_read_without_running_code(tmp_path):
+    train(plain, 1, Checkpoint(tmp_path, every=1, keep=100))
+    for file in tmp_path.iterdir():
+        assert torch.load(file, weights_only=True)["format"]
+
+
+def test_a_full_disk_leaves_the_last_file_whole_and_no_part_of_the_new_one(tmp_path):
+    limited = files_limited_to(3000)
+    fill = acting("before_epoch", lambda cb: limited.__enter__(), k=1)
+    try:
+        with pytest.raises(OSError, match=FULL) as caught:
+            train(plain, 3, Checkpoint(tmp_path), fill)
+    finally:
+        limited.__exit__(None, None, None)
+    assert names(tmp_path) == ["epoch-0001.pt"]
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(tmp_path / "epoch-0002.pt")
+    assert torch.load(tmp_path / "epoch-0001.pt", weights_only=True)
+    resumed = train(plain, 3, Checkpoint(tmp_path), resume="latest", seed=1)
+    assert differing(uninterrupted(plain, 3), outcome(resumed)) == []
+
+
+def test_a_file_has_its_name_only_when_it_can_be_read(tmp_path):
+    """Someone else looks all the time."""
+    failures, done, looked = [], threading.Event(), []
+
+    def look():
+        while not done.is_set():
+            for file in tmp_path.glob("*.pt"):
+                try:
+                    looked.append(torch.load(file, weights_only=True)["format"])
+                except FileNotFoundError:
+                    pass
+                except Exception as error:
+                    failures.append((file.name, error))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        train(plain, 8, Checkpoint(tmp_path, every=1, keep=2, monitor="valid_loss"))
+    finally:
+        done.set()
+        watcher.join()
+    assert looked
+    assert failures == []
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append("fsync"), fsync(file))[1])
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), replace(a, b))[1])
+    fit(plain(), cbs=Checkpoint(tmp_path))
+    assert calls[:2] == ["fsync", "replace"]
+
+
+@pytest.mark.parametrize("n_signals", [1, 2])
+def test_a_signal_while_a_file_is_written_leaves_only_whole_files(tmp_path, monkeypatch, n_signals):
+    calls, fsync = [], os.fsync
+
+    def interrupted(file):
+        calls.append(file)
+        for _ in range(
+            n_signals * (len(calls) == 3)
+        ):  # in the second file; the first was a file and a folder
+            os.kill(os.getpid(), signal.SIGINT)
+        fsync(file)
+
+    seed_all(0)
+    learn = plain()
+    with handler(signal.SIGINT, signal.default_int_handler), monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fit(learn, 2, cbs=Checkpoint(tmp_path, every=1))
+    assert 1 <= len(list(tmp_path.glob("*.pt"))) <= 2
+    resumed = train(plain, 2, Checkpoint(tmp_path), resume="latest", seed=1)
+    assert differing(uninterrupted(plain, 2), outcome(resumed)) == []
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_leftovers_of_a_kill_are_removed_by_the_next_fit(tmp_path):
+    for left in ("epoch-0001.pt.partial", "epoch-0007-batch-000002.pt.partial", "best.pt.partial"):
+        (tmp_path / left).write_bytes(b"PK")
+    train(plain, 1, Checkpoint(tmp_path))
+    assert names(tmp_path) == ["epoch-0001.pt"]
+
+
+def test_a_crash_writes_nothing_of_the_batch_it_came_in(tmp_path):
+    crash = acting("after_backward", raising(Stop()), k=2)
+    with pytest.raises(Stop):
+        train(plain, 1, Checkpoint(tmp_path, every=1), crash)
+    assert names(tmp_path) == ["epoch-0001-batch-000001.pt", "epoch-0001-batch-000002.pt"]
+
+
+# ---- a fit that is cancelled
+
+
+def test_a_fit_cancelled_between_batches_leaves_a_file_of_that_batch(tmp_path):
+    train(plain, 2, Checkpoint(tmp_path), acting("after_batch", raising(CancelFitException()), k=1))
+    assert names(tmp_path) == ["epoch-0001-batch-000002.pt"]
+
+
+def test_a_fit_out_of_time_leaves_a_file_of_its_batch(tmp_path):
+    train(plain, 2, Checkpoint(tmp_path), MaxTime(1e-9))
+    assert names(tmp_path) == ["epoch-0001-batch-000001.pt"]
+
+
+def test_a_fit_cancelled_after_an_epoch_leaves_that_epoch(tmp_path):
+    train(plain, 3, Checkpoint(tmp_path), acting("after_epoch", raising(CancelFitException()), k=1))
+    assert names(tmp_path) == ["epoch-0001.pt", "epoch-0002.pt"]
+
+
+@pytest.mark.parametrize("event", ["after_loss", "before_step", "after_step"])
+def test_a_fit_cancelled_inside_a_batch_leaves_no_file_of_half_a_batch(tmp_path, event):
+    saving = Checkpoint(tmp_path, every=1, keep=100)
+    train(plain, 2, saving, acting(event, raising(CancelFitException()), k=2))
+    resumed = train(plain, 2, Checkpoint(tmp_path), resume="latest", seed=1)
+    assert differing(uninterrupted(plain, 2), outcome(resumed)) == []
+
+
+def test_cancelled_batches_count_among_every(tmp_path):
+    skip = Callback(name="skip", before_batch=raising(CancelBatchException()))
+    skip.run_valid = False
+    train(plain, 1, Checkpoint(tmp_path, every=2, keep=100), skip)
+    batches = ["epoch-0001-batch-000002.pt", "epoch-0001-batch-000004.pt"]
+    assert names(tmp_path) == [*batches, "epoch-0001.pt"]
+
+
+# ---- state that cannot be read again
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+Colour = enum.IntEnum("Colour", "RED GREEN")
+
+ODD = {
+    "an object": object(),
+    "a NumPy float": np.float64(0.5),
+    "a NumPy int": np.int64(2),
+    "a NumPy text": np.str_("a"),
+    "an array": np.zeros(2),
+    "an int enum": Colour.RED,
+    "a text enum": Event.AFTER_BATCH,
+    "a named tuple": Pair(1, 2),
+    "a set": {1, 2},
+    "a path": pathlib.Path("a"),
+    "a function": raising,
+    "a class": Net,
+    "bytes": b"a",
+    "a defaultdict": collections.defaultdict(list, a=[1]),
+    "a counter": collections.Counter("aab"),
+    "a dict with odd keys": {np.int64(1): 1},
+    "a deque": collections.deque([1]),
+    "a complex number": 1j,
+    "a range": range(3),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_state_that_could_not_be_read_again_is_refused_by_its_place(tmp_path, what):
+    class Odd(Callback):
+        def state_dict(self):
+            return {"plain": 1, "nested": [1, {"deep": ODD[what]}]}
+
+    refused = []
+    try:
+        train(plain, 1, Checkpoint(tmp_path, every=1), Odd())
+    except TypeError as error:
+        refused.append(str(error))
+    if refused:
+        assert all(part in refused[0] for part in ("odd", "nested", "1", "deep"))
+        assert names(tmp_path) == []
+    else:
+        assert torch.load(tmp_path / "epoch-0001.pt", weights_only=True)

@@ -14,21 +14,20 @@ import types
 import pytest
 
 from hookcb import Callback, CancelFitException, Checkpoint
-from hookcb.core.files import save_whole
 from hookcb.training.checkpoint import folder_lock
 from hookcb.training.checkpoint.folder_lock import FolderLock
+from tests.core.support import files_limited_to, in_child, names
 from tests.support import make_batches
 from tests.training.checkpoint.support import (
     acting,
     differing,
     go_on,
     learner,
-    names,
     outcome,
     raising,
     train,
+    uninterrupted,
 )
-from tests.training.checkpoint.test_checkpoint_whole import files_limited_to
 
 LOCK = "in-use.lock"
 
@@ -44,22 +43,6 @@ def refused(folder, match, error=RuntimeError):
         train(plain, 1, Checkpoint(folder), Callback(name="seen", before_batch=lambda cb: seen.append(1)))
     assert seen == []
     return caught.value
-
-
-def in_child(act):
-    """Runs `act` in a forked process; what it wrote into a pipe."""
-    read, write = os.pipe()
-    if not (child := os.fork()):
-        try:
-            said = act()
-        except BaseException as error:
-            said = repr(error)
-        os.write(write, str(said).encode())
-        os._exit(0)
-    os.close(write)
-    os.waitpid(child, 0)
-    with os.fdopen(read) as opened:
-        return opened.read()
 
 
 def killed_while_holding(folder):
@@ -93,7 +76,7 @@ def test_a_folder_that_another_process_writes_into_is_refused_by_its_host_and_nu
 
 
 def test_a_fit_of_another_process_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path):
-    whole, said = outcome(train(plain, 2)), []
+    whole, said = uninterrupted(plain, 2), []
     (tmp_path / "epoch-0007.pt.partial").write_bytes(b"PK")  # of a fit that was killed
     other = acting(
         "after_batch", lambda cb: said.append(in_child(lambda: train(plain, 1, Checkpoint(tmp_path))))
@@ -175,7 +158,7 @@ def test_a_copy_of_a_checkpoint_does_not_free_its_folder(tmp_path):
 
 
 def test_a_folder_of_a_process_that_was_killed_is_taken_over_silently(tmp_path):
-    whole = outcome(train(plain, 3))
+    whole = uninterrupted(plain, 3)
     train(plain, 1, Checkpoint(tmp_path))
     child, in_use = killed_while_holding(tmp_path)
     assert f"process {child} on" in in_use
@@ -215,31 +198,6 @@ def test_unfinished_files_of_any_version_are_removed_by_the_next_fit(tmp_path):
         (tmp_path / name).write_bytes(b"PK")
     train(plain, 1, Checkpoint(tmp_path))
     assert names(tmp_path) == ["epoch-0001.pt", *others]
-
-
-def test_a_file_is_written_under_a_name_of_this_process_while_another_writes_the_same(tmp_path):
-    inside = []
-
-    class Slow:
-        def __reduce__(self):
-            inside.extend(path.name for path in tmp_path.iterdir())
-            if len(inside) == 1:
-                assert in_child(lambda: save_whole([2], tmp_path / "file.pt")).endswith("file.pt")
-                assert names(tmp_path) == ["file.pt", *inside]
-            return (int, ())
-
-    save_whole([Slow()], tmp_path / "file.pt")
-    assert str(os.getpid()) in inside[0]
-    assert names(tmp_path) == ["file.pt"]
-
-
-def test_what_a_killed_process_has_left_of_a_file_is_removed_by_the_next_to_write_it(tmp_path):
-    dead, host = in_child(os.getpid), socket.gethostname()
-    stay = [f"file.pt.{host}-{os.getppid()}-0.partial", f"file.pt.elsewhere-{dead}-0.partial"]
-    for name in (*stay, f"file.pt.{host}-{dead}-0.partial"):
-        (tmp_path / name).write_bytes(b"PK")
-    save_whole([1], tmp_path / "file.pt")
-    assert names(tmp_path) == sorted(["file.pt", *stay])
 
 
 # ---- folders that cannot be written

@@ -1,7 +1,6 @@
 """On Ctrl-C and SIGTERM the batch is finished, a file written, and the fit ends as the signal asks."""
 
 import contextlib
-import json
 import multiprocessing
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from hookcb import EMA, Callback, CancelFitException
 from hookcb.training.checkpoint.callback import Checkpoint
+from tests.core.support import names
 from tests.support import make_batches
 from tests.training.checkpoint.support import (
     Stop,
@@ -25,14 +25,16 @@ from tests.training.checkpoint.support import (
     go_on,
     handler,
     learner,
-    names,
     outcome,
     raising,
     sending,
     shuffled,
     train,
+    uninterrupted,
 )
+from tests.training.checkpoint.terminal_worker import MOMENTS, strike
 
+SPAWNED = "spawned"
 SIGNALS = {"Ctrl-C": (signal.SIGINT, KeyboardInterrupt), "SIGTERM": (signal.SIGTERM, SystemExit)}
 IN_TRAINING = ["before_batch", "after_pred", "after_loss", "before_backward", "after_backward"]
 IN_TRAINING += ["before_step", "after_step", "after_batch"]
@@ -80,7 +82,7 @@ def stopped(folder, which, sender, *cbs, make=plain, n_epoch=2, **options):
 
 def check_goes_on(folder, make=plain, n_epoch=2):
     resumed = go_on(make, n_epoch, Checkpoint(folder), resume="latest")
-    assert differing(outcome(train(make, n_epoch)), outcome(resumed)) == []
+    assert differing(uninterrupted(make, n_epoch), outcome(resumed)) == []
 
 
 @pytest.mark.parametrize("which", SIGNALS)
@@ -257,7 +259,7 @@ def test_a_fit_in_another_thread_works(tmp_path):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert differing(results[0], outcome(train(plain, 2))) == []
+    assert differing(results[0], uninterrupted(plain, 2)) == []
     assert handlers() == before
 
 
@@ -289,92 +291,55 @@ def test_a_process_begun_in_a_fit_can_be_ended_as_usual(tmp_path):
 
 # ---- a terminal sends Ctrl-C to the workers of a loader too
 
-WORKER = """
-import json, os, signal, sys, time
-from pathlib import Path
-folder = Path(sys.argv[1])
-sys.path.insert(0, sys.argv[2])
-import torch
-torch.set_num_threads(1)
-from torch.utils.data import DataLoader, Dataset
-from tests.training.checkpoint.support import acting, dataset, learner, seed_all
-from hookcb.training.checkpoint.callback import Checkpoint
-
-class Slow(Dataset):
-    "Is still asked for the third batch when Ctrl-C comes, or, one of validation, for the second."
-    def __init__(self, at=8):
-        self.at = at
-    def __len__(self):
-        return 18
-    def __getitem__(self, i):
-        if i == self.at:
-            time.sleep(0.5)
-            os.killpg(0, signal.SIGINT)
-            time.sleep(0.5)
-        return dataset()[i]
-
-def all_of_us(cb):
-    os.killpg(0, signal.SIGINT)
-    time.sleep(0.3)
-
-def mortal(worker):
-    "Ctrl-C ends it, as it does one that was spawned."
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-def end(name, data, *cbs, valid=(), **options):
-    seed_all(0)
-    options = {"num_workers": 1} | options
-    valid = {"valid": DataLoader(valid, 4, **options)} if valid else {}
-    learn = learner(DataLoader(data, 4, **options), **valid)
-    try:
-        with learn.no_logging():
-            learn.fit(2, cbs=[Checkpoint(folder / name), *cbs])
-    except BaseException as error:
-        return type(error).__name__
-    return "nothing"
-
-if __name__ == "__main__":
-    dies = {"num_workers": 2, "worker_init_fn": mortal}
-    def strike():
-        return acting("after_pred", all_of_us, k=1)
-    ends = {
-        "batch": end("batch", dataset(), strike()),
-        "wait": end("wait", Slow()),
-        "batch, workers die": end("batch, workers die", dataset(), strike(), **dies),
-        "wait, workers die": end("wait, workers die", Slow(), **dies),
-        "validation, workers die": end("validation, workers die", dataset(8), valid=Slow(4), **dies),
-        "spawned": end("spawned", dataset(), strike(), multiprocessing_context="spawn"),
-    }
-    (folder / "ends.json").write_text(json.dumps(ends))
-"""
-
 
 @pytest.fixture(scope="module")
 def terminal(tmp_path_factory):
-    """What fits came to that got Ctrl-C as a terminal sends it: in a batch, and in the wait for one."""
+    """The folder of fits that got Ctrl-C as a terminal sends it: in a batch, and in the wait for one."""
     folder = tmp_path_factory.mktemp("terminal")
-    (folder / "worker.py").write_text(WORKER)
-    command = [sys.executable, folder / "worker.py", folder, Path(__file__).parents[3]]
-    ended = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=200)
-    assert (folder / "ends.json").exists(), ended.stderr
-    return folder, json.loads((folder / "ends.json").read_text())
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=strike, args=(folder, moment)) for moment in MOMENTS if moment != SPAWNED
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    return folder
 
 
-MOMENTS = ["batch", "wait", "batch, workers die", "wait, workers die", "spawned"]
+@pytest.fixture
+def spawning(tmp_path):
+    """The same of one whose workers are spawned; a spawned process imports all anew."""
+    worker = [sys.executable, "-m", "tests.training.checkpoint.terminal_worker", tmp_path, SPAWNED]
+    subprocess.run(worker, cwd=Path(__file__).parents[3], timeout=200, check=True)
+    return tmp_path
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_to_the_workers_of_a_loader_too_ends_the_fit_with_a_file(terminal, moment):
-    folder, ends = terminal
-    assert ends[moment] == "KeyboardInterrupt"
+def unshuffled(cbs=()):
+    return learner(DataLoader(dataset(), 4), cbs)
+
+
+def check_ended(folder, moment):
+    assert (folder / f"{moment}.txt").read_text() == "KeyboardInterrupt"
     assert names(folder / moment) in (["epoch-0001-batch-000002.pt"], ["epoch-0001-batch-000003.pt"])
-    check_goes_on(folder / moment, make=lambda: learner(DataLoader(dataset(), 4)))
+    check_goes_on(folder / moment, make=unshuffled)
+
+
+@pytest.mark.parametrize("moment", ["batch", "wait", "batch, workers die", "wait, workers die"])
+def test_a_signal_to_the_workers_of_a_loader_too_ends_the_fit_with_a_file(terminal, moment):
+    check_ended(terminal, moment)
+
+
+@pytest.mark.slow
+def test_a_signal_to_spawned_workers_of_a_loader_too_ends_the_fit_with_a_file(spawning):
+    check_ended(spawning, SPAWNED)
 
 
 def test_a_signal_that_ends_the_workers_of_a_validation_loses_nothing_of_the_training(terminal):
-    folder, ends = terminal
-    assert ends["validation, workers die"] == "KeyboardInterrupt"
-    assert names(folder / "validation, workers die") == ["epoch-0001-trained.pt"]
+    moment = "validation, workers die"
+    assert (terminal / f"{moment}.txt").read_text() == "KeyboardInterrupt"
+    assert names(terminal / moment) == ["epoch-0001-trained.pt"]
 
 
 def test_an_error_of_a_loader_without_a_signal_is_the_users(tmp_path):

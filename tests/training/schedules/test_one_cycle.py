@@ -1,25 +1,121 @@
-"""OneCycle and WarmupCosine follow their formulas, for every length of a fit and every optimizer."""
+"""OneCycle follows its formula and torch's own, for every length of a fit and every optimizer."""
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as lrs
 
-from hookcb import Callback, OneCycle, WarmupCosine
-from tests.support import make_model, same, weights
-from tests.training.support import (
-    OPTS,
-    batches_of,
-    quiet,
-    rates,
-    sgd,
-    train_plainly,
-    two_groups,
-)
+from hookcb import Callback, OneCycle
+from tests.support import fit, make_batches, make_learner, make_model, same, weights
+from tests.training.support import OPTS, batches_of, quiet, rates, sgd, train_plainly, two_groups
 
 RAGGED = [4, 4, 2]
+
+
+class Moms(Callback):
+    """Keeps the momentum, or the first beta, of each batch."""
+
+    order = 1000
+
+    def before_fit(self):
+        self.moms = []
+
+    def before_step(self):
+        group = self.opt.param_groups[-1]
+        self.moms.append(group["betas"][0] if "betas" in group else group["momentum"])
+
+
+def by_hand(make, n_epoch, batches, opt_func=SGD):
+    """Torch's own loop: the weights it comes to, and the rate of each batch."""
+    model = make_model()
+    opt = opt_func(model.parameters(), lr=0.1)
+    scheduler, seen = make(opt), []
+    for _ in range(n_epoch):
+        for x, y in batches:
+            seen.append(opt.param_groups[0]["lr"])
+            nn.functional.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            scheduler.step()
+    return weights(model), seen
+
+
+@pytest.mark.parametrize(
+    "opt_func", [Adam, partial(SGD, momentum=0.9), SGD], ids=["adam", "momentum", "plain"]
+)
+def test_one_cycle_is_that_of_torch(opt_func):
+    cycles = opt_func is not SGD
+    make = partial(
+        lrs.OneCycleLR,
+        max_lr=0.3,
+        total_steps=12,
+        pct_start=0.25,
+        div_factor=25.0,
+        final_div_factor=1e5 / 25,
+        cycle_momentum=cycles,
+    )
+    expected, seen = by_hand(make, 4, make_batches(3), opt_func)
+    learn = fit(make_learner(opt_func=opt_func), 4, cbs=OneCycle(0.3))
+    assert learn.recorder.lrs == seen
+    assert same(weights(learn.model), expected)
+    assert (seen[0], seen[-1]) == (pytest.approx(0.3 / 25), pytest.approx(0.3 / 1e5))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 12, 100])
+@pytest.mark.parametrize("opt_func", [Adam, partial(SGD, momentum=0.5)], ids=["adam", "momentum"])
+def test_one_cycle_follows_its_formula(n, opt_func):
+    def cosine(start, end, share):
+        return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+
+    rise = max(0.25 * n - 1, 0.0)
+    learn = make_learner(n_train=n, opt_func=opt_func)
+    fit(learn, cbs=[OneCycle(1.0, div=10, div_final=100, moms=(0.9, 0.8)), Moms()])
+    for i, (lr, mom) in enumerate(zip(learn.recorder.lrs, learn.moms.moms, strict=True)):
+        ends = [(0.1, 1.0), (0.9, 0.8)] if i <= rise else [(1.0, 0.01), (0.8, 0.9)]
+        share = (i / rise if rise else 0.0) if i <= rise else (i - rise) / (n - 1 - rise)
+        assert lr == pytest.approx(cosine(*ends[0], share))
+        assert mom == pytest.approx(cosine(*ends[1], share))
+
+
+def fastai_rates(n, lr_max, div, div_final, pct_start):
+    """Batch i at the point i / n of half a cosine up and half a cosine down, as in `combined_cos`."""
+
+    def between(start, end, pos):
+        return start + (1 + math.cos(math.pi * (1 - pos))) * (end - start) / 2
+
+    def rate(pct):
+        if pct < pct_start:
+            return between(lr_max / div, lr_max, pct / pct_start)
+        return between(lr_max, lr_max / div_final, (pct - pct_start) / (1 - pct_start))
+
+    return [rate(i / n) for i in range(n)]
+
+
+def test_one_cycle_differs_from_that_of_fastai_as_it_says():
+    n, options = 40, {"div": 25.0, "div_final": 1e5, "pct_start": 0.25}
+    ours = fit(make_learner(n_train=n), cbs=OneCycle(1.0, **options)).recorder.lrs
+    theirs = fastai_rates(n, 1.0, **options)
+    assert list(ours).index(max(ours)) == 0.25 * n - 1
+    assert theirs.index(max(theirs)) == 0.25 * n
+    assert ours[0] == pytest.approx(theirs[0])
+    assert ours[-1] == pytest.approx(1e-5)
+    assert theirs[-1] > 1e-3
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 0.2
+
+
+def test_one_cycle_peaks_at_the_rate_of_each_group():
+    model = make_model()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.4}]
+    seen = []
+    see = Callback(before_step=lambda cb: seen.append([g["lr"] for g in cb.opt.param_groups]), name="see")
+    fit(make_learner(n_train=8, model=model, opt_func=SGD(groups, lr=1.0)), cbs=[OneCycle(), see])
+    assert seen[1] == [pytest.approx(0.1), pytest.approx(0.4)]
+    assert all(b == pytest.approx(4 * a) for a, b in seen)
 
 
 @pytest.mark.parametrize("opt_func", OPTS)
@@ -97,24 +193,3 @@ def test_moms_none_leaves_momentum_alone():
     look = Callback(name="look", before_batch=lambda cb: seen.append(cb.opt.param_groups[0]["betas"]))
     learn.fit(2, cbs=[OneCycle(moms=None), look])
     assert set(seen) == {(0.9, 0.999)}
-
-
-@pytest.mark.parametrize(("warmup", "n_warm"), [(0.25, 5), (7, 7), (1, 1), (0.1, 2)])
-def test_warmup_cosine_rises_by_equal_steps_and_falls_as_a_cosine(warmup, n_warm):
-    learn = quiet(batches_of([2] * 5), model=(model := make_model()), opt=two_groups()(model, lr=0.4))
-    watch, seen = rates(learn)
-    learn.fit(4, cbs=[WarmupCosine(warmup, lr_min=0.01), watch])
-    for group, base in enumerate([0.1, 0.4]):
-        got = [rate[group] for rate in seen]
-        assert got[:n_warm] == pytest.approx([base * (i + 1) / n_warm for i in range(n_warm)])
-        rest = range(20 - n_warm)
-        down = [(1 + math.cos(math.pi * i / len(rest))) / 2 for i in rest]
-        assert got[n_warm:] == pytest.approx([0.01 + (base - 0.01) * part for part in down])
-
-
-@pytest.mark.parametrize("warmup", [0, 0.0, 1.0, 0.001])
-def test_warmup_cosine_takes_every_share_and_no_rate_is_zero_before_the_end(warmup):
-    learn = quiet(batches_of([2] * 5))
-    watch, seen = rates(learn)
-    learn.fit(1, cbs=[WarmupCosine(warmup), watch])
-    assert all(0 < a <= 0.1 + 1e-12 for (a,) in seen[:-1])

@@ -1,0 +1,39 @@
+"""What the tests of files share."""
+
+import os
+import resource
+from contextlib import contextmanager
+
+
+@contextmanager
+def files_limited_to(n_bytes):
+    """As on a disk that is full: no file of this process grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+FULL = r"; ([\d,]+) bytes are needed, and ([\d,]+) are free"
+
+
+def in_child(act):
+    """Runs `act` in a forked process; what it wrote into a pipe."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        try:
+            said = act()
+        except BaseException as error:
+            said = repr(error)
+        os.write(write, str(said).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as opened:
+        return opened.read()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())

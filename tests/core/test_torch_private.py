@@ -1,0 +1,811 @@
+"""Private names of torch: what each gives, and that no file but core/torch_private.py uses any."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+
+import hookcb
+from hookcb.core import torch_private
+
+PACKAGE = Path(hookcb.__file__).parent
+HOME = PACKAGE / "core" / "torch_private.py"
+
+
+def node_of_exp():
+    return torch.ones(2, requires_grad=True).exp().grad_fn
+
+
+def during_backward(look):
+    """What `look` gives, called with the node of x * x while its backward runs."""
+    x = torch.ones(2, requires_grad=True)
+    y = x * x
+    found = []
+    y.register_hook(lambda grad: found.append(look(y.grad_fn)))
+    y.sum().backward()
+    return found[0]
+
+
+def noop(*args, **kwargs):
+    return None
+
+
+# ---- no other file
+
+
+def is_private(name):
+    return name.startswith("_") and not name.endswith("__") and name.strip("_") != ""
+
+
+def private_names(path):
+    """Private names in the attributes, imports and texts of a file; one that ends in _ is a prefix."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {part for alias in node.names for part in [*node.module.split("."), alias.name]}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(re.findall(r"^(?:torch\.)?(_\w+)", node.value)) if " " not in node.value else set()
+    return {name for name in found if is_private(name)}
+
+
+def uses(path, names):
+    """`(line, name)` of each private name of torch in a file, and of each of `names` that is not its own."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    prefixes = tuple(name for name in names if name.endswith("_"))
+    of_torch, own, found = set(), set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            of_torch |= {(a.asname or "torch") for a in node.names if a.name.split(".")[0] == "torch"}
+            parts = [(a.name.split("."), node) for a in node.names if a.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "torch":
+            of_torch |= {alias.asname or alias.name for alias in node.names}
+            parts = [([*node.module.split("."), *(alias.name for alias in node.names)], node)]
+        else:
+            parts = []
+        found += [(at.lineno, part) for path_of, at in parts for part in path_of if is_private(part)]
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, ast.ClassDef):
+            own |= {getattr(member, "name", "") for member in node.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            is_torchs = isinstance(root, ast.Name) and root.id in of_torch
+            if is_torchs or ((node.attr in names or node.attr.startswith(prefixes)) and node.attr not in own):
+                found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            named = node.value.removeprefix("torch.")
+            if (
+                named in names
+                or (is_private(named) and named.startswith(prefixes))
+                or "torch._" in node.value
+            ):
+                found.append((node.lineno, node.value))
+    return sorted(set(found))
+
+
+def strays(package, home):
+    """In words, what files of a package but `home` use."""
+    names = private_names(home)
+    return [
+        f"{path.relative_to(package.parent).as_posix()}:{line} uses {name!r}, private to torch; write "
+        "a function for it in hookcb/core/torch_private.py, with a test, and call that"
+        for path in sorted(package.rglob("*.py"))
+        if path != home
+        for line, name in uses(path, names)
+    ]
+
+
+def test_no_other_file_uses_private_names_of_torch():
+    assert strays(PACKAGE, HOME) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import torch\nid = torch._C._current_graph_task_id()", "_C"),
+        ("import torch as t\nt._assert(True)", "_assert"),
+        ("from torch import nn\nBase = nn.modules.batchnorm._BatchNorm", "_BatchNorm"),
+        ("from torch.autograd import Variable\nVariable._execution_engine", "_execution_engine"),
+        ("def f():\n    import torch._dynamo.utils", "_dynamo"),
+        ("def f():\n    from torch._dynamo import utils", "_dynamo"),
+        ("x = 1\nfrom torch.utils.data.dataloader import _BaseDataLoaderIter", "_BaseDataLoaderIter"),
+        ("def f(m):\n    return m._forward_hooks", "_forward_hooks"),
+        ("class A:\n    def f(self):\n        self.m._buffers.clear()", "_buffers"),
+        ("def f(x):\n    return x.grad._version", "_version"),
+        ("def f(node):\n    return node._saved_weight", "_saved_weight"),
+        ("def f(node):\n    return getattr(node, '_saved_weight')", "_saved_weight"),
+        ("def f(m):\n    return getattr(m, '_orig_mod', m)", "_orig_mod"),
+        ("import sys\nis_there = 'torch._dynamo' in sys.modules", "torch._dynamo"),
+    ],
+)
+def test_a_planted_use_is_found(tmp_path, code, name):
+    package = tmp_path / "hookcb"
+    package.mkdir()
+    (package / "fine.py").write_text(
+        "import torch\nclass A:\n    def __init__(self):\n        self._values = torch.__version__\n"
+        "    def of(self, other):\n        return other._values, other._own, '_softmax'\n"
+    )
+    assert strays(package, HOME) == []
+    (package / "planted.py").write_text(code)
+    found = strays(package, HOME)
+    line = next(i for i, text in enumerate(code.splitlines(), 1) if name in text)
+    assert found[0].startswith("hookcb/planted.py:")
+    assert any(
+        stray.startswith(f"hookcb/planted.py:{line} uses {name!r}, private to torch") for stray in found
+    )
+    assert all("write a function for it in hookcb/core/torch_private.py" in stray for stray in found)
+
+
+def test_each_name_has_a_docstring_and_a_test():
+    tree = ast.parse(HOME.read_text(encoding="utf-8"))
+    names, documented = set(), set()
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+            documented |= {node.name} if ast.get_docstring(node) else set()
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            name = (node.targets[0] if isinstance(node, ast.Assign) else node.target).id
+            names |= {name} - {"Hooks", "SavedHooks"}  # types
+            documented |= {name} if isinstance(after, ast.Expr) else set()
+    assert names - documented == set()
+    assert {name for name in names if f"test_{name.lower()}" not in globals()} == set()
+
+
+# ---- classes
+
+
+def test_dispatchmode():
+    seen = []
+
+    class Mode(torch_private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2) + 1
+    assert torch.ops.aten.add.Tensor in seen
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize("data", [list(range(4)), Numbers()])
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_dataloaderiter(data, n_workers):
+    found = iter(DataLoader(data, num_workers=n_workers))
+    assert isinstance(found, torch_private.DataLoaderIter)
+    assert type(found).__next__ is torch_private.DataLoaderIter.__next__  # which hookcb replaces for a while
+
+
+def test_batchnorm():
+    norms = nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()
+    assert all(isinstance(m, torch_private.BatchNorm) for m in norms)
+    assert not isinstance(nn.LayerNorm(2), torch_private.BatchNorm)
+
+
+def test_dropout():
+    kinds = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+    assert all(isinstance(kind(0.3), torch_private.Dropout) and kind(0.3).p == 0.3 for kind in kinds)
+
+
+def test_convolution():
+    kinds = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+    assert all(isinstance(kind(1, 1, 1), torch_private.Convolution) for kind in kinds)
+    assert not isinstance(nn.Linear(1, 1), torch_private.Convolution)
+
+
+# ---- modules
+
+
+def test_parameters_of():
+    m = nn.Linear(2, 3, bias=False)
+    assert torch_private.parameters_of(m) == {"weight": m.weight, "bias": None}
+    assert torch_private.parameters_of(nn.Sequential(m)) == {}
+
+
+def test_buffers_of():
+    m = nn.BatchNorm1d(2)
+    assert list(torch_private.buffers_of(m)) == ["running_mean", "running_var", "num_batches_tracked"]
+    other = torch_private.buffers_of(m)["running_mean"] = torch.ones(2)
+    assert m.running_mean is other
+
+
+def test_unsaved_buffer_names():
+    m = nn.BatchNorm1d(2)
+    m.register_buffer("scratch", torch.ones(2), persistent=False)
+    assert torch_private.unsaved_buffer_names(m) == {"scratch"}
+    assert "scratch" not in m.state_dict()
+    torch_private.unsaved_buffer_names(m).clear()
+    assert "scratch" in m.state_dict()
+
+
+def test_put_back_buffers():
+    m = nn.BatchNorm1d(2)
+    buffers, unsaved = dict(torch_private.buffers_of(m)), set(torch_private.unsaved_buffer_names(m))
+    del m.running_var
+    m.register_buffer("scratch", torch.ones(2), persistent=False)
+    torch_private.put_back_buffers(m, buffers, unsaved)
+    assert dict(m.named_buffers()) == buffers
+    assert not hasattr(m, "scratch")
+    assert torch_private.unsaved_buffer_names(m) == set()
+
+
+def test_forward_hooks():
+    m = nn.Linear(1, 1)
+
+    def before(*args):
+        return None
+
+    m.register_forward_hook(noop)
+    m.register_forward_pre_hook(before)
+    assert [list(hooks.values()) for hooks in torch_private.forward_hooks(m)] == [[noop], [before]]
+
+
+def test_backward_hooks():
+    m = nn.Linear(1, 1)
+
+    def before(*args):
+        return None
+
+    m.register_full_backward_hook(noop)
+    m.register_full_backward_pre_hook(before)
+    assert [list(hooks.values()) for hooks in torch_private.backward_hooks(m)] == [[noop], [before]]
+
+
+def test_hook_kinds():
+    m, p = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
+    for register in (
+        m.register_forward_hook,
+        m.register_forward_pre_hook,
+        m.register_full_backward_hook,
+        m.register_full_backward_pre_hook,
+        m.register_state_dict_post_hook,
+        m.register_state_dict_pre_hook,
+        m.register_load_state_dict_pre_hook,
+        m.register_load_state_dict_post_hook,
+        p.register_hook,
+        p.register_post_accumulate_grad_hook,
+    ):
+        register(noop)
+    of_module = {kind for kind in torch_private.HOOK_KINDS if len(getattr(m, kind, None) or ())}
+    of_tensor = {kind for kind in torch_private.HOOK_KINDS if len(getattr(p, kind, None) or ())}
+    assert of_tensor == {"_backward_hooks", "_post_accumulate_grad_hooks"}
+    assert of_module | of_tensor == set(torch_private.HOOK_KINDS)
+
+
+def test_plain_call():
+    m, seen = nn.Linear(1, 1), []
+    m.register_forward_hook(lambda *args: seen.append(1))
+    torch_private.set_compiled_call(m, noop)
+    assert torch_private.plain_call(m)(torch.ones(1)).shape == (1,)
+    assert seen == [1]
+
+
+def test_call_name():
+    names = []
+
+    class Looking(nn.Module):
+        def forward(self):
+            frame = sys._getframe(1)
+            while frame is not None:
+                names.extend([frame.f_code.co_name] if frame.f_locals.get("self") is self else [])
+                frame = frame.f_back
+
+    Looking()()
+    assert names.count(torch_private.CALL_NAME) == 1
+
+
+# ---- torch.compile
+
+
+def test_compiled_call():
+    m = nn.Linear(1, 1)
+    assert torch_private.compiled_call(m) is None
+    m.compile(backend="eager")
+    assert callable(torch_private.compiled_call(m))
+
+
+def test_set_compiled_call():
+    m = nn.Linear(1, 1)
+    torch_private.set_compiled_call(m, lambda *args, **kwargs: (args, kwargs))
+    assert m(1, b=2) == ((1,), {"b": 2})
+
+
+def test_undo_compile():
+    m = nn.Linear(1, 1)
+    m.compile(backend="eager")
+    torch_private.undo_compile(m)
+    torch_private.undo_compile(m)
+    assert torch_private.compiled_call(m) is None
+    assert m(torch.ones(1)).shape == (1,)
+
+
+def test_compiled_name():
+    compiled = torch.compile(nn.Sequential(nn.Linear(1, 1)), backend="eager")
+    assert next(iter(compiled.state_dict())) == f"{torch_private.COMPILED_NAME}.0.weight"
+
+
+def test_is_compile_wrapper():
+    m = nn.Linear(1, 1)
+    assert torch_private.is_compile_wrapper(torch.compile(m, backend="eager"))
+    m.compile(backend="eager")
+    assert not torch_private.is_compile_wrapper(m)
+
+
+def test_without_compile_wrapper():
+    m = nn.Linear(1, 1)
+    assert torch_private.without_compile_wrapper(torch.compile(m, backend="eager")) is m
+    assert torch_private.without_compile_wrapper(m) is m
+
+
+def test_is_dynamo_imported(fresh_dynamo, monkeypatch):
+    assert torch_private.is_dynamo_imported()  # by the fixture
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert not torch_private.is_dynamo_imported()
+
+
+def test_compile_counts(fresh_dynamo, monkeypatch):
+    counts = torch_private.compile_counts("frames")
+    before, n = counts["total"], torch_private.compile_counts("stats")["unique_graphs"]
+    f = torch.compile(lambda x: x + 1, backend="eager")
+    f(torch.ones(2))
+    f(torch.ones(2))
+    assert counts["total"] == before + 1
+    assert torch_private.compile_counts("stats")["unique_graphs"] == n + 1
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils")
+    assert torch_private.compile_counts("frames") == {}
+
+
+# ---- tensors and storages
+
+
+def test_version_of():
+    x = torch.ones(2)
+    n = torch_private.version_of(x)
+    x.add_(1)
+    assert torch_private.version_of(x) == torch_private.version_of(x[:1]) == n + 1
+    x.data.add_(1)
+    assert torch_private.version_of(x) == n + 1
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    with pytest.raises(RuntimeError):
+        torch_private.version_of(inference)
+
+
+def test_is_view():
+    x = torch.ones(2, requires_grad=True) * 2
+    assert torch_private.is_view(x[:1])
+    assert not torch_private.is_view(x)
+    assert not torch_private.is_view(x[:1].detach().clone())
+
+
+def test_tensor_hooks():
+    x = torch.ones(2, requires_grad=True)
+    assert torch_private.tensor_hooks(x) == {}
+    handle = x.register_hook(noop)
+    assert list(torch_private.tensor_hooks(x).values()) == [noop]
+    handle.remove()
+    assert not torch_private.tensor_hooks(x)
+
+
+def two_of_one():
+    """A sparse tensor that is not coalesced: 3 at (0, 1) in two parts."""
+    return torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 2), check_invariants=True)
+
+
+def test_coo_indices():
+    assert torch_private.coo_indices(two_of_one()).tolist() == [[0, 0], [1, 1]]
+
+
+def test_coo_values():
+    assert torch_private.coo_values(two_of_one()).tolist() == [1.0, 2.0]
+
+
+def test_storage_id():
+    x, y = torch.ones(4), torch.ones(4)
+    ids = [torch_private.storage_id(z.untyped_storage()) for z in (x, x[2:], x.detach(), y)]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    empty = [torch.empty(0), torch.empty(0)]  # whose data is nowhere
+    assert len({torch_private.storage_id(z.untyped_storage()) for z in empty}) == 2
+
+
+def test_flattened():
+    xs = [torch.rand(2, 3), torch.rand(()), torch.rand(3, 2).T, torch.rand(0)]
+    assert torch.equal(torch_private.flattened(xs), torch.cat([x.reshape(-1) for x in xs]))
+    one = torch.ones(2, 2)
+    assert torch_private.flattened([one]).data_ptr() == one.data_ptr()
+
+
+def test_norms_of():
+    xs = [torch.rand(2, 3), torch.rand(5), torch.tensor(-2.0)]
+    found = torch_private.norms_of(xs)
+    assert isinstance(found, list)
+    torch.testing.assert_close(found, [(x.double() ** 2).sum().sqrt().float() for x in xs])
+
+
+def test_operator_schema():
+    schema = torch_private.operator_schema(torch.ops.aten.add_.Tensor)
+    assert (schema.name, schema.is_mutable) == ("aten::add_", True)
+    assert not torch_private.operator_schema(torch.ops.aten.add.Tensor).is_mutable
+
+
+def operators(function, *args, **kwargs):
+    """The operators that a function runs, as modes see them."""
+    seen = set()
+
+    class Mode(torch_private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        function(*args, **kwargs)
+    return seen
+
+
+def test_cudnn_rnn():
+    packet = torch_private.cudnn_rnn()
+    args = [arg.name for arg in torch_private.operator_schema(packet.default).arguments]
+    assert args[:2] == ["input", "weight"]  # by which its cost is counted
+    if torch.cuda.is_available():
+        assert packet in operators(nn.LSTM(2, 2, device="cuda"), torch.rand(3, 2, 2, device="cuda"))
+
+
+def test_cpu_attention():
+    q = torch.rand(1, 2, 8, 16)
+    assert torch_private.cpu_attention() in operators(F.scaled_dot_product_attention, q, q, q)
+
+
+# ---- graphs and backwards
+
+
+def test_in_backward():
+    assert not torch_private.in_backward()
+    assert during_backward(lambda node: torch_private.in_backward())
+    assert not torch_private.in_backward()
+
+
+def test_running_node():
+    assert torch_private.running_node() is None
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    class Looking(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch_private.running_node())
+            return grad
+
+    y = Looking.apply(x)
+    y.sum().backward()
+    assert seen == [y.grad_fn]
+
+
+def test_will_run():
+    a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+    y, other = a.exp(), b.exp()
+    seen = []
+    z = y * 1
+    z.register_hook(lambda grad: seen.extend(map(torch_private.will_run, (y.grad_fn, other.grad_fn))))
+    z.sum().backward()
+    assert seen == [True, False]
+    with pytest.raises(RuntimeError):
+        torch_private.will_run(y.grad_fn)
+
+
+def test_after_backward():
+    order, x = [], torch.ones(2, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda x: order.append("gradient"))
+    y = x * 2
+    y.register_hook(lambda grad: torch_private.after_backward(lambda: order.append("end")))
+    y.sum().backward()
+    assert order == ["gradient", "end"]
+    with pytest.raises(RuntimeError):
+        torch_private.after_backward(noop)
+
+
+def test_sequence_nr():
+    x = torch.ones(2, requires_grad=True)
+    numbers = [torch_private.sequence_nr(y.grad_fn) for y in (x.exp(), x.exp(), x.exp())]
+    assert numbers == sorted(set(numbers))
+
+
+def test_input_shape():
+    x = torch.ones(2, 3, requires_grad=True)
+    assert torch_private.input_shape((x * 2).grad_fn) == (2, 3)
+    assert torch_private.input_shape(x.sum().grad_fn) == ()
+
+
+def test_saved():
+    x, y = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
+    loss = F.mse_loss(x, y, reduction="sum")
+    assert torch_private.saved(loss.grad_fn, "reduction") == 2
+    assert torch_private.saved(x.exp().grad_fn, "reduction", 7) == 7
+    assert torch_private.saved(x.exp().grad_fn, "reduction") is None
+    product = x * y
+    assert torch_private.saved(product.grad_fn, "other") is y
+    assert torch_private.saved(product.grad_fn, "self") is None  # y needs no gradient
+    weighted = F.nll_loss(x[None].log_softmax(-1), torch.tensor([1]), y)
+    assert torch_private.saved(weighted.grad_fn, "weight") is y
+    logits = F.binary_cross_entropy_with_logits(x, torch.zeros(2), pos_weight=y)
+    assert torch_private.saved(logits.grad_fn, "pos_weight") is y
+    product.sum().backward()
+    with pytest.raises(RuntimeError):
+        torch_private.saved(product.grad_fn, "other")
+
+
+def test_raw_saved():
+    class Keeping(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, x + 1)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    x, packed = torch.ones(2, requires_grad=True), []
+    for node, n in [(x.exp().grad_fn, 1), (Keeping.apply(x).grad_fn, 2), ((x + 1).grad_fn, 0)]:
+        found = torch_private.raw_saved(node)
+        assert len(found) == n
+        for saved in found:
+            saved.register_hooks(lambda y: (packed.append(y.tolist()), y)[1], lambda y: y)
+    assert packed[1:] == [[1.0, 1.0], [2.0, 2.0]]
+    y = Keeping.apply(x)
+    y.sum().backward()
+    assert torch_private.raw_saved(y.grad_fn) == []
+
+
+# ---- hooks on saved tensors
+
+
+def test_saved_hooks_enabled():
+    assert torch_private.saved_hooks_enabled()
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        assert not torch_private.saved_hooks_enabled()
+
+
+def test_push_saved_hooks():
+    packed = []
+    torch_private.push_saved_hooks(
+        lambda x: packed.append(x) or 5, lambda five: torch.full((2,), float(five))
+    )
+    try:
+        x = torch.ones(2, requires_grad=True)
+        y = x.exp()
+    finally:
+        torch_private.pop_saved_hooks()
+    assert len(packed) == 1
+    y.sum().backward()
+    assert x.grad.tolist() == [5.0, 5.0]
+
+
+def test_pop_saved_hooks():
+    packed = []
+    torch_private.push_saved_hooks(lambda x: packed.append("first") or x, lambda x: x)
+    torch_private.push_saved_hooks(lambda x: packed.append("last") or x, lambda x: x)
+    node_of_exp()
+    torch_private.pop_saved_hooks()
+    node_of_exp()
+    torch_private.pop_saved_hooks()
+    node_of_exp()
+    assert packed == ["last", "first"]
+
+
+def version_of_torch():
+    return tuple(int(x) for x in torch.__version__.split(".")[:2])
+
+
+def test_knows_top():
+    assert (version_of_torch() >= (2, 8)) == torch_private.KNOWS_TOP
+
+
+def test_top_saved_hooks(monkeypatch):
+    assert torch_private.top_saved_hooks() is None
+    pair = (lambda x: x, lambda x: x)
+    with saved_tensors_hooks(*pair):
+        assert torch_private.top_saved_hooks() == (pair if torch_private.KNOWS_TOP else None)
+        monkeypatch.setattr(torch_private, "KNOWS_TOP", False)
+        assert torch_private.top_saved_hooks() is None
+
+
+def test_disable_saved_hooks():
+    torch_private.disable_saved_hooks("these are not allowed here")
+    try:
+        with pytest.raises(RuntimeError, match="these are not allowed here"):
+            save_on_cpu().__enter__()
+    finally:
+        torch_private.enable_saved_hooks()
+
+
+def test_enable_saved_hooks():
+    torch_private.disable_saved_hooks("no")
+    torch_private.enable_saved_hooks()
+    with save_on_cpu():
+        assert torch_private.saved_hooks_enabled()
+
+
+def test_replace_saved_hooks_switch():
+    calls = []
+
+    def disable(*args):
+        calls.append("disable")
+        torch_private.disable_saved_hooks(*args)
+
+    def enable():
+        calls.append("enable")
+        torch_private.enable_saved_hooks()
+
+    torch_private.replace_saved_hooks_switch(disable, enable)
+    try:
+        torch.func.grad(lambda x: (x * x).sum())(torch.ones(2))
+    finally:
+        torch_private.replace_saved_hooks_switch(
+            torch_private.disable_saved_hooks, torch_private.enable_saved_hooks
+        )
+    assert calls == ["disable", "enable"]
+    torch.func.grad(lambda x: (x * x).sum())(torch.ones(2))
+    assert len(calls) == 2
+
+
+@pytest.mark.skipif(not torch_private.KNOWS_TOP, reason="this torch does not tell which hooks are on")
+def test_checkpoint_hooks():
+    names = []
+
+    def forward(x):
+        top = torch_private.top_saved_hooks()
+        names.append("" if top is None else top[0].__qualname__.partition(".")[0])
+        return x.exp()
+
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert names == [torch_private.CHECKPOINT_HOOKS]
+
+
+# ---- transforms and traces
+
+
+def test_in_transform():
+    seen = []
+    torch.func.vmap(lambda x: (seen.append(torch_private.in_transform()), x)[1])(torch.ones(2))
+    assert [*seen, torch_private.in_transform()] == [True, False]
+
+
+def test_is_transform_tensor():
+    seen = []
+    torch.func.grad(lambda x: (seen.append(torch_private.is_transform_tensor(x)), x)[1])(torch.tensor(1.0))
+    assert [*seen, torch_private.is_transform_tensor(torch.ones(1))] == [True, False]
+
+
+def test_without_transform():
+    x, seen = torch.arange(3.0), []
+    torch.func.vmap(lambda row: (seen.append(torch_private.without_transform(row)), row)[1])(x)
+    assert torch.equal(seen[0], x)
+    assert not torch_private.is_transform_tensor(seen[0])
+
+
+def test_transforms_left():
+    seen = []
+
+    def f(x):
+        with torch_private.transforms_left():
+            seen.append(torch_private.in_transform())
+        seen.append(torch_private.in_transform())
+        return x
+
+    torch.func.grad(f)(torch.tensor(1.0))
+    assert seen == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which goes
+def test_is_jit_tracing():
+    seen = []
+
+    def f(x):
+        seen.append(torch_private.is_jit_tracing())
+        return x + 1
+
+    torch.jit.trace(f, torch.ones(1), check_trace=False)
+    assert [*seen, torch_private.is_jit_tracing()] == [True, False]
+
+
+# ---- profilers, optimizers and scalers
+
+
+def test_is_profiling():
+    assert not torch_private.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_private.is_profiling()
+    assert not torch_private.is_profiling()
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="of CUDA's allocator")
+
+
+@pytest.fixture
+def history():
+    torch_private.start_memory_history(100)
+    yield
+    torch_private.stop_memory_history()
+
+
+@needs_cuda
+def test_start_memory_history(history):
+    torch.empty(1000, device="cuda")
+    traces = torch_private.memory_history()["device_traces"]
+    frames = [frame for trace in traces for event in trace for frame in event["frames"]]
+    assert any(frame["filename"] == __file__ for frame in frames)
+
+
+@needs_cuda
+def test_stop_memory_history(history):
+    torch_private.stop_memory_history()
+    assert not torch_private.is_memory_history_on()
+
+
+@needs_cuda
+def test_memory_history(history):
+    kept = torch.empty(1000, device="cuda")
+    found = torch_private.memory_history()
+    assert {"segments", "device_traces"} <= set(found)
+    assert sum(segment["allocated_size"] for segment in found["segments"]) >= kept.nbytes
+
+
+def test_is_memory_history_on(request):
+    assert not torch_private.is_memory_history_on()
+    if torch.cuda.is_available():
+        request.getfixturevalue("history")
+        assert torch_private.is_memory_history_on()
+
+
+def test_opt_called():
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(opt, 1)
+    assert torch_private.OPT_CALLED not in vars(opt)
+    opt.step()
+    assert vars(opt)[torch_private.OPT_CALLED] is True
+
+
+def test_mark_stepped():
+    def step(mark):
+        opt = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
+        if mark:
+            torch_private.mark_stepped(opt)
+        scheduler.step()
+
+    step(mark=True)
+    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
+        step(mark=False)
+
+
+def test_scaler_stage():
+    p = nn.Parameter(torch.ones(1))
+    opt, scaler = torch.optim.SGD([p], lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    stages = [torch_private.scaler_stage(scaler, opt)]
+    scaler.unscale_(opt)
+    stages.append(torch_private.scaler_stage(scaler, opt))
+    scaler.step(opt)
+    stages.append(torch_private.scaler_stage(scaler, opt))
+    assert [stage.name for stage in stages] == ["READY", "UNSCALED", "STEPPED"]

@@ -1,0 +1,106 @@
+"""Weights of zeros that stay so, and weights that are put back after each step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Callback, Diagnose, Learner
+from hookcb.diagnosis.checks.parameters import put_back, zero_layer
+from hookcb.diagnosis.evidence import Evidence, Param, Series
+from hookcb.diagnosis.registry import RuledOut, Unable
+from tests.support import fit
+
+
+def series(values):
+    return Series.of(range(len(values)), values)
+
+
+def weight(name, **stats):
+    stats = {stat: series(values) for stat, values in stats.items()}
+    return Param(f"{name}.weight", name, "Linear", "Linear 8→8", 0, (8, 8), stats=stats)
+
+
+def evidence(*params, n_steps=40):
+    return Evidence(params={p.name: p for p in params}, n_steps=n_steps)
+
+
+def trained(model, cbs=()):
+    g = torch.Generator().manual_seed(0)
+    batches = [(x := torch.randn(16, 4, generator=g), x.sum(1, keepdim=True)) for _ in range(30)]
+    learn = Learner(batches, model, F.mse_loss, torch.optim.SGD, lr=0.05)
+    return fit(learn, 1, cbs=[Diagnose(show=False), *cbs]).diagnose()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+# ---- init.zero
+
+
+ZERO, SOME = [0.0] * 6, [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("body", "is_found"),
+    [
+        ({"weight_norm": ZERO, "norm": ZERO}, True),
+        ({"weight_norm": ZERO, "norm": [0.0, 0.0, 1e-9, 0.0, 0.0, 0.0]}, False),  # a gate that opens later
+        ({"weight_norm": SOME, "norm": ZERO}, False),
+    ],
+)
+def test_a_layer_of_zeros_without_a_gradient_is_found(body, is_found):
+    head = weight("head", weight_norm=SOME, norm=SOME)
+    (found,) = zero_layer(evidence(weight("body", **body), head))
+    if is_found:
+        assert (found.code, found.layer, found.severity) == ("init.zero", "body", "error")
+    else:
+        assert isinstance(found, RuledOut)
+
+
+def test_the_last_weight_may_be_zero_and_few_steps_tell_nothing():
+    body, head = weight("body", weight_norm=SOME, norm=SOME), weight("head", weight_norm=ZERO, norm=ZERO)
+    (found,) = zero_layer(evidence(body, head))
+    assert isinstance(found, RuledOut)
+    (found,) = zero_layer(evidence(weight("body", weight_norm=ZERO[:4], norm=ZERO[:4]), head))
+    assert isinstance(found, RuledOut)  # as the other was looked at often enough
+    (found,) = zero_layer(evidence(weight("body", weight_norm=ZERO[:4], norm=ZERO[:4])))
+    assert isinstance(found, Unable)
+
+
+# ---- param.restored
+
+
+@pytest.mark.parametrize(
+    ("ratios", "has_moved", "n_steps", "kind"),
+    [
+        ([1e-3] * 6, True, 40, RuledOut),
+        ([1e-3] * 6, False, 19, Unable),
+        ([1e-9] * 6, False, 40, Unable),
+        ([1e-3] * 4, False, 40, Unable),
+    ],
+)
+def test_what_has_moved_or_was_hardly_looked_at_is_not_found(ratios, has_moved, n_steps, kind):
+    param = weight("body", update_ratio=ratios)
+    param.has_moved = has_moved
+    (found,) = put_back(evidence(param, n_steps=n_steps))
+    assert isinstance(found, kind)
+
+
+def test_weights_that_are_put_back_after_each_step_are_found():
+    kept = {}
+
+    def keep(cb):
+        kept["weight"] = cb.model[2].weight.detach().clone()
+
+    def put(cb):
+        with torch.no_grad():
+            cb.model[2].weight.copy_(kept["weight"])
+
+    verdict = trained(net(), [Callback(name="putter", before_fit=keep, after_batch=put)])
+    (found,) = [f for f in verdict.findings if f.code == "param.restored"]
+    assert (found.layer, found.param) == ("2", "2.weight")
+    assert "to the bit" in found.message
+    assert "param.restored" not in [f.code for f in trained(net()).findings]

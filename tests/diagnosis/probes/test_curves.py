@@ -1,0 +1,49 @@
+"""Curves stay short however long a training is, and memory in use is read without what is shared."""
+
+import mmap
+
+import torch
+
+from hookcb.diagnosis.probes import curves
+from hookcb.diagnosis.probes.curves import MOST, Curve, ResidentMemory
+
+
+def test_a_curve_has_numbers_and_tensors_in_order():
+    curve = Curve()
+    for step, value in enumerate([1.0, torch.tensor(2.0), 3.0, torch.tensor([4.0], dtype=torch.float64)]):
+        curve.add(step, value)
+    series = curve.series()
+    assert (series.steps, series.values) == ([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
+    curve.add(9, 5.0)  # reading it has ended nothing
+    assert curve.series().values == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_of_a_long_curve_numbers_stay_that_are_spread_evenly():
+    curve = Curve()
+    for step in range(5 * MOST):
+        curve.add(step, float(step))
+    series = curve.series()
+    assert series.steps == [int(value) for value in series.values]
+    assert MOST // 2 <= len(series.steps) <= MOST
+    gaps = {b - a for a, b in zip(series.steps, series.steps[1:], strict=False)}
+    assert gaps == {8}
+
+
+def test_memory_in_use_is_that_of_the_process_without_what_it_shares(tmp_path, monkeypatch):
+    statm = tmp_path / "statm"
+    statm.write_text("900 70 30 1 0 5 0")
+    monkeypatch.setattr(curves, "STATM", statm)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    memory = ResidentMemory()
+    assert memory.read() == 40 * mmap.PAGESIZE
+    statm.write_text("900 90 30 1 0 5 0")
+    assert memory.read() == 60 * mmap.PAGESIZE
+    memory.close()
+
+
+def test_where_the_system_does_not_tell_memory_is_not_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(curves, "STATM", tmp_path / "none")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    memory = ResidentMemory()
+    assert memory.read() is None
+    memory.close()

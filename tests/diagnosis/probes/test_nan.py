@@ -1,0 +1,69 @@
+"""The first number that is not finite is looked for in the batch that it was seen in."""
+
+import pytest
+import torch
+from torch import nn
+
+from hookcb import Callback, Diagnose, Learner, watch
+from tests.support import fit
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+
+def data(n=4):
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=g), torch.randn(8, 1, generator=g)) for _ in range(n)]
+
+
+def found(model, batches=None, cbs=()):
+    learn = Learner(batches or data(), model, nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
+    with pytest.warns(UserWarning, match="NaN or infinite|is nan"):  # at once, while the fit runs
+        verdict = fit(learn, 1, cbs=[Diagnose(show=False), *cbs]).diagnose()
+    return next((f for f in verdict.findings if f.code in ("nonfinite.first", "input.nonfinite")), None)
+
+
+def net(*middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), *middle, nn.Linear(4, 1))
+
+
+def test_the_layer_that_makes_it_is_named_with_its_operation():
+    finding = found(net(Log()))
+    assert (finding.code, finding.layer, finding.step) == ("nonfinite.first", "1", 0)
+    assert "forward of 1 (Log) by log" in finding.message
+
+
+def test_an_input_that_is_not_finite_is_told_as_that():
+    batches = data()
+    batches[2][0][3, 1] = torch.nan
+    finding = found(net(), batches)
+    assert (finding.code, finding.step) == ("input.nonfinite", 2)
+
+
+def test_weights_that_are_not_finite_already_are_named_by_the_last_of_them():
+    def spoil(cb):
+        if cb.training and cb.iter == 1:
+            with torch.no_grad():
+                cb.model[1].weight.fill_(torch.inf)
+
+    finding = found(net(), cbs=[Callback(name="spoil", before_batch=spoil)])
+    assert (finding.code, finding.layer, finding.step, finding.value) == ("nonfinite.first", "1", 1, 1.0)
+    assert "weights of 1 layers are NaN or infinite" in finding.message
+
+
+@pytest.mark.filterwarnings("ignore:ERROR  nonfinite.first:UserWarning")
+@pytest.mark.parametrize("mode", [True, False])
+def test_in_a_loop_that_is_watched_modes_are_as_before(mode):
+    model = net(Log(), nn.Dropout(0.1))
+    model[2].train(mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, optimizer, Diagnose(show=False)) as w:
+        for x, y in data():
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [m.training for m in model] == [True, True, mode, True]
+    assert w.diagnose().primary.layer == "1"

@@ -1,0 +1,52 @@
+"""The suite of probes: what it looked at is in the evidence, and what fails in it harms no training."""
+
+import pytest
+
+from hookcb import Diagnose
+from hookcb.diagnosis.probes.suite import Probes, detached_loss, raised
+from tests.support import fit, make_learner
+
+
+def evidence_of(n_epoch=2):
+    watcher = Diagnose(show=False)
+    fit(make_learner(4), n_epoch, cbs=watcher)
+    return watcher.evidence()
+
+
+def test_what_there_was_to_look_at_is_told():
+    evidence = evidence_of()
+    assert evidence.observed >= {"inputs", "labels", "loss", "backward", "steps", "batches"}
+    assert evidence.sources >= {"batches", "batch", "steps", "time", "loss", "model"}
+    assert "attention" not in evidence.observed
+    assert "replicas at the end of an epoch" not in evidence.observed
+    assert evidence.sightings == []
+    assert len(evidence.loss) == evidence.n_batches == evidence.n_steps == 8
+
+
+@pytest.mark.parametrize("part", ["begin_batch", "see_loss", "see_gradients", "begin_step", "end_batch"])
+def test_a_part_that_fails_is_a_note_and_the_training_goes_on(part, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("a probe is broken")
+
+    plain = fit(make_learner(4), 2)
+    monkeypatch.setattr(Probes, part, fail)
+    learn = fit(make_learner(4), 2, cbs=Diagnose(show=False))
+    assert learn.recorder.losses == plain.recorder.losses
+    notes = [line for line in learn.diagnose().coverage if "a probe is broken" in line]
+    assert len(notes) == 1  # however often it failed
+
+
+def test_a_loss_without_a_graph_says_what_to_do():
+    sighting = detached_loss(3)
+    assert (sighting.code, sighting.step) == ("loss.detached", 3)
+    assert sighting.causes
+    assert sighting.next_steps
+
+
+def test_what_is_being_handled_is_told():
+    assert raised() is None
+    try:
+        raise ValueError
+    except ValueError:
+        found = raised()
+    assert isinstance(found, ValueError)

@@ -1,0 +1,19 @@
+"""Runs a script in a process that `tests.support.start` has begun; imports nothing of ours before that."""
+
+import os
+import runpy
+import sys
+
+
+def run(argv, log):
+    """Does what `python *argv` does; what it says goes to the file `log`."""
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    how, *sys.argv = argv if argv[0] in ("-c", "-m") else ("", *argv)
+    if how == "-c":
+        exec(compile(sys.argv[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif how == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

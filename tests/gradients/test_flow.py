@@ -1,0 +1,56 @@
+"""Gradients of each layer after one backward, or of one record of a fit."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hookcb import (
+    GradientHealth,
+)
+from hookcb.gradients.flow import check_gradients, gradient_flow
+from tests.gradients.support import (
+    at,
+    close,
+    learner,
+    seeded,
+    wide,
+)
+from tests.support import Net, make_batches, make_model
+
+
+@pytest.mark.parametrize("of_fit", [True, False])
+def test_flow_is_mean_and_largest_magnitude_of_each_layer_in_order(of_fit):
+    model, data, grads = seeded(Net), make_batches(3), []
+    note = at("before_step", lambda cb: grads.append({n: wide(p.grad) for n, p in model.named_parameters()}))
+    health = GradientHealth()
+    learner(model, data, health, note, lr=0.01)
+    if of_fit:
+        flows = [(health.flow(record=k), grads[k]) for k in range(3)] + [
+            (health.flow(), grads[2]),
+            (health.flow(-1), grads[2]),
+        ]
+    else:
+        F.mse_loss(model(data[0][0]), data[0][1]).backward()
+        flows = [(gradient_flow(model), {n: wide(p.grad) for n, p in model.named_parameters()})]
+    for flow, true in flows:
+        layers = {x.layer: x for x in flow}
+        assert [x for x in layers if x not in ("", "scale")] == ["stem", "blocks.0.0", "blocks.1.0", "head"]
+        for layer in ("stem", "blocks.0.0", "blocks.1.0", "head"):
+            values = torch.cat([true[f"{layer}.weight"].flatten(), true[f"{layer}.bias"]]).abs()
+            assert close(layers[layer].mean, values.mean().item())
+            assert close(layers[layer].max, values.max().item())
+    with pytest.raises(IndexError):
+        health.flow(record=99)
+
+
+def test_flow_needs_a_backward_and_checks_name_what_is_wrong_after_it():
+    model = make_model()
+    with pytest.raises(ValueError, match="backward"):
+        gradient_flow(model)
+    x, y = make_batches()[0]
+    F.mse_loss(model(x), y).backward()
+    assert list(check_gradients(model)) == []
+    model[0].weight.grad[0, 0] = math.nan
+    assert [(f.code, f.param) for f in check_gradients(model)] == [("nonfinite", "0.weight")]
