@@ -140,7 +140,7 @@ def missing_of_check(code, function, planted, tests, designed):
     if code not in designed:
         yield f"tests/diagnosis/test_docs.py: {code} is not in DESIGNED"
     if f"### `{code}`" not in read(ROOT / "docs" / "checks.md"):
-        yield f"docs/checks.md: {code} is not there; run python -m hookcb.diagnosis.docs"
+        yield f"docs/checks.md: {code} is not there; run python docs/checks.py"
 
 
 PLANTED = frozenset().union(*(case.codes for case in FAULTS))

@@ -35,8 +35,8 @@ class Diagnose(Watching):
         on_sick: what to do when the training is found to be sick: "warn"; "stop", which warns and ends the
             fit, or sets `stop_asked` of a watch, whose loop is not ours to end; "ignore", which leaves it to
             the verdict at the end; or a function that is called with the verdict, once in
-            a fit, and may raise `CancelFitException`. It is looked for after batches 20, 200, 2,000 …, and when
-            the loss or a gradient is not finite.
+            a fit; it may raise `CancelFitException`. It is looked for after batches 20, 200, 2,000 …, and
+            when the loss or a gradient is not finite.
         budget: share of the batches that it may look at closely, 0..1. The first 20 batches come on top, and
             one is looked at whenever their number has doubled. No clock decides, so that the same training
             gets the same verdict on a machine that is busy.

@@ -9,12 +9,13 @@ from operator import lt
 
 import margins
 import pytest
+from margin import MARGINS, Margin, read_margins
 from margins import Measured, Number
 
+from docs import checks as docs
+from docs.checks import document, main
 from hookcb import Diagnose, synth_learner
-from hookcb.diagnosis import docs
 from hookcb.diagnosis.checks import SECTIONS
-from hookcb.diagnosis.docs import Margin, document, main, read_margins
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.judge import SOURCES, _run, explained
 from hookcb.diagnosis.registry import CHECKS, Absent, RuledOut, Site, Unable, check_of
@@ -117,7 +118,7 @@ def test_healthy_trainings_beyond_the_limit_are_told():
 
 def test_each_measured_margin_is_of_a_statistical_check_and_apart():
     measured = read_margins()
-    assert measured or not docs.MARGINS.exists()
+    assert measured or not MARGINS.exists()
     for margin in measured:
         assert margin.code in {check.code for check in STATISTICAL}
         assert not margin.n_alarms, f"a false alarm was measured: {margin}"
