@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hookcb.diagnosis.judge import SOURCES
+from hookcb.diagnosis.explain import kind, paragraphs
 from hookcb.diagnosis.registry import CHECKS, Check, Site
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "planted"))
@@ -28,6 +28,7 @@ INTRODUCTION = f"""# Checks
 What a diagnosis looks for, in the order of the flow of a training step; what is earlier can cause what is
 later. This page is made from the registry of checks, `hookcb/diagnosis/registry.py`, by
 `{COMMAND}`; edit the docstring of a check rather than this page.
+`hookcb explain unit.dead` prints the section of one of them.
 
 An exact check looks for something that is wrong by itself. A statistical one compares a number with a limit;
 it has a margin: how far healthy trainings came, and which numbers planted faults have. Margins are measured
@@ -50,8 +51,8 @@ def document(margins: Iterable[Margin] = ()) -> str:
 def _overview() -> str:
     rows = ["| code | | what it looks for |", "|---|---|---|"]
     for check in sorted(CHECKS.values(), key=lambda check: check.site):
-        code, what = f"`{check.code}`", _first_sentence(check).replace("|", "\\|")
-        rows.append(f"| {code} | {_kind(check)} | {what} |")
+        code, what = f"[`{check.code}`](#{check.code})", _first_sentence(check).replace("|", "\\|")
+        rows.append(f"| {code} | {kind(check)} | {what} |")
     return "\n".join(rows)
 
 
@@ -60,12 +61,8 @@ def _first_sentence(check: Check) -> str:
 
 
 def _section(check: Check, margins: dict[str, list[Margin]]) -> str:
-    parts = [f"### `{check.code}`", f"{_kind(check).capitalize()}. Needs {_needs(check)}.", check.doc]
-    if not check.exact:
-        parts.append("\n".join(_margin_lines(check, margins)))
-    if check.leads_to:
-        parts.append(f"May lead to: {_listed(check.leads_to)}.")
-    return "\n\n".join(parts)
+    told = "" if check.exact else "\n".join(_margin_lines(check, margins))
+    return "\n\n".join([f'<a id="{check.code}"></a>', f"### `{check.code}`", *paragraphs(check, told)])
 
 
 def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[str]:
@@ -74,18 +71,6 @@ def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[st
         yield "Margin: not measured."
     for margin in known:
         yield f"{'- ' if len(known) > 1 else ''}Margin: {margin}"
-
-
-def _kind(check: Check) -> str:
-    return "exact" if check.exact else "statistical"
-
-
-def _needs(check: Check) -> str:
-    return " and ".join(dict.fromkeys(SOURCES[need] for need in check.needs))
-
-
-def _listed(codes: Sequence[str]) -> str:
-    return ", ".join(f"`{code}`" for code in codes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -76,6 +76,11 @@ class Finding:
         return Finding, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
+    def link(self) -> str:
+        """Place of its check in the documentation, relative to the repository; see `hookcb explain`."""
+        return link_to(self.code)
+
+    @property
     def head(self) -> str:
         """Severity, code, where and when."""
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
@@ -222,7 +227,8 @@ class Verdict(Printed):
         """Plain values only; numbers that are not finite are None."""
         state = asdict(self)
         primary = None if self.primary is None else self.findings.index(self.primary)
-        state["findings"] = [_plain(finding) for finding in state["findings"]]
+        pairs = zip(state["findings"], self.findings, strict=True)
+        state["findings"] = [_plain(fields) | {"link": finding.link} for fields, finding in pairs]
         state["primary"] = None if primary is None else state["findings"][primary]
         state["gaps"] = [_plain(gap) for gap in state["gaps"]]
         texts = {"ruled_out": self.ruled_out, "looked": self.looked, "coverage": self.coverage}
@@ -231,6 +237,11 @@ class Verdict(Printed):
     def to_json(self) -> str:
         """The same as JSON."""
         return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
+
+
+def link_to(code: str) -> str:
+    """Place of a check in the documentation."""
+    return f"docs/checks.md#{code}"
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:

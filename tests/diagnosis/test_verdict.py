@@ -238,7 +238,7 @@ def test_the_dict_has_all_fields_and_is_the_callers_own():
     verdict = verdict_of(example())
     given = verdict.to_dict()
     assert set(given) == {f.name for f in dataclasses.fields(Verdict)} | {"coverage"}
-    assert set(given["findings"][0]) == {f.name for f in dataclasses.fields(Finding)}
+    assert set(given["findings"][0]) == {f.name for f in dataclasses.fields(Finding)} | {"link"}
     given["findings"][0]["code"] = "changed"
     given["findings"].clear()
     given["ruled_out"] = None
