@@ -139,9 +139,9 @@ def missing_of_check(code, function, planted, tests, designed):
     if not (any(names(x, code) for x in tests) or any(names(x, function.__name__) for x in importing)):
         yield f"tests/diagnosis/checks/test_{file}.py: no test names {code} or {function.__name__}"
     if code not in designed:
-        yield f"tests/diagnosis/test_docs.py: {code} is not in DESIGNED"
+        yield f"tests/test_checks_page.py: {code} is not in DESIGNED"
     if f"### `{code}`" not in read(ROOT / "docs" / "checks.md"):
-        yield f"docs/checks.md: {code} is not there; run python -m hookcb.diagnosis.docs"
+        yield f"docs/checks.md: {code} is not there; run python docs/checks.py"
 
 
 PLANTED = frozenset().union(*(case.codes for case in FAULTS))
@@ -180,7 +180,7 @@ def test_the_places_of_a_check_that_are_left_out_are_named():
     assert [place.partition(":")[0] for place in missing] == [
         "benchmarks/planted/",
         "tests/diagnosis/checks/test_layers.py",
-        "tests/diagnosis/test_docs.py",
+        "tests/test_checks_page.py",
         "docs/checks.md",
     ]
 

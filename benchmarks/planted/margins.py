@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from case import Case
+from margin import MARGINS, Margin, number
 from rich.table import Table
 from score import ALARMS, outcome
 
 from hookcb import Diagnose
-from hookcb.diagnosis.docs import MARGINS, Margin, number
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Finding

@@ -1,4 +1,4 @@
-"""The command line: `hookcb demo` and `hookcb diagnose`."""
+"""The command line: `hookcb demo`, `hookcb diagnose` and `hookcb explain`."""
 
 import argparse
 import sys
@@ -13,6 +13,7 @@ from hookcb.cli.demo import train_digits
 from hookcb.cli.faults import Fault, fault_lines, find_fault
 from hookcb.cli.script import run_script
 from hookcb.core.console import show, show_error
+from hookcb.diagnosis.explain import explain
 
 PICTURE = "activations.png"
 TRACE = "trace.json"
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(given)
     if args.command == "diagnose":  # argparse would leave out a first "--" of the script's arguments
         return run_script(args.script, given[given.index(args.script, 1) + 1 :])
+    if args.command == "explain":
+        show(args.text, soft_wrap=True, highlight=False, markup=False)
+        return 0
     if args.list_faults:
         show("\n".join(fault_lines()), soft_wrap=True, highlight=False, markup=False)
         return 0
@@ -105,7 +109,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     script.add_argument("script", type=_file, help="the script, which need not know of hookcb")
     script.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    check = commands.add_parser(
+        "explain",
+        help="say what a check looks for, as the code of a finding names it",
+        description="Print what a check looks for, its formula and limit, where they come from, and what may "
+        "follow from what it finds. CODE is in the head of a finding: unit.dead.",
+    )
+    check.add_argument("text", type=_explained, metavar="CODE", help="of a finding, unit.dead")
     return parser
+
+
+def _explained(code: str) -> str:
+    try:
+        return explain(code)
+    except LookupError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _fault(name: str) -> Fault:

@@ -30,6 +30,7 @@ from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.external import Followed
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_find import LRFinder
+from hookcb.loops.preflight import NAME as PREFLIGHT
 from hookcb.loops.watch import Watch
 
 MOST = 4  # models that are watched at a time, as their memory is held until their verdict
@@ -135,15 +136,10 @@ def _others(tb: TracebackType | None) -> TracebackType | None:
     return kept[0] if kept else None
 
 
-class _Look(Diagnose):
+def _say_sick(verdict: Verdict) -> None:
     """Says at once that a training is sick, in a line; a warning could be made an error by the script."""
-
-    def react(self) -> None:
-        """See `Diagnose`."""
-        primary = self.judge().primary
-        if primary is not None and primary.severity == "error" and not self._has_warned:
-            self._has_warned = True
-            show_error(f"hookcb diagnose: {primary.head}: {primary.message}")
+    if verdict.primary is not None:
+        show_error(f"hookcb diagnose: {verdict.primary.head}: {verdict.primary.message}")
 
 
 class _ScriptWatch(Watch):
@@ -373,7 +369,7 @@ class Models:
             cbs = [cbs] if isinstance(cbs, Callback | type) else list(cbs)
             own = next((cb for cb in [*learn.cbs, *cbs] if isinstance(cb, Diagnose) or cb is Diagnose), None)
             if own is None and not any(isinstance(cb, LRFinder) for cb in cbs):
-                own = _Look(show=False, name="script_diagnosis")
+                own = Diagnose(_say_sick, show=False, name="script_diagnosis")
                 cbs.append(own)
             for model in [model for model in self._open if model.model is learn.model]:
                 self._close(model)
@@ -387,10 +383,10 @@ class Models:
         return fit
 
     def _add_verdict(self, learn: Learner, own: Any) -> None:
-        """Of a fit that has ended, in which `own` looked on; that of a preflight is of another class."""
+        """Of a fit that has ended, in which `own` looked on, unless that was a preflight."""
         if isinstance(own, type):
             own = next((cb for cb in vars(learn).values() if type(cb) is own), None)
-        if type(own) in (Diagnose, _Look) and own.verdict is not None:
+        if isinstance(own, Diagnose) and own.name != PREFLIGHT and own.verdict is not None:
             names = self._of_model(learn.model) or (type(learn.opt).__name__,)
             title = self._title(learn.model)
             self._all.append(_Model(title, None, None, own.verdict, True, optimizers=names, steppers=names))
@@ -437,7 +433,7 @@ class Models:
         for part in root.modules():
             self._of[part] = model
         try:
-            model.watch = _ScriptWatch(root, [], [_Look(show=False)], None)
+            model.watch = _ScriptWatch(root, [], [Diagnose(_say_sick, show=False)], None)
         except Exception as error:
             self.notes.append(f"{model.title} could not be watched: {error!r}")
             return model

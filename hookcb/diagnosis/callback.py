@@ -1,6 +1,7 @@
 """Diagnose: watches a training, and says at its end what is wrong with it."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.arguments import check_number
@@ -19,6 +20,7 @@ from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.training.progress import Progress
 
+OnSick = Literal["warn", "stop", "ignore"] | Callable[[Verdict], object]
 FIRST_LOOK, LATER = 20, 10  # the number of batches after which the state is judged, and how that grows
 
 
@@ -30,9 +32,11 @@ class Diagnose(Watching):
     the learner, or of the watch, gives it at any time. The training is to the bit what it is without.
 
     Args:
-        on_sick: what to do when the training is found to be sick: "warn", or "stop", which ends the fit, or
-            sets `stop_asked` of a watch, whose loop is not ours to end. It is looked for after batches 20,
-            200, 2,000 …, and when the loss or a gradient is not finite.
+        on_sick: what to do when the training is found to be sick: "warn"; "stop", which warns and ends the
+            fit, or sets `stop_asked` of a watch, whose loop is not ours to end; "ignore", which leaves it to
+            the verdict at the end; or a function that is called with the verdict, once in
+            a fit; it may raise `CancelFitException`. It is looked for after batches 20, 200, 2,000 …, and
+            when the loss or a gradient is not finite.
         budget: share of the batches that it may look at closely, 0..1. The first 20 batches come on top, and
             one is looked at whenever their number has doubled. No clock decides, so that the same training
             gets the same verdict on a machine that is busy.
@@ -43,7 +47,7 @@ class Diagnose(Watching):
         verdict: of the last fit, None before its end.
 
     Raises:
-        ValueError: for an `on_sick` or `budget` that cannot be.
+        TypeError, ValueError: if `on_sick` or `budget` is invalid.
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -54,10 +58,13 @@ class Diagnose(Watching):
     """
 
     def __init__(
-        self, on_sick: str = "warn", *, budget: float = 0.02, show: bool = True, name: str = "diagnosis"
+        self, on_sick: OnSick = "warn", *, budget: float = 0.02, show: bool = True, name: str = "diagnosis"
     ) -> None:
-        if on_sick not in ("warn", "stop"):
-            raise ValueError(f"on_sick is {on_sick!r}; give 'warn' or 'stop'")
+        if on_sick not in ("warn", "stop", "ignore") and not callable(on_sick):
+            error = ValueError if isinstance(on_sick, str) else TypeError
+            raise error(
+                f"on_sick is {on_sick!r:.80}; give 'warn', 'stop', 'ignore' or a function of the verdict"
+            )
         share = check_number("budget", budget, 0, 1, closed=True, hint=", the share of batches to look at")
         super().__init__(float(share), name=name)
         self.on_sick, self.show = on_sick, show
@@ -65,7 +72,7 @@ class Diagnose(Watching):
 
     def before_fit(self) -> None:
         self.verdict = None
-        self._next_look, self._has_warned = FIRST_LOOK, False
+        self._next_look, self._has_told = FIRST_LOOK, False
         super().before_fit()
 
     def after_batch(self) -> None:
@@ -101,14 +108,18 @@ class Diagnose(Watching):
         return judge(self.evidence()) if self.verdict is None else self.verdict
 
     def react(self) -> None:
-        """Says at once that the training is sick, once; or ends it."""
+        """Does what `on_sick` says if the training is sick."""
+        if self.on_sick == "ignore":
+            return
         verdict = self.judge()
         if verdict.status != "sick" or verdict.primary is None:
             return
-        if not self._has_warned:
-            self._has_warned = True
-            text = f"{verdict.primary.head}: {verdict.primary.message}"
-            warn(text)
+        if not self._has_told:
+            self._has_told = True
+            if callable(self.on_sick):
+                self.on_sick(verdict)
+            else:
+                warn(f"{verdict.primary.head}: {verdict.primary.message}")
         if self.on_sick == "stop" and self._is_followed:
             self.learn.stop_asked = True  # for the loop to look at, as it is not ours to end
         elif self.on_sick == "stop":

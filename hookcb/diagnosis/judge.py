@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import CHECKS, Absent, Check, Result, RuledOut, Unable, check_of
-from hookcb.diagnosis.verdict import NOT_CHECKED, Finding, Status, Verdict
+from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
 
 SOURCES = {  # what brings them
     "activations": "ActivationStats",
@@ -29,7 +29,7 @@ RANK = {"error": 0, "warning": 1, "info": 2}
 def judge(evidence: Evidence) -> Verdict:
     """Runs all checks; the earliest cause is primary, what follows from it is said to.
 
-    A check that cannot run says so in the verdict's `coverage`; none raises.
+    A check that cannot run says so in the verdict's `gaps`; none raises.
     """
     results = [(check, result) for check in CHECKS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
@@ -49,10 +49,11 @@ def judge(evidence: Evidence) -> Verdict:
         primary,
         tuple(findings),
         _in_order(fine, primary),
-        _coverage(evidence, unable),
+        _looked(evidence),
         reason if status == "unknown" else "",
         n_checked=len({*(finding.code for finding in found), *(check.code for check, _ in fine)}),
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
+        gaps=tuple(Gap(tuple(dict.fromkeys(codes)), why) for why, codes in unable.items()),
     )
 
 
@@ -126,10 +127,9 @@ def _in_order(fine: Sequence[tuple[Check, str]], primary: Finding | None) -> tup
     return tuple(text for _, text in sorted(fine, key=lambda pair: pair[0] not in could))
 
 
-def _coverage(evidence: Evidence, unable: dict[str, list[str]]) -> tuple[str, ...]:
+def _looked(evidence: Evidence) -> tuple[str, ...]:
     n = evidence.n_batches
     rule = f" ({evidence.looks})" if evidence.looks else ""
     looked = f"{n} batch{'es' * (n != 1)}, {evidence.n_looked} of them closely{rule}"
     size = f"{len(evidence.layers)} layers, {len(evidence.params)} parameters"
-    gaps = [f"{NOT_CHECKED}{', '.join(dict.fromkeys(codes))} ({why})" for why, codes in unable.items()]
-    return (looked, size, *evidence.notes, *gaps)
+    return (looked, size, *evidence.notes)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -167,26 +167,26 @@ class Watching(SamplingCallback):
         return super().__getstate__() | {"_probes": None, "_brought": []}
 
 
-class Leader(Protocol):
-    """Who brings them."""
+class Brought:
+    """Callback that a `Watching` brings and that looks when it does; a resumed fit records anew."""
 
-    def is_wanted(self) -> bool:
-        """Whether the batch in progress, and the step that it leads to, are looked at."""
-
-    def see_layer(self, m: nn.Module, output: Any) -> None:
-        """A layer has put something out, in a batch that is looked at."""
-
-
-class BroughtStats(ActivationStats):
-    """`ActivationStats` of all layers; a resumed fit does not go on with its records."""
-
-    def __init__(self, leader: Leader, name: str) -> None:
-        super().__init__(include_paramless=True, name=name)
-        self.leader: Leader | None = leader
+    leader: Watching | None = None
 
     def wants(self, i: int) -> bool:
-        """As who has brought it says."""
+        """Whether who has brought it looks at the batch."""
         return self.leader is not None and self.leader.is_wanted()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+class BroughtStats(Brought, ActivationStats):
+    """`ActivationStats` of all layers."""
+
+    def __init__(self, leader: Watching, name: str) -> None:
+        super().__init__(include_paramless=True, name=name)
+        self.leader = leader
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         """Has who has brought it look too, so that one hook does for both."""
@@ -194,22 +194,10 @@ class BroughtStats(ActivationStats):
         if self.leader is not None:
             self.leader.see_layer(m, seen[-1])
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
+class BroughtHealth(Brought, GradientHealth):
+    """`GradientHealth` of all parameters."""
 
-class BroughtHealth(GradientHealth):
-    """`GradientHealth` of all parameters; a resumed fit does not go on with its records."""
-
-    def __init__(self, leader: Leader, name: str) -> None:
+    def __init__(self, leader: Watching, name: str) -> None:
         super().__init__(name=name)
-        self.leader: Leader | None = leader
-
-    def wants(self, i: int) -> bool:
-        """As who has brought it says."""
-        return self.leader is not None and self.leader.is_wanted()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
+        self.leader = leader

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import IntEnum
 
 from hookcb.diagnosis.evidence import Evidence
@@ -119,8 +120,11 @@ def check_of(code: str) -> Check:
     """The check that gives findings of this code.
 
     Raises:
-        LookupError: if there is none.
+        LookupError: if there is none; the message names those with a code like it, or all.
     """
     if code not in CHECKS:
-        raise LookupError(f"there is no check {code!r}; there are {', '.join(CHECKS)}")
+        told = code.strip().lower()
+        near = [known for known in CHECKS if told and told in known] or get_close_matches(told, CHECKS)
+        those = "near it are" if near else "there are"
+        raise LookupError(f"there is no check {code!r}; {those} {', '.join(near or CHECKS)}")
     return CHECKS[code]

@@ -19,7 +19,6 @@ Status = Literal["healthy", "suspect", "sick", "unknown"]
 
 WIDTH = 100  # columns that the text is filled to
 MOST_LINES, NARROWEST, LONGEST_NAME = 15, 20, 60  # columns, but for the first
-NOT_CHECKED = "not checked: "  # begins what is left out of the text
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
 STATUS_STYLES = {
     "sick": "bold red",
@@ -77,6 +76,11 @@ class Finding:
         return Finding, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
+    def link(self) -> str:
+        """Place of its check in the documentation, relative to the repository; see `hookcb explain`."""
+        return link_to(self.code)
+
+    @property
     def head(self) -> str:
         """Severity, code, where and when."""
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
@@ -104,6 +108,22 @@ class Finding:
         return printable("\n".join(self.lines()))
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Checks that could not run, or not to their end, and why.
+
+    >>> from hookcb.diagnosis.verdict import Gap
+    >>> print(Gap(("loss.flat", "loss.spike"), "fewer than 32 batches"))
+    not checked: loss.flat, loss.spike (fewer than 32 batches)
+    """
+
+    codes: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"not checked: {', '.join(self.codes)} ({self.reason})"
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Verdict(Printed):
     """What a diagnosis comes to.
@@ -114,10 +134,11 @@ class Verdict(Printed):
         primary: the finding taken for the cause, None if there is neither an error nor a warning.
         findings: all of them, causes first.
         ruled_out: what was checked and is fine, with the number that says so.
-        coverage: what was looked at, and what could not be.
+        looked: what was looked at: numbers of batches, layers and parameters, and notes on them.
         reason: why nothing was seen, "" unless the status is "unknown".
         n_checked, n_checks: number of checks that could look, and of those whose subject is part of this
             training: without a GradScaler its scale is not counted.
+        gaps: which checks could not look, with the reason.
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -131,13 +152,19 @@ class Verdict(Printed):
     primary: Finding | None
     findings: tuple[Finding, ...]
     ruled_out: tuple[str, ...]
-    coverage: tuple[str, ...]
+    looked: tuple[str, ...]
     reason: str = ""
     n_checked: int = 0
     n_checks: int = 0
+    gaps: tuple[Gap, ...] = ()
 
     def __bool__(self) -> bool:
         return self.status == "healthy"
+
+    @property
+    def coverage(self) -> tuple[str, ...]:
+        """What was looked at, and what could not be: `looked` and `gaps` in words."""
+        return (*self.looked, *map(str, self.gaps))
 
     @property
     def headline(self) -> str:
@@ -177,11 +204,10 @@ class Verdict(Printed):
         return [finding for finding in alone if finding is not self.primary]
 
     def _looked_at(self) -> str:
-        told = [text for text in self.coverage if not text.startswith(NOT_CHECKED)]
-        gaps = len(self.coverage) - len(told)
-        why = "a reason that is" if gaps == 1 else f"{gaps} reasons that are"
-        more = f"; some checks could not run, for {why} in .coverage" if gaps else ""
-        return f"Looked at: {'; '.join(told)}{more}." if self.coverage else ""
+        n = len(self.gaps)
+        why = "a reason that is" if n == 1 else f"{n} reasons that are"
+        more = f"; some checks could not run, for {why} in .coverage" if n else ""
+        return f"Looked at: {'; '.join(self.looked)}{more}." if self.coverage else ""
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -201,19 +227,27 @@ class Verdict(Printed):
         """Plain values only; numbers that are not finite are None."""
         state = asdict(self)
         primary = None if self.primary is None else self.findings.index(self.primary)
-        state["findings"] = [_plain(finding) for finding in state["findings"]]
+        pairs = zip(state["findings"], self.findings, strict=True)
+        state["findings"] = [_plain(fields) | {"link": finding.link} for fields, finding in pairs]
         state["primary"] = None if primary is None else state["findings"][primary]
-        return state | {"ruled_out": list(self.ruled_out), "coverage": list(self.coverage)}
+        state["gaps"] = [_plain(gap) for gap in state["gaps"]]
+        texts = {"ruled_out": self.ruled_out, "looked": self.looked, "coverage": self.coverage}
+        return state | {name: list(lines) for name, lines in texts.items()}
 
     def to_json(self) -> str:
         """The same as JSON."""
         return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
 
 
-def _plain(finding: dict[str, Any]) -> dict[str, Any]:
+def link_to(code: str) -> str:
+    """Place of a check in the documentation."""
+    return f"docs/checks.md#{code}"
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
     return {
         key: None if isinstance(x, float) and not math.isfinite(x) else list(x) if isinstance(x, tuple) else x
-        for key, x in finding.items()
+        for key, x in record.items()
     }
 
 

@@ -36,12 +36,12 @@ class StepWatch:
 
     def __init__(self, model: nn.Module, on_step: Callable[[], object]) -> None:
         self._model, self._on_step, self._thread = ref(model), on_step, threading.get_ident()
-        self._hook = StepHook(self._at_step)
         self._ids: set[int] = set()  # of parameters that optimizers of ours have
         self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with the number of these
         self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that have none of ours
         self._is_open = self._is_made = False
         self._found_inf: Tensor | None = None
+        self._hook = StepHook(self._at_step)  # last, as a step of another thread calls it at once
 
     def note(self, opt: Optimizer) -> bool:
         """Notes what parameters it has; whether these are news."""

@@ -71,6 +71,7 @@ class Followed(Loop):
         self.add_cbs(cbs)
         self._entered = []
         try:
+            self._listen()
             with strays_named():
                 try:
                     self._enter(self.cbs)
@@ -79,6 +80,9 @@ class Followed(Loop):
         except BaseException as error:
             self.close(error)
             raise
+
+    def _listen(self) -> None:
+        """Begins to hear of the loop: all is set by now, as other threads may be heard of at once."""
 
     # ---- the loop's state
 

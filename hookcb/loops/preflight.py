@@ -20,6 +20,7 @@ from hookcb.loops.learner import Learner
 
 __all__ = ["Finding", "Verdict", "assert_healthy", "diagnose"]
 
+NAME = "preflight"  # tells its Diagnose from those of trainings
 PASSES = 5  # forwards and backwards without a step; fewer would leave out who never gets a gradient
 
 
@@ -31,13 +32,6 @@ class _NoStep(Callback):
     def before_step(self) -> None:
         self.opt.zero_grad()
         raise CancelStepException
-
-
-class _Quiet(Diagnose):
-    """Says nothing before it is asked."""
-
-    def react(self) -> None:
-        """Does nothing."""
 
 
 def diagnose(
@@ -85,7 +79,7 @@ def diagnose(
     batches = [given[i % len(given)] for i in range(steps or PASSES)]
     learn = Learner(batches, model, loss_func, opt or torch.optim.SGD, n_inp=n_inp)
     with preserve_state(model, opt=opt):
-        watching = _Quiet(budget=1.0, show=False)
+        watching = Diagnose("ignore", budget=1.0, show=False, name=NAME)
         try:
             with learn.no_logging():
                 learn.fit(1, cbs=[watching] if steps else [watching, _NoStep()])

@@ -156,18 +156,12 @@ class Watch(Followed):
         self._hooks: list[Any] = []
         self._part_hooks: list[Hook] = []  # until the model is called itself
         self._compiled: CompiledTap | None = None
-        try:
-            if isinstance(model, nn.Module):
-                self._hook(model)
-            super().__init__(model, list(cbs), optimizers[0] if optimizers else None, scaler)
-        except BaseException:
-            self._unhook()
-            raise
+        super().__init__(model, list(cbs), optimizers[0] if optimizers else None, scaler)
         self._closing = finalize(model, _close, ref(self))
 
-    def _hook(self, model: nn.Module) -> None:
-        # ahead of those of callbacks: who reads gradients at a step has to hear of the step before
-        hooks = self._hooks
+    def _listen(self) -> None:
+        # ahead of hooks of callbacks: who reads gradients at a step has to hear of the step before
+        model, hooks = self.model, self._hooks
         hooks.append(StepHook(self._step_begins))
         hooks.append(StepHook(self._step_ends, after=True))
         hooks.append(Hook(model, self._call_begins, detach=False, pre=True, with_kwargs=True))

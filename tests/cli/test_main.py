@@ -136,3 +136,42 @@ def test_the_held_out_digits_are_real_and_never_trained_on():
 def test_a_model_that_there_is_not_is_told():
     with pytest.raises(ValueError, match="'cnn' and 'mlp'"):
         hookcb.cli.demo.build_model("rnn")
+
+
+# ---- explain
+
+
+def test_explain_prints_what_a_check_looks_for(capsys):
+    assert main(["explain", "unit.dead"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(
+        "unit.dead\n\nStatistical. Needs GradientHealth.\n\nUnits that no sample activates,"
+    )
+    for text in (
+        "Limit: 0.6, and 0.8 for an error",
+        "Source: Lu et al.",
+        "`loss.flat`",
+        "docs/checks.md#unit.dead",
+    ):
+        assert text in out
+    assert err == ""
+
+
+def test_explain_of_an_unknown_code_names_those_like_it(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "unit.ded"])
+    assert ended.value.code == 2
+    assert "there is no check 'unit.ded'; near it are unit.dead" in " ".join(capsys.readouterr().err.split())
+
+
+def test_explain_without_a_code_says_what_is_missing(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["explain"])
+    assert ended.value.code == 2
+    assert "CODE" in capsys.readouterr().err
+
+
+def test_the_help_has_explain(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "explain" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def watched(model, batches, *cbs, lr=0.01, **kwargs):
 
 @pytest.mark.parametrize("on_sick", ["explode", "", None, True, 3, ["warn"], "WARN", "raise"])
 def test_an_on_sick_that_cannot_be_is_refused_with_what_can_be(on_sick):
-    with pytest.raises((ValueError, TypeError), match=r"on_sick.*'warn' or 'stop'"):
+    error = ValueError if isinstance(on_sick, str) else TypeError
+    with pytest.raises(error, match=r"on_sick.*'warn', 'stop', 'ignore' or a function of the verdict"):
         Diagnose(on_sick)
 
 
@@ -318,6 +320,63 @@ def test_stop_ends_the_fit_soon_after_the_loss_is_nan():
     fit(learn, 3, cbs=Diagnose("stop"))
     assert 4 <= len(learn.recorder.losses) <= 8
     assert learn.diagnose().status == "sick"
+
+
+@pytest.mark.filterwarnings("error")
+def test_ignore_says_nothing_before_the_verdict_at_the_end():
+    learn = fit(sick_learner(60), 2, cbs=Diagnose("ignore", show=False))
+    assert len(learn.recorder.losses) == 120
+    assert learn.diagnose().status == "sick"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_function_is_called_once_in_a_fit_with_the_verdict_instead_of_a_warning():
+    told = []
+    diagnose = Diagnose(told.append, show=False)
+    learn = fit(sick_learner(60), 2, cbs=diagnose)
+    assert [verdict.status for verdict in told] == ["sick"]
+    assert told[0].primary.code == learn.diagnose().primary.code
+    assert len(learn.recorder.losses) == 120
+    fit(learn, 1, cbs=diagnose)
+    assert len(told) == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_function_is_called_if_the_training_is_healthy():
+    told = []
+    learn = fit(synth_learner(30), 2, cbs=Diagnose(told.append, show=False))
+    assert learn.diagnose().status == "healthy"
+    assert told == []
+
+
+@pytest.mark.parametrize("error", [CancelFitException, ZeroDivisionError])
+def test_what_a_function_raises_ends_the_fit(error):
+    def raises(verdict):
+        raise error
+
+    learn = sick_learner(60, at=3)
+    heard = nullcontext() if error is CancelFitException else pytest.raises(error)
+    with heard:
+        fit(learn, 3, cbs=Diagnose(raises, show=False))
+    assert 3 <= len(learn.recorder.losses) <= 8
+    assert learn.diagnose().status == "sick"
+    assert_no_hooks(learn.model)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_function_is_called_in_a_watch_too():
+    told = []
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, Diagnose(told.append, show=False)) as w:
+        for i, (x, y) in enumerate(make_batches(30)):
+            opt.zero_grad()
+            loss = F.mse_loss(model(x), y) * (NAN if i > 3 else 1)
+            w.loss(loss)
+            loss.backward()
+            opt.step()
+    assert [verdict.status for verdict in told] == ["sick"]
+    assert not w.stop_asked
 
 
 @anyhow

@@ -21,6 +21,7 @@ from hookcb import Diagnose, Finding, Learner, Verdict
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.judge import explained, judge
 from hookcb.diagnosis.registry import CHECKS, check_of
+from hookcb.diagnosis.verdict import Gap
 from tests.support import fit, make_batches, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
@@ -236,12 +237,34 @@ def test_numbers_that_are_not_finite_are_none_in_json_and_the_rest_comes_back(va
 def test_the_dict_has_all_fields_and_is_the_callers_own():
     verdict = verdict_of(example())
     given = verdict.to_dict()
-    assert set(given) == {f.name for f in dataclasses.fields(Verdict)}
-    assert set(given["findings"][0]) == {f.name for f in dataclasses.fields(Finding)}
+    assert set(given) == {f.name for f in dataclasses.fields(Verdict)} | {"coverage"}
+    assert set(given["findings"][0]) == {f.name for f in dataclasses.fields(Finding)} | {"link"}
     given["findings"][0]["code"] = "changed"
     given["findings"].clear()
     given["ruled_out"] = None
     assert verdict.to_dict()["findings"][0]["code"] == "grad.attenuated"
+
+
+def test_gaps_are_a_field_and_stay_in_the_coverage_and_the_dict():
+    gaps = Gap(("loss.flat", "loss.spike"), "too few batches"), Gap(("unit.dead",), "needs GradientHealth")
+    verdict = Verdict("healthy", None, (), (), ("3 batches",), gaps=gaps)
+    lines = [
+        "3 batches",
+        "not checked: loss.flat, loss.spike (too few batches)",
+        "not checked: unit.dead (needs GradientHealth)",
+    ]
+    assert list(verdict.coverage) == verdict.to_dict()["coverage"] == lines
+    assert verdict.to_dict()["gaps"][0] == {"codes": ["loss.flat", "loss.spike"], "reason": "too few batches"}
+    assert json.loads(verdict.to_json()) == verdict.to_dict()
+    assert "3 batches; some checks could not run, for 2 reasons that are in .coverage." in str(verdict)
+    assert pickle.loads(pickle.dumps(verdict)) == verdict
+
+
+def test_each_check_that_could_not_run_is_in_one_gap_of_its_reason():
+    verdict = judge(Evidence())
+    reasons = [gap.reason for gap in verdict.gaps]
+    assert len(set(reasons)) == len(reasons) > 1
+    assert sum(len(gap.codes) for gap in verdict.gaps) == verdict.n_checks == len(CHECKS)
 
 
 @pytest.mark.parametrize("words", WORDS)

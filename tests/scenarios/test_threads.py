@@ -389,3 +389,25 @@ def test_a_data_parallel_on_one_device_is_the_model_inside():
     with watch(parallel, opt, ActivationStats()) as w:
         step(parallel, opt)
     assert w.activation_stats.names == ["0", "2"]
+
+
+@pytest.mark.parametrize("follow", [lambda model: GradientHealth(), lambda model: watch(model)])
+def test_a_step_of_another_thread_while_a_watch_begins_is_left_alone(follow, monkeypatch):
+    """As each listener is put on, another thread makes a step at once."""
+    other = make_model()
+    opt = torch.optim.SGD(other.parameters(), 0.1)
+    register, n_steps = StepHook.__init__, []
+
+    def registered(hook, *args, **kwargs):
+        register(hook, *args, **kwargs)
+        in_thread(lambda: step(other, opt))
+        n_steps.append(1)
+
+    monkeypatch.setattr(StepHook, "__init__", registered)
+    learn = make_learner()
+    followed = follow(learn.model)
+    if isinstance(followed, Callback):
+        fit(learn, cbs=followed)
+    else:
+        followed.close()
+    assert n_steps

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.trends import median, times
@@ -64,16 +65,15 @@ def _lost(evidence: Evidence, loser: int, fall: float, norms: Series) -> Finding
     params = [p for p in evidence.params.values() if p.optimizer == loser and p.stats]
     tops = list(dict.fromkeys(p.name.partition(".")[0] for p in params))
     limit = median(norms.values[:ENDS]) / FALLEN
-    return Finding(
+    return finding(
         "gan.balance",
         "warning",
-        layer=tops[0] if len(tops) == 1 and "." in params[0].name else "",
-        step=next((step for step, x in norms if x < limit), None),
+        at=tops[0] if len(tops) == 1 and "." in params[0].name else "",
+        when=(next((step for step, x in norms if x < limit), None), norms.steps[-1]),
         value=fall,
         limit=FALLEN,
         message=f"the gradients of {tops[0]} have fallen {times(fall)}-fold (limit {FALLEN:g}), and the loss "
         f"of what it plays against is below {WON}: that has won, and {tops[0]} learns nothing any more.",
         causes=("a discriminator that learns much faster than its generator",),
         next_steps=("lower the learning rate of the discriminator, or use the non-saturating loss",),
-        last_step=norms.steps[-1],
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import begins_large, begins_small, lower_rate, told_init
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
@@ -144,20 +145,17 @@ def _attenuated(
     )
     where = " It falls there all at once." if steep else falls
     causes, steps = _why_attenuated(evidence, params[at : top + 1])
-    return Finding(
+    return finding(
         "grad.attenuated",
         "error" if lowest.ratio < ATTENUATED_ERROR else "warning",
-        layer=named.param.layer,
-        param=named.param.name,
-        step=named.span.first,
+        at=named.param,
+        when=named.span,
         value=named.ratio,
         limit=ATTENUATED,
         message=f"The gradient (RMS) of {named.param.name} is {named.ratio:.1e} of that of {largest}; below "
         f"{ATTENUATED:.0e} a layer hardly learns.{where}",
         causes=causes,
         next_steps=steps,
-        kind=named.param.about,
-        last_step=named.span.last,
     )
 
 
@@ -281,12 +279,11 @@ def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span)
     first = "Clip the norm of the gradients: GradientClip(1.0)"
     is_large = begins_large(params)
     second = "Initialize with smaller weights, or add normalization" if is_large else "Add normalization"
-    return Finding(
+    return finding(
         "grad.exploding",
         "error",
-        layer=param.layer,
-        param=param.name,
-        step=span.first,
+        at=param,
+        when=span,
         value=excess,
         limit=EXPLODING,
         message=f"The gradient (RMS) of {param.name} is {times(excess)} times that of the usual layer "
@@ -294,8 +291,6 @@ def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span)
         f"last one; up to {EXPLODING:,.0f} times is healthy.",
         causes=(cause or "layers that each multiply the gradient",),
         next_steps=(first, second) if is_recurrent else (second, first),
-        kind=param.about,
-        last_step=span.last,
     )
 
 
@@ -323,12 +318,11 @@ def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
     norms = [(dict(p.series("norm")).get(step, math.nan), p) for p in evidence.params.values()]
     param = max(((x, p) for x, p in norms if x > 0), key=lambda found: found[0], default=(0.0, None))[1]
     most = f"; most of it is of {param.name}" if param else ""
-    return Finding(
+    return finding(
         "grad.exploding",
         "warning",
-        layer=param.layer if param else "",
-        param=param.name if param else "",
-        step=step,
+        at=param,
+        when=step,
         value=jump,
         limit=JUMP,
         message=f"The norm of all gradients is {times(jump)} times its median before step {step} (limit "
@@ -339,8 +333,6 @@ def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
             f"Look at the batch of step {step}",
             *lower_rate(evidence),
         ),
-        kind=param.about if param else "",
-        last_step=step,
     )
 
 
@@ -414,12 +406,11 @@ def _all_silent(evidence: Evidence, span: Span) -> Finding:
     shares = {p.layer: (p, 1.0) for p in weights(evidence)}
     param = _first_silent(evidence, shares)
     where = f"; from {param.layer} on all outputs are zero" if param else ""
-    return Finding(
+    return finding(
         "unit.dead",
         "error",
-        layer=param.layer if param else "",
-        param=param.name if param else "",
-        step=span.first,
+        at=param,
+        when=span,
         value=1.0,
         limit=DEAD,
         message=f"All gradients are exactly zero since step {span.first}{where}: nothing is learned.",
@@ -431,8 +422,6 @@ def _all_silent(evidence: Evidence, span: Span) -> Finding:
             *lower_rate(evidence),
             "Look at the outputs and the loss at this step: nothing in them depends on the weights any more",
         ),
-        kind=param.about if param else "",
-        last_step=span.last,
     )
 
 
@@ -503,12 +492,14 @@ def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Findin
         if param.n_looked
         else f"{len(rows)} records"
     )
-    return Finding(
+    return finding(
         "unit.dead",
         "error" if share >= DEAD_ERROR else "warning",
-        layer=param.layer,
-        param=param.name,
-        step=param.dead_since if param.dead_since is not None else span.first if span else None,
+        at=param,
+        when=(
+            param.dead_since if param.dead_since is not None else span.first if span else None,
+            span.last if span else None,
+        ),
         value=share,
         limit=DEAD,
         message=f"{share:.0%} of the units of {param.layer or param.name} ({n} of {param.shape[0]}) had no "
@@ -519,6 +510,4 @@ def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Findin
             *lower_rate(evidence),
             "Use LeakyReLU or GELU in place of ReLU",
         ),
-        kind=param.about,
-        last_step=span.last if span else None,
     )

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.trends import median, times
-from hookcb.diagnosis.verdict import Finding
 
 RECURRENT = ("RNN", "LSTM", "GRU")
 INPUT_SCALE = 100.0  # standard deviation, or its inverse
@@ -38,16 +38,15 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     if std <= INPUT_SCALE or not harm:
         yield RuledOut(f"scale of the inputs (std {std:.2g})", std, INPUT_SCALE)
         return
-    yield Finding(
+    yield finding(
         "input.scale",
         "error",
-        step=evidence.input_std.steps[0],
+        when=evidence.input_std,
         value=std,
         limit=INPUT_SCALE,
         message=f"the inputs have a standard deviation of {std:.3g} (limit {INPUT_SCALE:g}), and {harm}.",
         causes=("inputs that are not normalised",),
         next_steps=("subtract the mean of the training inputs and divide by their standard deviation",),
-        last_step=evidence.input_std.steps[-1],
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import begins_large, lower_rate, told_init
 from hookcb.diagnosis.evidence import SPARSE_KINDS, Evidence, Layer, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
@@ -80,11 +81,11 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
 def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span) -> Finding:
     feeds = [p for p in weights(evidence) if p.place_of_layer is not None and p.place_of_layer < layer.place]
     is_large = begins_large(feeds[-1:])
-    return Finding(
+    return finding(
         "unit.saturated",
         "error" if share > SATURATED_ERROR else "warning",
-        layer=layer.name,
-        step=span.first,
+        at=layer,
+        when=span,
         value=share,
         limit=SATURATED,
         message=f"{share:.0%} of the outputs of {layer.name} are at the flat ends of {layer.kind}, "
@@ -95,8 +96,6 @@ def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span) -> Fi
             *lower_rate(evidence),
             "Put a normalization before it",
         ),
-        kind=layer.about,
-        last_step=span.last,
     )
 
 
@@ -165,11 +164,11 @@ def _grown(
     steps = worst.series("std").steps
     first = next((step for step, x in worst.series("std") if x > GROWN * base), steps[0])
     chain = [p for p in weights(evidence) if p.layer in {x.name for x in upto} and begins_large([p])]
-    return Finding(
+    return finding(
         "act.scale",
         "warning",
-        layer=layer.name,
-        step=first,
+        at=layer,
+        when=(first, steps[-1]),
         value=most,
         limit=GROWN,
         message=f"The output of {worst.name} varies {times(most)} times as much as the input (standard "
@@ -183,25 +182,21 @@ def _grown(
             *lower_rate(evidence),
             "Put a normalization between the layers",
         ),
-        kind=layer.about,
-        last_step=steps[-1],
     )
 
 
 def _near_overflow(layer: Layer, most: float, span: Span) -> Finding:
-    return Finding(
+    return finding(
         "act.scale",
         "error",
-        layer=layer.name,
-        step=span.first,
+        at=layer,
+        when=span,
         value=most / layer.largest,
         limit=NEAR_OVERFLOW,
         message=f"The output of {layer.name} comes to {most:.2g}, and its dtype ends at {layer.largest:.2g}: "
         "soon it is infinite.",
         causes=("activations that grow from layer to layer", "half precision, which ends at 65,504"),
         next_steps=("Use bfloat16 in place of float16, or put a normalization before this layer",),
-        kind=layer.about,
-        last_step=span.last,
     )
 
 
@@ -269,11 +264,11 @@ def _spread(layer: Layer) -> Series:
 
 
 def _collapsed(layer: Layer, spread: float, span: Span, is_gradual: bool, slower: tuple[str, ...]) -> Finding:
-    return Finding(
+    return finding(
         "act.collapse",
         "info" if is_gradual else "error",
-        layer=layer.name,
-        step=span.first,
+        at=layer,
+        when=span,
         value=spread,
         limit=COLLAPSED,
         message=f"From {layer.name} on the outputs are the same for every sample: they vary across the "
@@ -287,6 +282,4 @@ def _collapsed(layer: Layer, spread: float, span: Span, is_gradual: bool, slower
             f"Look at what goes into {layer.name}, and at its bias and initialization",
             *slower,
         ),
-        kind=layer.about,
-        last_step=span.last,
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import begins_large, first_update, lower_rate, told_init, updates
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.falling import ENOUGH, falls_by, guesses, limit_of_flat, lowest_loss
@@ -18,7 +19,6 @@ from hookcb.diagnosis.trends import (
     trailing,
     weights,
 )
-from hookcb.diagnosis.verdict import Finding
 
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
 NEVER_NEGATIVE = (*ENTROPIES, "mse", "huber", "smooth l1")
@@ -59,10 +59,10 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
     is_harmful = first > INIT_WARNING * guess and is_lasting and not does_well(evidence)
     head = [p for p in weights(evidence)[-1:] if begins_large([p])]
     scale = "inputs" if kind in ENTROPIES else "inputs and targets"
-    yield Finding(
+    yield finding(
         "loss.init",
         "warning" if is_harmful else "info",
-        step=evidence.loss.steps[0],
+        when=evidence.loss.steps[0],
         value=first,
         limit=limit,
         message=f"The loss of the first batch is {first:.3g}; guessing has {guess:.3g}, and up to "
@@ -75,7 +75,6 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
             *((told_init(head),) if head else ()),
             f"Bring {scale} to a std of 1",
         ),
-        last_step=evidence.loss.steps[0],
     )
 
 
@@ -105,10 +104,10 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
         return
     is_guessing = guesses(evidence)
     guess = f"; guessing has {evidence.guess:.3g}" if is_guessing else ""
-    yield Finding(
+    yield finding(
         "loss.flat",
         "warning" if is_guessing else "info",
-        step=loss.steps[0],
+        when=loss,
         value=lowest,
         limit=limit,
         message=f"The loss has not fallen in {len(values):,} batches: it began at {first:.3g} and was "
@@ -119,7 +118,6 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
             "Try to learn one batch by heart; if that fails the model or the loss is at fault, else the data",
             "Find a learning rate: learn.lr_find()",
         ),
-        last_step=loss.steps[-1],
     )
 
 
@@ -155,10 +153,10 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     if _has_growing_targets(evidence, span.first):
         yield RuledOut(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
         return
-    yield Finding(
+    yield finding(
         "loss.diverging",
         "error" if evidence.loss_kind or _has_large_steps(evidence) else "info",
-        step=span.first,
+        when=span,
         value=last,
         limit=limit,
         message=f"The loss has risen from {first:.3g} to {last:.3g}, and stays above {limit:.3g} for "
@@ -168,7 +166,6 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
             *(lower_rate(evidence) or ("Find a learning rate: learn.lr_find()",)),
             "Look for a minus sign in the loss, and at whether its targets grow",
         ),
-        last_step=span.last,
     )
 
 
@@ -235,10 +232,10 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     negated = ("a minus sign too many: the loss is maximized",)
     targets = ("targets outside 0 to 1",) if kind == "binary cross-entropy" else ()
     is_nll = kind == "nll"
-    yield Finding(
+    yield finding(
         "loss.unbounded",
         "error",
-        step=step,
+        when=(step, below[-1][0]),
         value=value,
         limit=0.0,
         message=f"The loss is {value:.3g} at step {step}; {kind} is never below 0.",
@@ -250,7 +247,6 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
             if is_nll
             else "Look for a minus sign in the loss function, and for targets out of range",
         ),
-        last_step=below[-1][0],
     )
 
 
@@ -271,10 +267,10 @@ def loss_spikes(evidence: Evidence) -> Iterator[Result]:
         yield RuledOut(f"spikes of the loss ({len(spikes)})")
         return
     step, value, limit = max(spikes, key=lambda found: found[1] - found[2])
-    yield Finding(
+    yield finding(
         "loss.spike",
         "info",
-        step=spikes[0][0],
+        when=(spikes[0][0], spikes[-1][0]),
         value=value,
         limit=limit,
         message=f"The loss jumps in {len(spikes):,} batches, most at step {step}: to {value:.3g}, where "
@@ -282,7 +278,6 @@ def loss_spikes(evidence: Evidence) -> Iterator[Result]:
         f"{limit:.3g} is noise.",
         causes=("odd samples", "a learning rate that is a little high"),
         next_steps=(f"Look at the batch of step {step}", "Clip the norm of the gradients: GradientClip(1.0)"),
-        last_step=spikes[-1][0],
     )
 
 

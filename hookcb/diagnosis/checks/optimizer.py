@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from itertools import takewhile
 
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import passed_on
 from hookcb.diagnosis.checks.updates import LEAST, lower_rate, multiplier, updates
 from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
@@ -127,12 +128,11 @@ def _nearest(found: list[tuple[Param, Series]], is_idle: bool) -> tuple[float, f
 
 def _too_large(evidence: Evidence, found: _Large, is_error: bool) -> Finding:
     param, size, span, limit = found
-    return Finding(
+    return finding(
         "update.too_large",
         "error" if is_error else "warning",
-        layer=param.layer,
-        param=param.name,
-        step=span.first,
+        at=param,
+        when=span,
         value=size,
         limit=limit,
         message=f"A step changes {param.name} by {times(size)} times its size; {limit:g} is too much, 0.001 "
@@ -142,8 +142,6 @@ def _too_large(evidence: Evidence, found: _Large, is_error: bool) -> Finding:
             *(lower_rate(evidence) or ("Find a learning rate: learn.lr_find()",)),
             "Begin with a warm-up, or clip gradients",
         ),
-        kind=param.about,
-        last_step=span.last,
     )
 
 
@@ -186,17 +184,16 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
         yield RuledOut(f"learning rate too low (update ratio {size:.1e})", size, TOO_SMALL)
         return
     causes, advice = _why_small(evidence, size)
-    yield Finding(
+    yield finding(
         "update.too_small",
         "error" if size < TOO_SMALL_ERROR and left > HARDLY else "warning",
-        step=min(first for first, _ in spans),
+        when=(min(first for first, _ in spans), max(last for _, last in spans)),
         value=size,
         limit=TOO_SMALL,
         message=f"A step changes the usual weight by {size:.1e} of its size; below {TOO_SMALL:.0e} "
         "hardly anything is learned, 1e-03 is usual.",
         causes=causes,
         next_steps=advice,
-        last_step=max(last for _, last in spans),
     )
 
 
@@ -224,17 +221,16 @@ def _never_warm(evidence: Evidence) -> Iterator[Result]:
     if not (size < TOO_SMALL_ERROR and evidence.n_batches >= LONG_WARM_UP):
         yield Unable("the learning rate still rises")
         return
-    yield Finding(
+    yield finding(
         "update.too_small",
         "warning",
-        step=lr.steps[0],
+        when=lr,
         value=size,
         limit=TOO_SMALL_ERROR,
         message=f"The learning rate still rises after {evidence.n_batches} batches, to {lr.values[-1]:.1e}, "
         f"where a step changes the usual weight by {size:.1e} of its size; 1e-03 is usual.",
         causes=("a warm-up that is far too long, or counts in other units than it is stepped in",),
         next_steps=("look at the number of warm-up steps of the scheduler",),
-        last_step=lr.steps[-1],
     )
 
 
@@ -263,17 +259,16 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     note = (
         " The optimizer divides by the size of gradients, so that this may do little." if is_adaptive else ""
     )
-    yield Finding(
+    yield finding(
         "clip.always",
         "warning" if is_adaptive or left < LEARNED else "error",
-        step=coefs.steps[0],
+        when=coefs,
         value=usual,
         limit=CLIPPED_TO,
         message=f"{share:.0%} of the gradients are clipped, to {usual:.1e} of their norm as a rule (limit "
         f"{CLIPPED_TO:g}): the learning rate is that much lower than it seems.{note}",
         causes=("a limit of clipping that is too low", "gradients that are summed rather than averaged"),
         next_steps=(_clip_advice(evidence),),
-        last_step=coefs.steps[-1],
     )
 
 
@@ -370,10 +365,10 @@ def _has_decayed(params: list[Param], evidence: Evidence, until: float) -> bool:
 def _decayed(params: list[Param], shares: Series, span: Span) -> Finding:
     decay = max(p.weight_decay for p in params)
     share = median(shares.between(span.first, span.last).values)
-    return Finding(
+    return finding(
         "wd.dominates",
         "error",
-        step=span.first,
+        when=span,
         value=share,
         limit=DECAY,
         message=f"Weight decay of {decay:g} makes up {share:.0%} of a step of the usual weight (limit "
@@ -389,7 +384,6 @@ def _decayed(params: list[Param], shares: Series, span: Span) -> Finding:
             if decay > USUAL_DECAY
             else "Set weight_decay to 0 for a trial, and look at why gradients are smaller than the decay",
         ),
-        last_step=span.last,
     )
 
 
@@ -443,12 +437,11 @@ def _unmoved(param: Param, lr: dict[int, float]) -> Span | None:
 def _not_stepped(found: list[tuple[Param, Span]]) -> Finding:
     param, span = found[0]
     more = f", and {len(found) - 1} more do neither" if len(found) > 1 else ""
-    return Finding(
+    return finding(
         "param.not_stepped",
         "error",
-        layer=param.layer,
-        param=param.name,
-        step=span.first,
+        at=param,
+        when=span,
         value=0.0,
         limit=0.0,
         message=f"{param.name} has gradients and a learning rate, and has not changed by a bit in "
@@ -456,8 +449,6 @@ def _not_stepped(found: list[tuple[Param, Span]]) -> Finding:
         f"{more}.",
         causes=("the optimizer has a copy of it, or is never stepped", "something puts the old value back"),
         next_steps=("Make the optimizer after the model is moved or changed, and call its step()",),
-        kind=param.about,
-        last_step=span.last,
     )
 
 
@@ -474,10 +465,10 @@ def _without_rate(evidence: Evidence) -> Span | None:
 def _no_rate(evidence: Evidence, span: Span) -> Finding:
     top = max(finite(rates(evidence).values), default=0.0)
     was = f"; it was up to {top:.2g} before" if top > 0 else ", as from the beginning"
-    return Finding(
+    return finding(
         "param.not_stepped",
         "error",
-        step=span.first,
+        when=span,
         value=0.0,
         limit=0.0,
         message=f"The learning rate is 0 since step {span.first}{was}: nothing is learned.",
@@ -487,7 +478,6 @@ def _no_rate(evidence: Evidence, span: Span) -> Finding:
             if top > 0
             else "Set the learning rate",
         ),
-        last_step=span.last,
     )
 
 
@@ -530,10 +520,10 @@ def collapsed_scale(evidence: Evidence) -> Iterator[Result]:
 
 
 def _scale_collapse(step: int | None, value: float, limit: float, text: str) -> Finding:
-    return Finding(
+    return finding(
         "amp.scale_collapse",
         "error",
-        step=step,
+        when=(step, None),
         value=value,
         limit=limit,
         message=text,

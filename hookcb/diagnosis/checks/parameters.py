@@ -1,12 +1,11 @@
 """Exact checks of parameters: who gets no gradient, and who is never updated."""
 
-import math
 from collections.abc import Iterator
 
 from hookcb.core.text import listed
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Param
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
-from hookcb.diagnosis.verdict import Finding
 
 MANY, VISIBLE = 20, 1e-6  # steps, and an update ratio
 FEW = 5  # steps that a parameter must have been without gradient
@@ -35,19 +34,21 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     last = max(without, key=lambda p: evidence.layers[p.layer].place)  # nearest to where it was cut
     layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
     more = f", nor to {listed(layers, 3)}" if layers else ""
-    yield Finding(
+    yield finding(
         "param.unreachable",
         "error",
-        last.layer,
-        last.name,
-        steps.steps[0],
-        float(len(without)),
-        0.0,
-        f"no gradient has come to {last.name} in {len(steps)} steps{more}; the layer is used in the forward.",
-        ("a .detach(), .data, no_grad or a step in NumPy behind this layer cuts it off from the loss",),
-        (f"look at what happens to the output of {last.layer or 'the model'} on its way to the loss",),
-        kind=last.about,
-        last_step=steps.steps[-1],
+        at=last,
+        when=steps,
+        value=float(len(without)),
+        limit=0.0,
+        message=f"no gradient has come to {last.name} in {len(steps)} steps{more}; the layer is used in the "
+        "forward.",
+        causes=(
+            "a .detach(), .data, no_grad or a step in NumPy behind this layer cuts it off from the loss",
+        ),
+        next_steps=(
+            f"look at what happens to the output of {last.layer or 'the model'} on its way to the loss",
+        ),
     )
 
 
@@ -74,19 +75,18 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
         yield RuledOut("parameters outside the optimizer")
         return
     first, names = params[0], [p.name for p in params]
-    yield Finding(
+    yield finding(
         "param.not_in_optimizer",
         "error",
-        first.layer,
-        first.name,
-        None,
-        float(len(params)),
-        0.0,
-        f"{len(params)} of {len(evidence.params)} parameters get gradients and are in no optimizer, so they "
-        f"are never updated: {listed(names, 4)}.",
-        ("the optimizer was made from a part of the model, or before layers were added",),
-        ("give the optimizer all of model.parameters(), or freeze these with requires_grad_(False)",),
-        kind=first.about,
+        at=first,
+        value=float(len(params)),
+        limit=0.0,
+        message=f"{len(params)} of {len(evidence.params)} parameters get gradients and are in no optimizer, "
+        f"so they are never updated: {listed(names, 4)}.",
+        causes=("the optimizer was made from a part of the model, or before layers were added",),
+        next_steps=(
+            "give the optimizer all of model.parameters(), or freeze these with requires_grad_(False)",
+        ),
     )
 
 
@@ -114,20 +114,18 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
         yield RuledOut("layers of zeros that stay so")
         return
     first, names = zero[0], [p.name for p in zero]
-    yield Finding(
+    yield finding(
         "init.zero",
         "error",
-        first.layer,
-        first.name,
-        first.series("norm").steps[0],
-        0.0,
-        math.nan,
-        f"the weight of {first.layer} is all zero and no gradient comes to it, so it stays zero"
+        at=first,
+        when=first.series("norm"),
+        value=0.0,
+        message=f"the weight of {first.layer} is all zero and no gradient comes to it, so it stays zero"
         f"{'' if len(names) == 1 else f'; the same of {listed(names[1:], 3)}'}.",
-        ("all weights were initialised with zeros",),
-        ("initialise weights at random, torch.nn.init.kaiming_normal_(layer.weight); zeros are for biases",),
-        kind=first.about,
-        last_step=first.series("norm").steps[-1],
+        causes=("all weights were initialised with zeros",),
+        next_steps=(
+            "initialise weights at random, torch.nn.init.kaiming_normal_(layer.weight); zeros are for biases",
+        ),
     )
 
 
@@ -153,19 +151,17 @@ def put_back(evidence: Evidence) -> Iterator[Result]:
         yield RuledOut("weights that are put back after each step")
         return
     first, names = found[0], [p.name for p in found]
-    yield Finding(
+    yield finding(
         "param.restored",
         "error",
-        first.layer,
-        first.name,
-        first.series("update_ratio").steps[0],
-        0.0,
-        0.0,
-        f"each step moves {first.name}, and after {evidence.n_steps} steps it is what it was at the "
+        at=first,
+        when=(first.series("update_ratio").steps[0], None),
+        value=0.0,
+        limit=0.0,
+        message=f"each step moves {first.name}, and after {evidence.n_steps} steps it is what it was at the "
         f"beginning, to the bit{'' if len(names) == 1 else f'; the same of {listed(names[1:], 3)}'}.",
-        ("something puts the old value back after each step",),
-        ("look for code that copies or loads weights inside the loop",),
-        kind=first.about,
+        causes=("something puts the old value back after each step",),
+        next_steps=("look for code that copies or loads weights inside the loop",),
     )
 
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
 from hookcb.diagnosis.trends import median, ratio
-from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.memory.growth import fit_line
 
 WAITING, WAITING_ERROR = 0.3, 0.6  # share of a batch's time
@@ -47,10 +47,10 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     if not (share > WAITING and wait >= SHORTEST_WAIT):
         yield RuledOut(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, WAITING)
         return
-    yield Finding(
+    yield finding(
         "time.data_bound",
         "error" if share > WAITING_ERROR else "warning",
-        step=evidence.batches.steps[WARM_UP],
+        when=(evidence.batches.steps[WARM_UP], evidence.batches.steps[-1]),
         value=share,
         limit=WAITING,
         message=f"{share:.0%} of the time goes by in fetching batches, {1e3 * wait:.0f} ms of "
@@ -60,7 +60,6 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
             "Give the DataLoader num_workers=4 and persistent_workers=True",
             "Transform or decode the data once, before the training",
         ),
-        last_step=evidence.batches.steps[-1],
     )
 
 
@@ -84,17 +83,16 @@ def growing_memory(evidence: Evidence) -> Iterator[Result]:
         yield RuledOut(f"growing memory ({slope / 1e6:.2f} MB a step)", slope, GROWTH)
         return
     n_steps = points[-1][0] - points[0][0]  # of a long run not each is there
-    yield Finding(
+    yield finding(
         "memory.growth",
         "warning",
-        step=int(points[0][0]),
+        when=(int(points[0][0]), int(points[-1][0])),
         value=slope,
         limit=GROWTH,
         message=f"Memory grows by {slope / 1e6:.1f} MB a step, {slope * n_steps / 1e9:.1f} GB so far (limit "
         f"{GROWTH / 1e6:.0f} MB a step).",
         causes=("losses or outputs that are kept with their graph", "a list that tensors are appended to"),
         next_steps=("Keep loss.item() or loss.detach() rather than the loss itself",),
-        last_step=int(points[-1][0]),
     )
 
 

@@ -9,13 +9,15 @@ from operator import lt
 
 import margins
 import pytest
+from margin import MARGINS, Margin, read_margins
 from margins import Measured, Number
 
+from docs import checks as docs
+from docs.checks import document, main
 from hookcb import Diagnose, synth_learner
-from hookcb.diagnosis import docs
 from hookcb.diagnosis.checks import SECTIONS
-from hookcb.diagnosis.docs import Margin, document, main, read_margins
 from hookcb.diagnosis.evidence import Evidence, Series
+from hookcb.diagnosis.explain import explain
 from hookcb.diagnosis.judge import SOURCES, _run, explained
 from hookcb.diagnosis.registry import CHECKS, Absent, RuledOut, Site, Unable, check_of
 from hookcb.diagnosis.registry import check as register
@@ -65,6 +67,43 @@ def test_the_page_has_each_check_with_all_that_is_known_of_it():
     assert len(headings) == len(CHECKS)
     assert {code for heading in headings for code in re.findall(r"`([^`]+)`", heading)} == CODES
     assert page.count("Margin: not measured.") == len(STATISTICAL) - 1
+
+
+def test_each_check_has_an_anchor_that_its_findings_and_the_table_link_to():
+    page = document()
+    anchors = re.findall(r'^<a id="(.*)"></a>\n\n### `(.*)`$', page, re.MULTILINE)
+    assert {anchor for anchor, _ in anchors} == CODES
+    assert len(anchors) == len(CODES)
+    assert all(anchor == code for anchor, code in anchors)
+    for code in CODES:
+        path, _, anchor = Finding(code, "error").link.partition("#")
+        assert (docs.PAGE.parent.parent / path, anchor) == (docs.PAGE, code)
+        assert page.count(f"[`{code}`](#{code})") == 1
+
+
+@pytest.mark.parametrize("code", CHECKS)
+def test_what_is_explained_of_a_check_is_its_section_of_the_page(code):
+    title, *told, link = explain(code).split("\n\n")
+    section = document().partition(f"### `{code}`\n\n")[2].partition("\n\n<a id=")[0].partition("\n\n## ")[0]
+    assert told == [part for part in section.strip().split("\n\n") if not part.startswith("Margin: ")]
+    assert (title, link) == (code, f"See also: docs/checks.md#{code}")
+
+
+@pytest.mark.parametrize(
+    ("code", "near"),
+    [
+        ("unit.ded", "near it are unit.dead"),
+        ("Unit.Dead", "near it are unit.dead"),
+        ("unit", "near it are unit.dead, unit.saturated"),
+        ("flat", "near it are loss.flat"),
+        ("zzz", f"there are {', '.join(CHECKS)}"),
+        ("", f"there are {', '.join(CHECKS)}"),
+    ],
+)
+def test_of_a_code_that_is_unknown_those_like_it_are_named(code, near):
+    with pytest.raises(LookupError) as raised:
+        explain(code)
+    assert str(raised.value).startswith(f"there is no check {code!r}; {near}")
 
 
 def test_checks_come_in_the_order_of_the_flow():
@@ -117,7 +156,7 @@ def test_healthy_trainings_beyond_the_limit_are_told():
 
 def test_each_measured_margin_is_of_a_statistical_check_and_apart():
     measured = read_margins()
-    assert measured or not docs.MARGINS.exists()
+    assert measured or not MARGINS.exists()
     for margin in measured:
         assert margin.code in {check.code for check in STATISTICAL}
         assert not margin.n_alarms, f"a false alarm was measured: {margin}"

@@ -1,0 +1,50 @@
+"""The constructor of findings that checks share: it fills in place, kind and steps from what was found."""
+
+import math
+
+from hookcb.diagnosis.evidence import Layer, Param, Series
+from hookcb.diagnosis.trends import Span
+from hookcb.diagnosis.verdict import Finding, Severity
+
+When = Span | Series | int | tuple[int | None, int | None]
+
+
+def finding(
+    code: str,
+    severity: Severity,
+    *,
+    at: Layer | Param | str | None = None,
+    when: When = (None, None),
+    value: float = math.nan,
+    limit: float = math.nan,
+    message: str,
+    causes: tuple[str, ...] = (),
+    next_steps: tuple[str, ...] = (),
+) -> Finding:
+    """Finding of a check; see `Finding` for what is given as it is.
+
+    `at` is the layer or the parameter, or the name of a layer of which no more is known. `when` says from
+    which step to which it was seen: a run of records, all of a series, two steps, or a single one.
+    """
+    layer, param, kind = _place(at)
+    first, last = _steps(when)
+    return Finding(
+        code, severity, layer, param, first, value, limit, message, causes, next_steps, "", kind, last
+    )
+
+
+def _place(at: Layer | Param | str | None) -> tuple[str, str, str]:
+    """Names of the layer and of the parameter, and the layer's kind."""
+    if isinstance(at, Param):
+        return at.layer, at.name, at.about
+    if isinstance(at, Layer):
+        return at.name, "", at.about
+    return at or "", "", ""
+
+
+def _steps(when: When) -> tuple[int | None, int | None]:
+    if isinstance(when, Span):
+        return when.first, when.last
+    if isinstance(when, Series):
+        return when.steps[0], when.steps[-1]
+    return (when, when) if isinstance(when, int) else when
