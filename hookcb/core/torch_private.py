@@ -351,9 +351,9 @@ def memory_history() -> Any:
 
 
 def is_memory_history_on() -> bool:
-    """Whether CUDA's allocator remembers what it does; False in a torch that cannot tell, as without CUDA."""
+    """Whether CUDA's allocator remembers what it does; False in a torch that cannot tell, and without a GPU."""
     asked: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return bool(asked and asked())
+    return bool(asked and torch.cuda.is_available() and asked())  # without a driver it raises
 
 
 OPT_CALLED = "_opt_called"
