@@ -351,7 +351,7 @@ def memory_history() -> Any:
 
 
 def is_memory_history_on() -> bool:
-    """Whether CUDA's allocator remembers what it does; False in a torch that cannot tell, and without a GPU."""
+    """Whether CUDA's allocator remembers what it does; False without a GPU, or if torch cannot tell."""
     asked: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return bool(asked and torch.cuda.is_available() and asked())  # without a driver it raises
 
