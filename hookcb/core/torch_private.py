@@ -23,6 +23,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 Hooks = dict[int, Callable[..., Any]]
 SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
 
+# looked up once, as hooks call these at each call of a layer
+_task_id: Callable[[], int] = torch._C._current_graph_task_id
+_running_node: Callable[[], Any] = torch._C._current_autograd_node
+_will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
+_interpreters: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+
 # ---- classes
 
 
@@ -202,17 +209,17 @@ def cpu_attention() -> Any:
 
 def in_backward() -> bool:
     """Whether autograd is in a backward, in this thread or in one of its own that this is."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return _task_id() != -1
 
 
 def running_node() -> Any:
     """The node whose backward is running in this thread, None outside of backwards."""
-    return torch._C._current_autograd_node()
+    return _running_node()
 
 
 def will_run(node: Node) -> bool:
     """Whether the backward that is running will run a node; RuntimeError outside of backwards."""
-    return torch._C._will_engine_execute_node(node)
+    return _will_run(node)
 
 
 def after_backward(call: Callable[[], Any]) -> None:
@@ -222,7 +229,8 @@ def after_backward(call: Callable[[], Any]) -> None:
 
 def sequence_nr(node: Any) -> int:
     """Number of a node, larger for nodes that were made later in the same thread."""
-    return int(node._sequence_nr())
+    number: int = node._sequence_nr()
+    return number
 
 
 def input_shape(node: Any) -> tuple[int, ...]:
@@ -302,7 +310,7 @@ CHECKPOINT_HOOKS = "_checkpoint_hook"
 
 def in_transform() -> bool:
     """Whether a transform of torch.func is at work, whose tensors must not outlive it."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _interpreters() is not None
 
 
 def is_transform_tensor(x: Tensor) -> bool:
@@ -324,7 +332,7 @@ def transforms_left() -> AbstractContextManager[Any]:
 
 def is_jit_tracing() -> bool:
     """Whether torch.jit.trace records; the public `torch.jit.is_tracing` is a scripted function's."""
-    return bool(torch._C._is_tracing())
+    return _is_jit_tracing()
 
 
 # ---- profilers, optimizers and scalers
