@@ -19,7 +19,7 @@ from hookcb.diagnosis.checks import SECTIONS
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.explain import explain
 from hookcb.diagnosis.judge import SOURCES, _run, explained
-from hookcb.diagnosis.registry import CHECKS, Absent, RuledOut, Site, Unable, check_of
+from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped, check_of
 from hookcb.diagnosis.registry import check as register
 from hookcb.diagnosis.trends import held, persistent
 from hookcb.diagnosis.verdict import Finding
@@ -28,7 +28,7 @@ DESIGNED = re.findall(
     r"\S+",
     """
     nonfinite.first nonfinite.contained param.unreachable param.not_in_optimizer param.duplicated
-    param.not_stepped param.restored init.zero gate.shut memory.graphs_kept update.swallowed grad.stale
+    param.not_stepped param.restored init.zero gate.shut memory.graphs_kept update.lost_to_rounding grad.stale
     loss.detached init.symmetric mode.mismatch head.activation
     hook.silent replica.diverged amp.scale_collapse input.nonfinite input.constant label.out_of_range
 
@@ -216,10 +216,10 @@ def test_each_limit_of_a_code_has_a_margin_and_limits_of_a_training_are_the_unit
 def test_numbers_come_from_findings_and_from_what_is_ruled_out(monkeypatch):
     def check(evidence):
         yield Finding("unit.dead", "error", value=1.0, limit=0.6)
-        yield RuledOut("dead units (10 %)", 0.1, 0.6)
-        yield RuledOut("without a number")
-        yield RuledOut("an infinite one", math.inf, 0.6)
-        yield Unable("nothing was looked at")
+        yield Passed("dead units (10 %)", 0.1, 0.6)
+        yield Passed("without a number")
+        yield Passed("an infinite one", math.inf, 0.6)
+        yield Skipped("nothing was looked at")
 
     exact = {code: c for code, c in CHECKS.items() if c.exact}
     registered = {"unit.dead": replace(check_of("unit.dead"), function=check), **exact}
@@ -297,8 +297,8 @@ def test_a_check_is_registered_once_and_found_by_its_code():
 
 
 def test_a_number_is_optional_where_something_is_ruled_out():
-    assert RuledOut("weight decay (none)") == RuledOut("weight decay (none)")
-    assert RuledOut("dead units (0 %)", 0.0, 0.6) != RuledOut("dead units (0 %)")
+    assert Passed("weight decay (none)") == Passed("weight decay (none)")
+    assert Passed("dead units (0 %)", 0.0, 0.6) != Passed("dead units (0 %)")
 
 
 def test_a_second_check_of_a_code_is_refused():
@@ -318,4 +318,4 @@ def test_a_check_without_any_evidence_says_that_it_could_not_look(check):
     by_itself = {"model", "graph"}  # who has looked at these has seen all there is
     found = _run(check, Evidence(sources=set(SOURCES) - by_itself))
     assert found
-    assert all(isinstance(result, Unable | Absent) for result in found), found
+    assert all(isinstance(result, Skipped | Absent) for result in found), found

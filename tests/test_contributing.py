@@ -202,7 +202,7 @@ def missing_of_probe(file, tree, is_reached):
         yield f"hookcb/diagnosis/probes/suite.py: Probes does not use {file}"
     if not (ROOT / "tests" / "diagnosis" / "probes" / f"test_{file}").exists():
         yield f"tests/diagnosis/probes/test_{file}: is not there"
-    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and ast.unparse(x.func) == "Sighting"]
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and ast.unparse(x.func) == "Observation"]
     codes = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
     for code in codes:
         if code not in CHECKS:
@@ -232,7 +232,7 @@ def test_what_checks_say_must_have_been_there_is_noted_by_the_suite():
 
 
 def test_the_places_of_a_probe_that_are_left_out_are_named():
-    tree = ast.parse('def look():\n    yield Sighting("dummy.code", text="")')
+    tree = ast.parse('def look():\n    yield Observation("dummy.code", text="")')
     assert [place.partition(":")[0] for place in missing_of_probe("dummy.py", tree, False)] == [
         "hookcb/diagnosis/probes/suite.py",
         "tests/diagnosis/probes/test_dummy.py",

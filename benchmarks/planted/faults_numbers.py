@@ -51,7 +51,7 @@ def sqrt_of_zero(seed: int, cbs: Callbacks) -> Run:
     return fit(model, contrastive_loss, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
 
 
-@fault(NUMBER_FAULTS, "bfloat16 weights with SGD 1e-3", codes=["update.swallowed", "update.too_small"])
+@fault(NUMBER_FAULTS, "bfloat16 weights with SGD 1e-3", codes=["update.lost_to_rounding", "update.too_small"])
 def low_precision(seed: int, cbs: Callbacks) -> Run:
     model = Mlp().bfloat16()
     batches = [(x.bfloat16(), y) for x, y in digit_batches(seed)]

@@ -63,7 +63,7 @@ def numbers(evidence: Evidence) -> Iterator[Number]:
         for result in check.function(evidence):
             if isinstance(result, Finding):
                 found = Number(result.code, result.value, result.limit, result.severity)
-            else:  # Unable has no number
+            else:  # Skipped has no number
                 nothing = math.nan
                 value, limit = getattr(result, "value", nothing), getattr(result, "limit", nothing)
                 found = Number(check.code, value, limit)

@@ -85,7 +85,7 @@ class ActivationStats(HookCallback, ActivationReadings):
 
     def before_batch(self) -> None:
         super().before_batch()
-        if not self.is_aside:
+        if not self.outside_main_phase:
             self._batch = {}
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
@@ -104,12 +104,12 @@ class ActivationStats(HookCallback, ActivationReadings):
 
     def after_cancel_batch(self) -> None:
         super().after_cancel_batch()
-        if not self.is_aside:
+        if not self.outside_main_phase:
             self._batch = {}
 
     def after_batch(self) -> None:
         super().after_batch()
-        if self.is_aside:
+        if self.outside_main_phase:
             return
         (epochs, steps), phase = self._before, "train" if self.training else "valid"
         epoch, step = epochs + self.epoch, steps + self.train_iter

@@ -13,7 +13,7 @@ from hookcb.activations import plots
 from hookcb.activations.reducer import Reducer
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample
 from hookcb.core.arguments import check_count
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 from hookcb.records.plots import sparkline
 from hookcb.records.readings import PHASES, Layer, SavedReadings
 from hookcb.records.store import StatStore
@@ -217,7 +217,7 @@ class ActivationReadings(SavedReadings):
 
     def _caption(self) -> str:
         left_out = [f"{name} ({kind})" for name, kind in self.left_out.items()]
-        lines = [self._of_what() or "", f"no statistics: {listed(left_out)}" if left_out else ""]
+        lines = [self._of_what() or "", f"no statistics: {join_names(left_out)}" if left_out else ""]
         return "\n".join(filter(None, lines))
 
     def _of_what(self) -> str | None:

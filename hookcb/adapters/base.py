@@ -9,7 +9,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.loop import Loop
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.loops.external import Followed
+from hookcb.loops.external import ExternalLoop
 from hookcb.loops.watch import flat
 
 
@@ -33,7 +33,7 @@ class Attached:
         checked = Loop(nn.Module(), flat(*more, cbs))
         self.cbs = list(checked.cbs)
         checked.remove_cbs(self.cbs)
-        self.followed: Followed | None = None
+        self.followed: ExternalLoop | None = None
         self._brought: list[str] = []  # names of callbacks that are there for one training
         for cb in self.cbs:
             if hasattr(self, cb.name):
@@ -49,16 +49,16 @@ class Attached:
         return None if self.followed is None else self.followed.coverage
 
     @property
-    def stop_asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a callback has asked to end the training, which the trainer is then told."""
-        return self.followed is not None and self.followed.stop_asked
+        return self.followed is not None and self.followed.stop_requested
 
     @property
     def running(self) -> Any:
         """The training that is followed now, or None."""
         return self.followed if self.followed is not None and self.followed.fitting else None
 
-    def follow(self, make: Callable[[list[Callback]], Followed]) -> None:
+    def follow(self, make: Callable[[list[Callback]], ExternalLoop]) -> None:
         """Has the callbacks follow what `make` gives of them; what they followed before has ended."""
         self.close()
         for cb in self.cbs:

@@ -14,7 +14,7 @@ from hookcb.gradients.steps import scale_of
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.own import register
 from hookcb.loops.coverage import WatchCoverage
-from hookcb.loops.external import Followed
+from hookcb.loops.external import ExternalLoop
 
 try:
     with random_kept():
@@ -111,7 +111,7 @@ class HookcbCallback(Attached, LightningCallback):
         self.close()
 
     def _heed(self, trainer: Any) -> None:
-        if self.stop_asked:
+        if self.stop_requested:
             trainer.should_stop = True
 
 
@@ -122,10 +122,10 @@ def _inputs(batch: Any) -> Any:
     return batch if isinstance(batch, Mapping) else (batch,)
 
 
-class LightningFit(Followed):
+class LightningFit(ExternalLoop):
     """A fit of Lightning's Trainer; see `hookcb.adapters.lightning`, which tells what happens in it."""
 
-    heeds_stop = True
+    honors_stop = True
 
     def __init__(self, trainer: Any, module: nn.Module, cbs: list[Callback]) -> None:
         self._n_calls = 0  # of the module, inside one another
@@ -152,7 +152,7 @@ class LightningFit(Followed):
             self.loss(loss)
 
     def _is_called_here(self) -> bool:
-        return self.is_here
+        return self.in_loop_thread
 
     def _call_begins(self, *seen: Any) -> None:
         self._n_calls += 1

@@ -79,14 +79,14 @@ class HookcbCallback(Attached, TrainerCallback):
         self._heed(control)
 
     def _heed(self, control: Any) -> None:
-        if self.stop_asked:
+        if self.stop_requested:
             control.should_training_stop = True
 
 
 class TrainerRun(Watch):
     """A training of Hugging Face's Trainer, whose models give their loss."""
 
-    heeds_stop = True
+    honors_stop = True
 
     def __init__(self, model: nn.Module, opt: Any, cbs: list[Callback], scaler: Any) -> None:
         super().__init__(model, [opt] if isinstance(opt, Optimizer) else [], cbs, scaler)

@@ -27,7 +27,7 @@ from hookcb.diagnosis.failures import told_failure
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.optimizer_steps import StepHook
-from hookcb.loops.external import Followed
+from hookcb.loops.external import ExternalLoop
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_find import LRFinder
 from hookcb.loops.preflight import NAME as PREFLIGHT
@@ -148,14 +148,14 @@ class _ScriptWatch(Watch):
     failure: Exception | None = None
 
     def emit(self, event: str) -> None:
-        """See `Followed`."""
+        """See `ExternalLoop`."""
         try:
             super().emit(event)
         except Exception as error:  # it is ours, and not the script's to bear
             self.failure = self.failure or error
 
     def close_failed(self) -> bool:
-        """See `Followed`; its hooks stay until the end, as the failure may be within one of torch's loops."""
+        """See `ExternalLoop`; its hooks stay until the end, as the failure may be within one of torch's loops."""
         return self._error is not None
 
     @property
@@ -173,7 +173,7 @@ class _ScriptWatch(Watch):
 
     def tell(self, loss: Tensor) -> None:
         """Tells the loss of the batch, also one without a graph, of which `Watch` cannot know that it is."""
-        Followed.loss(self, loss)
+        ExternalLoop.loss(self, loss)
 
     def follow(self, loss: Tensor) -> None:
         """Has the backward of a loss that is not told begin with it, not where it comes to the model."""

@@ -83,7 +83,7 @@ class _Follower:
         self.listener = listener
         self._thread, self._depth = threading.get_ident(), 0
 
-    def is_here(self) -> bool:
+    def in_loop_thread(self) -> bool:
         """Whether this is the thread that it follows."""
         return threading.get_ident() == self._thread
 
@@ -134,7 +134,7 @@ def _telling(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         told: list[_Follower] = []
         try:
             for follower in _followers:
-                if follower.is_here():
+                if follower.in_loop_thread():
                     told.append(follower)
                     follower.begin()
             return fetch(self)

@@ -231,7 +231,7 @@ class Loop(TrainingState):
         """
         self._entered = []
         try:
-            with strays_named():
+            with stray_cancels_as_errors():
                 try:
                     self._enter(self.cbs)
                     body()
@@ -244,7 +244,7 @@ class Loop(TrainingState):
         else:
             self._leave()
         finally:
-            self._entered, self.stop_asked = None, False
+            self._entered, self.stop_requested = None, False
 
     def _enter(self, cbs: list[Callback]) -> None:
         """Calls `before_fit` of `cbs`, where a fit runs that they have not entered yet."""
@@ -265,7 +265,7 @@ class Loop(TrainingState):
         ):
             self._entered = [other for other in self._entered or () if other is not cb]
             try:
-                with strays_named(), suppress(CancelFitException):
+                with stray_cancels_as_errors(), suppress(CancelFitException):
                     if handler := cb.handler(Event.AFTER_FIT):
                         self._call(Event.AFTER_FIT, ((cb, handler),))
             except BaseException as failure:
@@ -298,7 +298,7 @@ class Loop(TrainingState):
 
 
 @contextmanager
-def strays_named() -> Iterator[None]:
+def stray_cancels_as_errors() -> Iterator[None]:
     """Turns a cancel that no level has caught into an error that says who raised it and where it may be.
 
     Raises:

@@ -59,7 +59,7 @@ def _copied(value: Any) -> Any:
 
 def largest_lr(opt: Optimizer) -> float:
     """Of all groups; NaN where it is a tensor on a device."""
-    rates = [kept(group["lr"]) for group in opt.param_groups]
+    rates = [detached_scalar(group["lr"]) for group in opt.param_groups]
     return max((x for x in rates if isinstance(x, float)), default=math.nan)
 
 
@@ -69,7 +69,7 @@ def is_adaptive(opt: Optimizer) -> bool:
     return any(names & group.keys() for group in opt.param_groups)
 
 
-def kept(value: float | Tensor) -> float | Tensor:
+def detached_scalar(value: float | Tensor) -> float | Tensor:
     """A number that later writes cannot change; what is on a GPU stays there, unwaited for."""
     if not isinstance(value, Tensor):
         return float(value)

@@ -69,7 +69,7 @@ class SamplingCallback(Callback):
         self.n_batches = self.n_skipped = 0
 
     def before_batch(self) -> None:
-        if not self.is_aside:
+        if not self.outside_main_phase:
             i = self.train_iter if self.training else self.iter
             self.is_looking = self.wants(i)
 
@@ -78,10 +78,10 @@ class SamplingCallback(Callback):
         return self.every is None or i % self.every == 0
 
     def after_cancel_batch(self) -> None:
-        self.is_looking = self.is_looking and self.is_aside
+        self.is_looking = self.is_looking and self.outside_main_phase
 
     def after_batch(self) -> None:
-        if not self.is_aside:
+        if not self.outside_main_phase:
             self.n_batches += self.is_looking
             self.n_skipped += not self.is_looking
 
@@ -92,7 +92,7 @@ class SamplingCallback(Callback):
         self.n_batches, self.n_skipped = state["n_batches"], state["n_skipped"]
 
     @property
-    def is_aside(self) -> bool:
+    def outside_main_phase(self) -> bool:
         """Whether this is a validation in the middle of a batch, or outside a fit."""
         return not self.training and (self.learn.is_nested or not self.learn.fitting)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hookcb.core.fetches import FetchListener, follow_loaders, leave_loaders
 from hookcb.core.restore import preserve_modes
-from hookcb.core.threads import is_here
+from hookcb.core.threads import in_loop_thread
 
 PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
 BATCH = ("xb", "yb", "pred", "loss")
@@ -38,7 +38,9 @@ class TrainingState:
         self.accumulating = False  # whether gradients wait for those of the next batch, and no step is made
         # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        self.stop_asked = False  # a callback has asked to end a loop that is not ours, or a signal has come
+        self.stop_requested = (
+            False  # a callback has asked to end a loop that is not ours, or a signal has come
+        )
         self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
 
@@ -82,9 +84,9 @@ class TrainingState:
         return False
 
     @property
-    def is_here(self) -> bool:
-        """Whether the code that asks is run by the loop, and not by another thread, see `threads.is_here`."""
-        return is_here(self._thread)
+    def in_loop_thread(self) -> bool:
+        """Whether the code that asks is run by the loop, and not by another thread, see `threads.in_loop_thread`."""
+        return in_loop_thread(self._thread)
 
     @property
     def epoch_index(self) -> int:

@@ -33,7 +33,7 @@ def short_number(number: float | None) -> str:
     return f"{number:.3g}"
 
 
-def listed(names: Iterable[str], most: int = 20) -> str:
+def join_names(names: Iterable[str], most: int = 20) -> str:
     """Names for a message, of many the first; the whole model's, which is empty, left out."""
     found = [name for name in names if name]
     return ", ".join(found[:most]) + (f" … and {len(found) - most} more" if len(found) > most else "")

@@ -7,7 +7,7 @@ import torch
 from hookcb.core.torch_private import in_backward, is_jit_tracing
 
 
-def is_here(thread: int) -> bool:
+def in_loop_thread(thread: int) -> bool:
     """Whether code runs in `thread`, as `threading.get_ident` calls it, or in a backward.
 
     A backward has threads of its own, one for each device, where activation checkpointing runs forwards

@@ -33,7 +33,7 @@ class Diagnose(Watching):
 
     Args:
         on_sick: what to do when the training is found to be sick: "warn"; "stop", which warns and ends the
-            fit, or sets `stop_asked` of a watch, whose loop is not ours to end; "ignore", which leaves it to
+            fit, or sets `stop_requested` of a watch, whose loop is not ours to end; "ignore", which leaves it to
             the verdict at the end; or a function that is called with the verdict, once in
             a fit; it may raise `CancelFitException`. It is looked for after batches 20, 200, 2,000 …, and
             when the loss or a gradient is not finite.
@@ -121,7 +121,7 @@ class Diagnose(Watching):
             else:
                 warn(f"{verdict.primary.head}: {verdict.primary.message}")
         if self.on_sick == "stop" and self._is_followed:
-            self.learn.stop_asked = True  # for the loop to look at, as it is not ours to end
+            self.learn.stop_requested = True  # for the loop to look at, as it is not ours to end
         elif self.on_sick == "stop":
             raise CancelFitException
 

@@ -132,7 +132,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class Observation:
     """Something that was seen as it happened, which needs no statistics.
 
     Attributes:
@@ -217,7 +217,7 @@ class Evidence:
     n_steps: int = 0
     is_by_hand: bool = False
     n_skipped: int = 0
-    sightings: list[Sighting] = field(default_factory=list)
+    sightings: list[Observation] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hookcb.core.optim import is_adaptive, kept, largest_lr
+from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.torch_private import BatchNorm, Dropout
 from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.probes.model import SHARDED
@@ -64,7 +64,7 @@ class Frame:
                 param.resolution = torch.finfo(p.dtype).eps
             if id(p) in groups:
                 param.optimizer, opt, group = groups[id(p)]
-                rate = kept(group["lr"])
+                rate = detached_scalar(group["lr"])
                 param.lr = rate if isinstance(rate, float) else largest_lr(opt)
                 param.weight_decay, param.is_adaptive = (
                     float(group.get("weight_decay", 0.0)),

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.diagnosis.evidence import Evidence
-from hookcb.diagnosis.registry import CHECKS, Absent, Check, Result, RuledOut, Unable, check_of
+from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped, check_of
 from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
 
 SOURCES = {  # what brings them
@@ -33,10 +33,10 @@ def judge(evidence: Evidence) -> Verdict:
     """
     results = [(check, result) for check in CHECKS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
-    fine = [(check, result.text) for check, result in results if isinstance(result, RuledOut)]
+    fine = [(check, result.text) for check, result in results if isinstance(result, Passed)]
     unable: dict[str, list[str]] = {}  # codes by reason
     for check, result in results:
-        if isinstance(result, Unable):
+        if isinstance(result, Skipped):
             unable.setdefault(result.reason, []).append(check.code)
     reason = evidence.why_nothing_seen()
     if reason:
@@ -63,14 +63,14 @@ def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
     if missing := [need for need in check.needs if need not in evidence.sources]:
         known = [evidence.missing[need] for need in missing if need in evidence.missing]
         why = " and ".join(dict.fromkeys(SOURCES[need] for need in missing))
-        return [Unable(known[0] if known else f"needs {why}")]
+        return [Skipped(known[0] if known else f"needs {why}")]
     try:
         results = list(check.function(evidence))
     except Exception as error:  # a verdict without it is better than none
-        return [Unable(f"failed by itself, please report it: {error!r}")]
+        return [Skipped(f"failed by itself, please report it: {error!r}")]
     partial = [evidence.partial[need] for need in check.needs if need in evidence.partial]
     # a fault can be seen in a part of a model; to rule it out takes all of it
-    return [Unable(partial[0]) if partial and isinstance(x, RuledOut) else x for x in results]
+    return [Skipped(partial[0]) if partial and isinstance(x, Passed) else x for x in results]
 
 
 def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:

@@ -66,7 +66,7 @@ class Watching(SamplingCallback):
 
     def _looks_inside(self) -> bool:
         """Whether a call of the model that begins now is looked at."""
-        return self._is_forward and self.learn.training and self.learn.is_here
+        return self._is_forward and self.learn.training and self.learn.in_loop_thread
 
     def see_layer(self, m: nn.Module, output: Any) -> None:
         """A layer has put something out, in a batch that is looked at."""

@@ -27,7 +27,7 @@ class Site(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RuledOut:
+class Passed:
     """What a check has found to be fine, in words, with the number that says so: "dead units (0 %)".
 
     Attributes:
@@ -42,7 +42,7 @@ class RuledOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Unable:
+class Skipped:
     """Why a check could not run: "fewer than 8 batches were looked at"."""
 
     reason: str
@@ -55,7 +55,7 @@ class Absent:
     reason: str
 
 
-Result = Finding | RuledOut | Unable | Absent
+Result = Finding | Passed | Skipped | Absent
 CheckFunction = Callable[[Evidence], Iterator[Result]]
 
 

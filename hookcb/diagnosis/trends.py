@@ -38,7 +38,7 @@ def ratio(a: float, b: float) -> float:
     return a / b if b > 0 else math.nan
 
 
-def times(x: float) -> str:
+def format_factor(x: float) -> str:
     """A factor to read: "14,000", "2e+08"."""
     return f"{x:.2g}" if x < 10 or x >= 1e6 or not math.isfinite(x) else f"{x:,.0f}"
 

@@ -15,7 +15,7 @@ from hookcb.activations.readings import (
 )
 from hookcb.activations.stats import has_stats, kind_of, take
 from hookcb.core.batch import parts
-from hookcb.core.threads import is_here
+from hookcb.core.threads import in_loop_thread
 from hookcb.gradients.stats import Number
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import find_modules, make_ready_for_hooks
@@ -107,7 +107,7 @@ class OutputHooks:
         self._batch, self._is_open = {}, is_open
 
     def _acts(self) -> bool:
-        return self._is_open and is_here(self._thread)
+        return self._is_open and in_loop_thread(self._thread)
 
     def _take(self, m: nn.Module, grads: Any) -> None:
         name = self._names[id(m)]

@@ -12,7 +12,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from hookcb.core.precision import moved, scaled_norm
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 from hookcb.gradients import plots
 from hookcb.gradients.capture import Columns, GradientReader, StepTaken, numbers_on, reduce_steps
 from hookcb.gradients.checks import GradientCheck, GradientHistory, ParamHistory, check_history
@@ -320,7 +320,7 @@ class GradientReadings(SavedReadings):
 
     def _caption(self, check: GradientCheck) -> str:
         lines = [check.summary] if self.steps() else []
-        lines += [f"{len(self.frozen)} frozen: {listed(self.frozen, 4)}"] if self.frozen else []
+        lines += [f"{len(self.frozen)} frozen: {join_names(self.frozen, 4)}"] if self.frozen else []
         skipped = sum(x > 0 for x in self.step_series("skipped"))
         lines += [f"{skipped} of these steps were skipped"] if skipped else []
         return "\n".join(lines)

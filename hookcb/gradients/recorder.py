@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from hookcb.core.optim import kept
+from hookcb.core.optim import detached_scalar
 from hookcb.gradients.capture import GradientReader, StepTaken, first_nonfinite
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.outputs import OutputHooks
@@ -94,10 +94,12 @@ class GradientRecorder:
         self._step, looking = None, self._is_looking
         self._n_steps += 1
         if looking:
-            lr, scale = kept(opt.param_groups[-1]["lr"]), scale_of(scaler, self._model)
+            lr, scale = detached_scalar(opt.param_groups[-1]["lr"]), scale_of(scaler, self._model)
             own = 1.0 if is_unscaled(scaler, opt) else scale
             if scaler is None and isinstance(set_by_one := getattr(opt, "grad_scale", None), Tensor):
-                own = scale = kept(set_by_one)  # a GradScaler that is not known, for a fused optimizer
+                own = scale = detached_scalar(
+                    set_by_one
+                )  # a GradScaler that is not known, for a fused optimizer
             self._step = StepTaken(self._reader.before_step(own), lr, scale)
         if isinstance(opt, StepByHand):  # when it ends, its gradients may be cleared
             self._watch.make()

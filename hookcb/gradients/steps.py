@@ -11,11 +11,11 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
 
-from hookcb.core.optim import kept
-from hookcb.core.threads import is_here
+from hookcb.core.optim import detached_scalar
+from hookcb.core.threads import in_loop_thread
 from hookcb.core.torch_private import buffers_of, scaler_stage
 from hookcb.gradients.stats import Number
-from hookcb.hooks.modules import named_modules, place
+from hookcb.hooks.modules import device_of, named_modules
 from hookcb.hooks.optimizer_steps import StepHook, params_of
 from hookcb.hooks.params import Param
 
@@ -58,7 +58,7 @@ class StepWatch:
         return self.note(opt)
 
     def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_open and is_here(self._thread) and self._is_ours(opt) and not self._is_made:
+        if self._is_open and in_loop_thread(self._thread) and self._is_ours(opt) and not self._is_made:
             # a fused optimizer looks itself whether to make it, at what the scaler has set
             found_inf = getattr(opt, "found_inf", None)
             self._found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
@@ -91,7 +91,7 @@ class StepWatch:
         if is_cancelled:  # in a loop that is not ours the optimizer is called all the same
             return 1.0
         if self._found_inf is not None:
-            return kept((self._found_inf.reshape(()) > 0).float())
+            return detached_scalar((self._found_inf.reshape(()) > 0).float())
         return 0.0 if self._is_made else 1.0
 
     def missing(self, params: Sequence[Param]) -> list[str]:
@@ -132,7 +132,11 @@ class SkipCount:
 
 def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
     """What a GradScaler multiplies losses by; 1.0 without. To ask it by `get_scale` would wait."""
-    return 1.0 if scaler is None else kept(scaler.scale(torch.ones((), device=place(model, None))))
+    return (
+        1.0
+        if scaler is None
+        else detached_scalar(scaler.scale(torch.ones((), device=device_of(model, None))))
+    )
 
 
 def is_unscaled(scaler: torch.amp.GradScaler | None, opt: Optimizer) -> bool:

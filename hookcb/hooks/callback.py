@@ -95,7 +95,7 @@ class HookCallback(SamplingCallback):
 
     def before_batch(self) -> None:
         super().before_batch()
-        if self.hooks and self.is_looking and not self.is_aside:
+        if self.hooks and self.is_looking and not self.outside_main_phase:
             self._acts_in = self.training
             self.hooks.restart()
 
@@ -113,7 +113,7 @@ class HookCallback(SamplingCallback):
 
     def after_batch(self) -> None:
         super().after_batch()
-        if not self.is_aside:
+        if not self.outside_main_phase:
             self._acts_in = None
             if self.hooks and self.is_looking and self.n_batches == 1 and not self.coverage.fired:
                 warn(self.coverage.warning(), stacklevel=2)
@@ -144,7 +144,9 @@ class HookCallback(SamplingCallback):
         return Coverage.of(self.hooks or (), self.left_out, self.n_batches, self.n_skipped)
 
     def _acts(self) -> bool:
-        return self._acts_in is self.learn.training and self.learn.is_here  # no validation inside a batch
+        return (
+            self._acts_in is self.learn.training and self.learn.in_loop_thread
+        )  # no validation inside a batch
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"layers": {}, "_names": {}}  # the model is not its to take along

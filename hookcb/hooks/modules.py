@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 from hookcb.core.torch_private import (
     COMPILED_NAME,
     compiled_call,
@@ -51,13 +51,15 @@ def find_modules(
         found = {name: m for name, m in leaves.items() if include_paramless or has_params(m)}
         if not found:
             raise LookupError(
-                f"no module of {type(model).__name__} is a leaf with parameters; it has: {listed(named)}"
+                f"no module of {type(model).__name__} is a leaf with parameters; it has: {join_names(named)}"
             )
         return found
     aliases = [(_plain_name(name), m) for name, m in unwrapped(model).named_modules(remove_duplicate=False)]
     several = [where] if _is_single(where) else list(where)  # type: ignore[arg-type]  # then it is iterable
     if not several:
-        raise LookupError(f"where is empty; give what to select of {type(model).__name__}: {listed(named)}")
+        raise LookupError(
+            f"where is empty; give what to select of {type(model).__name__}: {join_names(named)}"
+        )
     selected: set[int] = set()
     for one in several:
         ids = {id(m) for name, m in aliases if _selects(one, name, m)}
@@ -176,7 +178,7 @@ def _nothing(model: nn.Module, where: Any, named: dict[str, nn.Module]) -> Looku
     close = difflib.get_close_matches(where, named, n=1) if isinstance(where, str) else []
     hint = f"did you mean {close[0]!r}? " if close else ""
     what = f"matches {where!r}" if isinstance(where, str) else f"is selected by {where!r:.80}"
-    return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {listed(named)}")
+    return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {join_names(named)}")
 
 
 def unsaved_buffers(model: nn.Module, state: Container[str]) -> dict[str, Tensor]:
@@ -184,7 +186,7 @@ def unsaved_buffers(model: nn.Module, state: Container[str]) -> dict[str, Tensor
     return {name: x for name, x in model.named_buffers() if name not in state}
 
 
-def place(model: nn.Module, device: torch.device | None) -> torch.device:
+def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
     """Moves the model to `device`, if one is given; returns where its first parameter or buffer then is."""
     if device is not None:
         model.to(device)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 from hookcb.core.torch_private import parameters_of
 from hookcb.hooks.modules import named_modules, unwrapped
 
@@ -49,7 +49,7 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
         if not found:
             what = "is there" if one is None else f"matches {one!r:.80}"
             kind = type(unwrapped(model)).__name__
-            raise LookupError(f"no parameter of {kind} {what}; it has: {listed(names) or 'none'}")
+            raise LookupError(f"no parameter of {kind} {what}; it has: {join_names(names) or 'none'}")
         selected |= found
     return [param for param in every.values() if param.name in selected]
 

@@ -23,7 +23,7 @@ from hookcb.core.batch import parts, split_batch, to_device
 from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
-from hookcb.core.text import listed, short_number
+from hookcb.core.text import join_names, short_number
 from hookcb.core.torch_private import cpu_attention, cudnn_rnn
 from hookcb.hooks.coverage import CONTAINERS, NOT_CALLED, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
@@ -171,7 +171,7 @@ class Summary:
             f"{self.n_buffers:,} elements in buffers, {decimal(self.buffer_bytes)}",
             f"for this input: {short_number(self.multiply_adds)} multiply-adds, "
             f"{decimal(self.activation_bytes)} of activations",
-            *(f"not called, as {why}: {listed(names, 5)}" for why, names in silent.items()),
+            *(f"not called, as {why}: {join_names(names, 5)}" for why, names in silent.items()),
             *(f"{title}: {fact}" for title, fact in self.facts.items()),
         ]
 
@@ -313,7 +313,7 @@ class _Trace:
 
     def explain(self, error: Exception) -> None:
         done = [row.name or row.type for row in self.rows.values() if row.called]
-        before = f"after {listed(done[-3:])}" if done else "before any layer had run"
+        before = f"after {join_names(done[-3:])}" if done else "before any layer had run"
         if self.running:
             row = self.running[-1].row
             error.add_note(f"in {row.name or 'the model itself'} ({row.type}), {before}")
@@ -471,7 +471,7 @@ def _cells(row: LayerRow) -> list[str]:
     return [
         "  " * (row.depth - 1) + (row.name.rpartition(".")[2] or "(model)"),
         row.type + times,
-        listed(list(row.shapes), 3) if row.called else "not called" if row.why_not_called else "",
+        join_names(list(row.shapes), 3) if row.called else "not called" if row.why_not_called else "",
         f"{row.params:,}" if row.params else "",
         trained if row.params else "",
         short_number(row.multiply_adds) if row.multiply_adds else "",

@@ -12,7 +12,7 @@ from torch import Tensor
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
-from hookcb.core.optim import kept
+from hookcb.core.optim import detached_scalar
 from hookcb.loggers.adapt import as_logger
 from hookcb.loggers.base import Histogram, Logger
 from hookcb.loggers.group import LoggerGroup
@@ -121,7 +121,9 @@ class Log(Callback):
     def _of_batch(self) -> dict[str, float | Tensor]:
         learn = self.learn
         lr = learn.opt.param_groups[-1].get("lr") if learn.opt is not None else None
-        return {name: kept(x) for name, x in (("loss", learn.batch_loss), ("lr", lr)) if x is not None}
+        return {
+            name: detached_scalar(x) for name, x in (("loss", learn.batch_loss), ("lr", lr)) if x is not None
+        }
 
     def _log(self, values: Mapping[str, float], now: int) -> None:
         """Logs these, and with them what is new, in the order of steps."""

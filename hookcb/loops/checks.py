@@ -118,6 +118,6 @@ def check_opt(opt: Optimizer, model: nn.Module) -> None:
         )
 
 
-def same(ones: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
+def same_objects(ones: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
     """Whether two lists hold the very same parameters in the same order."""
     return len(ones) == len(others) and all(one is other for one, other in zip(ones, others, strict=True))

@@ -1,4 +1,4 @@
-"""Followed: a loop that somebody else runs, told what happens in it."""
+"""ExternalLoop: a loop that somebody else runs, told what happens in it."""
 
 from collections import Counter
 from typing import Any, Self
@@ -13,7 +13,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import LEVELS, CancelException, CancelFitException, CancelStepException
-from hookcb.core.loop import Loop, strays_named
+from hookcb.core.loop import Loop, stray_cancels_as_errors
 from hookcb.core.torch_private import after_backward, in_backward
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
@@ -23,7 +23,7 @@ from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.taps import outside_transforms
 
 
-class Followed(Loop):
+class ExternalLoop(Loop):
     """Emits the events of a loop that is not ours, from what it is told, in the order of the contract.
 
     Whoever follows a loop says what begins and ends. What is still open is closed first, so that each event
@@ -36,7 +36,7 @@ class Followed(Loop):
         scaler: of the losses, where gradients come scaled.
 
     Attributes:
-        stop_asked: whether a callback has asked to end the training, for the loop to look at.
+        stop_requested: whether a callback has asked to end the training, for the loop to look at.
         seen: how often each event was emitted.
         facts: what else was seen.
 
@@ -44,7 +44,7 @@ class Followed(Loop):
         TypeError, ValueError, LookupError: for callbacks that cannot follow a loop, or from a before_fit.
     """
 
-    heeds_stop = False  # whether who follows the loop looks at `stop_asked`
+    honors_stop = False  # whether who follows the loop looks at `stop_requested`
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Followed(Loop):
         self._entered = []
         try:
             self._listen()
-            with strays_named():
+            with stray_cancels_as_errors():
                 try:
                     self._enter(self.cbs)
                 except CancelFitException as cancel:
@@ -278,13 +278,13 @@ class Followed(Loop):
 
     def _note(self, cancel: CancelException, event: str) -> None:
         is_stop = isinstance(cancel, CancelFitException)
-        self.stop_asked |= is_stop
+        self.stop_requested |= is_stop
         is_of_step = isinstance(cancel, CancelStepException) and event == "before_step"
         if is_of_step and self._has_no_gradients():
             self.emit("after_cancel_step")  # the optimizer finds nothing to do
-        elif type(cancel) not in self._ignored and not (is_stop and self.heeds_stop):
+        elif type(cancel) not in self._ignored and not (is_stop and self.honors_stop):
             self._ignored.add(type(cancel))
-            hint = "; look at .stop_asked in your loop" if is_stop else ""
+            hint = "; look at .stop_requested in your loop" if is_stop else ""
             warn(
                 f"{cancel.raised_in} asks to end the {cancel.level}, and goes unheard, as this loop is not "
                 f"ours{hint}",

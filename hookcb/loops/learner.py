@@ -15,10 +15,10 @@ from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ToldFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
-from hookcb.core.loop import Loop, strays_named
+from hookcb.core.loop import Loop, stray_cancels_as_errors
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.hooks.modules import place
+from hookcb.hooks.modules import device_of
 from hookcb.hooks.summary import Summary, module_summary
 from hookcb.loops.checks import (
     check_fit,
@@ -27,7 +27,7 @@ from hookcb.loops.checks import (
     check_lr,
     check_opt,
     make_opt,
-    same,
+    same_objects,
     trainable,
 )
 from hookcb.loops.data import as_loaders, check_loader
@@ -218,7 +218,7 @@ class Learner(Loop):
         try:
             yield from self._told(batches)
         except Exception as error:
-            if not self.stop_asked:
+            if not self.stop_requested:
                 raise
             raise (CancelFitException if self.training else CancelValidException) from error
 
@@ -294,7 +294,11 @@ class Learner(Loop):
                 "there is no validation loader; pass dl=, or make the learner with (train, valid)"
             )
         check_loader(dl, "dl")
-        with self.restored(), self.added_cbs(cbs), nullcontext() if self.fitting else strays_named():
+        with (
+            self.restored(),
+            self.added_cbs(cbs),
+            nullcontext() if self.fitting else stray_cancels_as_errors(),
+        ):
             self._place()
             self.row = {}
             self._phase("validate", dl)
@@ -333,7 +337,7 @@ class Learner(Loop):
         """
         if self.fitting:
             raise RuntimeError("a fit is running; one_batch is for outside a fit")
-        with self.restored(batch=False), torch.enable_grad(), strays_named():
+        with self.restored(batch=False), torch.enable_grad(), stray_cancels_as_errors():
             self._prepare()
             self.set_phase(training=True, dl=[next(iter(self.dls.train)) if b is None else b], n_iter=1)
             self.model.train()
@@ -417,14 +421,14 @@ class Learner(Loop):
             raise RuntimeError("a fit is running; it must end before another begins")
 
     def _place(self) -> None:
-        self._device = place(self.model, self.device)
+        self._device = device_of(self.model, self.device)
         if isinstance(self.loss_func, nn.Module):
             self.loss_func.to(self._device)  # the weights of its classes
 
     def _prepare(self, lr: float | None = None) -> None:
         self._place()
         params = trainable(self.model)
-        swapped = self._opt_params is not None and not same(self._opt_params, params)
+        swapped = self._opt_params is not None and not same_objects(self._opt_params, params)
         if self.opt is None or swapped:
             self.opt, self._opt_params = make_opt(self.opt_func, params, self.lr), params
         check_opt(self.opt, self.model)

@@ -28,7 +28,7 @@ from hookcb.core.restore import (
     preserve_values,
 )
 from hookcb.core.torch_private import buffers_of, parameters_of, unsaved_buffer_names
-from hookcb.hooks.modules import place
+from hookcb.hooks.modules import device_of
 from hookcb.loops.data import Loaders
 from hookcb.loops.lr_curve import LRFind, Smoothed
 from hookcb.training.progress import Progress
@@ -89,7 +89,7 @@ def _stand_ins(learn: Loop) -> list[Callback]:
 @contextmanager
 def _unchanged(learn: Loop) -> Iterator[None]:
     """Runs a `with` block without the attached callbacks; nothing is changed by it, however it ends."""
-    place(learn.model, learn.device)  # now, as else the random numbers of the GPU would not be known yet
+    device_of(learn.model, learn.device)  # now, as else the random numbers of the GPU would not be known yet
     loader = learn.dls.train
     roots = [x for x in (learn.model, learn.loss_func) if isinstance(x, nn.Module)]
     inside = vars(learn.opt).values() if learn.opt is not None else ()  # some have another one there

@@ -18,7 +18,7 @@ from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.optimizer_steps import StepHook, params_of
 from hookcb.loops.coverage import WatchCoverage
-from hookcb.loops.external import Followed
+from hookcb.loops.external import ExternalLoop
 from hookcb.loops.loss_found import find_loss, first_parameter_behind, scaler_at_work
 from hookcb.loops.taps import n_running, optimizer_at_work
 
@@ -128,7 +128,7 @@ def _unwrapped(opt: Optimizer) -> Optimizer:
     return opt
 
 
-class Watch(Followed):
+class Watch(ExternalLoop):
     """Follows a training loop by hooks on the model and its optimizers; see `watch`, which makes it."""
 
     def __init__(
@@ -255,13 +255,13 @@ class Watch(Followed):
         return self._is_waiting() or (self._is_open() and self._in_closure())
 
     def _call_gives(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self.is_here:
+        if torch.compiler.is_compiling() or not self.in_loop_thread:
             return
         if self._n_calls == 1 and self._is_followed and self.has_batch:
             self.has_pred(detached(output) if in_transform() else output)
 
     def _call_ends(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self.is_here:
+        if torch.compiler.is_compiling() or not self.in_loop_thread:
             return
         self._n_calls = max(0, self._n_calls - 1)
         if not self._n_calls:
@@ -270,27 +270,27 @@ class Watch(Followed):
     # ---- a model that is never called itself, but in parts, as `net.actor(x)`
 
     def _part_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._n_calls or not self.is_here or self.close_failed():
+        if torch.compiler.is_compiling() or self._n_calls or not self.in_loop_thread or self.close_failed():
             return
         if torch.is_grad_enabled() and m.training and not self._is_recomputing():
             self.facts.n_part_calls += 1
             self._begin_or_go_on(m, args or kwargs)
 
     def _part_gives(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        is_ours = not torch.compiler.is_compiling() and not self._n_calls and self.is_here
+        is_ours = not torch.compiler.is_compiling() and not self._n_calls and self.in_loop_thread
         if is_ours and torch.is_grad_enabled() and self._is_waiting():
             self.has_pred(detached(output) if in_transform() else output)
 
     # ---- what the loop may tell
 
     def begin_batch(self, training: bool, xb: Any) -> None:
-        """See `Followed`; a new batch has had no step."""
+        """See `ExternalLoop`; a new batch has had no step."""
         self._stepped.clear()
         super().begin_batch(training, xb)
         self._is_of_others = False
 
     def begin_backward(self) -> None:
-        """See `Followed`; a loss that was not told is looked for."""
+        """See `ExternalLoop`; a loss that was not told is looked for."""
         if self.has_batch and self._backward is None and self._loss is None:
             self.look_for_loss()
         super().begin_backward()
@@ -311,7 +311,7 @@ class Watch(Followed):
             self._take_loss(found.value, found.node)
 
     def end_backward(self) -> None:
-        """See `Followed`; in a loop that has made no step of an optimizer, its own may come now."""
+        """See `ExternalLoop`; in a loop that has made no step of an optimizer, its own may come now."""
         is_first = self.has_batch and self._backward == "running"
         super().end_backward()
         if is_first and not self._has_stepped and not self.facts.has_other_optimizer:
@@ -320,7 +320,7 @@ class Watch(Followed):
                 super().begin_step(self._by_hand)
 
     def end_batch(self) -> None:
-        """See `Followed`; if weights have moved since the backward, the loop has made its step."""
+        """See `ExternalLoop`; if weights have moved since the backward, the loop has made its step."""
         mark, self._mark = self._mark, None
         if mark is not None and not self._has_stepped and self._model() is not None:
             self._end_step_by_hand(mark.has_moved())
@@ -334,7 +334,7 @@ class Watch(Followed):
             self.emit("after_cancel_step")  # its gradients go into the next one
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Tells the loss of the batch, see `Followed`; where no call was seen, a batch begins with it."""
+        """Tells the loss of the batch, see `ExternalLoop`; where no call was seen, a batch begins with it."""
         if isinstance(loss, Tensor):
             if not self.facts.n_calls and not (loss.requires_grad and self._is_waiting()):
                 self.begin_batch(loss.requires_grad, ())  # only parts of the model are called
@@ -344,7 +344,7 @@ class Watch(Followed):
         return super().loss(loss)
 
     def begin_step(self, opt: Optimizer) -> None:
-        """See `Followed`; a loop that clips gradients may call it before, for what they are then."""
+        """See `ExternalLoop`; a loop that clips gradients may call it before, for what they are then."""
         self.facts.tells_steps |= self._stepping is None
         self._has_stepped = True
         if self._by_hand is not None and self._step_of is self._by_hand:
@@ -386,7 +386,7 @@ class Watch(Followed):
         return closure
 
     def _step_ends(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.is_here or self._stepping is not opt:
+        if not self.in_loop_thread or self._stepping is not opt:
             return
         self._stepping = None
         self.end_step()
@@ -433,8 +433,8 @@ class Watch(Followed):
         return self._n_calls > 0
 
     def _is_elsewhere(self) -> bool:
-        self.facts.n_elsewhere += not (self.is_here or is_jit_tracing())
-        return not self.is_here
+        self.facts.n_elsewhere += not (self.in_loop_thread or is_jit_tracing())
+        return not self.in_loop_thread
 
     # ---- the end
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from hookcb.core.threads import is_here
+from hookcb.core.threads import in_loop_thread
 from hookcb.hooks.hook import Hooks
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
 
@@ -86,7 +86,7 @@ class LayerRanges:
 
     def _acts(self) -> bool:
         is_on = not torch.compiler.is_compiling() and self._step is not None
-        return is_on and is_here(self._thread)
+        return is_on and in_loop_thread(self._thread)
 
     def _enter(self, m: nn.Module, *seen: Any) -> None:
         layer, prefix = self._names[id(m)], RECOMPUTED if self._phase == "backward" else ""

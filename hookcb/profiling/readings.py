@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hookcb.core.files import write_whole
-from hookcb.core.text import duration, listed, short_number
+from hookcb.core.text import duration, join_names, short_number
 from hookcb.profiling.phases import PHASES
 from hookcb.profiling.steps.times import MUCH_DATA
 from hookcb.profiling.sums import COMPILED_TYPE, OperatorSums, Profile
@@ -281,7 +281,7 @@ class ProfileReadings:
             lines.append(f"torch.compile compiled in these steps, {n} new graphs; profile later ones")
         graphs = [name for name, kind in profile.types.items() if kind == COMPILED_TYPE]
         if graphs:
-            lines.append(f"compiled: {listed(graphs, 3)}; layers inside cannot be told apart")
+            lines.append(f"compiled: {join_names(graphs, 3)}; layers inside cannot be told apart")
         return ProfileReport(phases, lines)
 
     def export_chrome_trace(self, path: str | Path, cycle: int = -1) -> Path:
@@ -336,7 +336,7 @@ class ProfileReadings:
     def _of_steps(self) -> str:
         steps = self._windows.profile.steps
         one_run = steps[-1] - steps[0] + 1 == len(steps)
-        which = f"{steps[0]} to {steps[-1]}" if one_run and len(steps) > 1 else listed(map(str, steps), 6)
+        which = f"{steps[0]} to {steps[-1]}" if one_run and len(steps) > 1 else join_names(map(str, steps), 6)
         return f"{'steps' if len(steps) > 1 else 'step'} {which}"
 
     def _layer_times(self, profile: Profile) -> list[LayerTime]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from rich.jupyter import JupyterMixin
 
 from hookcb.core.console import as_text
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 
 if TYPE_CHECKING:
     pass
@@ -52,7 +52,7 @@ class Rows(Printed, Generic[Row]):
         for row in self.rows:
             if row.name == name:
                 return row
-        raise LookupError(f"{self.missing} {name!r}; there are {listed([row.name for row in self.rows])}")
+        raise LookupError(f"{self.missing} {name!r}; there are {join_names([row.name for row in self.rows])}")
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], n_left: int = 0) -> str:

@@ -11,7 +11,7 @@ import torch
 from fastcore.foundation import L
 
 from hookcb.core.files import load_saved, save_whole
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 from hookcb.records.store import RecordInfo, StatStore
 
 Layer = int | str | slice
@@ -134,7 +134,7 @@ class LayerReadings(ABC):
             return L(map(read, names[layer]))
         if isinstance(layer, int):
             if not -len(names) <= layer < len(names):
-                raise IndexError(f"there is no layer {layer}; there are {len(names)}: {listed(names)}")
+                raise IndexError(f"there is no layer {layer}; there are {len(names)}: {join_names(names)}")
             return read(names[layer])
         if layer in names:
             return read(layer)
@@ -142,7 +142,7 @@ class LayerReadings(ABC):
             return L(map(read, found))
         close = difflib.get_close_matches(str(layer), names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise LookupError(f"no layer {layer!r} was recorded; {hint}there are: {listed(names) or 'none'}")
+        raise LookupError(f"no layer {layer!r} was recorded; {hint}there are: {join_names(names) or 'none'}")
 
     def names_of(self, layer: Layer | None) -> list[str]:
         """The names of what is given as a layer, of all by None."""

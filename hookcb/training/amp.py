@@ -9,7 +9,7 @@ from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.optim import gradients, scale_gradients
-from hookcb.hooks.modules import place
+from hookcb.hooks.modules import device_of
 
 DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 
@@ -65,7 +65,7 @@ class MixedPrecision(Callback):
         return self.learn.scaler if self._owns else None
 
     def before_fit(self) -> None:
-        device = place(self.model, None)
+        device = device_of(self.model, None)
         self._skipped, self._unscaled = torch.zeros((), dtype=torch.int64, device=device), False
         torch.autocast(device.type, self.dtype)  # what it refuses, it refuses before training
         if self.dtype is torch.float16:
@@ -76,7 +76,7 @@ class MixedPrecision(Callback):
 
     def before_batch(self) -> None:
         # of the phase: it ends with it, by an error too, and a validation inside has one of its own
-        self.phase_state["autocast"] = context = _autocast(place(self.model, None).type, self.dtype)
+        self.phase_state["autocast"] = context = _autocast(device_of(self.model, None).type, self.dtype)
         next(context)
 
     def after_loss(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hookcb.core import orders
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
-from hookcb.core.optim import kept
+from hookcb.core.optim import detached_scalar
 
 
 class Recorder(Callback):
@@ -65,8 +65,8 @@ class Recorder(Callback):
         learn = self.learn
         # kept now, as the loss may be scaled for backward, and the rate stepped before the batch ends
         has_rate = learn.training and learn.opt is not None  # a loop that is watched may have none yet
-        lr = kept(learn.opt.param_groups[-1]["lr"]) if has_rate else float("nan")
-        self.phase_state["batch"] = kept(self.loss), lr, batch_size((*learn.yb, learn.xb))
+        lr = detached_scalar(learn.opt.param_groups[-1]["lr"]) if has_rate else float("nan")
+        self.phase_state["batch"] = detached_scalar(self.loss), lr, batch_size((*learn.yb, learn.xb))
 
     def after_cancel_batch(self) -> None:
         self.phase_state.pop("batch", None)

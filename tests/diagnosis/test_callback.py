@@ -376,7 +376,7 @@ def test_a_function_is_called_in_a_watch_too():
             loss.backward()
             opt.step()
     assert [verdict.status for verdict in told] == ["sick"]
-    assert not w.stop_asked
+    assert not w.stop_requested
 
 
 @anyhow

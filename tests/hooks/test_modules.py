@@ -10,12 +10,12 @@ from hookcb import (
     total_params,
 )
 from hookcb.hooks.modules import (
+    device_of,
     has_uninitialized,
     is_compiled,
     is_leaf,
     named_modules,
     outermost_compiled,
-    place,
     unsaved_buffers,
     unwrapped,
 )
@@ -180,10 +180,10 @@ def test_unsaved_buffers_are_those_that_the_state_lacks():
 
 def test_a_model_is_placed_where_it_is_told_or_stays():
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-    assert place(model, None) == torch.device("cpu")
-    assert place(model, torch.device("meta")) == torch.device("meta")
+    assert device_of(model, None) == torch.device("cpu")
+    assert device_of(model, torch.device("meta")) == torch.device("meta")
     assert model[1].weight.device.type == "meta"
-    assert place(model, None) == torch.device("meta")
-    assert place(nn.BatchNorm1d(2, affine=False), None) == torch.device("cpu")
-    assert place(nn.ReLU(), torch.device("meta")) == torch.device("meta")
-    assert place(nn.ReLU(), None) == torch.device("cpu")
+    assert device_of(model, None) == torch.device("meta")
+    assert device_of(nn.BatchNorm1d(2, affine=False), None) == torch.device("cpu")
+    assert device_of(nn.ReLU(), torch.device("meta")) == torch.device("meta")
+    assert device_of(nn.ReLU(), None) == torch.device("cpu")

@@ -61,7 +61,7 @@ def test_readings_are_attributes_also_before_and_after_the_fit():
     callback = HookcbCallback(stats, GradientHealth)
     assert callback.activation_stats is stats
     assert callback.coverage is None
-    assert not callback.stop_asked
+    assert not callback.stop_requested
     callback = fit(CallsItself, stats, GradientHealth)
     assert callback.activation_stats.names == ["net.0", "net.2"]
     assert len(callback.gradient_health.stats) == EPOCHS * N_TRAIN
@@ -168,7 +168,7 @@ def test_a_fit_that_is_cancelled_stops_the_trainer(event):
         raise CancelFitException
 
     callback = fit(CallsItself, Callback(name="ends", **{event: cancel}), max_epochs=5)
-    assert callback.stop_asked
+    assert callback.stop_requested
     assert callback.trainer.current_epoch <= 1
     assert callback.trainer.global_step == (1 if event == "after_batch" else N_TRAIN)
 

@@ -242,7 +242,7 @@ def end_at(n):
 
 
 def stop_is_for_the_loop(name, reference):
-    with pytest.warns(UserWarning, match=r"look at \.stop_asked in your loop"):
+    with pytest.warns(UserWarning, match=r"look at \.stop_requested in your loop"):
         stops(name, reference)
 
 
@@ -261,7 +261,7 @@ CHECKS = {
         "calls in eval mode": validation,
         "yes, without the sanity check": no_sanity_check,
     },
-    "stop": {"look at `w.stop_asked`": stop_is_for_the_loop, "stops the trainer": stops},
+    "stop": {"look at `w.stop_requested`": stop_is_for_the_loop, "stops the trainer": stops},
 }
 
 

@@ -234,7 +234,7 @@ def test_a_fit_that_is_cancelled_stops_the_trainer(tmp_path, event, options, ste
     callback = HookcbCallback(Callback(name="ends", **{event: cancel}))
     trainer = hf_trainer(LossNet(), str(tmp_path), callback, **({"num_train_epochs": 5} | options))
     trainer.train()
-    assert callback.stop_asked
+    assert callback.stop_requested
     assert trainer.state.global_step == steps
 
 

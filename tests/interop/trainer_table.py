@@ -27,7 +27,7 @@ TRAINERS = {
         "epochs": "`w.epoch()` at the end of each",
         "loss": TOLD,
         "validation": "calls in eval mode",
-        "stop": "look at `w.stop_asked`",
+        "stop": "look at `w.stop_requested`",
     },
     "lightning": {
         "attach": "Lightning: `hookcb.adapters.lightning.HookcbCallback`",
@@ -57,7 +57,7 @@ TRAINERS = {
         "epochs": "`w.epoch()` at the end of each",
         "loss": TOLD,
         "validation": "calls in eval mode",
-        "stop": "look at `w.stop_asked`",
+        "stop": "look at `w.stop_requested`",
     },
     "ignite": {
         "attach": "Ignite: `watch`",
@@ -67,7 +67,7 @@ TRAINERS = {
         "epochs": "`w.epoch` as handler of `EPOCH_COMPLETED`",
         "loss": "found; in validation `w.loss(loss)` in the loss function",
         "validation": "calls in eval mode",
-        "stop": "look at `w.stop_asked`",
+        "stop": "look at `w.stop_requested`",
     },
     "skorch": {
         "attach": "skorch: `watch` on `net.module_`, then `partial_fit`",
@@ -77,7 +77,7 @@ TRAINERS = {
         "epochs": "`w.epoch()` in `on_epoch_end`",
         "loss": "found; in validation `w.loss(loss)` in `get_loss`",
         "validation": "calls in eval mode",
-        "stop": "look at `w.stop_asked`",
+        "stop": "look at `w.stop_requested`",
     },
 }
 

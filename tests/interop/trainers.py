@@ -84,7 +84,7 @@ def plain(cbs, clip=None, scaled=False, early=False, fails_at=None):
                 if scaler:
                     scaler.update()
                 opt.zero_grad()
-                if w and w.stop_asked:
+                if w and w.stop_requested:
                     return model, w
             model.eval()
             with torch.no_grad():
@@ -232,7 +232,7 @@ def accelerate(cbs, clip=None, scaled=False, early=False, fails_at=None):
                     accelerator.clip_grad_norm_(model.parameters(), clip)
                 opt.step()
                 opt.zero_grad()
-                if w and w.stop_asked:
+                if w and w.stop_requested:
                     return net, w
             model.eval()
             with torch.no_grad():
@@ -276,7 +276,7 @@ def ignite(cbs, clip=None, scaled=False, early=False, fails_at=None):
         if w:
             trainer.add_event_handler(Events.EPOCH_COMPLETED, w.epoch)
             trainer.add_event_handler(
-                Events.ITERATION_COMPLETED, lambda: trainer.terminate() if w.stop_asked else None
+                Events.ITERATION_COMPLETED, lambda: trainer.terminate() if w.stop_requested else None
             )
         trainer.run(train, max_epochs=EPOCHS)
     return model, w
@@ -304,7 +304,7 @@ def skorch(cbs, clip=None, scaled=False, early=False, fails_at=None):
                 w.epoch()
 
         def on_batch_end(self, net, **kwargs):
-            if w and w.stop_asked:
+            if w and w.stop_requested:
                 raise KeyboardInterrupt  # skorch's own way to stop
 
     net = Told(

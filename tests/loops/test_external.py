@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookcb import Callback, CancelFitException, GradientHealth, Learner, watch
-from hookcb.loops.external import Followed
+from hookcb.loops.external import ExternalLoop
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
 BATCHES = list(zip(X.split(6), Y.split(6), strict=True))
@@ -139,7 +139,7 @@ def test_a_step_told_ahead_of_clipping_is_read_unclipped(scaled):
 def test_steps_told_by_hand_need_no_end_of_their_own():
     model, noting = net(), Noting()
     one, two = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
-    followed = Followed(model, noting)
+    followed = ExternalLoop(model, noting)
     followed.begin_batch(True, (X,))
     followed.begin_step(one)
     followed.begin_step(two)
@@ -152,15 +152,15 @@ def test_steps_told_by_hand_need_no_end_of_their_own():
 
 @pytest.mark.parametrize("heeds", [False, True])
 def test_a_stop_that_is_heeded_is_not_warned_of(heeds, monkeypatch):
-    monkeypatch.setattr(Followed, "heeds_stop", heeds)
+    monkeypatch.setattr(ExternalLoop, "honors_stop", heeds)
 
     def end(cb):
         raise CancelFitException
 
-    followed = Followed(net(), Callback(name="ends", before_batch=end))
+    followed = ExternalLoop(net(), Callback(name="ends", before_batch=end))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         followed.begin_batch(True, (X,))
     followed.close()
-    assert followed.stop_asked
+    assert followed.stop_requested
     assert len(caught) == (not heeds)

@@ -1311,7 +1311,7 @@ def test_cancels_go_unheard_with_one_warning_a_kind(level, event):
                 out = model(X)
                 out.mean().backward()
                 opt.step()
-    assert w.stop_asked == (level == "fit")
+    assert w.stop_requested == (level == "fit")
     assert "".join(log) == f"F(E(T({TRAINED * 2})T)E)F"
     assert len(caught) == 1
     assert f"Callback('cancels').{event} asks to end the {level}" in str(caught[0].message)
@@ -1323,7 +1323,7 @@ def test_a_cancelled_fit_before_it_begins_is_asked_for():
 
     with pytest.warns(UserWarning, match="asks to end the fit"):
         w = watch(make_model(), Callback(before_fit=cancels))
-    assert w.stop_asked
+    assert w.stop_requested
     w.close()
 
 
@@ -1342,11 +1342,11 @@ def test_terminate_on_nan_asks_to_stop():
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt, TerminateOnNaN) as w:
         step(model, opt, w=w)
-        assert not w.stop_asked
+        assert not w.stop_requested
         with pytest.warns(UserWarning, match="loss is nan|asks to end") as caught:
             step(model, opt, y=Y * torch.nan, w=w)
     assert len(caught) == 2  # its own, and that it goes unheard
-    assert w.stop_asked
+    assert w.stop_requested
     assert w.terminate_on_nan.reason == "loss is nan at epoch 0, batch 1"
 
 
@@ -1366,10 +1366,10 @@ def test_early_stopping_asks_to_stop(monitor):
     with watch(model, opt, Recorder(), EarlyStopping(monitor, patience=2)) as w:
         epoch(w)
         epoch(w)
-        assert not w.stop_asked
-        with pytest.warns(UserWarning, match="look at .stop_asked"):
+        assert not w.stop_requested
+        with pytest.warns(UserWarning, match="look at .stop_requested"):
             epoch(w)
-        assert w.stop_asked
+        assert w.stop_requested
         assert w.early_stopping.best_epoch == 0
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
-from hookcb.diagnosis.trends import median, times
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import format_factor, median
 from hookcb.diagnosis.verdict import Finding
 
 FALLEN = 100.0  # times that gradients of one network fall, and those of the other do not
@@ -25,7 +25,7 @@ def balance(evidence: Evidence) -> Iterator[Result]:
     """
     norms = _norms_by_optimizer(evidence)
     if len(norms) != 2 or set(norms) != set(evidence.losses):
-        yield Unable("there are no two optimizers, each with a loss")
+        yield Skipped("there are no two optimizers, each with a loss")
         return
     a, b = norms
     for winner, loser in ((a, b), (b, a)):
@@ -33,7 +33,7 @@ def balance(evidence: Evidence) -> Iterator[Result]:
         if fall > FALLEN and _has_won(evidence.losses[winner]) and not _has_fallen(evidence.losses[loser]):
             yield _lost(evidence, loser, fall, norms[loser])
             return
-    yield RuledOut("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), FALLEN)
+    yield Passed("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), FALLEN)
 
 
 def _norms_by_optimizer(evidence: Evidence) -> dict[int, Series]:
@@ -72,7 +72,7 @@ def _lost(evidence: Evidence, loser: int, fall: float, norms: Series) -> Finding
         when=(next((step for step, x in norms if x < limit), None), norms.steps[-1]),
         value=fall,
         limit=FALLEN,
-        message=f"the gradients of {tops[0]} have fallen {times(fall)}-fold (limit {FALLEN:g}), and the loss "
+        message=f"the gradients of {tops[0]} have fallen {format_factor(fall)}-fold (limit {FALLEN:g}), and the loss "
         f"of what it plays against is below {WON}: that has won, and {tops[0]} learns nothing any more.",
         causes=("a discriminator that learns much faster than its generator",),
         next_steps=("lower the learning rate of the discriminator, or use the non-saturating loss",),

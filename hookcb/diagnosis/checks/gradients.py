@@ -8,16 +8,16 @@ from itertools import takewhile
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import begins_large, begins_small, lower_rate, told_init
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Layer, Param, Series
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
     finite,
+    format_factor,
     median,
     place,
     ratio,
-    times,
     trailing,
     weights,
 )
@@ -77,7 +77,7 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
     sizes = {p.name: _rms(p, until) for p in weights(evidence)}
     params = [p for p in weights(evidence) if len(sizes[p.name]) >= LATEST]
     if len(params) < 2:
-        yield Unable(f"fewer than two weights had a gradient in {LATEST} records before convergence")
+        yield Skipped(f"fewer than two weights had a gradient in {LATEST} records before convergence")
         return
     ratios = _ratios(params, sizes)
     usual = max(median(sizes[p.name].values[-LATEST:]) for p in params)
@@ -90,7 +90,7 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
         yield _attenuated(evidence, params, sizes, low)
         return
     worst = min((median(series.values[-LATEST:]) for series in ratios if len(series)), default=math.nan)
-    yield RuledOut(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, ATTENUATED)
+    yield Passed(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, ATTENUATED)
 
 
 def _is_faint_before(param: Param, largest: float, evidence: Evidence) -> bool:
@@ -207,15 +207,17 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     layers = _by_layer(evidence, until)
     norms = before(evidence.steps.get("total_norm", Series()), until)
     if max((len(series) for _, series in layers), default=0) < LATEST and len(norms) <= ENOUGH_BEFORE:
-        yield Unable(f"fewer than {LATEST} records of gradients before convergence")
+        yield Skipped(f"fewer than {LATEST} records of gradients before convergence")
     elif found := _excess(layers):
         yield _exploding([p for p, _ in layers], *found)
     elif jump := _jump(evidence, norms):
         yield _jumping(evidence, *jump)
     elif math.isnan(largest := _largest(layers)):
-        yield Unable("there is only one layer with weights")
+        yield Skipped("there is only one layer with weights")
     else:
-        yield RuledOut(f"exploding gradients (largest ×{times(largest)} of the usual)", largest, EXPLODING)
+        yield Passed(
+            f"exploding gradients (largest ×{format_factor(largest)} of the usual)", largest, EXPLODING
+        )
 
 
 def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
@@ -286,7 +288,7 @@ def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span)
         when=span,
         value=excess,
         limit=EXPLODING,
-        message=f"The gradient (RMS) of {param.name} is {times(excess)} times that of the usual layer "
+        message=f"The gradient (RMS) of {param.name} is {format_factor(excess)} times that of the usual layer "
         "and of the "
         f"last one; up to {EXPLODING:,.0f} times is healthy.",
         causes=(cause or "layers that each multiply the gradient",),
@@ -325,7 +327,7 @@ def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
         when=step,
         value=jump,
         limit=JUMP,
-        message=f"The norm of all gradients is {times(jump)} times its median before step {step} (limit "
+        message=f"The norm of all gradients is {format_factor(jump)} times its median before step {step} (limit "
         f"{JUMP:.0f}), and the loss is higher after it{most}.",
         causes=("a learning rate that is too high", "a batch with odd samples"),
         next_steps=(
@@ -367,20 +369,20 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
         return
     shares = _dead_shares(evidence, has_converged=evidence.converged_at() < math.inf)
     if not shares:
-        yield Unable(f"no weight was looked at {DEAD_LOOKS} times and at {DEAD_EXAMPLES} examples")
+        yield Skipped(f"no weight was looked at {DEAD_LOOKS} times and at {DEAD_EXAMPLES} examples")
         return
     worst = max(shares.values(), key=lambda found: found[1])[1]
     if worst < DEAD and all(math.isnan(p.dead) for p, _ in shares.values()):
-        yield Unable("dead units are counted by Diagnose, which knows the number of examples")
+        yield Skipped("dead units are counted by Diagnose, which knows the number of examples")
         return
     if worst < DEAD:
-        yield RuledOut(f"dead units ({worst:.0%})", worst, DEAD)
+        yield Passed(f"dead units ({worst:.0%})", worst, DEAD)
         return
     all_dead = [p for p, share in shares.values() if share >= ALL_DEAD]
     if all_dead and _is_silent_throughout(evidence):
         begins = _first_silent(evidence, shares)
         if begins is None:
-            yield Unable("every gradient is exactly zero: nothing tells one layer from another")
+            yield Skipped("every gradient is exactly zero: nothing tells one layer from another")
             return
     else:
         begins = _first_silent(evidence, shares) or _last_dead(evidence, all_dead) if all_dead else None

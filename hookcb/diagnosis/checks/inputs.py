@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
-from hookcb.diagnosis.trends import median, times
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import format_factor, median
 
 RECURRENT = ("RNN", "LSTM", "GRU")
 INPUT_SCALE = 100.0  # standard deviation, or its inverse
@@ -32,11 +32,11 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     """
     std = median(evidence.input_std.values[:AT_FIRST])
     if math.isnan(std):
-        yield Unable("no float input was looked at")
+        yield Skipped("no float input was looked at")
         return
     harm = _harm(evidence)
     if std <= INPUT_SCALE or not harm:
-        yield RuledOut(f"scale of the inputs (std {std:.2g})", std, INPUT_SCALE)
+        yield Passed(f"scale of the inputs (std {std:.2g})", std, INPUT_SCALE)
         return
     yield finding(
         "input.scale",
@@ -58,7 +58,7 @@ def _harm(evidence: Evidence) -> str:
     first = evidence.loss.values[0] if len(evidence.loss) else math.nan
     saturated = [layer.series("saturated").values[:AT_FIRST] for layer in evidence.layers.values()]
     if largest > LARGE_STEP:
-        return f"a step changes weights by {times(largest)} of their size"
+        return f"a step changes weights by {format_factor(largest)} of their size"
     if first > LARGE_LOSS * evidence.guess:
         return f"the first loss is {first:.3g}, where guessing has {evidence.guess:.3g}"
     if any(p.kind in RECURRENT and p.place == 0 for p in params):

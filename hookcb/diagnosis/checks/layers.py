@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import begins_large, lower_rate, told_init
 from hookcb.diagnosis.evidence import SPARSE_KINDS, Evidence, Layer, Series
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
     does_well,
     finite,
+    format_factor,
     median,
     persistent,
     ratio,
-    times,
     trailing,
     weights,
 )
@@ -64,18 +64,18 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
     found = [(layer, before(layer.series("saturated"), until)) for layer in layers]
     found = [(layer, series) for layer, series in found if len(series) >= LATEST]
     if not found:
-        yield Unable("no tanh or sigmoid inside the model was looked at five times")
+        yield Skipped("no tanh or sigmoid inside the model was looked at five times")
         return
     if does_well(evidence):
         worst = max(median(series.values) for _, series in found)
-        yield RuledOut(f"saturated units ({worst:.0%}, which the model does well with)")
+        yield Passed(f"saturated units ({worst:.0%}, which the model does well with)")
         return
     for layer, series in found:
         if span := trailing(series, lambda x: x > SATURATED):
             yield _saturated(evidence, layer, median(series.values[-span.n :]), span)
             return
     worst = max(median(series.values) for _, series in found)
-    yield RuledOut(f"saturated units ({worst:.0%})", worst, SATURATED)
+    yield Passed(f"saturated units ({worst:.0%})", worst, SATURATED)
 
 
 def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span) -> Finding:
@@ -121,7 +121,7 @@ def activation_scale(evidence: Evidence) -> Iterator[Result]:
     stds = {name: std for name, std in stds.items() if std > 0}
     layers = [layer for layer in layers if layer.name in stds]
     if not layers:
-        yield Unable(f"no layer was looked at {AT_FIRST} times before the training converged")
+        yield Skipped(f"no layer was looked at {AT_FIRST} times before the training converged")
         return
     for layer in layers:
         sizes = layer.series("abs_max")
@@ -136,7 +136,7 @@ def activation_scale(evidence: Evidence) -> Iterator[Result]:
     if grown > GROWN:
         yield _grown(evidence, layers, worst, stds, base)
     else:
-        yield RuledOut(f"scale of activations (×{times(grown)})", grown, GROWN)
+        yield Passed(f"scale of activations (×{format_factor(grown)})", grown, GROWN)
 
 
 def _scale(series: Series) -> float:
@@ -171,8 +171,8 @@ def _grown(
         when=(first, steps[-1]),
         value=most,
         limit=GROWN,
-        message=f"The output of {worst.name} varies {times(most)} times as much as the input (standard "
-        f"deviation; limit {GROWN:,.0f}). It grows most at {layer.name}, ×{times(growth[at])}.",
+        message=f"The output of {worst.name} varies {format_factor(most)} times as much as the input (standard "
+        f"deviation; limit {GROWN:,.0f}). It grows most at {layer.name}, ×{format_factor(growth[at])}.",
         causes=(
             *(("weights that are too large at initialization",) if chain else ()),
             "no normalization between the layers",
@@ -228,7 +228,7 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
             spans[layer.name] = trailing(series, lambda x: x < COLLAPSED)
             lowest = min(lowest, median(series.values))
     if not n_looked:
-        yield Unable("no layer's outputs were compared across the batch five times")
+        yield Skipped("no layer's outputs were compared across the batch five times")
         return
     known = [layer for layer in layers if layer.name in spans]
     first: tuple[Layer, Span] | None = None
@@ -245,7 +245,7 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
         yield _collapsed(first[0], spread, first[1], is_gradual, lower_rate(evidence))
     else:
         alive = _most_alive_at_end(known, _head(evidence), until)
-        yield RuledOut(f"outputs that are all the same (spread {lowest:.1g} or more)", alive, COLLAPSED)
+        yield Passed(f"outputs that are all the same (spread {lowest:.1g} or more)", alive, COLLAPSED)
 
 
 def _most_alive_at_end(known: list[Layer], head: float, until: float) -> float:

@@ -7,7 +7,7 @@ from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import begins_large, first_update, lower_rate, told_init, updates
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.falling import ENOUGH, falls_by, guesses, limit_of_flat, lowest_loss
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
     does_well,
@@ -47,11 +47,11 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
     first = evidence.loss.values[0] if len(evidence.loss) else math.nan
     guess, kind = evidence.guess, evidence.loss_kind
     if not (math.isfinite(first) and 0 < guess < math.inf and kind in NEVER_NEGATIVE):
-        yield Unable("the loss of guessing is not known")
+        yield Skipped("the loss of guessing is not known")
         return
     limit = max(INIT * guess, guess + INIT_ABOVE) if kind in ENTROPIES else INIT_MSE * guess
     if first <= limit:
-        yield RuledOut(f"loss at the beginning ({first:.3g}, guessing has {guess:.3g})", first, limit)
+        yield Passed(f"loss at the beginning ({first:.3g}, guessing has {guess:.3g})", first, limit)
         return
     is_lasting = (
         median(evidence.loss.values[WINDOW : 2 * WINDOW]) > guess
@@ -92,15 +92,15 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     """
     loss, values, first = evidence.loss, finite(evidence.loss.values), evidence.first_loss
     if len(values) < ENOUGH or not math.isfinite(first) or is_warming_up(evidence):
-        yield Unable(f"fewer than {ENOUGH} batches, or the learning rate still rises")
+        yield Skipped(f"fewer than {ENOUGH} batches, or the learning rate still rises")
         return
     lowest, limit = lowest_loss(evidence), limit_of_flat(first)
     least, most = falls_by(loss)
     if lowest <= limit or least > 0:
-        yield RuledOut(f"flat loss (from {first:.3g} down to {lowest:.3g})", lowest, limit)
+        yield Passed(f"flat loss (from {first:.3g} down to {lowest:.3g})", lowest, limit)
         return
     if most > first - limit:
-        yield Unable("the noise of the loss is too large, in so few batches, to tell whether it falls")
+        yield Skipped("the noise of the loss is too large, in so few batches, to tell whether it falls")
         return
     is_guessing = guesses(evidence)
     guess = f"; guessing has {evidence.guess:.3g}" if is_guessing else ""
@@ -139,7 +139,7 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     """
     smooth, first = evidence.smooth_loss(), _beginning(evidence)
     if len(smooth) < FEWEST or not math.isfinite(first):
-        yield Unable(f"fewer than {FEWEST} batches with a finite loss")
+        yield Skipped(f"fewer than {FEWEST} batches with a finite loss")
         return
     lowest = min(smooth.values)
     is_sure = evidence.loss_kind and len(smooth) >= ENOUGH
@@ -148,10 +148,10 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     span = trailing(smooth, lambda x: x > limit, 1)
     last = smooth.values[-1]
     if span is None or span.n < min(ENOUGH, len(smooth) // 3):
-        yield RuledOut(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
+        yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
         return
     if _has_growing_targets(evidence, span.first):
-        yield RuledOut(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
+        yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
         return
     yield finding(
         "loss.diverging",
@@ -221,12 +221,12 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     """
     kind = evidence.loss_kind
     if kind not in NEVER_NEGATIVE or not len(evidence.loss):
-        yield Unable("the kind of the loss is not known")
+        yield Skipped("the kind of the loss is not known")
         return
     below = [(step, x) for step, x in evidence.loss if x < BELOW_ZERO]
     if not below:
         smallest = min(evidence.loss.values)
-        yield RuledOut(f"loss below zero (smallest {smallest:.3g})", smallest, 0.0)
+        yield Passed(f"loss below zero (smallest {smallest:.3g})", smallest, 0.0)
         return
     step, value = below[0]
     negated = ("a minus sign too many: the loss is maximized",)
@@ -260,11 +260,11 @@ def loss_spikes(evidence: Evidence) -> Iterator[Result]:
     Source: P. J. Huber, "Robust Statistics", 1981, for the median absolute deviation.
     """
     if len(evidence.loss) <= SPIKE_BEFORE:
-        yield Unable(f"fewer than {SPIKE_BEFORE} batches")
+        yield Skipped(f"fewer than {SPIKE_BEFORE} batches")
         return
     spikes = _spikes(evidence.loss)
     if len(spikes) < N_SPIKES:
-        yield RuledOut(f"spikes of the loss ({len(spikes)})")
+        yield Passed(f"spikes of the loss ({len(spikes)})")
         return
     step, value, limit = max(spikes, key=lambda found: found[1] - found[2])
     yield finding(

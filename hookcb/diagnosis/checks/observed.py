@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.loss import flat_loss
-from hookcb.diagnosis.evidence import Evidence, Param, Sighting
+from hookcb.diagnosis.evidence import Evidence, Observation, Param
 from hookcb.diagnosis.falling import falls_slowly
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.verdict import Finding, Severity
 from hookcb.hooks.coverage import NOT_CALLED, USED
 
@@ -29,9 +29,9 @@ def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: 
     if not sightings:
         is_there = not of or bool(evidence.observed & set(of.split(" or of ")))
         yield (
-            RuledOut(fine)
+            Passed(fine)
             if is_there
-            else Unable(evidence.missing.get(of, f"too little was seen of the {of}"))
+            else Skipped(evidence.missing.get(of, f"too little was seen of the {of}"))
         )
         return
     for own in dict.fromkeys(sighting.severity for sighting in sightings):
@@ -39,11 +39,13 @@ def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: 
         yield _finding(evidence, first, others, own or severity)  # type: ignore[arg-type]
 
 
-def _finding(evidence: Evidence, first: Sighting, others: Sequence[Sighting], severity: Severity) -> Finding:
+def _finding(
+    evidence: Evidence, first: Observation, others: Sequence[Observation], severity: Severity
+) -> Finding:
     places = [
         x.layer or x.param for x in others if (x.layer or x.param) not in ("", first.layer, first.param)
     ]
-    more = f" The same of {listed(list(dict.fromkeys(places)), 4)}." if places else ""
+    more = f" The same of {join_names(list(dict.fromkeys(places)), 4)}." if places else ""
     steps = [x.step for x in (first, *others) if x.step is not None]
     return Finding(
         first.code,
@@ -61,7 +63,7 @@ def _finding(evidence: Evidence, first: Sighting, others: Sequence[Sighting], se
     )
 
 
-def _about(evidence: Evidence, sighting: Sighting) -> str:
+def _about(evidence: Evidence, sighting: Observation) -> str:
     if sighting.layer in evidence.layers:
         return evidence.layers[sighting.layer].about
     of = (p for p in evidence.params.values() if sighting.param == p.name or sighting.layer == p.layer != "")
@@ -132,13 +134,13 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
         return
     for result in flat_loss(evidence):
         if falls_slowly(evidence):
-            yield Unable("the loss falls too little to tell what is learned from labels learned by heart")
-        elif isinstance(result, RuledOut):
-            yield RuledOut(fine)  # a loss that falls follows from something
-        elif isinstance(result, Unable):
+            yield Skipped("the loss falls too little to tell what is learned from labels learned by heart")
+        elif isinstance(result, Passed):
+            yield Passed(fine)  # a loss that falls follows from something
+        elif isinstance(result, Skipped):
             yield result
         else:
-            yield Unable("no copy of the model was trained on one batch, or it did not learn that either")
+            yield Skipped("no copy of the model was trained on one batch, or it did not learn that either")
 
 
 _row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_stepped"), "error",
@@ -203,16 +205,16 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
     layer is used without a call.
     """
     if not evidence.layers:
-        yield Unable("no call of any layer was seen")
+        yield Skipped("no call of any layer was seen")
         return
     unused = [
         name for name, why in evidence.silent.items() if why == NOT_CALLED and _is_unused(evidence, name)
     ]
     if not unused:
-        yield RuledOut("layers that are not used")
+        yield Passed("layers that are not used")
         return
     first, *others = unused
-    more = f", nor {'were' if len(others) > 1 else 'was'} {listed(others, 3)}" if others else ""
+    more = f", nor {'were' if len(others) > 1 else 'was'} {join_names(others, 3)}" if others else ""
     # of a layer without parameters the forward may read the settings, which nobody can see
     may_be_read = not {p.layer for p in evidence.params.values()}.issuperset(unused)
     reads = ("a forward that reads only its settings, as in F.dropout(x, self.dropout.p)",)
@@ -256,7 +258,7 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
     if step is None:
         yield from passed_on(evidence, "nonfinite.first", "error", "NaN and infinities", of="backward")
     else:
-        yield Unable(f"step {step} was not finite, and where that began was not looked for")
+        yield Skipped(f"step {step} was not finite, and where that began was not looked for")
 
 
 def _not_finite(evidence: Evidence) -> int | None:
@@ -279,13 +281,13 @@ def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
     """
     known = [layer for layer in evidence.layers.values() if "grad_nonfinite" in layer.stats]
     if not known:
-        yield Unable("gradients of outputs are recorded by GradientHealth(activations=True)")
+        yield Skipped("gradients of outputs are recorded by GradientHealth(activations=True)")
         return
     bad = {step for p in evidence.params.values() for step, n in p.series("nonfinite") if n > 0}
     found = [(step, n, x) for x in known for step, n in x.series("grad_nonfinite") if n > 0]
     found = [of for of in found if of[0] not in bad]
     if not found:
-        yield RuledOut("NaN inside the backward")
+        yield Passed("NaN inside the backward")
         return
     step, n, layer = min(found, key=lambda of: of[0])
     yield finding(
@@ -333,7 +335,7 @@ _row("param.duplicated", Site.OPTIMIZER, ("batch", "optimizers"), ("update.*", "
     Formula: number of times that a parameter is in the groups of all optimizers > 1.
     """)  # fmt: skip
 
-_row("update.swallowed", Site.OPTIMIZER, ("steps",),
+_row("update.lost_to_rounding", Site.OPTIMIZER, ("steps",),
     ("param.not_stepped", "loss.flat", "update.too_small"), "error", "updates lost to rounding",
     of="weights around a step", subject="low precision", doc="""
     Weights in low precision whose updates are smaller than the distance to the next number.

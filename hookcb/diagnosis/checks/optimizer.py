@@ -8,12 +8,13 @@ from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import passed_on
 from hookcb.diagnosis.checks.updates import LEAST, lower_rate, multiplier, updates
 from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
     finite,
+    format_factor,
     held,
     is_warming_up,
     loss_left,
@@ -21,7 +22,6 @@ from hookcb.diagnosis.trends import (
     persistent,
     rates,
     ratio,
-    times,
     trailing,
     weights,
 )
@@ -58,7 +58,7 @@ SKIPPED, MOST_SKIPPED = 0.1, 4  # a scaler that begins too high skips a few step
         "nonfinite.*",
         "grad.*",
         "attn.collapse",
-        "update.swallowed",
+        "update.lost_to_rounding",
     ),
 )
 def large_updates(evidence: Evidence) -> Iterator[Result]:
@@ -78,7 +78,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     found = [(p, updates(p, until)) for p in weights(evidence)]
     found = [(p, series) for p, series in found if len(series)]
     if max((len(series) for _, series in found), default=0) < PERSISTS_AT_FIRST:
-        yield Unable(f"fewer than {PERSISTS_AT_FIRST} steps were looked at before convergence")
+        yield Skipped(f"fewer than {PERSISTS_AT_FIRST} steps were looked at before convergence")
         return
     left = loss_left(evidence, evidence.loss.values[0] if len(evidence.loss) else math.nan)
     huge = [x for x in (_huge(p, series) for p, series in found) if x]
@@ -89,7 +89,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
         yield _too_large(evidence, max(large, key=lambda x: x[1]), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in found)
-        yield RuledOut(f"large updates (at most {worst:.1e} of a weight)", *_nearest(found, left >= LEARNED))
+        yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(found, left >= LEARNED))
 
 
 _Large = tuple[Param, float, Span, float]
@@ -135,7 +135,7 @@ def _too_large(evidence: Evidence, found: _Large, is_error: bool) -> Finding:
         when=span,
         value=size,
         limit=limit,
-        message=f"A step changes {param.name} by {times(size)} times its size; {limit:g} is too much, 0.001 "
+        message=f"A step changes {param.name} by {format_factor(size)} times its size; {limit:g} is too much, 0.001 "
         "is usual.",
         causes=("the learning rate is too high", "no warm-up"),
         next_steps=(
@@ -177,11 +177,11 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
             small = trailing(Series(*map(list, zip(*steps, strict=True))), lambda x: x < TOO_SMALL)
             spans.append((small.first if small else steps[0][0], steps[-1][0]))
     if not sizes or top == 0:
-        yield Unable(f"fewer than {LATEST} steps were looked at before convergence")
+        yield Skipped(f"fewer than {LATEST} steps were looked at before convergence")
         return
     size, left = median(sizes), loss_left(evidence, evidence.first_loss)
     if size >= TOO_SMALL or left < LEARNED:
-        yield RuledOut(f"learning rate too low (update ratio {size:.1e})", size, TOO_SMALL)
+        yield Passed(f"learning rate too low (update ratio {size:.1e})", size, TOO_SMALL)
         return
     causes, advice = _why_small(evidence, size)
     yield finding(
@@ -219,7 +219,7 @@ def _never_warm(evidence: Evidence) -> Iterator[Result]:
     sizes = [p.series("update_ratio").median(LATEST) for p in weights(evidence) if p.is_optimized]
     size, lr = median(sizes), rates(evidence)
     if not (size < TOO_SMALL_ERROR and evidence.n_batches >= LONG_WARM_UP):
-        yield Unable("the learning rate still rises")
+        yield Skipped("the learning rate still rises")
         return
     yield finding(
         "update.too_small",
@@ -248,12 +248,12 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     """
     coefs = before(evidence.steps.get("clip_coef", Series()), evidence.converged_at())
     if len(coefs) < WINDOW:
-        yield Unable(f"fewer than {WINDOW} records of clipping before convergence")
+        yield Skipped(f"fewer than {WINDOW} records of clipping before convergence")
         return
     share, usual = sum(x < CLIPPED for x in coefs.values) / len(coefs), coefs.median()
     left = loss_left(evidence, evidence.first_loss)
     if share <= CLIPPED_SHARE or usual >= CLIPPED_TO or (left < LEARNED and usual >= CLIPPED_TO_NOTHING):
-        yield RuledOut(f"clipping ({share:.0%} of steps, median ×{usual:.2g})", usual, CLIPPED_TO)
+        yield Passed(f"clipping ({share:.0%} of steps, median ×{usual:.2g})", usual, CLIPPED_TO)
         return
     is_adaptive = any(p.is_adaptive for p in evidence.params.values())
     note = (
@@ -303,19 +303,19 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
     params = [p for p in weights(evidence) if p.is_optimized and p.weight_decay > 0]
     if not params:
         is_known = any(p.optimizer is not None for p in evidence.params.values())
-        unknown = Unable("the optimizer of these parameters is not known")
-        yield RuledOut("weight decay (none)") if is_known else unknown
+        unknown = Skipped("the optimizer of these parameters is not known")
+        yield Passed("weight decay (none)") if is_known else unknown
         return
     shares = _usual_share([_decay_shares(p, lr, until) for p in params])
     if len(shares) < WINDOW:
-        yield Unable(f"fewer than {WINDOW} steps with weight decay were looked at before convergence")
+        yield Skipped(f"fewer than {WINDOW} steps with weight decay were looked at before convergence")
         return
     n = min(DECAY_RECORDS, len(shares))
     span = persistent(shares, lambda x: x > DECAY, n, n)
     if span or _has_decayed(params, evidence, until):
         yield _decayed(params, shares, span or Span(shares.steps[0], shares.steps[-1], len(shares)))
     else:
-        yield RuledOut(f"weight decay ({shares.median():.0%} of a step)", held(shares, n, n), DECAY)
+        yield Passed(f"weight decay ({shares.median():.0%} of a step)", held(shares, n, n), DECAY)
 
 
 def _coupled(param: Param, norm: float, gradient: float) -> float:
@@ -408,9 +408,9 @@ def unmoved_parameters(evidence: Evidence) -> Iterator[Result]:
     elif found:
         yield _not_stepped(found)
     elif not any(len(p.series("update_ratio")) >= LATEST for p in evidence.params.values()):
-        yield Unable(f"fewer than {LATEST} steps were looked at")
+        yield Skipped(f"fewer than {LATEST} steps were looked at")
     else:
-        yield RuledOut("parameters that do not move (0)")
+        yield Passed("parameters that do not move (0)")
 
 
 def _unmoved(param: Param, lr: dict[int, float]) -> Span | None:
@@ -514,9 +514,9 @@ def collapsed_scale(evidence: Evidence) -> Iterator[Result]:
         )
         yield _scale_collapse(skipped, share, SKIPPED, text)
     elif evidence.n_steps or len(scales):
-        yield RuledOut(f"skipped steps ({evidence.n_skipped:,})")
+        yield Passed(f"skipped steps ({evidence.n_skipped:,})")
     else:
-        yield Unable("no step was looked at")
+        yield Skipped("no step was looked at")
 
 
 def _scale_collapse(step: int | None, value: float, limit: float, text: str) -> Finding:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Param
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 
 MANY, VISIBLE = 20, 1e-6  # steps, and an update ratio
 FEW = 5  # steps that a parameter must have been without gradient
@@ -20,20 +20,20 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     """
     steps = evidence.steps.get("total_norm")
     if steps is None or len(steps) < FEW:
-        yield Unable(f"fewer than {FEW} steps were looked at")
+        yield Skipped(f"fewer than {FEW} steps were looked at")
         return
     ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= FEW]
     without = [p for p in ungraded if p.layer in evidence.layers]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
     if not without and unknown:
-        yield Unable(f"{unknown[0].name} had no gradient, and whether its layer is used was not seen")
+        yield Skipped(f"{unknown[0].name} had no gradient, and whether its layer is used was not seen")
         return
     if not without:
-        yield RuledOut("layers without gradient")
+        yield Passed("layers without gradient")
         return
     last = max(without, key=lambda p: evidence.layers[p.layer].place)  # nearest to where it was cut
     layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
-    more = f", nor to {listed(layers, 3)}" if layers else ""
+    more = f", nor to {join_names(layers, 3)}" if layers else ""
     yield finding(
         "param.unreachable",
         "error",
@@ -65,14 +65,14 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     Formula: `.grad` is not None at some step, and no group of an optimizer has the parameter.
     """
     if evidence.is_by_hand:
-        yield Unable("the loop moves its weights without an optimizer")
+        yield Skipped("the loop moves its weights without an optimizer")
         return
     params = [p for p in evidence.params.values() if p.stats and not p.is_optimized]
     if not any(p.stats for p in evidence.params.values()):
-        yield Unable("no parameter had a gradient at a step")
+        yield Skipped("no parameter had a gradient at a step")
         return
     if not params:
-        yield RuledOut("parameters outside the optimizer")
+        yield Passed("parameters outside the optimizer")
         return
     first, names = params[0], [p.name for p in params]
     yield finding(
@@ -82,7 +82,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
         value=float(len(params)),
         limit=0.0,
         message=f"{len(params)} of {len(evidence.params)} parameters get gradients and are in no optimizer, "
-        f"so they are never updated: {listed(names, 4)}.",
+        f"so they are never updated: {join_names(names, 4)}.",
         causes=("the optimizer was made from a part of the model, or before layers were added",),
         next_steps=(
             "give the optimizer all of model.parameters(), or freeze these with requires_grad_(False)",
@@ -107,11 +107,11 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     """
     weights = [p for p in evidence.params.values() if p.is_weight and p.stats]
     if not any(len(p.series("norm")) >= FEW for p in weights):
-        yield Unable(f"no weight got a gradient in {FEW} steps that were looked at")
+        yield Skipped(f"no weight got a gradient in {FEW} steps that were looked at")
         return
     zero = [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]
     if not zero:
-        yield RuledOut("layers of zeros that stay so")
+        yield Passed("layers of zeros that stay so")
         return
     first, names = zero[0], [p.name for p in zero]
     yield finding(
@@ -121,7 +121,7 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
         when=first.series("norm"),
         value=0.0,
         message=f"the weight of {first.layer} is all zero and no gradient comes to it, so it stays zero"
-        f"{'' if len(names) == 1 else f'; the same of {listed(names[1:], 3)}'}.",
+        f"{'' if len(names) == 1 else f'; the same of {join_names(names[1:], 3)}'}.",
         causes=("all weights were initialised with zeros",),
         next_steps=(
             "initialise weights at random, torch.nn.init.kaiming_normal_(layer.weight); zeros are for biases",
@@ -144,11 +144,11 @@ def put_back(evidence: Evidence) -> Iterator[Result]:
     """
     moving = [p for p in evidence.params.values() if p.is_weight and _steps_move(p)]
     if evidence.n_steps < MANY or not moving:
-        yield Unable(f"fewer than {MANY} steps, or none of those looked at has moved a weight")
+        yield Skipped(f"fewer than {MANY} steps, or none of those looked at has moved a weight")
         return
     found = [p for p in moving if not p.has_moved]
     if not found:
-        yield RuledOut("weights that are put back after each step")
+        yield Passed("weights that are put back after each step")
         return
     first, names = found[0], [p.name for p in found]
     yield finding(
@@ -159,7 +159,7 @@ def put_back(evidence: Evidence) -> Iterator[Result]:
         value=0.0,
         limit=0.0,
         message=f"each step moves {first.name}, and after {evidence.n_steps} steps it is what it was at the "
-        f"beginning, to the bit{'' if len(names) == 1 else f'; the same of {listed(names[1:], 3)}'}.",
+        f"beginning, to the bit{'' if len(names) == 1 else f'; the same of {join_names(names[1:], 3)}'}.",
         causes=("something puts the old value back after each step",),
         next_steps=("look for code that copies or loads weights inside the loop",),
     )

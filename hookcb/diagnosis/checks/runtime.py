@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.registry import Result, RuledOut, Site, Unable, check
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import median, ratio
 from hookcb.profiling.memory.growth import fit_line
 
@@ -36,16 +36,16 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     pairs = [(waits.get(step, math.nan), x) for step, x in list(evidence.batches)[WARM_UP:]]
     pairs = [(wait, x) for wait, x in pairs if math.isfinite(wait) and math.isfinite(x)]
     if len(pairs) < ENOUGH_WAITS:
-        yield Unable(f"fewer than {WARM_UP + ENOUGH_WAITS} batches were timed")
+        yield Skipped(f"fewer than {WARM_UP + ENOUGH_WAITS} batches were timed")
         return
     n_fetched = sum(wait > 0 for wait, _ in pairs)
     if 2 * n_fetched <= len(pairs):
-        yield Unable(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
+        yield Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
         return
     wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
     share = ratio(wait, whole)
     if not (share > WAITING and wait >= SHORTEST_WAIT):
-        yield RuledOut(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, WAITING)
+        yield Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, WAITING)
         return
     yield finding(
         "time.data_bound",
@@ -76,11 +76,11 @@ def growing_memory(evidence: Evidence) -> Iterator[Result]:
     memory = Series.of(evidence.memory.steps, evidence.memory.values)
     points = [(float(step), x) for step, x in list(memory)[MEMORY_WARM_UP:] if 0 <= x < MOST_BYTES]
     if len(points) < ENOUGH_MEMORY or points[0][0] >= points[-1][0]:
-        yield Unable(f"memory of fewer than {MEMORY_WARM_UP + ENOUGH_MEMORY} steps is known")
+        yield Skipped(f"memory of fewer than {MEMORY_WARM_UP + ENOUGH_MEMORY} steps is known")
         return
     slope, error = fit_line(points)
     if slope - CERTAIN * error <= 0 or slope <= GROWTH or not _is_steady([x for _, x in points]):
-        yield RuledOut(f"growing memory ({slope / 1e6:.2f} MB a step)", slope, GROWTH)
+        yield Passed(f"growing memory ({slope / 1e6:.2f} MB a step)", slope, GROWTH)
         return
     n_steps = points[-1][0] - points[0][0]  # of a long run not each is there
     yield finding(

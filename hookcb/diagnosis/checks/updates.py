@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from hookcb.diagnosis.evidence import Evidence, Param, Series
-from hookcb.diagnosis.trends import before, finite, median, times, weights
+from hookcb.diagnosis.trends import before, finite, format_factor, median, weights
 
 USUAL = 3**-0.5  # of 1/sqrt(fan in): the standard deviation with which torch.nn.Linear and Conv begin
 SMALL_INIT, LARGE_INIT = (
@@ -97,7 +97,7 @@ def told_init(params: Sequence[Param]) -> str:
     """The advice on weights that were seen to begin unusually; "" where they have not."""
     if begins_small(params) or begins_large(params):
         odd = next(p for p in params if begins_small([p]) or begins_large([p]))
-        size = times(init_scale(odd))
+        size = format_factor(init_scale(odd))
         return (
             f"Initialize {odd.layer or odd.name} with torch.nn.init.kaiming_normal_, which has 1.4 / "
             f"sqrt(fan in); it begins with {size} / sqrt(fan in)"

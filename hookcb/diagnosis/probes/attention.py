@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.torch_private import DispatchMode
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
@@ -93,14 +93,14 @@ def low_heads(weights: Tensor) -> Tensor:
     return share
 
 
-def look_at_attention(seen: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Sighting]:
+def look_at_attention(seen: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
     """Layers whose heads look at one place only, in each batch looked at."""
     for layer, shares in seen.items():
         values = [(step, float(share)) for step, share in shares]
         known = [(step, x) for step, x in values if not math.isnan(x)]
         least = min((x for _, x in known), default=0.0)
         if len(known) >= FEWEST and least > HALF:
-            yield Sighting(
+            yield Observation(
                 "attn.collapse",
                 layer,
                 step=known[0][0],
@@ -131,7 +131,7 @@ class OpHooks:
         model: whose forward.
         acts: whether a call that begins is looked at.
         found: takes a layer's name and what `OpProbe` has found there.
-        is_here: whether it is the training that calls, and not another thread.
+        in_loop_thread: whether it is the training that calls, and not another thread.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class OpHooks:
         model: nn.Module,
         acts: Callable[[], bool],
         found: Callable[[str, Tensor], object],
-        is_here: Callable[[], bool],
+        in_loop_thread: Callable[[], bool],
     ) -> None:
         self._acts, self._found = acts, found
         self._names = {id(m): name for name, m in named_modules(model).items()}
@@ -151,8 +151,8 @@ class OpHooks:
             []
             if self.is_left_out
             else [
-                Hook(model, self._enter, pre=True, detach=False, gate=is_here),
-                Hook(model, self._leave, always_call=True, detach=False, gate=is_here),
+                Hook(model, self._enter, pre=True, detach=False, gate=in_loop_thread),
+                Hook(model, self._leave, always_call=True, detach=False, gate=in_loop_thread),
             ]
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import LossGraph
 
 COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two samples do
@@ -47,7 +47,7 @@ def _differs(x: Tensor) -> Tensor:
     return ((x != first) & ~((x != x) & (first != first))).any()
 
 
-def look_at_inputs(steps: list[int], numbers: list[list[float]], is_harmful: bool) -> Iterator[Sighting]:
+def look_at_inputs(steps: list[int], numbers: list[list[float]], is_harmful: bool) -> Iterator[Observation]:
     """What the numbers of the batches looked at say; NaN is a note where nothing comes of it.
 
     A model may take NaN for a value that is missing, and deal with it.
@@ -59,7 +59,7 @@ def look_at_inputs(steps: list[int], numbers: list[list[float]], is_harmful: boo
         yield found if is_harmful else replace(found, severity="info")
     known = [(step, row[3]) for step, row in zip(steps, numbers, strict=True) if not math.isnan(row[3])]
     if len(known) >= FEWEST and not any(differs for _, differs in known):
-        yield Sighting(
+        yield Observation(
             "input.constant",
             step=known[0][0],
             value=0.0,
@@ -70,9 +70,9 @@ def look_at_inputs(steps: list[int], numbers: list[list[float]], is_harmful: boo
         )
 
 
-def nonfinite_input(step: int, n: float) -> Sighting:
+def nonfinite_input(step: int, n: float) -> Observation:
     """NaN or infinities in the inputs."""
-    return Sighting(
+    return Observation(
         "input.nonfinite",
         step=step,
         value=n,
@@ -82,7 +82,7 @@ def nonfinite_input(step: int, n: float) -> Sighting:
     )
 
 
-def look_at_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Iterator[Sighting]:
+def look_at_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Iterator[Observation]:
     """Class indices that the scores have no place for, where the loss has refused them.
 
     What a loss ignores, as 255 in segmentation, may be out of range; so only an IndexError makes it a fault.
@@ -105,7 +105,7 @@ def look_at_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Itera
         if n_classes
         else ""
     )
-    yield Sighting(
+    yield Observation(
         "label.out_of_range",
         step=step,
         value=float(worst),
@@ -204,14 +204,14 @@ HEAD_ADVICE = {  # by what the loss applies itself
 }
 
 
-def look_at_head(graph: LossGraph, layer: str, step: int) -> Iterator[Sighting]:
+def look_at_head(graph: LossGraph, layer: str, step: int) -> Iterator[Observation]:
     """An activation whose output goes to a loss that applies its own, or needs another."""
     is_nll = graph.kind == "nll" and graph.head in ("Softmax", "Sigmoid")
     if not graph.head or not (graph.applies or is_nll):
         return
     why, what = HEAD_ADVICE[graph.applies]
     name = {"Relu": "ReLU"}.get(graph.head, graph.head.lower())
-    yield Sighting(
+    yield Observation(
         "head.activation",
         layer,
         step=step,

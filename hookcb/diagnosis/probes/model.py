@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hookcb.core.torch_private import Convolution, Dropout, parameters_of
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 from hookcb.hooks.modules import named_modules
 
 MOST_ROWS, MOST_COLUMNS = 256, 64
@@ -21,7 +21,7 @@ SHARDED = ("DTensor", "FlatParameter")  # of which this process has a part
 GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update", "new")}
 
 
-def look_at_model(model: nn.Module) -> Iterator[Sighting]:
+def look_at_model(model: nn.Module) -> Iterator[Observation]:
     """What is wrong with its weights and layers as they are."""
     modules = named_modules(model)
     yield from _symmetric(modules)
@@ -30,7 +30,7 @@ def look_at_model(model: nn.Module) -> Iterator[Sighting]:
         p = max(p, m.dropout) if isinstance(m, nn.MultiheadAttention | nn.RNNBase) else p
         title = name or type(m).__name__
         if p >= EXTREME:
-            yield Sighting(
+            yield Observation(
                 "dropout.extreme",
                 name,
                 value=p,
@@ -42,7 +42,7 @@ def look_at_model(model: nn.Module) -> Iterator[Sighting]:
             yield from _shut_gates(name, m)
 
 
-def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Sighting]:
+def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Observation]:
     layers = [(name, m) for name, m in modules.items() if isinstance(m, nn.Linear | Convolution)]
     for name, m in layers[:-1]:  # units of the last one differ by their targets
         weight = own_weight(m)
@@ -50,7 +50,7 @@ def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Sighting]:
             continue
         share = share_alike(weight.detach())
         if share >= ALIKE and bool(weight.any()):
-            yield Sighting(
+            yield Observation(
                 "init.symmetric",
                 name,
                 f"{name}.weight",
@@ -92,7 +92,7 @@ def share_alike(weight: Tensor) -> float:
     return float((counts * (counts - 1)).sum() / (n * (n - 1)))
 
 
-def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Sighting]:
+def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Observation]:
     if not m.bias or "bias_ih_l0" not in parameters_of(m):
         return
     gates = GATES[type(m).__name__ if type(m).__name__ in GATES else "LSTM"]
@@ -105,7 +105,7 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Sighting]:
             if gate == "update":  # of a GRU it keeps the old state
                 open_ = 1 - open_
             if open_ < SHUT:
-                yield Sighting(
+                yield Observation(
                     "gate.shut",
                     name,
                     f"{name}.bias_ih_l{layer}" if name else f"bias_ih_l{layer}",
@@ -119,14 +119,14 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Sighting]:
                 )
 
 
-def look_at_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Sighting]:
+def look_at_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Observation]:
     """Parameters that their groups have more than once."""
     several: Counter[int] = Counter()  # of each parameter the most often that one optimizer has it
     for opt in optimizers:
         several |= Counter(id(p) for group in opt.param_groups for p in group["params"])
     for name, p in model.named_parameters():
         if several[id(p)] > 1:
-            yield Sighting(
+            yield Observation(
                 "param.duplicated",
                 name.rpartition(".")[0],
                 name,

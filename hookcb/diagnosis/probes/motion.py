@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.model import ALIKE, FEWEST, is_of_torch, share_alike
 from hookcb.gradients.stats import is_readable, sketch, sketch_copy
 from hookcb.hooks.modules import named_modules
@@ -40,13 +40,13 @@ class Motion:
         """Of each parameter whether any of its followed elements has changed by a bit."""
         return {name: not torch.equal(_some(p), begin) for name, (p, begin) in self._begins.items()}
 
-    def sightings(self, n_steps: int, n_backward: int) -> Iterator[Sighting]:
+    def sightings(self, n_steps: int, n_backward: int) -> Iterator[Observation]:
         """An optimizer that is never asked, and matrices that stay a single row."""
         trained = {name for name, (p, _) in self._begins.items() if p.requires_grad}
         moved = self.moved()
         is_still = trained and not any(moved[name] for name in trained)
         if is_still and n_backward >= ENOUGH and n_steps == 0:
-            yield Sighting(
+            yield Observation(
                 "param.not_stepped",
                 step=0,
                 value=0.0,
@@ -63,7 +63,7 @@ class Motion:
         for name, p in self._constant:
             rows = p.detach().flatten(1)
             if moved[name] and max(share_alike(rows), share_alike(rows.T)) >= ALIKE:
-                yield Sighting(
+                yield Observation(
                     "init.symmetric",
                     name.rpartition(".")[0],
                     name,

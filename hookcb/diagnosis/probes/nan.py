@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hookcb.core.batch import parts
 from hookcb.core.restore import preserve_modes
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.batch import nonfinite_input
 from hookcb.hooks.modules import named_modules
 from hookcb.nans.replay import Autocast, BatchStarts
@@ -47,7 +47,7 @@ class SeenBatch:
 
 def look_for_origin(
     learn: Any, noticed: str, gradient: bool, step: int, autocast: Sequence[Autocast] | None
-) -> Sighting:
+) -> Observation:
     """Runs the batch again, and names what made the first number that is not finite.
 
     Args:
@@ -81,10 +81,10 @@ def _worn(model: nn.Module) -> list[str]:
     ]
 
 
-def _of_weights(layers: list[str], noticed: str, step: int) -> Sighting:
+def _of_weights(layers: list[str], noticed: str, step: int) -> Observation:
     """The gradient that did it came from behind the last of these layers."""
     last = layers[-1]
-    return Sighting(
+    return Observation(
         "nonfinite.first",
         last,
         step=step,
@@ -96,7 +96,7 @@ def _of_weights(layers: list[str], noticed: str, step: int) -> Sighting:
     )
 
 
-def _of_report(report: NanReport, is_followed: bool, noticed: str, step: int) -> Sighting:
+def _of_report(report: NanReport, is_followed: bool, noticed: str, step: int) -> Observation:
     own = report.where not in ("", MODEL, LOSS)
     layer = report.where.partition("#")[0].partition("[")[0] if own else ""
     by = f" by {report.op}" if report.op else ""
@@ -109,7 +109,7 @@ def _of_report(report: NanReport, is_followed: bool, noticed: str, step: int) ->
         kind = f" ({report.type})" if report.type else ""
         how = f"made of finite numbers in the {report.direction} of {report.where}{kind}{by}{line}"
     hint = report.hint.partition(": ")
-    return Sighting(
+    return Observation(
         "nonfinite.first",
         layer,
         step=step,

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary, ref
 from torch import Tensor, nn
 
 from hookcb.core.torch_private import BatchNorm, Dropout
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 from hookcb.hooks.modules import named_modules
 
 MOSTLY = 0.9  # of the batches have a single sample, where that is how the model is trained
@@ -53,10 +53,10 @@ class NormProbe:
                 if (name := names.get(id(frame.f_locals.get("self")))) is not None:
                     self._refused = name, step
 
-    def sightings(self, n_batches: int) -> Iterator[Sighting]:
+    def sightings(self, n_batches: int) -> Iterator[Observation]:
         """Modes that do not fit."""
         for name, step in self._in_eval.items():
-            yield Sighting(
+            yield Observation(
                 "mode.mismatch",
                 name,
                 step=step,
@@ -66,7 +66,7 @@ class NormProbe:
                 next_steps=("call model.train() before training; to freeze it, freeze its parameters too",),
             )
         if self._without_dropout is not None and not self._in_eval:
-            yield Sighting(
+            yield Observation(
                 "mode.mismatch",
                 step=self._without_dropout,
                 text="the model is trained in eval mode, so that its dropout does nothing.",
@@ -92,8 +92,8 @@ def _is_trained(m: nn.Module) -> bool:
     return any(p.requires_grad for p in m.parameters(recurse=False))
 
 
-def _single(name: str, step: int, by: str, severity: str) -> Sighting:
-    return Sighting(
+def _single(name: str, step: int, by: str, severity: str) -> Observation:
+    return Observation(
         "mode.mismatch",
         name,
         step=step,

@@ -23,7 +23,7 @@ from hookcb.diagnosis.probes.nan import look_for_origin
 from hookcb.diagnosis.probes.suite import detached_loss
 from hookcb.diagnosis.registry import check_of
 from hookcb.hooks.hook import Hook
-from hookcb.hooks.modules import has_uninitialized, is_leaf, named_modules, place
+from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
 from hookcb.nans.replay import BatchStarts, as_at_start
 
 SOURCES = ("batch", "model", "graph")
@@ -72,7 +72,7 @@ def _look(evidence: Evidence, learn: Any) -> None:
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     with loader_kept(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
-        learn.xb, learn.yb = split_batch(batch, place(learn.model, None), learn.n_inp)
+        learn.xb, learn.yb = split_batch(batch, device_of(learn.model, None), learn.n_inp)
         with as_at_start(learn, BatchStarts().note(learn)):
             learn.model.train()
             _look_at_model(found, learn)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hookcb.core.restore import preserve_attribute, preserve_random
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import is_compiled, total_params, unwrapped
 
@@ -23,7 +23,7 @@ MOST_PARAMS = 5_000_000  # above that the look would take too long
 
 def look_at_labels_by_heart(
     learn: Any, findings: tuple[Finding, ...], n_batches: int, falls_slowly: bool = False
-) -> Iterator[Sighting]:
+) -> Iterator[Observation]:
     """If the loss is flat and nothing else is wrong, trains a copy of the model on the batch at hand.
 
     Its labels are compared with the same labels in other orders: those that do not follow from inputs are
@@ -48,7 +48,7 @@ def look_at_labels_by_heart(
     if not learned or follow or (follow is None and not is_flat):
         return
     by_heart = f"a copy of the model learns one batch by heart, from {losses[0]:.3g} to {losses[-1]:.3g}"
-    yield Sighting(
+    yield Observation(
         "data.labels",
         step=0,
         value=losses[-1] / losses[0],

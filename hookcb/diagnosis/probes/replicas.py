@@ -7,7 +7,7 @@ from torch import Tensor, distributed, nn
 
 from hookcb.core.precision import widened
 from hookcb.core.restore import same_bits
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 
 
 def is_replica(model: nn.Module) -> bool:
@@ -16,7 +16,7 @@ def is_replica(model: nn.Module) -> bool:
     return is_one and distributed.is_available() and distributed.is_initialized()
 
 
-def look_at_replicas(model: nn.Module, step: int) -> Iterator[Sighting]:
+def look_at_replicas(model: nn.Module, step: int) -> Iterator[Observation]:
     """At the end of an epoch, on all ranks: they tell one another sum and norm of their parameters."""
     if not is_replica(model):
         return
@@ -25,7 +25,7 @@ def look_at_replicas(model: nn.Module, step: int) -> Iterator[Sighting]:
     distributed.all_gather(of_ranks, own)
     apart = [rank for rank, of in enumerate(of_ranks) if not same_bits(of, of_ranks[0])]
     if apart:
-        yield Sighting(
+        yield Observation(
             "replica.diverged",
             step=step,
             value=float(len(apart)),

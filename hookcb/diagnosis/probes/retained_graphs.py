@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import ReferenceType, ref
 
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 
 FOLLOWED = 60  # batches
 KEY = "hookcb"
@@ -17,7 +17,7 @@ class _Token:
     __slots__ = ("__weakref__",)
 
 
-class KeptGraphs:
+class RetainedGraphs:
     """Follows the graphs of the last batches by a token in the metadata of each loss's node.
 
     The node lives as long as any tensor that was made of the loss with gradients on: in a list, or in a sum
@@ -47,11 +47,11 @@ class KeptGraphs:
         """Whether there were enough batches to tell."""
         return len(self._tokens) >= FOLLOWED
 
-    def sightings(self) -> Iterator[Sighting]:
+    def sightings(self) -> Iterator[Observation]:
         """Where all of them were kept."""
         if self.found is not None:
             step, n = self.found
-            yield Sighting(
+            yield Observation(
                 "memory.graphs_kept",
                 step=step,
                 value=float(n),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.diagnosis.evidence import Sighting
+from hookcb.diagnosis.evidence import Observation
 from hookcb.gradients.stats import sketch, sketch_copy
 
 LOW = (torch.bfloat16, torch.float16)
@@ -16,7 +16,7 @@ SWALLOWED = 0.5  # share of weights
 FEWEST = 3  # steps that must swallow
 
 
-class Swallowed:
+class LostUpdates:
     """How many weights in low precision a step leaves as they were, of those with a gradient."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,15 +47,15 @@ class Swallowed:
         """Whether a weight was looked at around enough steps."""
         return any(len(shares) >= FEWEST for shares in self.shares.values())
 
-    def sightings(self) -> Iterator[Sighting]:
+    def sightings(self) -> Iterator[Observation]:
         """Weights that lose most of their updates, each time."""
         for name, shares in self.shares.items():
             values = [(step, float(share)) for step, share in shares]
             if len(values) >= FEWEST and all(share > SWALLOWED for _, share in values):
                 usual = sorted(share for _, share in values)[len(values) // 2]
                 dtype = str(next(p.dtype for of, p in self._params if of == name)).removeprefix("torch.")
-                yield Sighting(
-                    "update.swallowed",
+                yield Observation(
+                    "update.lost_to_rounding",
                     name.rpartition(".")[0],
                     name,
                     values[0][0],
@@ -114,11 +114,11 @@ class StaleGradients:
         """Whether enough backwards were seen between the steps of an optimizer."""
         return any(of.n_seen >= FEWEST - 1 for of in self._of.values())
 
-    def sightings(self) -> Iterator[Sighting]:
+    def sightings(self) -> Iterator[Observation]:
         """Where each step since the first found them."""
         for _, n_steps, n_stale, *_ in list(self._of.values()):
             if n_steps >= FEWEST and float(n_stale) >= n_steps - 1:
-                yield Sighting(
+                yield Observation(
                     "grad.stale",
                     step=1,
                     value=float(n_stale),

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from hookcb.core.batch import batch_size, parts
 from hookcb.core.fetches import FetchTimer
-from hookcb.core.optim import kept, largest_lr
-from hookcb.diagnosis.evidence import Evidence, Series, Sighting
+from hookcb.core.optim import detached_scalar, largest_lr
+from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import told_failure
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.probes.attention import FEWEST, OpHooks, look_at_attention
@@ -39,8 +39,8 @@ from hookcb.diagnosis.probes.norm import NormProbe
 from hookcb.diagnosis.probes.overfit import look_at_labels_by_heart
 from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.replicas import is_replica, look_at_replicas
-from hookcb.diagnosis.probes.retained_graphs import KeptGraphs
-from hookcb.diagnosis.probes.step import StaleGradients, Swallowed
+from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
+from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import ModelGoneError
@@ -70,18 +70,18 @@ class Probes:
 
     def __init__(self, loop: Any, acts: Callable[[], bool], is_followed: bool) -> None:
         self.layers = LayerProbe(loop.model)
-        self.sightings: list[Sighting] = []
+        self.sightings: list[Observation] = []
         self.notes: list[str] = []
         self.fetches, self.is_alarmed = FetchTimer(), False
         self._step = 0
-        self.dead, self.swallowed = DeadUnits(loop.model), Swallowed(loop.model)
+        self.dead, self.swallowed = DeadUnits(loop.model), LostUpdates(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
         self._under_way: bool | None = None  # in a batch whose backward is over, whether it is looked at
         self.stepped: list[int] = []  # optimizers of the steps looked at
-        self.stale, self.kept = StaleGradients(loop.model), KeptGraphs()
+        self.stale, self.kept = StaleGradients(loop.model), RetainedGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self._attention: dict[str, list[tuple[int, Tensor]]] = {}
-        self._ops = OpHooks(loop.model, acts, self.see_attention, lambda: loop.is_here)
+        self._ops = OpHooks(loop.model, acts, self.see_attention, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
@@ -163,7 +163,7 @@ class Probes:
             self._see_graph(loop, node)
         self.kept.note(node, loop.train_iter)
         self._has_labels = self._has_labels or len(loop.yb) > 0
-        self._last_loss = number = kept(loop.batch_loss)
+        self._last_loss = number = detached_scalar(loop.batch_loss)
         self.loss.add(loop.train_iter, number)
         if isinstance(number, float) and not math.isfinite(number):
             self._look_for_origin(loop, f"the loss is {number}", gradient=False)
@@ -352,7 +352,7 @@ class Probes:
         elif self._ops.has_looked and not self._ops.sees_attention:
             evidence.absent["attention"] = "there is no attention among the operations of the model"
 
-    def _late_sightings(self, steps: list[int], rows: list[list[float]]) -> Iterator[Sighting]:
+    def _late_sightings(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
         seen = {sighting.code for sighting in self.sightings}
         yield from (x for x in look_at_inputs(steps, rows, self._has_origin) if x.code not in seen)
         yield from self._norms.sightings(self.n_batches)
@@ -389,9 +389,9 @@ def raised() -> BaseException | None:
     return sys.exception()
 
 
-def detached_loss(step: int) -> Sighting:
+def detached_loss(step: int) -> Observation:
     """A loss without a graph, at a step."""
-    return Sighting(
+    return Observation(
         "loss.detached",
         step=step,
         text="the loss does not depend on any parameter, so there is nothing to train.",

@@ -135,7 +135,9 @@ class MemoryStats(SamplingCallback, MemoryReadings):
         )
 
     def _is_training(self) -> bool:
-        return self.learn.training and self.learn.is_here  # not in a validation in the middle of the batch
+        return (
+            self.learn.training and self.learn.in_loop_thread
+        )  # not in a validation in the middle of the batch
 
     def state_dict(self) -> dict[str, Any]:
         return {}  # another process has memory of its own

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
 from rich.text import Text
 
-from hookcb.core.text import listed
+from hookcb.core.text import join_names
 from hookcb.core.torch_private import CHECKPOINT_HOOKS
 from hookcb.profiling.memory.growth import Growth, Look, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
@@ -248,7 +248,7 @@ class MemoryReadings:
         unknown = f"what is kept for the backward is not known: {watched.why_unknown}"
         lines = [unknown] if watched.why_unknown else []
         for hooks in dict.fromkeys(watched.other_hooks.values()):
-            names = listed([name for name, other in watched.other_hooks.items() if other == hooks], 4)
+            names = join_names([name for name, other in watched.other_hooks.items() if other == hooks], 4)
             what = (
                 "computed again in the backward"
                 if hooks == CHECKPOINT_HOOKS

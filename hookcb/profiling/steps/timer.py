@@ -6,7 +6,7 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_samples
 from hookcb.core.callback import Callback
-from hookcb.hooks.modules import place
+from hookcb.hooks.modules import device_of
 from hookcb.profiling.phases import Edge, follow_phases, leave_phases
 from hookcb.profiling.steps.clock import CudaStepClock, FetchPhase, StepClock
 from hookcb.profiling.steps.incidents import Incidents
@@ -68,7 +68,7 @@ class StepTimer(Callback, StepReadings):
     def before_fit(self) -> None:
         self.clear()
         self._clocks = {}
-        device = place(self.model, None)
+        device = device_of(self.model, None)
         for part in ("train", "valid") if self.run_valid else ("train",):
             store, between = self._stores[part], self.learn.between_batches
             is_cuda = device.type == "cuda"

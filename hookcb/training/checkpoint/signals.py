@@ -25,7 +25,7 @@ class StopSignals:
         self._loop: TrainingState | None = None
 
     def open(self, loop: TrainingState) -> None:
-        """Takes the signals; `loop.stop_asked` is set when the first one comes."""
+        """Takes the signals; `loop.stop_requested` is set when the first one comes."""
         self._noted, self._process, self._loop = None, os.getpid(), loop
         if threading.current_thread() is not threading.main_thread():
             return
@@ -41,7 +41,7 @@ class StopSignals:
             signal.raise_signal(number)
         self._noted = number
         if not is_worker and self._loop is not None:
-            self._loop.stop_asked = True
+            self._loop.stop_requested = True
             self._hold_errors_of_children()
 
     def _hold_errors_of_children(self) -> None:

@@ -12,7 +12,7 @@ from hookcb.diagnosis.checks import optimizer as checks_optimizer
 from hookcb.diagnosis.checks import runtime as checks_runtime
 from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_data
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
-from hookcb.diagnosis.registry import CHECKS, Finding, RuledOut, Unable
+from hookcb.diagnosis.registry import CHECKS, Finding, Passed, Skipped
 
 MODULES = (checks_gradients, checks_layers, checks_loss, checks_optimizer, checks_runtime)
 OURS = [c for c in CHECKS.values() if c.function.__module__ in {module.__name__ for module in MODULES}]
@@ -46,20 +46,20 @@ def test_waiting_for_data_is_told(wait, severity):
 
 @pytest.mark.parametrize(("wait", "batch"), [(0.02, 0.1), (0.002, 0.003), (1e-9, 1e-9)])
 def test_short_waits_are_no_finding(wait, batch):
-    assert isinstance(only(waiting_for_data, timed(wait, batch)), RuledOut)
+    assert isinstance(only(waiting_for_data, timed(wait, batch)), Passed)
 
 
 @pytest.mark.parametrize("every", [2, 3, 10, 1000])
 def test_time_without_the_fetch_of_a_batch_is_no_waiting(every):
     waits = series([9.0 if i % every == 0 else 0.0 for i in range(41)])
     found = only(waiting_for_data, Evidence(waits=waits, batches=series([10.0] * 41)))
-    assert isinstance(found, Unable)
+    assert isinstance(found, Skipped)
     assert "the fetch of a batch was seen before" in found.reason
 
 
 def test_fourteen_batches_are_too_few_to_be_timed():
-    assert isinstance(only(waiting_for_data, timed(0.09, 0.1, n=14)), Unable)
-    assert isinstance(only(waiting_for_data, Evidence(batches=series([1.0] * 50))), Unable)
+    assert isinstance(only(waiting_for_data, timed(0.09, 0.1, n=14)), Skipped)
+    assert isinstance(only(waiting_for_data, Evidence(batches=series([1.0] * 50))), Skipped)
 
 
 # ---- memory.growth
@@ -93,11 +93,11 @@ def test_of_a_long_run_the_growth_so_far_is_that_of_all_its_steps():
     ],
 )
 def test_memory_that_stays_jumps_once_or_swings_is_no_finding(values):
-    assert isinstance(only(growing_memory, memory(values)), RuledOut)
+    assert isinstance(only(growing_memory, memory(values)), Passed)
 
 
 def test_fifty_nine_steps_are_too_few_for_growth():
-    assert isinstance(only(growing_memory, memory([9 * MB * i for i in range(59)])), Unable)
+    assert isinstance(only(growing_memory, memory([9 * MB * i for i in range(59)])), Skipped)
 
 
 # ---- whatever the numbers
@@ -159,7 +159,7 @@ def test_no_check_raises_and_each_says_one_thing(check):
             given.append(Odd(seed, draws, n).evidence())
     for evidence in given:
         (found,) = check.function(evidence)
-        assert isinstance(found, Finding | RuledOut | Unable)
+        assert isinstance(found, Finding | Passed | Skipped)
         if isinstance(found, Finding):
             assert found.code == check.code
             assert found.message
@@ -170,8 +170,8 @@ def test_no_check_raises_and_each_says_one_thing(check):
 @pytest.mark.parametrize("check", BY_NAME)
 def test_without_any_number_a_check_is_unable(check):
     (found,) = check.function(Evidence())
-    is_unable = isinstance(found, Unable)
-    assert is_unable or found == RuledOut("weight decay (none)")
+    is_unable = isinstance(found, Skipped)
+    assert is_unable or found == Passed("weight decay (none)")
 
 
 def test_all_checks_of_these_files_are_registered_with_a_text():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.retained_graphs import FOLLOWED, KEY, KeptGraphs
+from hookcb.diagnosis.probes.retained_graphs import FOLLOWED, KEY, RetainedGraphs
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 
@@ -16,7 +16,7 @@ X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 def loop(keep, n=FOLLOWED + 10, every=5):
     """What is seen in a training whose loop does `keep` with each loss."""
     torch.manual_seed(0)
-    model, kept = nn.Linear(3, 2), KeptGraphs()
+    model, kept = nn.Linear(3, 2), RetainedGraphs()
     opt = torch.optim.SGD(model.parameters(), 0.01)
     loss = pred = None
     for step in range(n):
@@ -112,7 +112,7 @@ def test_fewer_batches_than_it_follows_are_too_few():
 
 
 def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
-    losses, kept = [], KeptGraphs()
+    losses, kept = [], RetainedGraphs()
     for step in range(FOLLOWED):
         losses.append(torch.ones(3, requires_grad=True).sum())
         kept.note(losses[-1].grad_fn, step)
@@ -129,7 +129,7 @@ def test_the_first_step_it_names_is_one_that_it_follows():
 
 
 def test_losses_without_a_graph_are_not_followed():
-    kept = KeptGraphs()
+    kept = RetainedGraphs()
     for step in range(2 * FOLLOWED):
         kept.note(None, step)
         kept.look()
@@ -138,7 +138,7 @@ def test_losses_without_a_graph_are_not_followed():
 
 def test_it_keeps_no_graph_alive_itself():
     x = torch.ones(3, requires_grad=True)
-    kept, loss = KeptGraphs(), (x * 2).sum()
+    kept, loss = RetainedGraphs(), (x * 2).sum()
     node = loss.grad_fn
     kept.note(node, 0)
     token = weakref.ref(node.metadata[KEY])
@@ -151,6 +151,6 @@ def test_it_keeps_no_graph_alive_itself():
 def test_gradients_of_a_noted_loss_are_to_the_bit_as_without():
     x = torch.arange(3.0, requires_grad=True)
     loss = (x.exp() * x).sum()
-    KeptGraphs().note(loss.grad_fn, 0)
+    RetainedGraphs().note(loss.grad_fn, 0)
     loss.backward()
     assert torch.equal(x.grad, (x.exp() * x + x.exp()).detach())

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.step import StaleGradients, Swallowed
+from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
 
 
 def net(seed=0, n_out=2):
@@ -175,9 +175,9 @@ def test_an_optimizer_that_is_gone_is_forgotten():
 
 
 def stepped(lr, dtype=torch.bfloat16, n=5, scale=1.0, opt=torch.optim.SGD):
-    """What `Swallowed` has seen, and by name the shares that a comparison of whole weights gives."""
+    """What `LostUpdates` has seen, and by name the shares that a comparison of whole weights gives."""
     model = net().to(dtype)
-    swallowed, opt = Swallowed(model), opt(model.parameters(), lr=lr)
+    swallowed, opt = LostUpdates(model), opt(model.parameters(), lr=lr)
     expected = {}
     for step, (x, y) in enumerate(batches(n)):
         opt.zero_grad()
@@ -208,7 +208,7 @@ def test_a_small_rate_in_bfloat16_is_told_and_a_large_one_is_not():
     found = {s.param: s for s in swallowed.sightings()}
     assert set(found) == {"0.weight", "2.weight"}
     for name, s in found.items():
-        assert (s.code, s.layer, s.step) == ("update.swallowed", name.removesuffix(".weight"), 0)
+        assert (s.code, s.layer, s.step) == ("update.lost_to_rounding", name.removesuffix(".weight"), 0)
         assert s.value == pytest.approx(sorted(expected[name])[2])
         assert "bfloat16" in s.text
     assert list(stepped(1.0)[0].sightings()) == []
@@ -226,7 +226,7 @@ def test_two_steps_are_too_few_to_be_told():
 
 def test_a_weight_without_a_gradient_has_no_update_to_lose():
     model = net().bfloat16()
-    swallowed = Swallowed(model)
+    swallowed = LostUpdates(model)
     for step in range(5):
         model[0].weight.grad = None
         model[2].weight.grad = torch.zeros_like(model[2].weight)
@@ -239,7 +239,7 @@ def test_a_weight_without_a_gradient_has_no_update_to_lose():
 
 def test_a_weight_that_moves_in_one_step_of_five_is_not_told():
     model = net().bfloat16()
-    swallowed = Swallowed(model)
+    swallowed = LostUpdates(model)
     for step in range(5):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
