@@ -185,7 +185,7 @@ class Evidence:
         observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps" …
         is_by_hand: whether the loop moves its weights without an optimizer.
         n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
-        sightings: what was seen as it happened.
+        observations: what was seen as it happened.
         silent: layers with a hook that was never called, with the likely reason.
         notes: what could not be looked at, in words.
         missing: why a source is not there, if that is known.
@@ -217,7 +217,7 @@ class Evidence:
     n_steps: int = 0
     is_by_hand: bool = False
     n_skipped: int = 0
-    sightings: list[Observation] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)

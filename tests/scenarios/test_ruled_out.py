@@ -300,7 +300,9 @@ def test_a_part_of_a_model_can_show_a_fault_and_cannot_rule_it_out():
     )
     assert any("scale of activations" in fine for fine in judge(evidence).ruled_out)
     evidence.partial = {"activations": "a part is hidden", "model": "a part is hidden"}
-    evidence.sightings = [Observation("dropout.extreme", "0", text="it drops all", next_steps=("drop less",))]
+    evidence.observations = [
+        Observation("dropout.extreme", "0", text="it drops all", next_steps=("drop less",))
+    ]
     verdict = judge(evidence)
     assert verdict.primary.code == "dropout.extreme"
     assert not any("scale of activations" in fine for fine in verdict.ruled_out)

@@ -1,4 +1,4 @@
-"""Exact checks that pass on what was seen as it happened, in `Evidence.sightings`."""
+"""Exact checks that pass on what was seen as it happened, in `Evidence.observations`."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,17 +16,17 @@ EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "u
 
 
 def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: str = "") -> Iterator[Result]:
-    """One finding of all sightings with this code: of the first, with the number of the others.
+    """One finding of all observations with this code: of the first, with the number of the others.
 
     Args:
         evidence: where they are.
         code: whose.
-        severity: of the finding, where the sighting has none of its own.
+        severity: of the finding, where the observation has none of its own.
         fine: what is ruled out where there is none.
         of: what must have been there to look at, see `Evidence.observed`.
     """
-    sightings = [sighting for sighting in evidence.sightings if sighting.code == code]
-    if not sightings:
+    observations = [observation for observation in evidence.observations if observation.code == code]
+    if not observations:
         is_there = not of or bool(evidence.observed & set(of.split(" or of ")))
         yield (
             Passed(fine)
@@ -34,8 +34,8 @@ def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: 
             else Skipped(evidence.missing.get(of, f"too little was seen of the {of}"))
         )
         return
-    for own in dict.fromkeys(sighting.severity for sighting in sightings):
-        first, *others = [sighting for sighting in sightings if sighting.severity == own]
+    for own in dict.fromkeys(observation.severity for observation in observations):
+        first, *others = [observation for observation in observations if observation.severity == own]
         yield _finding(evidence, first, others, own or severity)  # type: ignore[arg-type]
 
 
@@ -63,10 +63,14 @@ def _finding(
     )
 
 
-def _about(evidence: Evidence, sighting: Observation) -> str:
-    if sighting.layer in evidence.layers:
-        return evidence.layers[sighting.layer].about
-    of = (p for p in evidence.params.values() if sighting.param == p.name or sighting.layer == p.layer != "")
+def _about(evidence: Evidence, observation: Observation) -> str:
+    if observation.layer in evidence.layers:
+        return evidence.layers[observation.layer].about
+    of = (
+        p
+        for p in evidence.params.values()
+        if observation.param == p.name or observation.layer == p.layer != ""
+    )
     return next((param.about for param in of), "")
 
 
@@ -129,7 +133,7 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
     Closer Look at Memorization in Deep Networks", 2017: real labels are fitted faster than random ones.
     """
     fine = "labels that do not follow from the inputs"
-    if any(sighting.code == "data.labels" for sighting in evidence.sightings):
+    if any(observation.code == "data.labels" for observation in evidence.observations):
         yield from passed_on(evidence, "data.labels", "info", fine)
         return
     for result in flat_loss(evidence):
@@ -253,7 +257,7 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
 
     Formula: the batch is run again, see `hookcb.nans.search`.
     """
-    is_named = any(sighting.code == "nonfinite.first" for sighting in evidence.sightings)
+    is_named = any(observation.code == "nonfinite.first" for observation in evidence.observations)
     step = None if is_named else _not_finite(evidence)
     if step is None:
         yield from passed_on(evidence, "nonfinite.first", "error", "NaN and infinities", of="backward")

@@ -398,7 +398,7 @@ def unmoved_parameters(evidence: Evidence) -> Iterator[Result]:
     are a tenth of the run, or over twenty, before convergence; the very end of a decay and the first step of
     a warm-up are none.
     """
-    if any(sighting.code == "param.not_stepped" for sighting in evidence.sightings):
+    if any(observation.code == "param.not_stepped" for observation in evidence.observations):
         yield from passed_on(evidence, "param.not_stepped", "error", "steps that are never made")
         return
     lr = dict(rates(evidence))

@@ -40,7 +40,7 @@ class Motion:
         """Of each parameter whether any of its followed elements has changed by a bit."""
         return {name: not torch.equal(_some(p), begin) for name, (p, begin) in self._begins.items()}
 
-    def sightings(self, n_steps: int, n_backward: int) -> Iterator[Observation]:
+    def observations(self, n_steps: int, n_backward: int) -> Iterator[Observation]:
         """An optimizer that is never asked, and matrices that stay a single row."""
         trained = {name for name, (p, _) in self._begins.items() if p.requires_grad}
         moved = self.moved()

@@ -53,7 +53,7 @@ class NormProbe:
                 if (name := names.get(id(frame.f_locals.get("self")))) is not None:
                     self._refused = name, step
 
-    def sightings(self, n_batches: int) -> Iterator[Observation]:
+    def observations(self, n_batches: int) -> Iterator[Observation]:
         """Modes that do not fit."""
         for name, step in self._in_eval.items():
             yield Observation(

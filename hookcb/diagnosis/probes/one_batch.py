@@ -79,8 +79,8 @@ def _look(evidence: Evidence, learn: Any) -> None:
             _look_at_batch(found, learn, step=evidence.n_batches)
     is_at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # what is so at the end may have been so from the beginning, and then explains what came of it
-    lasting = [replace(x, step=None) for x in found.sightings if is_at_any_time(check_of(x.code).needs)]
-    evidence.sightings += lasting
+    lasting = [replace(x, step=None) for x in found.observations if is_at_any_time(check_of(x.code).needs)]
+    evidence.observations += lasting
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
@@ -90,10 +90,10 @@ def _look(evidence: Evidence, learn: Any) -> None:
 
 
 def _look_at_model(found: Evidence, learn: Any) -> None:
-    found.sightings += look_at_model(learn.model)
+    found.observations += look_at_model(learn.model)
     found.sources.add("model")
     if learn.opt is not None:
-        found.sightings += look_at_optimizers(learn.model, [learn.opt])
+        found.observations += look_at_optimizers(learn.model, [learn.opt])
         found.observed.add("groups of the optimizer")
 
 
@@ -106,13 +106,13 @@ def _look_at_batch(found: Evidence, learn: Any, step: int) -> None:
     found.sources.add("batch")
     found.observed |= {"loss"} | ({"backward"} if is_finite else set())
     if not is_finite:
-        found.sightings.append(
+        found.observations.append(
             look_for_origin(learn, "the loss or a gradient is not finite", True, step, None)
         )
     if numbers is not None:
         row = numbers.tolist()
         found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())
-        found.sightings += look_at_inputs([step], [row], is_harmful=not is_finite)
+        found.observations += look_at_inputs([step], [row], is_harmful=not is_finite)
         found.input_std, found.input_rms = Series.of([0], row[:1]), Series.of([0], row[1:2])
     _look_at_loss(found, learn, called[-1] if called else "")
 
@@ -122,8 +122,8 @@ def _look_at_loss(found: Evidence, learn: Any, last: str) -> None:
     found.guess = guess_of(graph, learn.pred, learn.yb)
     found.loss_kind = graph.kind if graph.is_pure else ""
     if learn.loss.grad_fn is None:
-        found.sightings.append(detached_loss(0))
-    found.sightings += look_at_head(graph, last, 0)
+        found.observations.append(detached_loss(0))
+    found.observations += look_at_head(graph, last, 0)
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden
     else:

@@ -47,7 +47,7 @@ class RetainedGraphs:
         """Whether there were enough batches to tell."""
         return len(self._tokens) >= FOLLOWED
 
-    def sightings(self) -> Iterator[Observation]:
+    def observations(self) -> Iterator[Observation]:
         """Where all of them were kept."""
         if self.found is not None:
             step, n = self.found

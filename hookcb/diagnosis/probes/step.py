@@ -47,7 +47,7 @@ class LostUpdates:
         """Whether a weight was looked at around enough steps."""
         return any(len(shares) >= FEWEST for shares in self.shares.values())
 
-    def sightings(self) -> Iterator[Observation]:
+    def observations(self) -> Iterator[Observation]:
         """Weights that lose most of their updates, each time."""
         for name, shares in self.shares.items():
             values = [(step, float(share)) for step, share in shares]
@@ -114,7 +114,7 @@ class StaleGradients:
         """Whether enough backwards were seen between the steps of an optimizer."""
         return any(of.n_seen >= FEWEST - 1 for of in self._of.values())
 
-    def sightings(self) -> Iterator[Observation]:
+    def observations(self) -> Iterator[Observation]:
         """Where each step since the first found them."""
         for _, n_steps, n_stale, *_ in list(self._of.values()):
             if n_steps >= FEWEST and float(n_stale) >= n_steps - 1:

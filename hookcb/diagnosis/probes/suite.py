@@ -70,7 +70,7 @@ class Probes:
 
     def __init__(self, loop: Any, acts: Callable[[], bool], is_followed: bool) -> None:
         self.layers = LayerProbe(loop.model)
-        self.sightings: list[Observation] = []
+        self.observations: list[Observation] = []
         self.notes: list[str] = []
         self.fetches, self.is_alarmed = FetchTimer(), False
         self._step = 0
@@ -117,7 +117,7 @@ class Probes:
             self.notes.append(note)
 
     def _look_at_model(self, loop: Any) -> None:
-        self.sightings += look_at_model(loop.model)
+        self.observations += look_at_model(loop.model)
         self._has_modeled = True
 
     def see_attention(self, layer: str, share: Tensor) -> None:
@@ -180,15 +180,17 @@ class Probes:
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
         self.constant = constant_of(self.graph, loop.yb)
         if node is None:
-            self.sightings.append(detached_loss(loop.train_iter))
-        self.sightings += look_at_head(self.graph, self.layers.last, loop.train_iter)
+            self.observations.append(detached_loss(loop.train_iter))
+        self.observations += look_at_head(self.graph, self.layers.last, loop.train_iter)
 
     def _look_for_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Once, of the first that is not finite."""
         if not self._has_origin:
             self._has_origin = self.is_alarmed = True
             batch = SeenBatch(loop) if self._is_followed else loop
-            self.sightings.append(look_for_origin(batch, noticed, gradient, loop.train_iter, self._autocasts))
+            self.observations.append(
+                look_for_origin(batch, noticed, gradient, loop.train_iter, self._autocasts)
+            )
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Gradients are as they were left."""
@@ -273,7 +275,7 @@ class Probes:
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """The training of an epoch is over; what comes until the next batch is no waiting for data."""
         self._ended = math.nan
-        self.sightings += look_at_replicas(loop.model, loop.train_iter)
+        self.observations += look_at_replicas(loop.model, loop.train_iter)
         self._has_compared = self._has_compared or is_replica(loop.model)
 
     # ---- all of it
@@ -318,7 +320,7 @@ class Probes:
         evidence.stepped = [places[key] for key in self.stepped]
         evidence.observed = self._observed(evidence)
         evidence.notes += self.notes
-        evidence.sightings = [*self.sightings, *self._late_sightings(steps, rows)]
+        evidence.observations = [*self.observations, *self._late_observations(steps, rows)]
         return evidence
 
     def _observed(self, evidence: Evidence) -> set[str]:
@@ -352,36 +354,36 @@ class Probes:
         elif self._ops.has_looked and not self._ops.sees_attention:
             evidence.absent["attention"] = "there is no attention among the operations of the model"
 
-    def _late_sightings(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
-        seen = {sighting.code for sighting in self.sightings}
+    def _late_observations(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
+        seen = {observation.code for observation in self.observations}
         yield from (x for x in look_at_inputs(steps, rows, self._has_origin) if x.code not in seen)
-        yield from self._norms.sightings(self.n_batches)
+        yield from self._norms.observations(self.n_batches)
         yield from look_at_attention(self._attention)
-        yield from self.swallowed.sightings()
+        yield from self.swallowed.observations()
         if len(self.optimizers) == 1:  # several clear the gradients of one another, at times not seen
-            yield from self.stale.sightings()
-        yield from self._motion.sightings(self.n_steps, self._n_backward)
-        yield from self.kept.sightings()
+            yield from self.stale.observations()
+        yield from self._motion.observations(self.n_steps, self._n_backward)
+        yield from self.kept.observations()
 
     def look_at_labels(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
         """The fit is over, and this was found; whether there is something to add."""
-        before = len(self.sightings)
+        before = len(self.observations)
         if not self._is_followed and raised() is None:
             self.guarded(self._look_by_heart, learn, findings, falls_slowly)
-        return len(self.sightings) > before
+        return len(self.observations) > before
 
     def _look_by_heart(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> None:
-        self.sightings += look_at_labels_by_heart(learn, findings, self.n_batches, falls_slowly)
+        self.observations += look_at_labels_by_heart(learn, findings, self.n_batches, falls_slowly)
 
     def look_at_end(self, loop: Any, error: BaseException | None) -> None:
         """The training is over; with what it has raised, None where it ended well."""
-        self.sightings += look_at_optimizers(loop.model, self.optimizers.values())
+        self.observations += look_at_optimizers(loop.model, self.optimizers.values())
         self._has_grouped = bool(self.optimizers)
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
             self._norms.look_at_error(error, loop.train_iter)
             with suppress(RuntimeError):  # of a GPU that has failed
-                self.sightings += look_at_labels(loop.pred, loop.yb, error, loop.train_iter)
+                self.observations += look_at_labels(loop.pred, loop.yb, error, loop.train_iter)
 
 
 def raised() -> BaseException | None:

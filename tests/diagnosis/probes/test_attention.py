@@ -307,19 +307,19 @@ def test_a_forward_that_raises_leaves_nothing_on():
 # ---- what follows
 
 
-def sightings(*shares, layer="attn"):
+def observations(*shares, layer="attn"):
     given = {layer: [(10 * i, torch.tensor(x)) for i, x in enumerate(shares)]}
     return [(s.code, s.layer, s.step, s.value) for s in look_at_attention(given)]
 
 
 def test_heads_that_look_at_one_place_in_each_batch_are_told():
-    assert sightings(1.0, 0.75, 1.0) == [("attn.collapse", "attn", 0, 0.75)]
-    assert sightings(math.nan, 0.75, 1.0, 1.0) == [("attn.collapse", "attn", 10, 0.75)]
+    assert observations(1.0, 0.75, 1.0) == [("attn.collapse", "attn", 0, 0.75)]
+    assert observations(math.nan, 0.75, 1.0, 1.0) == [("attn.collapse", "attn", 10, 0.75)]
 
 
 @pytest.mark.parametrize("shares", [(), (1.0, 1.0), (1.0, 1.0, 0.5), (0.5, 0.5, 0.5), (math.nan,) * 5])
 def test_half_of_the_heads_or_two_batches_are_no_finding(shares):
-    assert sightings(*shares) == []
+    assert observations(*shares) == []
 
 
 def test_saturated_shares_are_counts_of_elements():

@@ -13,7 +13,7 @@ def net(**kwargs):
 
 
 def codes(model):
-    return [(sighting.code, sighting.layer) for sighting in look_at_model(model)]
+    return [(observation.code, observation.layer) for observation in look_at_model(model)]
 
 
 def test_a_model_as_torch_makes_it_is_fine():
@@ -59,7 +59,9 @@ def test_gates_that_a_bias_shuts_are_seen(make, n):
     layer = make(4, 8)
     nn.init.constant_(layer.bias_ih_l0, -9.0)
     found = list(look_at_model(nn.Sequential(layer, nn.Linear(8, 1))))
-    assert [sighting.code for sighting in found] == ["gate.shut"] * n  # a GRU's update gate keeps the state
+    assert [observation.code for observation in found] == [
+        "gate.shut"
+    ] * n  # a GRU's update gate keeps the state
     assert found[0].param == "0.bias_ih_l0"
 
 

@@ -13,8 +13,8 @@ def net():
     )
 
 
-def sightings(probe, n_batches=10):
-    return list(probe.sightings(n_batches))
+def observations(probe, n_batches=10):
+    return list(probe.observations(n_batches))
 
 
 def seen(model, n=10, size=8, at=None):
@@ -24,7 +24,7 @@ def seen(model, n=10, size=8, at=None):
         if at is not None:
             at(step)
         probe.begin_batch(step, size if isinstance(size, int) else size[step])
-    return sightings(probe, n)
+    return observations(probe, n)
 
 
 def test_batch_norms_in_training_mode_are_fine():
@@ -137,7 +137,7 @@ def test_single_samples_are_fine_without_a_batch_norm():
 
 
 def test_without_a_batch_nothing_is_said():
-    assert sightings(NormProbe(net()), 0) == []
+    assert observations(NormProbe(net()), 0) == []
 
 
 # ---- a batch norm that refuses
@@ -154,7 +154,7 @@ def test_the_batch_norm_that_has_raised_is_told_as_an_error():
     model[1][0].eval()
     probe = NormProbe(model)
     probe.look_at_error(refused(model, torch.ones(1, 4)), 7)
-    (found,) = sightings(probe)
+    (found,) = observations(probe)
     assert (found.code, found.severity, found.layer, found.step) == ("mode.mismatch", "error", "1.1", 7)
 
 
@@ -163,7 +163,7 @@ def test_it_is_told_once_even_where_batches_have_one_sample():
     probe = NormProbe(model)
     probe.begin_batch(0, 1)
     probe.look_at_error(refused(model, torch.ones(1, 4)), 0)
-    assert [s.severity for s in sightings(probe, 1)] == ["error"]
+    assert [s.severity for s in observations(probe, 1)] == ["error"]
 
 
 def test_other_errors_and_norms_of_other_models_are_not_its_business():
@@ -172,4 +172,4 @@ def test_other_errors_and_norms_of_other_models_are_not_its_business():
     probe.look_at_error(refused(nn.InstanceNorm1d(4), torch.ones(2, 4, 1)), 0)
     probe.look_at_error(ValueError("Expected input batch_size (3) to match target batch_size (4)."), 0)
     probe.look_at_error(RuntimeError("Expected more than 1 value per channel"), 0)
-    assert sightings(probe) == []
+    assert observations(probe) == []

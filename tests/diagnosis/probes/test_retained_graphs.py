@@ -30,7 +30,7 @@ def loop(keep, n=FOLLOWED + 10, every=5):
         if step % every == 0:
             kept.look()
     kept.look()
-    return list(kept.sightings())
+    return list(kept.observations())
 
 
 class Running:
@@ -119,7 +119,7 @@ def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
     kept.look()
     losses.clear()
     kept.look()
-    (found,) = kept.sightings()
+    (found,) = kept.observations()
     assert (found.step, found.value) == (0, FOLLOWED - 2)
 
 
@@ -133,7 +133,7 @@ def test_losses_without_a_graph_are_not_followed():
     for step in range(2 * FOLLOWED):
         kept.note(None, step)
         kept.look()
-    assert list(kept.sightings()) == []
+    assert list(kept.observations()) == []
 
 
 def test_it_keeps_no_graph_alive_itself():
