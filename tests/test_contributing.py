@@ -224,9 +224,10 @@ def test_a_probe_is_in_all_places(path, used):
 
 def test_what_checks_say_must_have_been_there_is_noted_by_the_suite():
     noted = {x.value for x in ast.walk(ast.parse(read(PROBES / "suite.py"))) if isinstance(x, ast.Constant)}
-    tree = ast.parse(read(PACKAGE / "diagnosis" / "checks" / "observed.py"))
-    asked = [x.value.value for x in ast.walk(tree) if isinstance(x, ast.keyword) and x.arg == "of"]
-    asked = {part for of in asked for part in of.split(" or of ")}
+    trees = [ast.parse(read(path)) for path in (PACKAGE / "diagnosis" / "checks").glob("*.py")]
+    keywords = [x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.keyword)]
+    asked = [x.value.value for x in keywords if x.arg == "requires" and isinstance(x.value, ast.Constant)]
+    asked = {part for text in asked for part in text.split(" or ")}
     assert len(asked) >= 10
     assert sorted(asked - noted) == [], "add what there was to look at to Probes._observed"
 

@@ -10,6 +10,8 @@ from hookcb.diagnosis.evidence import CONVERGED, WINDOW, Evidence, Param, Series
 LATEST = 5  # records that a median is taken of: one batch says little
 MOST_POINTS = 80  # of a robust slope, which is of all pairs
 SIGMA = 1.4826  # median absolute deviations to the standard deviation of normal numbers
+MAX_SATURATED = 0.5  # share of units at the flat ends of tanh or sigmoid
+LEARNED = 0.8  # share of the first loss that is left; below it, training does its work
 WARMING = 0.95  # of the largest learning rate; a rate that was below it ten records ago still rises
 
 

@@ -229,15 +229,15 @@ def test_layers_in_torchscript_are_not_ruled_out():
     verdict = verdict_on(nn.Sequential(nn.Linear(8, 16), scripted, nn.Linear(16, 3)), n=8)
     for code in ("init.symmetric", "act.scale", "act.collapse"):
         assert "TorchScript" in not_checked(verdict, code)
-    assert "symmetric initialisation" not in verdict.ruled_out
+    assert "symmetric initialization" not in verdict.ruled_out
 
 
 # ---- evidence that is not there
 
 
 def test_graphs_are_not_said_to_be_freed_in_a_run_too_short_to_tell():
-    assert "graphs that are kept" not in verdict_on(net()).ruled_out
-    assert "graphs that are kept" in verdict_on(net(), n=62).ruled_out
+    assert "retained graphs" not in verdict_on(net()).ruled_out
+    assert "retained graphs" in verdict_on(net(), n=62).ruled_out
 
 
 def test_labels_are_not_cleared_while_the_loss_has_not_been_seen_to_fall():

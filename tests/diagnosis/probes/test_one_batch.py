@@ -63,7 +63,7 @@ def test_a_healthy_training_is_so_as_far_as_looked_and_says_how_far():
     assert re.match(r"HEALTHY  as far as looked: (\d+) of (\d+) checks$", verdict.lines()[0])
     assert was_looked_at(verdict)
     assert verdict.n_checked >= verdict.n_checks - 10
-    for fine in (HEAD, "NaN in the inputs", "symmetric initialisation", "parameters twice in the optimizer"):
+    for fine in (HEAD, "NaN in the inputs", "symmetric initialization", "parameters twice in the optimizer"):
         assert fine in verdict.ruled_out
     assert any("loss at the beginning" in fine for fine in verdict.ruled_out)  # the guess is of the batch
 
