@@ -14,7 +14,7 @@ from hookcb.diagnosis.checks.updates import (
     lower_rate,
 )
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
-from hookcb.diagnosis.falling import ENOUGH, falls_by, guesses, limit_of_flat, lowest_loss
+from hookcb.diagnosis.falling import MIN_BATCHES, falls_by, guesses, limit_of_flat, lowest_loss
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -32,7 +32,7 @@ NEVER_NEGATIVE = (*ENTROPIES, "mse", "huber", "smooth l1")
 MAX_INIT, MAX_INIT_ABOVE = 2.0, 2.0  # cross-entropy: times the loss of guessing, and by how much above it
 MAX_INIT_MSE, MAX_INIT_NOTE = 3.0, 5.0  # times the loss of guessing
 MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
-MAX_OF_MINIMUM, MIN_BATCHES = 2.0, 20  # times the smallest moving average
+MAX_OF_MINIMUM, MIN_SMOOTHED = 2.0, 20  # times the smallest moving average; number of averages
 INFLATED = 5.0  # times the first batch: the first ten already diverge
 BELOW_ZERO = -1e-6  # leaves room for rounding
 SPIKE, SPIKE_WINDOW, SPIKE_BEFORE, N_SPIKES = 6.0, 128, 32, 2  # standard deviations, batches before
@@ -96,8 +96,8 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
     loss, values, first = evidence.loss, finite(evidence.loss.values), evidence.first_loss
-    if len(values) < ENOUGH or not math.isfinite(first) or is_warming_up(evidence):
-        yield Skipped(f"fewer than {ENOUGH} batches, or the learning rate is still rising")
+    if len(values) < MIN_BATCHES or not math.isfinite(first) or is_warming_up(evidence):
+        yield Skipped(f"fewer than {MIN_BATCHES} batches, or the learning rate is still rising")
         return
     lowest, limit = lowest_loss(evidence), limit_of_flat(first)
     smallest_fall, largest_fall = falls_by(loss)
@@ -142,16 +142,16 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     loss that rises repeatedly; the limits are ours.
     """
     smooth, first = evidence.smooth_loss(), _beginning(evidence)
-    if len(smooth) < MIN_BATCHES or not math.isfinite(first):
-        yield Skipped(f"fewer than {MIN_BATCHES} batches with a finite loss")
+    if len(smooth) < MIN_SMOOTHED or not math.isfinite(first):
+        yield Skipped(f"fewer than {MIN_SMOOTHED} batches with a finite loss")
         return
     lowest = min(smooth.values)
-    is_sure = evidence.loss_kind and len(smooth) >= ENOUGH
+    is_sure = evidence.loss_kind and len(smooth) >= MIN_BATCHES
     limit = first + (MAX_RISE if is_sure else MAX_RISE_UNKNOWN) * abs(first)
     limit = max(limit, MAX_OF_MINIMUM * lowest) if lowest > 0 else limit
     span = trailing(smooth, lambda x: x > limit, 1)
     last = smooth.values[-1]
-    if span is None or span.n < min(ENOUGH, len(smooth) // 3):
+    if span is None or span.n < min(MIN_BATCHES, len(smooth) // 3):
         yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
         return
     if _has_growing_targets(evidence, span.first):

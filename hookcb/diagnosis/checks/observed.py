@@ -121,7 +121,7 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
 
     Formula: a flat loss and no other finding, and 60 steps of a copy of the model on one batch bring its loss
     below half of its first value there, but no faster, by three standard deviations, than with the labels in
-    nine shuffled orders; orders are compared only for classes that occur several times in a batch. Also a
+    nine shuffled orders; orders are compared only for classes that occur several times in a batch. A note; a
     warning if the loss falls by less than 5 % and is near guessing, as it does if labels are memorized.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "overfit one batch"; Arpit et al., "A

@@ -38,7 +38,7 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
         return
     n_fetched = sum(wait > 0 for wait, _ in pairs)
     if 2 * n_fetched <= len(pairs):
-        yield Skipped(f"the fetch of a batch was seen before only {n_fetched} of {len(pairs)} batches")
+        yield Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
         return
     wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
     share = ratio(wait, whole)

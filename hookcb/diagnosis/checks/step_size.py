@@ -25,11 +25,11 @@ from hookcb.diagnosis.trends import (
     before,
     finite,
     format_factor,
-    held,
     is_warming_up,
     loss_left,
     median,
     persistent,
+    persistent_max,
     rates,
     ratio,
     trailing,
@@ -116,10 +116,10 @@ def _nearest(updates_of: list[tuple[Param, Series]], is_idle: bool) -> tuple[flo
     for _, series in updates_of:
         first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
         later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
-        sizes.append((held(first, 2, N_FIRST), LARGER_THAN_WEIGHTS))
+        sizes.append((persistent_max(first, 2, N_FIRST), LARGER_THAN_WEIGHTS))
         if is_idle:
-            sizes.append((held(first, N_LARGE_FIRST, N_FIRST), MAX_FIRST_UPDATE))
-            sizes.append((held(later, N_LARGE, N_WINDOW), MAX_UPDATE))
+            sizes.append((persistent_max(first, N_LARGE_FIRST, N_FIRST), MAX_FIRST_UPDATE))
+            sizes.append((persistent_max(later, N_LARGE, N_WINDOW), MAX_UPDATE))
     known = [(size, limit) for size, limit in sizes if math.isfinite(size)]
     return max(known, key=lambda pair: pair[0] / pair[1], default=(math.nan, math.nan))
 

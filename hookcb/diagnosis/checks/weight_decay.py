@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.trends import LATEST, Span, before, held, median, persistent, rates, ratio, weights
+from hookcb.diagnosis.trends import (
+    LATEST,
+    Span,
+    before,
+    median,
+    persistent,
+    persistent_max,
+    rates,
+    ratio,
+    weights,
+)
 from hookcb.diagnosis.verdict import Finding
 
 MAX_SHARE, N_RECORDS = 0.9, 20  # share of the decay in a step, in so many records in a row
@@ -49,7 +59,9 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
     if span or _has_decayed(params, evidence, until):
         yield _decayed(params, shares, span or Span(shares.steps[0], shares.steps[-1], len(shares)))
     else:
-        yield Passed(f"weight decay ({shares.median():.0%} of a step)", held(shares, n, n), MAX_SHARE)
+        yield Passed(
+            f"weight decay ({shares.median():.0%} of a step)", persistent_max(shares, n, n), MAX_SHARE
+        )
 
 
 def _coupled(param: Param, norm: float, gradient: float) -> float:
@@ -114,8 +126,8 @@ def _decayed(params: list[Param], shares: Series, span: Span) -> Finding:
             else "gradients so small that even a usual weight decay outweighs them",
         ),
         next_steps=(
-            "Set weight_decay to 0.01, or try 0"
+            "Set weight_decay to 0.01, or to 0 as a test"
             if decay > MAX_USUAL_DECAY
-            else "Try weight_decay=0, and find out why gradients are smaller than the decay",
+            else "Set weight_decay to 0 as a test, and find out why gradients are smaller than the decay",
         ),
     )
