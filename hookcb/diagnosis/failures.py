@@ -13,7 +13,7 @@ DEVICE_ERRORS = tuple(
 )
 
 
-def told_failure(part: str, error: Exception) -> str:
+def describe_failure(part: str, error: Exception) -> str:
     """What to say of an error in a part of hookcb that only looks; asks for a report only of our own bugs.
 
     Args:

@@ -93,7 +93,7 @@ def low_heads(weights: Tensor) -> Tensor:
     return share
 
 
-def look_at_attention(seen: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
+def observe_attention(seen: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
     """Layers whose heads look at one place only, in each batch looked at."""
     for layer, shares in seen.items():
         values = [(step, float(share)) for step, share in shares]

@@ -47,7 +47,7 @@ def _differs(x: Tensor) -> Tensor:
     return ((x != first) & ~((x != x) & (first != first))).any()
 
 
-def look_at_inputs(steps: list[int], numbers: list[list[float]], is_harmful: bool) -> Iterator[Observation]:
+def observe_inputs(steps: list[int], numbers: list[list[float]], is_harmful: bool) -> Iterator[Observation]:
     """What the numbers of the batches looked at say; NaN is a note where nothing comes of it.
 
     A model may take NaN for a value that is missing, and deal with it.
@@ -82,7 +82,7 @@ def nonfinite_input(step: int, n: float) -> Observation:
     )
 
 
-def look_at_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Iterator[Observation]:
+def observe_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Iterator[Observation]:
     """Class indices that the scores have no place for, where the loss has refused them.
 
     What a loss ignores, as 255 in segmentation, may be out of range; so only an IndexError makes it a fault.
@@ -204,7 +204,7 @@ HEAD_ADVICE = {  # by what the loss applies itself
 }
 
 
-def look_at_head(graph: LossGraph, layer: str, step: int) -> Iterator[Observation]:
+def observe_head(graph: LossGraph, layer: str, step: int) -> Iterator[Observation]:
     """An activation whose output goes to a loss that applies its own, or needs another."""
     is_nll = graph.kind == "nll" and graph.head in ("Softmax", "Sigmoid")
     if not graph.head or not (graph.applies or is_nll):

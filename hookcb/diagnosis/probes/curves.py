@@ -10,7 +10,7 @@ from torch import Tensor
 from hookcb.diagnosis.evidence import Series
 
 STATM = Path("/proc/self/statm")  # in pages
-MOST = 8_192  # numbers of a curve; then every second one goes
+MAX_POINTS = 8_192  # numbers of a curve; then every second one goes
 
 
 class Curve:
@@ -25,7 +25,7 @@ class Curve:
     def add(self, step: int, value: float | Tensor) -> None:
         """Adds the number of a batch."""
         if self._n % self._stride == 0:
-            if len(self._steps) == MOST:
+            if len(self._steps) == MAX_POINTS:
                 self._steps, self._values = self._steps[::2], self._values[::2]
                 self._stride *= 2
             self._steps.append(step)
@@ -47,7 +47,7 @@ class ResidentMemory:
     def __init__(self) -> None:
         self._file = STATM.open("rb", buffering=0) if STATM.exists() else None
 
-    def read(self) -> float | None:
+    def bytes_in_use(self) -> float | None:
         """Without what files are mapped to; None where it is not known."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return float(torch.cuda.memory_allocated())

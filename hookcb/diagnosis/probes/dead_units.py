@@ -62,7 +62,7 @@ class DeadUnits:
         self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
         self.n_examples = 0  # of all looks that count
 
-    def look(self, step: int, n_examples: int) -> None:
+    def read_gradients(self, step: int, n_examples: int) -> None:
         """Gradients are whole, of so many examples."""
         found = {name: _alive(*units) for name, units in self._layers.items()}
         alive = {name: x for name, x in found.items() if x is not None}
@@ -75,7 +75,7 @@ class DeadUnits:
             before = self._last.get(name, torch.zeros(len(x), dtype=torch.int32, device=x.device))
             self._last[name] = torch.where(x, len(looks), before)
 
-    def found(self) -> dict[str, Dead]:
+    def dead_shares(self) -> dict[str, Dead]:
         """By name of the weight; waits for the device."""
         return {name: self._of(name) for name in self._looks}
 

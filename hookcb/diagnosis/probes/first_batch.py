@@ -10,7 +10,7 @@ from hookcb.core.randomness import parts_of, saves_itself
 from hookcb.core.restore import preserve_contents, preserve_random
 
 
-def why_not_asked(loader: Any) -> str:
+def why_not_readable(loader: Any) -> str:
     """Why a loader cannot be asked for a batch without a trace, "" if it can."""
     if any(hasattr(part, "__next__") for part in parts_of(loader)):
         return "the training data is an iterator, or reads from one, which can be asked only once"
@@ -20,7 +20,7 @@ def why_not_asked(loader: Any) -> str:
 
 
 @contextmanager
-def loader_kept(loader: Any) -> Iterator[None]:
+def preserve_loader(loader: Any) -> Iterator[None]:
     """In the block a loader may be asked; afterwards it gives the batches that it would have given.
 
     Random numbers, also those of its generators, samplers and datasets, and their attributes are put back.

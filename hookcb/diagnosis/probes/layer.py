@@ -15,7 +15,7 @@ from hookcb.hooks.modules import named_modules
 from hookcb.records.store import StatStore
 
 COLUMNS = ("spread", "saturated")
-MOST = 16_384  # elements that the spread is taken from
+MAX_ELEMENTS = 16_384  # elements that the spread is taken from
 KEEP = 1_000  # records
 
 
@@ -30,11 +30,11 @@ class LayerProbe:
         self.largest: dict[str, float] = {}
         self.n_copies = 0  # calls of modules that are not the model's own
 
-    def begin(self, step: int) -> None:
+    def begin_record(self, step: int) -> None:
         """A batch begins that is looked at."""
         self._step, self._taken = step, []
 
-    def look(self, m: nn.Module, output: Any) -> None:
+    def measure_layer(self, m: nn.Module, output: Any) -> None:
         """A layer has put something out, in training."""
         if id(m) not in self._names:
             self.n_copies += 1
@@ -53,7 +53,7 @@ class LayerProbe:
         """The last layer that has put something out in this batch, "" before any."""
         return self._taken[-1][0] if self._taken else ""
 
-    def end(self) -> None:
+    def end_record(self) -> None:
         """The batch has ended: adds its record."""
         record = self._store.begin(0, self._step)
         for name, dtype, values in self._taken:
@@ -84,7 +84,7 @@ def spread(x: Tensor) -> Tensor:
     if x.ndim == 0 or len(x) < 2:
         return x.new_full((), math.nan, dtype=torch.float32)
     flat = x.reshape(len(x), -1)
-    if flat.numel() > MOST:
-        flat = flat[:, :: max(1, flat.numel() // MOST)]
-    flat = flat[:MOST].float()
+    if flat.numel() > MAX_ELEMENTS:
+        flat = flat[:, :: max(1, flat.numel() // MAX_ELEMENTS)]
+    flat = flat[:MAX_ELEMENTS].float()
     return flat.var(0, correction=0).mean() / flat.square().mean()

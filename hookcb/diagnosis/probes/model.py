@@ -21,7 +21,7 @@ SHARDED = ("DTensor", "FlatParameter")  # of which this process has a part
 GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update", "new")}
 
 
-def look_at_model(model: nn.Module) -> Iterator[Observation]:
+def observe_model(model: nn.Module) -> Iterator[Observation]:
     """What is wrong with its weights and layers as they are."""
     modules = named_modules(model)
     yield from _symmetric(modules)
@@ -119,7 +119,7 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Observation]:
                 )
 
 
-def look_at_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Observation]:
+def observe_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Observation]:
     """Parameters that their groups have more than once."""
     several: Counter[int] = Counter()  # of each parameter the most often that one optimizer has it
     for opt in optimizers:

@@ -17,7 +17,7 @@ from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
 
 
-class SeenBatch:
+class ExternalBatch:
     """A batch of a loop that is not ours, in the way in which a learner has one, for a replay.
 
     The loss function is not known; the mean of what the model gives stands for it.
@@ -45,13 +45,13 @@ class SeenBatch:
         return preserve_modes(self.model)
 
 
-def look_for_origin(
+def find_origin(
     learn: Any, noticed: str, gradient: bool, step: int, autocast: Sequence[Autocast] | None
 ) -> Observation:
     """Runs the batch again, and names what made the first number that is not finite.
 
     Args:
-        learn: the learner in the middle of a training batch, which is left as it was found, or a `SeenBatch`.
+        learn: the learner in the middle of a training batch, which is left as it was found, or a `ExternalBatch`.
         noticed: what was seen, for the message.
         gradient: whether it was a gradient.
         step: number of the batch.
@@ -64,7 +64,7 @@ def look_for_origin(
     report = search(learn, start, noticed, gradient)
     if report.where == BATCH:
         return nonfinite_input(step, _n_bad(learn.xb))
-    return _of_report(report, isinstance(learn, SeenBatch), noticed, step)
+    return _of_report(report, isinstance(learn, ExternalBatch), noticed, step)
 
 
 def _n_bad(xb: Any) -> int:
@@ -96,14 +96,14 @@ def _of_weights(layers: list[str], noticed: str, step: int) -> Observation:
     )
 
 
-def _of_report(report: NanReport, is_followed: bool, noticed: str, step: int) -> Observation:
+def _of_report(report: NanReport, is_external: bool, noticed: str, step: int) -> Observation:
     own = report.where not in ("", MODEL, LOSS)
     layer = report.where.partition("#")[0].partition("[")[0] if own else ""
     by = f" by {report.op}" if report.op else ""
     line = f", at {report.line}: {report.code}" if report.line and report.code else ""
-    if (report.where == LOSS and is_followed) or not report.repeated:
+    if (report.where == LOSS and is_external) or not report.repeated:
         how = "it did not repeat when the batch was run again"
-        if is_followed:
+        if is_external:
             how = "the model's output is finite, so it is made behind it, in the loss or what leads to it"
     else:
         kind = f" ({report.type})" if report.type else ""

@@ -45,7 +45,7 @@ class NormProbe:
             self._without_dropout = step
         self._n_single += n_samples == 1
 
-    def look_at_error(self, error: BaseException, step: int) -> None:
+    def read_error(self, error: BaseException, step: int) -> None:
         """What has ended the training may be a batch norm that had a single value for each channel."""
         if isinstance(error, ValueError) and str(error).startswith(REFUSED):
             names = {id(m): name for name, m in self._norms.items()}

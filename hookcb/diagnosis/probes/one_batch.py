@@ -15,11 +15,11 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.probes.batch import guess_of, input_numbers, look_at_head, look_at_inputs
-from hookcb.diagnosis.probes.first_batch import first_batch, loader_kept, why_not_asked
+from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_head, observe_inputs
+from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.loss_graph import read_loss
-from hookcb.diagnosis.probes.model import look_at_model, look_at_optimizers
-from hookcb.diagnosis.probes.nan import look_for_origin
+from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
+from hookcb.diagnosis.probes.nan import find_origin
 from hookcb.diagnosis.probes.suite import detached_loss
 from hookcb.diagnosis.registry import check_of
 from hookcb.hooks.hook import Hook
@@ -64,19 +64,19 @@ def _why_not(learn: Any, cbs: list[Callback]) -> str:
         own = not type(cb).__module__.startswith("hookcb.") or type(cb) is Callback
         if own and any(cb.handler(event) is not None for event in BEFORE_LOSS):
             return f"{type(cb).__name__} acts before the loss, and a look at a batch goes without it"
-    return why_not_asked(learn.dls.train)
+    return why_not_readable(learn.dls.train)
 
 
 def _look(evidence: Evidence, learn: Any) -> None:
     found, loader = Evidence(), learn.dls.train
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
-    with loader_kept(loader), learn.restored(), preserve_state(*modules):
+    with preserve_loader(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
         learn.xb, learn.yb = split_batch(batch, device_of(learn.model, None), learn.n_inp)
         with as_at_start(learn, BatchStarts().note(learn)):
             learn.model.train()
-            _look_at_model(found, learn)
-            _look_at_batch(found, learn, step=evidence.n_batches)
+            _observe_model(found, learn)
+            _observe_batch(found, learn, step=evidence.n_batches)
     is_at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # what is so at the end may have been so from the beginning, and then explains what came of it
     lasting = [replace(x, step=None) for x in found.observations if is_at_any_time(check_of(x.code).needs)]
@@ -89,15 +89,15 @@ def _look(evidence: Evidence, learn: Any) -> None:
     evidence.notes.append("one batch again, after the training")
 
 
-def _look_at_model(found: Evidence, learn: Any) -> None:
-    found.observations += look_at_model(learn.model)
+def _observe_model(found: Evidence, learn: Any) -> None:
+    found.observations += observe_model(learn.model)
     found.sources.add("model")
     if learn.opt is not None:
-        found.observations += look_at_optimizers(learn.model, [learn.opt])
+        found.observations += observe_optimizers(learn.model, [learn.opt])
         found.observed.add("groups of the optimizer")
 
 
-def _look_at_batch(found: Evidence, learn: Any, step: int) -> None:
+def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
     numbers = input_numbers(learn.xb)
     with _last_called(learn.model) as called:
         learn.pred = learn.predict()
@@ -107,23 +107,23 @@ def _look_at_batch(found: Evidence, learn: Any, step: int) -> None:
     found.observed |= {"loss"} | ({"backward"} if is_finite else set())
     if not is_finite:
         found.observations.append(
-            look_for_origin(learn, "the loss or a gradient is not finite", True, step, None)
+            find_origin(learn, "the loss or a gradient is not finite", True, step, None)
         )
     if numbers is not None:
         row = numbers.tolist()
         found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())
-        found.observations += look_at_inputs([step], [row], is_harmful=not is_finite)
+        found.observations += observe_inputs([step], [row], is_harmful=not is_finite)
         found.input_std, found.input_rms = Series.of([0], row[:1]), Series.of([0], row[1:2])
-    _look_at_loss(found, learn, called[-1] if called else "")
+    _observe_loss(found, learn, called[-1] if called else "")
 
 
-def _look_at_loss(found: Evidence, learn: Any, last: str) -> None:
+def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     graph = read_loss(learn.loss.grad_fn)
     found.guess = guess_of(graph, learn.pred, learn.yb)
     found.loss_kind = graph.kind if graph.is_pure else ""
     if learn.loss.grad_fn is None:
         found.observations.append(detached_loss(0))
-    found.observations += look_at_head(graph, last, 0)
+    found.observations += observe_head(graph, last, 0)
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden
     else:

@@ -21,7 +21,7 @@ PAIRS = 32  # of samples of one class, one for each sample at least: fewer tell 
 MOST_PARAMS = 5_000_000  # above that the look would take too long
 
 
-def look_at_labels_by_heart(
+def observe_memorized_labels(
     learn: Any, findings: tuple[Finding, ...], n_batches: int, falls_slowly: bool = False
 ) -> Iterator[Observation]:
     """If the loss is flat and nothing else is wrong, trains a copy of the model on the batch at hand.

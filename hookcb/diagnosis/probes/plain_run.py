@@ -10,7 +10,7 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.diagnosis.probes.batch import guess_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, head_of, read_loss
-from hookcb.diagnosis.probes.nan import SeenBatch
+from hookcb.diagnosis.probes.nan import ExternalBatch
 from hookcb.nans.replay import Autocast, BatchStarts, as_at_start
 
 
@@ -20,7 +20,7 @@ def graph_of_original(
     """Runs the batch without torch.compile, and reads what its loss is made of; nothing is left of that run.
 
     Args:
-        batch: a learner in the middle of a batch, or a `SeenBatch`, whose loss function is not known.
+        batch: a learner in the middle of a batch, or a `ExternalBatch`, whose loss function is not known.
         compiled: what the graph of the loss has shown.
         autocast: how that was in the forward, if it is known.
 
@@ -36,7 +36,7 @@ def graph_of_original(
     dropped = torch.autograd.graph.saved_tensors_hooks(_number_of, _some_number)
     with as_at_start(batch, start), start.autocast(), dropped:
         batch.pred = batch.predict()
-        if isinstance(batch, SeenBatch):
+        if isinstance(batch, ExternalBatch):
             node = _only_output(batch.pred)
             head, hidden_by = ("", compiled.hidden_by) if node is None else head_of(node)
             return compiled._replace(head=head, hidden_by=hidden_by), math.nan

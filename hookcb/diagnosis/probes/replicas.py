@@ -16,7 +16,7 @@ def is_replica(model: nn.Module) -> bool:
     return is_one and distributed.is_available() and distributed.is_initialized()
 
 
-def look_at_replicas(model: nn.Module, step: int) -> Iterator[Observation]:
+def observe_replicas(model: nn.Module, step: int) -> Iterator[Observation]:
     """At the end of an epoch, on all ranks: they tell one another sum and norm of their parameters."""
     if not is_replica(model):
         return

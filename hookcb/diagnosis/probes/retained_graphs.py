@@ -28,14 +28,14 @@ class RetainedGraphs:
         self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=FOLLOWED)
         self.found: tuple[int, int] | None = None  # first step, number
 
-    def note(self, node: Any, step: int) -> None:
+    def mark_graph(self, node: Any, step: int) -> None:
         """The node of the loss of a batch."""
         if node is not None:
             token = _Token()
             node.metadata[KEY] = token
             self._tokens.append((step, ref(token)))
 
-    def look(self) -> None:
+    def count_alive(self) -> None:
         """Counts those of past batches that are still there."""
         past = list(self._tokens)[:-2]  # the last may be in use
         alive = [step for step, token in past if token() is not None]

@@ -30,7 +30,7 @@ class LostUpdates:
             (name, p, _elements(p), _elements(p.grad) != 0) for name, p in self._params if p.grad is not None
         ]
 
-    def drop(self) -> None:
+    def drop_step(self) -> None:
         """The step is not made."""
         self._before = []
 

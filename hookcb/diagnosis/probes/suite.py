@@ -16,29 +16,29 @@ from hookcb.core.batch import batch_size, parts
 from hookcb.core.fetches import FetchTimer
 from hookcb.core.optim import detached_scalar, largest_lr
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
-from hookcb.diagnosis.failures import told_failure
+from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.probes.attention import FEWEST, OpHooks, look_at_attention
+from hookcb.diagnosis.probes.attention import FEWEST, OpHooks, observe_attention
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     constant_of,
     guess_of,
     input_numbers,
-    look_at_head,
-    look_at_inputs,
-    look_at_labels,
+    observe_head,
+    observe_inputs,
+    observe_labels,
 )
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.layer import KEEP, LayerProbe
 from hookcb.diagnosis.probes.loss_graph import COMPILED, LossGraph, read_loss
-from hookcb.diagnosis.probes.model import look_at_model, look_at_optimizers
+from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
-from hookcb.diagnosis.probes.nan import SeenBatch, look_for_origin
+from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
 from hookcb.diagnosis.probes.norm import NormProbe
-from hookcb.diagnosis.probes.overfit import look_at_labels_by_heart
+from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from hookcb.diagnosis.probes.plain_run import graph_of_original
-from hookcb.diagnosis.probes.replicas import is_replica, look_at_replicas
+from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
 from hookcb.diagnosis.verdict import Finding
@@ -61,27 +61,27 @@ class Probes:
     Args:
         loop: whose.
         acts: whether a call of the model that begins now is looked at.
-        is_followed: whether the loop is not ours, so that its loss function is not known.
+        is_external: whether the loop is not ours, so that its loss function is not known.
 
     Attributes:
         fetches: times those of batches.
         is_alarmed: whether something was seen that should be told at once.
     """
 
-    def __init__(self, loop: Any, acts: Callable[[], bool], is_followed: bool) -> None:
+    def __init__(self, loop: Any, acts: Callable[[], bool], is_external: bool) -> None:
         self.layers = LayerProbe(loop.model)
         self.observations: list[Observation] = []
         self.notes: list[str] = []
         self.fetches, self.is_alarmed = FetchTimer(), False
         self._step = 0
-        self.dead, self.swallowed = DeadUnits(loop.model), LostUpdates(loop.model)
+        self.dead, self.lost_updates = DeadUnits(loop.model), LostUpdates(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
         self._under_way: bool | None = None  # in a batch whose backward is over, whether it is looked at
         self.stepped: list[int] = []  # optimizers of the steps looked at
-        self.stale, self.kept = StaleGradients(loop.model), RetainedGraphs()
+        self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self._attention: dict[str, list[tuple[int, Tensor]]] = {}
-        self._ops = OpHooks(loop.model, acts, self.see_attention, lambda: loop.in_loop_thread)
+        self._ops = OpHooks(loop.model, acts, self.record_attention, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
@@ -95,13 +95,13 @@ class Probes:
         self._params = find_params(loop.model)
         self._autocasts: list[Autocast] | None = None
         self._resident = ResidentMemory()
-        self._is_followed = is_followed
+        self._is_external = is_external
         self._inputs = StatStore(COLUMNS, KEEP)
         self._has_origin = self._has_labels = self._has_modeled = self._has_grouped = False
         self._has_compared = False  # replicas
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
-        self.guarded(self._look_at_model, loop)
+        self.guarded(self._observe_model, loop)
 
     def guarded(self, look: Callable[..., object], *args: Any) -> None:
         """Looks; where that fails, the training goes on and the verdict says so."""
@@ -110,17 +110,17 @@ class Probes:
         except ModelGoneError:
             self._note("the model was freed before its watch was closed, so its end was not looked at")
         except Exception as error:  # whatever it is, it is not the training's fault
-            self._note(told_failure("a part of Diagnose", error))
+            self._note(describe_failure("a part of Diagnose", error))
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
-    def _look_at_model(self, loop: Any) -> None:
-        self.observations += look_at_model(loop.model)
+    def _observe_model(self, loop: Any) -> None:
+        self.observations += observe_model(loop.model)
         self._has_modeled = True
 
-    def see_attention(self, layer: str, share: Tensor) -> None:
+    def record_attention(self, layer: str, share: Tensor) -> None:
         """A layer's attention, in the batch in progress."""
         self._attention.setdefault(layer, []).append((self._step, share))
 
@@ -141,38 +141,38 @@ class Probes:
         self.n_examples += self._n_samples
         self._norms.begin_batch(loop.train_iter, self._n_samples)
         if looking:
-            self.layers.begin(loop.train_iter)
+            self.layers.begin_record(loop.train_iter)
             numbers = input_numbers(loop.xb)
             if numbers is not None:
                 self._inputs.put("x", [self._inputs.begin(0, loop.train_iter)], numbers[None].float())
 
-    def see_pred(self, loop: Any, looking: bool) -> None:
+    def record_pred(self, loop: Any, looking: bool) -> None:
         """The model has given its output, and nobody may tell the loss."""
         if looking:
             self._autocasts = autocasts(loop.model)
-        if self._is_followed and not self._has_origin:
+        if self._is_external and not self._has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= SMALL]
             if not all(bool(x.isfinite().all()) for x in at_hand):
-                self._look_for_origin(loop, "the model's output is not finite", gradient=False)
+                self._find_origin(loop, "the model's output is not finite", gradient=False)
 
-    def see_loss(self, loop: Any, looking: bool) -> None:
+    def record_loss(self, loop: Any, looking: bool) -> None:
         """The loss is known."""
         node = loop.loss_node
         if self.graph is None:
-            self._see_graph(loop, node)
-        self.kept.note(node, loop.train_iter)
+            self._read_graph(loop, node)
+        self.retained.mark_graph(node, loop.train_iter)
         self._has_labels = self._has_labels or len(loop.yb) > 0
         self._last_loss = number = detached_scalar(loop.batch_loss)
         self.loss.add(loop.train_iter, number)
         if isinstance(number, float) and not math.isfinite(number):
-            self._look_for_origin(loop, f"the loss is {number}", gradient=False)
+            self._find_origin(loop, f"the loss is {number}", gradient=False)
 
-    def _see_graph(self, loop: Any, node: Any) -> None:
+    def _read_graph(self, loop: Any, node: Any) -> None:
         self.graph = read_loss(node)
         self.guess = guess_of(self.graph, loop.pred, loop.yb)
         if self.graph.hidden_by == COMPILED:
-            batch = SeenBatch(loop) if self._is_followed else loop
+            batch = ExternalBatch(loop) if self._is_external else loop
             try:
                 self.graph, guess = graph_of_original(batch, self.graph, self._autocasts)
                 self.guess = self.guess if math.isnan(guess) else guess
@@ -181,23 +181,21 @@ class Probes:
         self.constant = constant_of(self.graph, loop.yb)
         if node is None:
             self.observations.append(detached_loss(loop.train_iter))
-        self.observations += look_at_head(self.graph, self.layers.last, loop.train_iter)
+        self.observations += observe_head(self.graph, self.layers.last, loop.train_iter)
 
-    def _look_for_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
+    def _find_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Once, of the first that is not finite."""
         if not self._has_origin:
             self._has_origin = self.is_alarmed = True
-            batch = SeenBatch(loop) if self._is_followed else loop
-            self.observations.append(
-                look_for_origin(batch, noticed, gradient, loop.train_iter, self._autocasts)
-            )
+            batch = ExternalBatch(loop) if self._is_external else loop
+            self.observations.append(find_origin(batch, noticed, gradient, loop.train_iter, self._autocasts))
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Gradients are as they were left."""
         if self.n_steps < OFTEN:
             self.stale.before_backward()
 
-    def see_gradients(self, loop: Any, looking: bool) -> None:
+    def end_backward(self, loop: Any, looking: bool) -> None:
         """The backward is over; what is not finite in it reaches the first layer."""
         self._n_backward += 1
         self._under_way = looking
@@ -207,7 +205,7 @@ class Probes:
             self._first_param = self._smallest_first(loop.model)
         grad = None if self._first_param is None else self._first_param.grad
         if grad is not None and grad.is_cpu and not math.isfinite(float(grad.detach().sum())):
-            self._look_for_origin(loop, "a gradient is not finite", gradient=True)
+            self._find_origin(loop, "a gradient is not finite", gradient=True)
 
     def _smallest_first(self, model: nn.Module) -> nn.Parameter | None:
         """Of the first layer with a gradient the smallest parameter."""
@@ -222,29 +220,29 @@ class Probes:
         """Whether units are followed in each step, which costs little."""
         return self.n_steps < OFTEN or (self.n_steps < MOST_OFTEN and self.dead.n_examples < MANY)
 
-    def leave_out(self, loop: Any, looking: bool) -> None:
+    def drop_batch(self, loop: Any, looking: bool) -> None:
         """The batch in progress is cancelled, and gives no gradients."""
         self.n_examples -= self._n_samples
         self._n_samples = 0
 
     def cancel_step(self, loop: Any, looking: bool) -> None:
         """The step in progress is not made; its gradients may stay for the next one."""
-        self.swallowed.drop()
+        self.lost_updates.drop_step()
         self._is_step_cancelled = True
 
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Gradients are whole."""
         if looking or self._looks_for_dead():
-            self.dead.look(loop.train_iter, self.n_examples)
+            self.dead.read_gradients(loop.train_iter, self.n_examples)
             without = (name for name, p, _ in self._params if p.requires_grad and p.grad is None)
             self.n_without.update(without)
         if looking:
-            self.swallowed.before_step()
+            self.lost_updates.before_step()
 
     def end_step(self, loop: Any, looking: bool) -> None:
         """The step is made, or was cancelled."""
         self.n_steps += 1
-        self.swallowed.after_step(loop.train_iter)
+        self.lost_updates.after_step(loop.train_iter)
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
         if is_made:
             self.n_examples = 0
@@ -267,15 +265,15 @@ class Probes:
         self.n_batches += 1
         self.n_looked += looking
         if looking:
-            self.layers.end()
-            self.kept.look()
-        if (used := self._resident.read()) is not None:
+            self.layers.end_record()
+            self.retained.count_alive()
+        if (used := self._resident.bytes_in_use()) is not None:
             self.memory.add(loop.train_iter, used)
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """The training of an epoch is over; what comes until the next batch is no waiting for data."""
         self._ended = math.nan
-        self.observations += look_at_replicas(loop.model, loop.train_iter)
+        self.observations += observe_replicas(loop.model, loop.train_iter)
         self._has_compared = self._has_compared or is_replica(loop.model)
 
     # ---- all of it
@@ -309,7 +307,7 @@ class Probes:
         for name, n in self.n_without.items():
             if name in evidence.params:
                 evidence.params[name].n_without = n
-        for name, dead in self.dead.found().items():
+        for name, dead in self.dead.dead_shares().items():
             if name in evidence.params:
                 param = evidence.params[name]
                 param.dead, param.never_alive, param.dead_since = dead.lately, dead.never, dead.since
@@ -331,8 +329,8 @@ class Probes:
         seen["samples that differ"] = any(x > 0 for x in self._inputs.series("x")[:, -1].tolist())
         seen["attention"] = any(len(shares) >= FEWEST for shares in self._attention.values())
         seen["time before a backward"] = self.stale.has_looked and len(self.optimizers) == 1
-        seen["weights around a step"] = self.swallowed.has_looked
-        seen["graphs of 60 losses"] = self.kept.has_looked
+        seen["weights around a step"] = self.lost_updates.has_looked
+        seen["graphs of 60 losses"] = self.retained.has_looked
         seen["replicas at the end of an epoch"] = self._has_compared
         return {name for name, is_there in seen.items() if is_there}
 
@@ -356,34 +354,34 @@ class Probes:
 
     def _late_observations(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
         seen = {observation.code for observation in self.observations}
-        yield from (x for x in look_at_inputs(steps, rows, self._has_origin) if x.code not in seen)
+        yield from (x for x in observe_inputs(steps, rows, self._has_origin) if x.code not in seen)
         yield from self._norms.observations(self.n_batches)
-        yield from look_at_attention(self._attention)
-        yield from self.swallowed.observations()
+        yield from observe_attention(self._attention)
+        yield from self.lost_updates.observations()
         if len(self.optimizers) == 1:  # several clear the gradients of one another, at times not seen
             yield from self.stale.observations()
         yield from self._motion.observations(self.n_steps, self._n_backward)
-        yield from self.kept.observations()
+        yield from self.retained.observations()
 
-    def look_at_labels(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
+    def try_to_overfit(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
         """The fit is over, and this was found; whether there is something to add."""
         before = len(self.observations)
-        if not self._is_followed and raised() is None:
-            self.guarded(self._look_by_heart, learn, findings, falls_slowly)
+        if not self._is_external and raised() is None:
+            self.guarded(self._try_to_overfit, learn, findings, falls_slowly)
         return len(self.observations) > before
 
-    def _look_by_heart(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> None:
-        self.observations += look_at_labels_by_heart(learn, findings, self.n_batches, falls_slowly)
+    def _try_to_overfit(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> None:
+        self.observations += observe_memorized_labels(learn, findings, self.n_batches, falls_slowly)
 
-    def look_at_end(self, loop: Any, error: BaseException | None) -> None:
+    def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """The training is over; with what it has raised, None where it ended well."""
-        self.observations += look_at_optimizers(loop.model, self.optimizers.values())
+        self.observations += observe_optimizers(loop.model, self.optimizers.values())
         self._has_grouped = bool(self.optimizers)
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
-            self._norms.look_at_error(error, loop.train_iter)
+            self._norms.read_error(error, loop.train_iter)
             with suppress(RuntimeError):  # of a GPU that has failed
-                self.observations += look_at_labels(loop.pred, loop.yb, error, loop.train_iter)
+                self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)
 
 
 def raised() -> BaseException | None:

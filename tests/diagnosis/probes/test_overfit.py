@@ -9,7 +9,7 @@ from torch import nn
 
 from hookcb import Callback, Finding, Learner
 from hookcb.diagnosis.probes import overfit
-from hookcb.diagnosis.probes.overfit import look_at_labels_by_heart
+from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from tests.support import everything, fit
 
 FLAT = Finding("loss.flat", "warning")
@@ -41,7 +41,7 @@ def at_end(learn, act):
 
 
 def seen(learn, *findings, n_batches=4):
-    return at_end(learn, lambda: list(look_at_labels_by_heart(learn, findings, n_batches)))
+    return at_end(learn, lambda: list(observe_memorized_labels(learn, findings, n_batches)))
 
 
 def test_where_a_copy_learns_one_batch_by_heart_the_labels_are_told():
@@ -119,7 +119,7 @@ def seen_slow(data, *findings, **kwargs):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
     learn = learner(model, data, **kwargs)
-    return at_end(learn, lambda: list(look_at_labels_by_heart(learn, findings, 150, not findings)))
+    return at_end(learn, lambda: list(observe_memorized_labels(learn, findings, 150, not findings)))
 
 
 def test_labels_that_are_learned_in_any_order_alike_are_told_of_a_loss_that_hardly_falls():
@@ -199,9 +199,9 @@ def test_the_learner_is_left_as_it_is_even_where_the_model_fails(fails, slow):
         before, grads = state(), [p.grad for p in model.parameters()]
         if fails:
             with pytest.raises(RuntimeError, match="no"):
-                list(look_at_labels_by_heart(learn, *args))
+                list(observe_memorized_labels(learn, *args))
         else:
-            list(look_at_labels_by_heart(learn, *args))
+            list(observe_memorized_labels(learn, *args))
         assert state() == before
         assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
         return Fails.n
@@ -215,7 +215,7 @@ def test_it_works_where_gradients_are_off():
 
     def look():
         with torch.no_grad():
-            found = list(look_at_labels_by_heart(learn, (FLAT,), 4))
+            found = list(observe_memorized_labels(learn, (FLAT,), 4))
             return len(found), torch.is_grad_enabled()
 
     assert at_end(learn, look) == (1, False)

@@ -16,21 +16,21 @@ X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 def loop(keep, n=FOLLOWED + 10, every=5):
     """What is seen in a training whose loop does `keep` with each loss."""
     torch.manual_seed(0)
-    model, kept = nn.Linear(3, 2), RetainedGraphs()
+    model, retained = nn.Linear(3, 2), RetainedGraphs()
     opt = torch.optim.SGD(model.parameters(), 0.01)
     loss = pred = None
     for step in range(n):
         pred = model(X)
         loss = F.mse_loss(pred, Y)
-        kept.note(loss.grad_fn, step)
+        retained.mark_graph(loss.grad_fn, step)
         opt.zero_grad()
         loss.backward()
         opt.step()
         keep(loss, pred)
         if step % every == 0:
-            kept.look()
-    kept.look()
-    return list(kept.observations())
+            retained.count_alive()
+    retained.count_alive()
+    return list(retained.observations())
 
 
 class Running:
@@ -112,14 +112,14 @@ def test_fewer_batches_than_it_follows_are_too_few():
 
 
 def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
-    losses, kept = [], RetainedGraphs()
+    losses, retained = [], RetainedGraphs()
     for step in range(FOLLOWED):
         losses.append(torch.ones(3, requires_grad=True).sum())
-        kept.note(losses[-1].grad_fn, step)
-    kept.look()
+        retained.mark_graph(losses[-1].grad_fn, step)
+    retained.count_alive()
     losses.clear()
-    kept.look()
-    (found,) = kept.observations()
+    retained.count_alive()
+    (found,) = retained.observations()
     assert (found.step, found.value) == (0, FOLLOWED - 2)
 
 
@@ -129,18 +129,18 @@ def test_the_first_step_it_names_is_one_that_it_follows():
 
 
 def test_losses_without_a_graph_are_not_followed():
-    kept = RetainedGraphs()
+    retained = RetainedGraphs()
     for step in range(2 * FOLLOWED):
-        kept.note(None, step)
-        kept.look()
-    assert list(kept.observations()) == []
+        retained.mark_graph(None, step)
+        retained.count_alive()
+    assert list(retained.observations()) == []
 
 
 def test_it_keeps_no_graph_alive_itself():
     x = torch.ones(3, requires_grad=True)
-    kept, loss = RetainedGraphs(), (x * 2).sum()
+    retained, loss = RetainedGraphs(), (x * 2).sum()
     node = loss.grad_fn
-    kept.note(node, 0)
+    retained.mark_graph(node, 0)
     token = weakref.ref(node.metadata[KEY])
     assert token() is not None
     del loss, node
@@ -151,6 +151,6 @@ def test_it_keeps_no_graph_alive_itself():
 def test_gradients_of_a_noted_loss_are_to_the_bit_as_without():
     x = torch.arange(3.0, requires_grad=True)
     loss = (x.exp() * x).sum()
-    RetainedGraphs().note(loss.grad_fn, 0)
+    RetainedGraphs().mark_graph(loss.grad_fn, 0)
     loss.backward()
     assert torch.equal(x.grad, (x.exp() * x + x.exp()).detach())
