@@ -92,12 +92,12 @@ def test_what_is_explained_of_a_check_is_its_section_of_the_page(code):
 @pytest.mark.parametrize(
     ("code", "near"),
     [
-        ("unit.ded", "near it are unit.dead"),
-        ("Unit.Dead", "near it are unit.dead"),
-        ("unit", "near it are unit.dead, unit.saturated"),
-        ("flat", "near it are loss.flat"),
-        ("zzz", f"there are {', '.join(CHECKS)}"),
-        ("", f"there are {', '.join(CHECKS)}"),
+        ("unit.ded", "similar: unit.dead"),
+        ("Unit.Dead", "similar: unit.dead"),
+        ("unit", "similar: unit.dead, unit.saturated"),
+        ("flat", "similar: loss.flat"),
+        ("zzz", f"available: {', '.join(CHECKS)}"),
+        ("", f"available: {', '.join(CHECKS)}"),
     ],
 )
 def test_of_a_code_that_is_unknown_those_like_it_are_named(code, near):
@@ -302,7 +302,7 @@ def test_a_number_is_optional_where_something_is_ruled_out():
 
 
 def test_a_second_check_of_a_code_is_refused():
-    with pytest.raises(ValueError, match=r"there is a check 'unit\.dead' already, dead_units"):
+    with pytest.raises(ValueError, match=r"there is already a check 'unit\.dead', dead_units"):
         register("unit.dead", site=Site.MODULES, needs=("gradients",))
     assert check_of("unit.dead").function.__name__ == "dead_units"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import begins_large, first_update, lower_rate, told_init, updates
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
-from hookcb.diagnosis.falling import ENOUGH, falls_by, guesses, limit_of_flat, lowest_loss
+from hookcb.diagnosis.falling import MIN_BATCHES, falls_by, guesses, limit_of_flat, lowest_loss
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -91,8 +91,8 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
     loss, values, first = evidence.loss, finite(evidence.loss.values), evidence.first_loss
-    if len(values) < ENOUGH or not math.isfinite(first) or is_warming_up(evidence):
-        yield Skipped(f"fewer than {ENOUGH} batches, or the learning rate still rises")
+    if len(values) < MIN_BATCHES or not math.isfinite(first) or is_warming_up(evidence):
+        yield Skipped(f"fewer than {MIN_BATCHES} batches, or the learning rate still rises")
         return
     lowest, limit = lowest_loss(evidence), limit_of_flat(first)
     least, most = falls_by(loss)
@@ -142,12 +142,12 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {FEWEST} batches with a finite loss")
         return
     lowest = min(smooth.values)
-    is_sure = evidence.loss_kind and len(smooth) >= ENOUGH
+    is_sure = evidence.loss_kind and len(smooth) >= MIN_BATCHES
     limit = first + (RISEN if is_sure else RISEN_UNKNOWN) * abs(first)
     limit = max(limit, OF_MINIMUM * lowest) if lowest > 0 else limit
     span = trailing(smooth, lambda x: x > limit, 1)
     last = smooth.values[-1]
-    if span is None or span.n < min(ENOUGH, len(smooth) // 3):
+    if span is None or span.n < min(MIN_BATCHES, len(smooth) // 3):
         yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
         return
     if _has_growing_targets(evidence, span.first):

@@ -60,7 +60,7 @@ def test_an_activation_on_the_logits_is_found_without_diagnose(last, loss_func):
 def test_a_healthy_training_is_so_as_far_as_looked_and_says_how_far():
     verdict = trained(n_epoch=10).diagnose()
     assert verdict.status == "healthy"
-    assert re.match(r"HEALTHY  as far as looked: (\d+) of (\d+) checks$", verdict.lines()[0])
+    assert re.match(r"HEALTHY  as far as checked: (\d+) of (\d+) checks$", verdict.lines()[0])
     assert was_looked_at(verdict)
     assert verdict.n_checked >= verdict.n_checks - 10
     for fine in (HEAD, "NaN in the inputs", "symmetric initialisation", "parameters twice in the optimizer"):
