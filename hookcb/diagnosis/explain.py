@@ -41,5 +41,5 @@ def paragraphs(check: Check, margins: str = "") -> Iterator[str]:
 
 
 def kind(check: Check) -> str:
-    """ "exact" if the check has no threshold, else "statistical"."""
+    """Whether the check is "exact", without a threshold, or "statistical"."""
     return "exact" if check.exact else "statistical"

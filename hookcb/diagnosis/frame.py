@@ -12,7 +12,7 @@ from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.torch_private import BatchNorm, Dropout
 from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.probes.model import SHARDED
-from hookcb.diagnosis.probes.step import LOW
+from hookcb.diagnosis.probes.step import LOW_PRECISION
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
 
@@ -80,7 +80,7 @@ def _absent(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple
             yield subject, f"there is no {name}"
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield "replicas", "there are no replicas of the model"
-    if not any(p.dtype in LOW and p.ndim > 1 for p in model.parameters()):
+    if not any(p.dtype in LOW_PRECISION and p.ndim > 1 for p in model.parameters()):
         yield "low precision", "there are no weights in low precision"
     if len(optimizers) < 2:
         yield "players", "there are fewer than two optimizers"

@@ -20,12 +20,12 @@ from hookcb.hooks.modules import has_params
 
 
 def is_external(loop: Any) -> bool:
-    """Whether `loop` is an `ExternalLoop`, which hookcb does not run and whose loss function it cannot call."""
+    """Whether hookcb does not run the loop, and so cannot call its loss function; see `ExternalLoop`."""
     return not hasattr(loop, "get_loss")
 
 
 class EvidenceRecorder(SamplingCallback):
-    """Attaches `ActivationStats` and `GradientHealth`, runs probes beside them, and builds `evidence` from all.
+    """Attaches `ActivationStats` and `GradientHealth`, runs probes, and builds `evidence` from all.
 
     Args:
         budget: share of the batches to inspect closely, 0..1; see `Schedule`.
@@ -173,7 +173,7 @@ class EvidenceRecorder(SamplingCallback):
 
 
 class Attached:
-    """Callback that an `EvidenceRecorder` attaches; it records the same batches, and anew in a resumed fit."""
+    """Callback that an `EvidenceRecorder` attaches; a resumed fit records anew."""
 
     owner: EvidenceRecorder | None = None
 

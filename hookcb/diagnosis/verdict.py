@@ -165,7 +165,7 @@ class Verdict(Printed):
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """What was inspected and what could not be: `looked` and `gaps` as text."""
+        """`looked` and `gaps` as text: what was inspected, and what could not be."""
         return (*self.looked, *map(str, self.gaps))
 
     @property

@@ -85,4 +85,4 @@ def test_backwards_are_counted_by_backwards():
         for x, _ in make_batches(5):
             model(x)
     found = next(f for f in w.diagnose().findings if f.code == "param.not_stepped")
-    assert "in 25 batches with a backward" in found.message
+    assert "In 25 batches with a backward" in found.message

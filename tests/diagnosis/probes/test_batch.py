@@ -10,7 +10,7 @@ from torch import nn
 
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.probes.batch import (
-    FEWEST,
+    MIN_BATCHES,
     guess_of,
     input_numbers,
     observe_head,
@@ -121,7 +121,7 @@ def test_missing_numbers_are_a_note_unless_something_comes_of_them():
 
 
 def test_samples_that_are_all_the_same_are_told_after_three_batches():
-    assert FEWEST == 3
+    assert MIN_BATCHES == 3
     assert seen(rows(0, 0)) == []
     assert seen(rows(0, 0, 0)) == [("input.constant", "", 0, 0.0)]
     assert seen(rows(NAN, 0, NAN, 0, 0)) == [("input.constant", "", 10, 0.0)]
@@ -185,7 +185,7 @@ def test_its_advice_is_the_number_of_outputs_that_would_do():
     (found,) = observe_labels(pred, y, refusal(pred, y), 0)
     assert "is 7" in found.text
     assert f"labels are 0 to {C - 1}" in found.text
-    assert found.next_steps[0].startswith("give the last layer 8 outputs")
+    assert found.next_steps[0].startswith("Give the last layer 8 outputs")
 
 
 def test_advice_for_a_label_below_zero_is_not_to_have_fewer_outputs():

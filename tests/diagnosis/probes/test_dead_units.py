@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.probes.dead_units import EXAMPLES, LOOKS, DeadUnits
+from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
 from tests.support import fit
 
 D, H, N = 6, 10, 64
@@ -150,7 +150,7 @@ def test_units_that_were_never_alive_are_told_from_those_that_died():
 
 @pytest.mark.parametrize(("n_examples", "n"), [(512, 8), (100, 8), (64, 8), (40, 13), (32, 16), (15, 35)])
 def test_it_takes_eight_looks_and_512_examples(n_examples, n):
-    assert (LOOKS, EXAMPLES) == (8, 512)
+    assert (MIN_LOOKS, MIN_EXAMPLES) == (8, 512)
     found = looked(net(n_dead=3), n=40, n_examples=n_examples)["0.weight"]
     assert (found.n_looked, found.n_examples) == (n, n * n_examples)
 
@@ -181,7 +181,7 @@ def test_looks_at_a_satisfied_hinge_loss_do_not_count():
         margin = 1e6 if step % 4 == 0 else -1e6  # satisfied in three of four batches
         look(units, model, step, batch(seed=step)[0], lambda out, m=margin: F.relu(m - out).mean())
     found = units.dead_shares()
-    assert {x.n_looked for x in found.values()} == {LOOKS}
+    assert {x.n_looked for x in found.values()} == {MIN_LOOKS}
     assert {x.lately for x in found.values()} == {0}
 
 
@@ -289,7 +289,7 @@ def test_a_layer_that_takes_part_now_and_then_is_judged_by_its_own_looks():
             units, model, step, x, lambda out, w=whole: out.mean() if w else model[2](torch.ones(4, H)).sum()
         )
     found = units.dead_shares()
-    assert found["0.weight"].n_looked == LOOKS
+    assert found["0.weight"].n_looked == MIN_LOOKS
     assert found["0.weight"].lately == 0
 
 

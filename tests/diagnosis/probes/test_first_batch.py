@@ -63,10 +63,10 @@ def test_an_iterable_dataset_gives_whole_batches():
 
 
 def test_a_loader_without_a_batch_is_refused():
-    with pytest.raises(ValueError, match="gave no batch"):
+    with pytest.raises(ValueError, match="has no batch"):
         first_batch([])
 
 
 def test_what_can_be_asked_only_once_is_not_asked():
-    assert "asked only once" in why_not_readable(iter(X.split(4)))
+    assert "read only once" in why_not_readable(iter(X.split(4)))
     assert why_not_readable(X.split(4)) == why_not_readable(shuffled()) == ""

@@ -92,9 +92,9 @@ def test_notes_and_a_loss_that_began_high_do_not_keep_it_from_being_tried():
 
 def test_large_models_are_left_alone(monkeypatch):
     learn = learner()
-    monkeypatch.setattr(overfit, "MOST_PARAMS", sum(p.numel() for p in learn.model.parameters()))
+    monkeypatch.setattr(overfit, "MAX_PARAMS", sum(p.numel() for p in learn.model.parameters()))
     assert len(seen(learn, FLAT)) == 1
-    monkeypatch.setattr(overfit, "MOST_PARAMS", sum(p.numel() for p in learn.model.parameters()) - 1)
+    monkeypatch.setattr(overfit, "MAX_PARAMS", sum(p.numel() for p in learn.model.parameters()) - 1)
     assert seen(learn, FLAT) == []
 
 
@@ -125,8 +125,8 @@ def seen_slow(data, *findings, **kwargs):
 def test_labels_that_are_learned_in_any_order_alike_are_told_of_a_loss_that_hardly_falls():
     (found,) = seen_slow(clusters(shuffled=True))
     assert (found.code, found.severity) == ("data.labels", "warning")
-    assert "hardly fallen in 150 batches" in found.text
-    assert "in another order" in found.text
+    assert "barely fallen in 150 batches" in found.text
+    assert "permuted labels" in found.text
 
 
 def test_labels_that_are_learned_faster_than_in_other_orders_follow_from_inputs():

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.retained_graphs import FOLLOWED, KEY, RetainedGraphs
+from hookcb.diagnosis.probes.retained_graphs import KEY, N_TRACKED, RetainedGraphs
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 
 
-def loop(keep, n=FOLLOWED + 10, every=5):
+def loop(keep, n=N_TRACKED + 10, every=5):
     """What is seen in a training whose loop does `keep` with each loss."""
     torch.manual_seed(0)
     model, retained = nn.Linear(3, 2), RetainedGraphs()
@@ -56,8 +56,8 @@ def into_dict():
 @pytest.mark.parametrize("keep", [appended, Running, into_dict])
 def test_losses_that_are_kept_with_their_graph_are_told(keep):
     (found,) = loop(keep())
-    assert (found.code, found.value) == ("memory.graphs_kept", FOLLOWED - 2)
-    assert f"last {FOLLOWED - 2} batches" in found.text
+    assert (found.code, found.value) == ("memory.graphs_kept", N_TRACKED - 2)
+    assert f"last {N_TRACKED - 2} batches" in found.text
 
 
 def detached():
@@ -107,30 +107,30 @@ def test_a_loop_that_only_holds_its_last_batch_is_no_finding():
 
 
 def test_fewer_batches_than_it_follows_are_too_few():
-    assert loop(appended(), n=FOLLOWED - 3) == []
-    assert len(loop(appended(), n=FOLLOWED)) == 1
+    assert loop(appended(), n=N_TRACKED - 3) == []
+    assert len(loop(appended(), n=N_TRACKED)) == 1
 
 
 def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
     losses, retained = [], RetainedGraphs()
-    for step in range(FOLLOWED):
+    for step in range(N_TRACKED):
         losses.append(torch.ones(3, requires_grad=True).sum())
         retained.mark_graph(losses[-1].grad_fn, step)
     retained.count_alive()
     losses.clear()
     retained.count_alive()
     (found,) = retained.observations()
-    assert (found.step, found.value) == (0, FOLLOWED - 2)
+    assert (found.step, found.value) == (0, N_TRACKED - 2)
 
 
 def test_the_first_step_it_names_is_one_that_it_follows():
-    (found,) = loop(appended(), n=3 * FOLLOWED, every=3 * FOLLOWED - 1)
-    assert found.step == 2 * FOLLOWED
+    (found,) = loop(appended(), n=3 * N_TRACKED, every=3 * N_TRACKED - 1)
+    assert found.step == 2 * N_TRACKED
 
 
 def test_losses_without_a_graph_are_not_followed():
     retained = RetainedGraphs()
-    for step in range(2 * FOLLOWED):
+    for step in range(2 * N_TRACKED):
         retained.mark_graph(None, step)
         retained.count_alive()
     assert list(retained.observations()) == []
