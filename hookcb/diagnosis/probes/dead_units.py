@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.torch_private import Convolution, parameters_of
-from hookcb.diagnosis.probes.model import is_of_torch, own_weight
+from hookcb.diagnosis.probes.model import MIN_UNITS, is_of_torch, own_weight
 from hookcb.hooks.modules import named_modules
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MIN_LOOKS, MIN_EXAMPLES = 8, 512  # without a gradient, both required for a dead unit
-MIN_UNITS = 4  # and inputs of each
 
 
 class Dead(NamedTuple):

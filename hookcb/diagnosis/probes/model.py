@@ -95,7 +95,7 @@ def share_alike(weight: Tensor) -> float:
 def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Observation]:
     if not m.bias or "bias_ih_l0" not in parameters_of(m):
         return
-    gates = GATES[type(m).__name__ if type(m).__name__ in GATES else "LSTM"]
+    title, gates = name or type(m).__name__, GATES[type(m).__name__ if type(m).__name__ in GATES else "LSTM"]
     for layer in range(m.num_layers):
         bias = getattr(m, f"bias_ih_l{layer}").detach() + getattr(m, f"bias_hh_l{layer}").detach()
         for gate, part in zip(gates, bias.chunk(len(gates)), strict=True):
@@ -110,9 +110,8 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Observation]:
                     name,
                     f"{name}.bias_ih_l{layer}" if name else f"bias_ih_l{layer}",
                     value=open_,
-                    text=f"The bias of the {gate} gate of {name or type(m).__name__} keeps it shut: half "
-                    f"of its units let less than {open_:.1g} through (limit {SHUT:g}), so nothing is remembered or "
-                    "learned there.",
+                    text=f"The bias of the {gate} gate of {title} keeps it shut: half of its units let less than "
+                    f"{open_:.1g} through (limit {SHUT:g}), so nothing is remembered or learned there.",
                     causes=(f"the bias of the {gate} gate begins at a large negative number",),
                     next_steps=("Set the bias of the forget gate to 1, and of the others to 0",),
                     severity="error",
@@ -131,7 +130,7 @@ def observe_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Ite
                 name.rpartition(".")[0],
                 name,
                 value=float(several[id(p)]),
-                text=f"{name} is {several[id(p)]} times in the optimizer's groups, so a step updates it that often.",
+                text=f"{name} is {several[id(p)]} times in the optimizer's groups, and is updated as often.",
                 causes=("tied weights, or a part of the model that was passed twice",),
                 next_steps=("Pass each parameter once: list(dict.fromkeys(params)) removes duplicates",),
             )
