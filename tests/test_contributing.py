@@ -25,14 +25,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = Path(hookcb.__file__).parent
 PROBES = PACKAGE / "diagnosis" / "probes"
 INTERNAL = {  # callbacks that are not for users, and whose they are
-    "BroughtHealth": "Diagnose",
-    "BroughtStats": "Diagnose",
+    "AttachedHealth": "Diagnose",
+    "AttachedStats": "Diagnose",
     "Edge": "StepTimer and ProfilerCallback",
     "GatherPreds": "Learner.get_preds",
     "LRFinder": "Learner.lr_find",
     "RateCallback": "the base of schedules",
     "SteppedRate": "the base of schedules",
-    "Watching": "the base of Diagnose",
+    "EvidenceRecorder": "the base of Diagnose",
 }
 NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant one rather than add to these
     "dropout.extreme",

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.failures import told_failure
+from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.probes.layer import LayerProbe
 from hookcb.diagnosis.probes.suite import Probes
 from tests.support import fit, make_learner
@@ -55,7 +55,7 @@ def test_our_own_bug_is_to_be_reported_with_its_place():
         LayerProbe(None)
     except AttributeError as error:
         frames = error.__traceback__.tb_next  # without that of this test
-        text = told_failure("a part of Diagnose", error.with_traceback(frames))
+        text = describe_failure("a part of Diagnose", error.with_traceback(frames))
     assert text.startswith("a part of Diagnose failed, please report it: AttributeError")
 
 

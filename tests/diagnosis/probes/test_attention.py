@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.attention import OpHooks, OpProbe, look_at_attention, low_heads, saturated_share
+from hookcb.diagnosis.probes.attention import OpHooks, OpProbe, low_heads, observe_attention, saturated_share
 
 B, HEADS, T, D = 2, 4, 6, 8
 SHARP = torch.tensor([1.0, 1.0, 400.0, 400.0]).view(HEADS, 1, 1)  # of heads, by which scores grow
@@ -309,7 +309,7 @@ def test_a_forward_that_raises_leaves_nothing_on():
 
 def observations(*shares, layer="attn"):
     given = {layer: [(10 * i, torch.tensor(x)) for i, x in enumerate(shares)]}
-    return [(s.code, s.layer, s.step, s.value) for s in look_at_attention(given)]
+    return [(s.code, s.layer, s.step, s.value) for s in observe_attention(given)]
 
 
 def test_heads_that_look_at_one_place_in_each_batch_are_told():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.motion import ENOUGH, Motion
+from hookcb.diagnosis.probes.motion import MIN_BATCHES, Motion
 
 N = 32
 
@@ -104,11 +104,11 @@ def test_backwards_without_any_step_are_told():
     motion = Motion(net())
     (found,) = motion.observations(0, 25)
     assert (found.code, found.layer, found.step, found.value) == ("param.not_stepped", "", 0, 0.0)
-    assert "in 25 batches" in found.text
+    assert "In 25 batches" in found.text
 
 
 def test_nineteen_backwards_are_too_few():
-    assert ENOUGH == 20
+    assert MIN_BATCHES == 20
     motion = Motion(net())
     assert codes(motion, 0, 19) == []
     assert codes(motion, 0, 20) == [("param.not_stepped", "")]

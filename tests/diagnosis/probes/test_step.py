@@ -56,7 +56,7 @@ def never(opt, model, i, now):
 def test_gradients_that_nobody_clears_are_told(opt):
     (found,) = trained(never, n=12, opt=opt)
     assert (found.code, found.step, found.value) == ("grad.stale", 1, 11)
-    assert "in 11 of 12 steps" in found.text
+    assert "In 11 of 12 steps" in found.text
 
 
 @pytest.mark.parametrize("when", ["begin", "forward", "end"])

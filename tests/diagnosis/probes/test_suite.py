@@ -23,7 +23,7 @@ def test_what_there_was_to_look_at_is_told():
     assert len(evidence.loss) == evidence.n_batches == evidence.n_steps == 8
 
 
-@pytest.mark.parametrize("part", ["begin_batch", "see_loss", "see_gradients", "begin_step", "end_batch"])
+@pytest.mark.parametrize("part", ["begin_batch", "record_loss", "end_backward", "begin_step", "end_batch"])
 def test_a_part_that_fails_is_a_note_and_the_training_goes_on(part, monkeypatch):
     def fail(*args):
         raise RuntimeError("a probe is broken")
