@@ -239,7 +239,7 @@ def test_what_is_written_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_held_is_what_persistent_compares(seed):
+def test_persistent_max_is_what_persistent_compares(seed):
     draw = random.Random(seed)
     values = [draw.random() for _ in range(draw.randint(0, 12))]
     series, of = Series(list(range(len(values))), values), draw.randint(1, 6)
