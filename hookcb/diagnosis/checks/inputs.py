@@ -24,7 +24,7 @@ MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of unit
 def input_scale(evidence: Evidence) -> Iterator[Result]:
     """Inputs on a scale far above 1 that harm the training.
 
-    Formula: median standard deviation of the first three sampled batches above 100, and one of these harms:
+    Formula: median standard deviation of the first three inspected batches above 100, and one of these harms:
     in the first three records, an update above a fifth of a weight, a first loss above three times that of
     guessing, or units that are saturated or dead; or the inputs go to a recurrent layer, whose gates saturate
     unseen.

@@ -65,7 +65,7 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
     shares = [(layer, before(layer.series("saturated"), until)) for layer in layers]
     shares = [(layer, series) for layer, series in shares if len(series) >= LATEST]
     if not shares:
-        yield Skipped(f"no tanh or sigmoid inside the model was sampled {LATEST} times")
+        yield Skipped(f"no tanh or sigmoid inside the model was inspected {LATEST} times")
         return
     worst = max(median(series.values) for _, series in shares)
     if does_well(evidence):
@@ -121,7 +121,7 @@ def activation_scale(evidence: Evidence) -> Iterator[Result]:
     stds = {name: std for name, std in stds.items() if std > 0}
     layers = [layer for layer in layers if layer.name in stds]
     if not layers:
-        yield Skipped(f"no layer was sampled {N_FIRST} times before convergence")
+        yield Skipped(f"no layer was inspected {N_FIRST} times before convergence")
         return
     for layer in layers:
         sizes = layer.series("abs_max")
@@ -240,9 +240,11 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
             break
         first = layer, span
     if first and first[0].place < _head(evidence):
-        spread = median(before(_spread(first[0]), until).values)
-        is_gradual = spread > MIN_SPREAD_LEFT * previous
-        yield _collapsed(first[0], spread, first[1], is_gradual, lower_rate(evidence))
+        layer, span = first
+        spreads = before(_spread(layer), until)
+        is_gradual = median(spreads.values) > MIN_SPREAD_LEFT * previous
+        collapsed = median(spreads.values[-span.n :])
+        yield _collapsed(layer, collapsed, span, is_gradual, lower_rate(evidence))
     else:
         alive = _most_alive_at_end(known, _head(evidence), until)
         yield Passed(

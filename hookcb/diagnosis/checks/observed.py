@@ -95,12 +95,12 @@ _row("input.nonfinite", Site.INPUT, ("batch",), EVERYTHING, "error", "NaN in the
     doc="""
     NaN or infinity in the inputs of a batch.
 
-    Formula: any element that is not finite, in a sampled batch or in one whose loss is not finite.
+    Formula: any element that is not finite, in a inspected batch or in one whose loss is not finite.
     """)  # fmt: skip
 
 _row("input.constant", Site.INPUT, ("batch",), EVERYTHING, "error", "constant inputs",
     requires="samples that differ", doc="""
-    All samples of a batch are identical, in each of at least three sampled batches.
+    All samples of a batch are identical, in each of at least three inspected batches.
 
     Formula: no element differs from that of the first sample; batches of one sample are left out.
     """)  # fmt: skip
@@ -177,7 +177,7 @@ _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.t
     Attention heads that attend to a single position.
 
     Formula: mean entropy of the attention weights / ln T below 0.05 in more than half of the heads, in each
-    of at least three sampled batches; T ≥ 4 keys.
+    of at least three inspected batches; T ≥ 4 keys.
 
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
     """)  # fmt: skip
@@ -232,7 +232,7 @@ _row("update.lost_to_rounding", Site.OPTIMIZER, ("steps",),
     Low-precision weights whose updates are smaller than the spacing of their numbers, so rounding drops them.
 
     Formula: share of weights with a gradient that are bit-identical after a step > 0.5, in each of at least
-    three sampled steps.
+    three inspected steps.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
     """)  # fmt: skip

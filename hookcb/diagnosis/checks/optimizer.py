@@ -95,7 +95,7 @@ def unmoved_parameters(evidence: Evidence) -> Iterator[Result]:
     elif unmoved:
         yield _not_stepped(unmoved)
     elif not any(len(p.series("update_ratio")) >= LATEST for p in evidence.params.values()):
-        yield Skipped(f"fewer than {LATEST} steps were sampled")
+        yield Skipped(f"fewer than {LATEST} steps were inspected")
     else:
         yield Passed("parameters that do not move (0)")
 
@@ -207,7 +207,7 @@ def collapsed_scale(evidence: Evidence) -> Iterator[Result]:
     elif evidence.n_steps or len(scales):
         yield Passed(f"skipped steps ({evidence.n_skipped:,})")
     else:
-        yield Skipped("no step was sampled")
+        yield Skipped("no step was inspected")
 
 
 def _scale_collapse(step: int | None, value: float, limit: float, text: str) -> Finding:

@@ -8,7 +8,7 @@ from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
 from hookcb.diagnosis.evidence import Evidence, Param
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 
-MIN_RECORDS = 5  # sampled steps
+MIN_RECORDS = 5  # inspected steps
 MIN_STEPS = 20  # of the run
 
 
@@ -16,12 +16,12 @@ MIN_STEPS = 20  # of the run
 def unreachable(evidence: Evidence) -> Iterator[Result]:
     """A layer that was called in the forward and never received a gradient.
 
-    Formula: `requires_grad`, and `.grad` is None in at least five sampled steps. Parameters that are frozen,
-    that had a gradient at some step, or whose layer was not called are left out.
+    Formula: `requires_grad`, and `.grad` is None in at least five inspected steps. Parameters that are
+    frozen, that had a gradient at some step, or whose layer was not called are left out.
     """
     steps = evidence.steps.get("total_norm")
     if steps is None or len(steps) < MIN_RECORDS:
-        yield Skipped(f"fewer than {MIN_RECORDS} steps were sampled")
+        yield Skipped(f"fewer than {MIN_RECORDS} steps were inspected")
         return
     ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= MIN_RECORDS]
     without = [p for p in ungraded if p.layer in evidence.layers]
@@ -98,14 +98,14 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
 def zero_layer(evidence: Evidence) -> Iterator[Result]:
     """A hidden layer whose weight is all zero and gets no gradient, so it stays zero.
 
-    Formula: the norms of the weight and of its gradient are 0 in each of at least five sampled steps, and it
-    is not the last weight.
+    Formula: the norms of the weight and of its gradient are 0 in each of at least five inspected steps, and
+    it is not the last weight.
 
     A branch that begins with zeros on purpose gets gradients.
     """
     weights = [p for p in evidence.params.values() if p.is_weight and p.stats]
     if not any(len(p.series("norm")) >= MIN_RECORDS for p in weights):
-        yield Skipped(f"no weight had a gradient in {MIN_RECORDS} sampled steps")
+        yield Skipped(f"no weight had a gradient in {MIN_RECORDS} inspected steps")
         return
     zero = [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]
     if not zero:
@@ -137,12 +137,12 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
 def restored(evidence: Evidence) -> Iterator[Result]:
     """A weight that steps change, but that ends bit-identical to how it began.
 
-    Formula: the median update ratio of at least five sampled steps is above 1e-6, there were twenty steps or
-    more, and none of 1,024 elements has changed.
+    Formula: the median update ratio of at least five inspected steps is above 1e-6, there were twenty steps
+    or more, and none of 1,024 elements has changed.
     """
     moving = [p for p in evidence.params.values() if p.is_weight and _steps_move(p)]
     if evidence.n_steps < MIN_STEPS or not moving:
-        yield Skipped(f"fewer than {MIN_STEPS} steps, or no sampled step changed a weight")
+        yield Skipped(f"fewer than {MIN_STEPS} steps, or no inspected step changed a weight")
         return
     unchanged = [p for p in moving if not p.has_moved]
     if not unchanged:

@@ -76,7 +76,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     sizes = [(p, updates(p, until)) for p in weights(evidence)]
     sizes = [(p, series) for p, series in sizes if len(series)]
     if max((len(series) for _, series in sizes), default=0) < N_LARGE_FIRST:
-        yield Skipped(f"fewer than {N_LARGE_FIRST} steps were sampled before convergence")
+        yield Skipped(f"fewer than {N_LARGE_FIRST} steps were inspected before convergence")
         return
     left = loss_left(evidence, evidence.loss.values[0] if len(evidence.loss) else math.nan)
     huge = [x for x in (_huge(p, series) for p, series in sizes) if x]
@@ -175,7 +175,7 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
             small = trailing(Series(*map(list, zip(*steps, strict=True))), lambda x: x < MIN_UPDATE)
             spans.append((small.first if small else steps[0][0], steps[-1][0]))
     if not sizes or top == 0:
-        yield Skipped(f"fewer than {LATEST} steps were sampled before convergence")
+        yield Skipped(f"fewer than {LATEST} steps were inspected before convergence")
         return
     size, left = median(sizes), loss_left(evidence, evidence.first_loss)
     if size >= MIN_UPDATE or left < LEARNED:
@@ -188,8 +188,8 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
         when=(min(first for first, _ in spans), max(last for _, last in spans)),
         value=size,
         limit=MIN_UPDATE,
-        message=f"A step changes the median weight by {size:.1e} of its size (limit {MIN_UPDATE:.0e}); "
-        f"{USUAL_UPDATE:.0e} is usual.",
+        message=f"A step changes the median weight by {size:.2g} of its size (limit {MIN_UPDATE:g}); "
+        f"{USUAL_UPDATE:g} is usual.",
         causes=causes,
         next_steps=advice,
     )
@@ -226,8 +226,8 @@ def _never_warm(evidence: Evidence) -> Iterator[Result]:
         value=size,
         limit=MIN_UPDATE_WARNING,
         message=f"The learning rate is still rising after {evidence.n_batches} batches; at "
-        f"{lr.values[-1]:.1e}, a step changes the median weight by {size:.1e} of its size (limit "
-        f"{MIN_UPDATE_WARNING:.0e}); {USUAL_UPDATE:.0e} is usual.",
+        f"{lr.values[-1]:.1e}, a step changes the median weight by {size:.2g} of its size (limit "
+        f"{MIN_UPDATE_WARNING:g}); {USUAL_UPDATE:g} is usual.",
         causes=("a warmup that is far too long, or whose length is not in units of the scheduler's steps",),
         next_steps=("Check the number of warmup steps of the scheduler",),
     )

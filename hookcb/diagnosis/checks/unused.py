@@ -11,7 +11,7 @@ from hookcb.hooks.coverage import NOT_CALLED, USED
 
 @check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
 def hook_silent(evidence: Evidence) -> Iterator[Result]:
-    """Layers that were not called in any sampled batch, so nothing is known of their outputs: a note.
+    """Layers that were not called in any inspected batch, so nothing is known of their outputs: a note.
 
     Formula: number of calls = 0, and no parameter of the layer had a gradient. There is no note on a layer
     whose parameters had one, as it is used without a call; on a frozen layer, which may be used so; on kinds
@@ -38,7 +38,7 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
         at=first,
         value=float(len(unused)),
         limit=0.0,
-        message=f"Layer {first} was not called in any of the {evidence.n_looked} sampled batches{more}.",
+        message=f"Layer {first} was not called in any of the {evidence.n_looked} inspected batches{more}.",
         causes=("a layer that the forward skips, always or in most batches", *reads[: int(may_be_read)]),
         next_steps=(
             "If it should take part, call it in forward; if not"

@@ -52,7 +52,7 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
         return
     shares = _median_share([_decay_shares(p, lr, until) for p in params])
     if len(shares) < WINDOW:
-        yield Skipped(f"fewer than {WINDOW} steps with weight decay were sampled before convergence")
+        yield Skipped(f"fewer than {WINDOW} steps with weight decay were inspected before convergence")
         return
     n = min(N_RECORDS, len(shares))
     span = persistent(shares, lambda x: x > MAX_SHARE, n, n)

@@ -42,7 +42,7 @@ def silent(model):
 def test_a_layer_that_is_not_used_is_told():
     found = silent(Net())
     assert (found.layer, found.severity, found.value) == ("aside", "info", 2.0)
-    assert "Layer aside was not called in any of the 8 sampled batches, nor was act" in found.message
+    assert "Layer aside was not called in any of the 8 inspected batches, nor was act" in found.message
     assert "remove it" in found.next_steps[0]
     assert str(found).splitlines()[1].startswith("  Layer aside was not called")  # as it is spelled
 
