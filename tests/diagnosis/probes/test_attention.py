@@ -41,7 +41,7 @@ def by_hand(weights):
 
 
 def plain(q, k, mask=None, scale=None):
-    """Attention weights, in float64; `mask` is True for keys that may be attended to, or is added to the scores."""
+    """Attention weights, in float64; a `mask` is True for allowed keys, or is added."""
     scores = q.double() @ k.double().transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
