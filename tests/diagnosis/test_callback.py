@@ -1,4 +1,4 @@
-"""What Diagnose and `diagnose()` promise: in a fit, in a watch, twice in a row, with and without others."""
+"""Promises of Diagnose and `diagnose()`: in a fit, in a watch, twice in a row, with and without others."""
 
 import copy
 import pickle
@@ -404,7 +404,7 @@ def test_stop_lets_a_healthy_training_go_on():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_stop_in_a_watch_is_no_error_of_the_loop():
-    """A cancel goes unheard in a watch: the loop is the user's."""
+    """A cancel is ignored in a watch, because the loop is the user's."""
     calls = []
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -447,7 +447,7 @@ def test_the_shortest_training_has_a_verdict(n):
 
 
 def test_a_fit_of_no_epochs_has_a_verdict_that_claims_nothing():
-    """Where no batch was seen, neither NaN in the inputs nor modes are ruled out."""
+    """If no batch was seen, neither NaN in the inputs nor wrong modes are ruled out."""
     verdict = fit(make_learner(), 0, cbs=Diagnose()).diagnose()
     assert verdict.findings == ()
     assert "0 batches" in " ".join(verdict.coverage)

@@ -1,4 +1,4 @@
-"""A report is asked for only where hookcb itself has a bug; of anything else it is said what happened."""
+"""A report is requested only for a bug of hookcb; for any other error the message says what happened."""
 
 import gc
 
@@ -85,7 +85,7 @@ def test_a_model_that_is_gone_is_told_as_that():
 
 
 def test_layers_that_run_as_copies_are_left_out_and_told():
-    """As in nn.DataParallel, whose copies share the hooks of the layers."""
+    """Copies share the hooks of the layers, as in nn.DataParallel."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -18,7 +18,7 @@ from tests.support import fit, make_batches, make_learner, make_model
 
 
 def examples_of_steps(*cbs, n=12):
-    """How many examples each look at dead units was told of, in batches of four."""
+    """Number of examples that each measurement of dead units gets, in batches of four."""
     looks = []
     diagnose = Diagnose(show=False)
 

@@ -1,4 +1,4 @@
-"""Which batches are looked at: a function of their number alone, and no clock changes it."""
+"""The choice of inspected batches depends on their number alone, and on no clock."""
 
 import itertools
 import time
@@ -84,7 +84,7 @@ CLOCKS = {"quick": (1e-6,), "slow": (60.0,), "busy": (1e-3, 50.0, 1e-5, 0.2, 7.0
 
 
 def trained(name, monkeypatch, *cbs, n=180):
-    """The verdict on a training whose ReLU layer dies at batch 30, the batches looked at, and its weights."""
+    """Verdict on a training with a ReLU layer that dies at batch 30, inspected batches, and final weights."""
     clock = Clock(*CLOCKS[name])
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)

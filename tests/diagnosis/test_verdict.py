@@ -305,7 +305,7 @@ def test_verdict_and_finding_are_frozen_hashable_and_can_be_copied_and_pickled()
 
 
 def test_findings_without_a_number_are_equal_too():
-    """NaN is not equal to itself; what says that there is no number should not make two findings differ."""
+    """NaN does not equal itself, but two findings without a number must be equal."""
     found = Finding("loss.flat", "warning", message="flat.")
     assert pickle.loads(pickle.dumps(found)) == found
     assert Finding("loss.flat", "warning", message="flat.", value=float("nan")) == found
@@ -362,7 +362,7 @@ def test_info_is_nobodys_cause():
 
 
 def check_verdict(verdict):
-    """What holds of any verdict."""
+    """Properties of any verdict."""
     alone = [f for f in verdict.findings if not f.consequence_of]
     severities = {f.severity for f in alone}
     worst = "sick" if "error" in severities else "suspect" if "warning" in severities else "healthy"

@@ -152,7 +152,7 @@ class RefusesEager(nn.Module):
 def test_an_original_that_cannot_be_run_leaves_it_open():
     verdict = verdict_on(compiled_outside(RefusesEager()))
     assert HEAD not in verdict.ruled_out
-    assert not_checked(verdict, "head.activation") == "torch.compile hides what gives the loss"
+    assert not_checked(verdict, "head.activation") == "torch.compile hides what the loss is computed from"
     assert any("could not be run without torch.compile: NotImplementedError" in x for x in verdict.coverage)
 
 
@@ -190,7 +190,7 @@ def test_an_autograd_function_of_ones_own_hides_what_gives_the_loss():
     verdict = verdict_on(net(Own()))
     assert HEAD not in verdict.ruled_out
     reason = not_checked(verdict, "head.activation")
-    assert reason == "OwnSoftmax, an autograd function that is not torch's own, hides what gives the loss"
+    assert reason == "OwnSoftmax, a custom autograd function, hides what the loss is computed from"
 
 
 def test_a_checkpointed_region_hides_it_only_if_it_is_reentrant():
@@ -205,7 +205,7 @@ def test_a_loss_of_unknown_kind_rules_nothing_out():
         net(nn.Softmax(dim=1)), lambda pred, y: (pred - F.one_hot(y, 3)).abs().pow(1.5).mean()
     )
     assert HEAD not in verdict.ruled_out
-    assert not_checked(verdict, "head.activation").startswith("the kind of the loss is not known")
+    assert not_checked(verdict, "head.activation").startswith("the kind of the loss is unknown")
 
 
 def test_a_graph_of_torchs_own_operations_is_never_taken_for_hidden():

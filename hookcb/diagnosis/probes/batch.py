@@ -194,10 +194,7 @@ def _entropy(p: Tensor) -> Tensor:
 
 HEAD_ADVICE = {  # by the function that the loss applies itself
     "softmax": ("cross-entropy applies a softmax itself", "pass it the raw scores (logits)"),
-    "sigmoid": (
-        "this loss applies a sigmoid itself",
-        "pass it the raw scores, or use binary_cross_entropy",
-    ),
+    "sigmoid": ("this loss applies a sigmoid itself", "pass it the raw scores, or use binary_cross_entropy"),
     "": ("NLLLoss expects log-probabilities", "use log_softmax, or cross_entropy on the scores"),
 }
 

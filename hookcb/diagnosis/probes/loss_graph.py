@@ -12,35 +12,13 @@ from hookcb.core.torch_private import input_shape, saved
 
 # Nodes that only scale, reshape, select from or sum their input; `BY_A_NUMBER` if the factor is one number.
 SCALING = (
-    "Neg",
-    "Mean",
-    "Sum",
-    "View",
-    "Reshape",
-    "Squeeze",
-    "Unsqueeze",
-    "ToCopy",
-    "Clone",
-    "Index",
-    "Gather",
-)
+    "Neg", "Mean", "Sum", "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Index", "Gather"
+)  # fmt: skip
 BY_A_NUMBER = ("Div", "Mul")
 SHAPING = (
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Reshape",
-    "Slice",
-    "Select",
-    "Squeeze",
-    "Unsqueeze",
-    "ToCopy",
-    "Clone",
-    "Transpose",
-    "Permute",
-    "T",
-    "Alias",
-)
+    "View", "UnsafeView", "ReshapeAlias", "Reshape", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy",
+    "Clone", "Transpose", "Permute", "T", "Alias"
+)  # fmt: skip
 KINDS = {
     "NllLoss": "nll",
     "NllLoss2D": "nll",

@@ -110,8 +110,8 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Observation]:
                     name,
                     f"{name}.bias_ih_l{layer}" if name else f"bias_ih_l{layer}",
                     value=open_,
-                    text=f"The bias of the {gate} gate of {title} keeps it shut: half of its units let less than "
-                    f"{open_:.1g} through (limit {SHUT:g}), so nothing is remembered or learned there.",
+                    text=f"The bias of the {gate} gate of {title} keeps it shut: half of its units let less "
+                    f"than {open_:.1g} through (limit {SHUT:g}), so nothing is remembered or learned there.",
                     causes=(f"the bias of the {gate} gate begins at a large negative number",),
                     next_steps=("Set the bias of the forget gate to 1, and of the others to 0",),
                     severity="error",

@@ -31,7 +31,7 @@ def entropy(row):
 
 
 def by_hand(weights):
-    """Share of heads whose rows have, on average over samples and queries, less than 5 % of ln T."""
+    """Share of heads with a mean entropy, over samples and queries, below 5 % of ln T."""
     n_samples, n_heads, _, n_keys = weights.shape
     n_low = 0
     for h in range(n_heads):
@@ -41,7 +41,7 @@ def by_hand(weights):
 
 
 def plain(q, k, mask=None, scale=None):
-    """Attention weights, in float64; `mask` is True where a key may be looked at, or is added."""
+    """Attention weights, in float64; a `mask` is True for allowed keys, or is added."""
     scores = q.double() @ k.double().transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
@@ -49,7 +49,7 @@ def plain(q, k, mask=None, scale=None):
 
 
 def seen(call, layer="attn"):
-    """What the probe has found, and what the call gives with it and without."""
+    """Records of the probe, and results of the call with and without it."""
     found = []
     with OpProbe(lambda: layer, lambda name, share: found.append((name, share))):
         out = call()
@@ -91,7 +91,7 @@ def test_samples_and_heads_may_share_a_dimension():
 
 
 def test_the_limit_is_a_twentieth_of_the_entropy_of_looking_everywhere():
-    """Of rows with 1 - e on one key and the rest evenly on the others."""
+    """Entropy of rows with 1 - e on one key and the rest spread evenly over the others."""
     for e in (0.002, 0.005, 0.01, 0.02, 0.05):
         weights = torch.full((1, 1, 4, 16), e / 15)
         weights[..., 0] = 1 - e

@@ -148,7 +148,7 @@ def of(n, *shape, last=None):
 
 
 def refusal(pred, y):
-    """What torch says to these labels; scores of classes may come last."""
+    """Error that torch raises for these labels; scores of classes may come last."""
     with pytest.raises(IndexError) as info:
         F.cross_entropy(pred, y)
     return info.value
@@ -221,7 +221,7 @@ def test_other_errors_are_not_the_labels_fault(error):
 
 
 def test_labels_that_the_loss_ignores_are_not_the_reason_of_another_error():
-    """As 255 of segmentation: what has raised is something else."""
+    """Such as 255 in segmentation; the exception has another cause."""
     data = [(numbers(4, 3), torch.tensor([0, 1, 255, 1])) for _ in range(3)]
 
     class Broken(torch.optim.SGD):

@@ -258,7 +258,7 @@ def test_embeddings_and_matrices_without_a_bias_are_left_out():
     assert looked(Table(), loss=lambda out: out.square().mean()) == {}
 
 
-# ---- gradients that cannot be told
+# ---- gradients that cannot be read
 
 
 def test_layers_whose_gradient_is_none_or_sparse_are_left_out():

@@ -1,4 +1,4 @@
-"""What a model and its optimizers tell before a step is made."""
+"""Faults of a model and its optimizers that need no step."""
 
 import pytest
 import torch

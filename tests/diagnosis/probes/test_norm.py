@@ -1,4 +1,4 @@
-"""Batch norms whose mode or batch does not fit."""
+"""Batch norms with a wrong mode or batch size."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def observations(probe, n_batches=10):
 
 
 def seen(model, n=10, size=8, at=None):
-    """What was seen in n batches; `at` may change the model before one."""
+    """Observations in n batches; `at` may change the model before a batch."""
     probe = NormProbe(model)
     for step in range(n):
         if at is not None:

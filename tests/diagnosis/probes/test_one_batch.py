@@ -246,7 +246,7 @@ def test_it_can_be_asked_again_and_says_the_same():
     assert learn.diagnose() == learn.diagnose()
 
 
-# ---- where it is not made, and says so
+# ---- batches that are not run, with the reason
 
 
 def test_data_that_can_be_asked_only_once_are_not_touched():

@@ -1,4 +1,4 @@
-"""Labels that mean nothing, told by a copy of the model that learns one batch by heart."""
+"""Meaningless labels, detected by overfitting a single batch with a copy of the model."""
 
 import random
 
@@ -33,7 +33,7 @@ def learner(model=None, data=None, **kwargs):
 
 
 def at_end(learn, act):
-    """What `act` gives at the end of a fit."""
+    """Result of `act` at the end of a fit."""
     found = []
     fit(learn, cbs=Callback(name="looks", after_fit=lambda cb: found.append(act())))
     (only,) = found
@@ -156,7 +156,7 @@ def test_targets_that_are_not_classes_are_let_be():
 
 
 def values(x):
-    """Of what `everything` tells, tensors by their bytes."""
+    """The values of `everything`, with tensors as bytes."""
     if isinstance(x, torch.Tensor):
         return x.numpy(force=True).tobytes()
     if isinstance(x, dict):

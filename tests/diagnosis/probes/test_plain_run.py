@@ -10,7 +10,7 @@ from tests.support import fit
 
 
 def graph_of(model, monkeypatch):
-    """What the suite knows of the loss, and the learner that was trained."""
+    """Loss graph that the suite has read, and the trained learner."""
     seen = []
     end = Probes.observe_end
     monkeypatch.setattr(Probes, "observe_end", lambda self, *args: (seen.append(self), end(self, *args))[1])

@@ -14,7 +14,7 @@ X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 
 
 def loop(keep, n=N_TRACKED + 10, every=5):
-    """What is seen in a training whose loop does `keep` with each loss."""
+    """Observations in a training that calls `keep` with each loss."""
     torch.manual_seed(0)
     model, retained = nn.Linear(3, 2), RetainedGraphs()
     opt = torch.optim.SGD(model.parameters(), 0.01)

@@ -21,7 +21,7 @@ def batches(n):
 
 
 def trained(clear, n=12, every=1, opt=torch.optim.SGD, stop=None):
-    """What is seen where `clear(opt, model, i, when)` clears gradients; each `every`-th batch has a step."""
+    """Observations if `clear(opt, model, i, when)` clears gradients; each `every`-th batch has a step."""
     model = net()
     stale, opt = StaleGradients(model), opt(model.parameters(), lr=1e-3)
     for i, (x, y) in enumerate(batches(n)):
@@ -88,7 +88,7 @@ def test_three_steps_are_needed(n, is_told):
 
 
 def test_gradients_that_replace_those_of_the_step_before_are_not_stale():
-    """As those of torch.autograd.grad, which adds nothing to what is there."""
+    """Such as those of torch.autograd.grad, which adds nothing to old gradients."""
     model = net()
     params, stale, opt = list(model.parameters()), StaleGradients(model), torch.optim.SGD(model.parameters())
     for x, y in batches(12):
@@ -175,7 +175,7 @@ def test_an_optimizer_that_is_gone_is_forgotten():
 
 
 def stepped(lr, dtype=torch.bfloat16, n=5, scale=1.0, opt=torch.optim.SGD):
-    """What `LostUpdates` has seen, and by name the shares that a comparison of whole weights gives."""
+    """Observations of `LostUpdates`, and by name the shares from a comparison of whole weights."""
     model = net().to(dtype)
     swallowed, opt = LostUpdates(model), opt(model.parameters(), lr=lr)
     expected = {}

@@ -1,4 +1,4 @@
-"""The suite of probes: what it looked at is in the evidence, and what fails in it harms no training."""
+"""The evidence has what probes measured, and a probe that fails does not harm the training."""
 
 import pytest
 
