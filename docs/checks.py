@@ -1,4 +1,4 @@
-"""The page of all checks, docs/checks.md: `python docs/checks.py` makes it from their registry."""
+"""Generates the page of all checks, docs/checks.md, from their registry: `python docs/checks.py`."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from hookcb.diagnosis.explain import kind, paragraphs
 from hookcb.diagnosis.registry import CHECKS, Check, Site
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "planted"))
-from margin import Margin, read_margins  # found by that path
+from margin import Margin, read_margins  # importable by that path
 
 PAGE = Path(__file__).with_name("checks.md")
 COMMAND = "python docs/checks.py"
@@ -25,34 +25,33 @@ SITES = {
 }
 INTRODUCTION = f"""# Checks
 
-What a diagnosis looks for, in the order of the flow of a training step; what is earlier can cause what is
-later. This page is made from the registry of checks, `hookcb/diagnosis/registry.py`, by
-`{COMMAND}`; edit the docstring of a check rather than this page.
-`hookcb explain unit.dead` prints the section of one of them.
+All checks of a diagnosis, in the order of a training step; an earlier fault can cause a later one. This page
+is generated from the registry of checks, `hookcb/diagnosis/registry.py`, by `{COMMAND}`; edit the
+docstring of a check rather than this page. `hookcb explain unit.dead` prints the section of one check.
 
-An exact check looks for something that is wrong by itself. A statistical one compares a number with a limit;
-it has a margin: how far healthy trainings came, and which numbers planted faults have. Margins are measured
-on `benchmarks/planted`, with `python benchmarks/planted --margins`; a limit without such a line has led
-to a finding in none of its trainings."""
+An exact check looks for something that is always wrong. A statistical check compares a number with a limit;
+its margin shows which numbers healthy trainings reach and which numbers planted faults have. Margins are
+measured on `benchmarks/planted`, with `python benchmarks/planted --margins`; a limit without a margin has led
+to a finding in none of these trainings."""
 
 
 def document(margins: Iterable[Margin] = ()) -> str:
-    """The page in Markdown: all checks by site, with what is known of their margins."""
-    of_code: dict[str, list[Margin]] = {}
+    """The page in Markdown: all checks by site, with their margins."""
+    by_code: dict[str, list[Margin]] = {}
     for margin in margins:
-        of_code.setdefault(margin.code, []).append(margin)
+        by_code.setdefault(margin.code, []).append(margin)
     parts = [INTRODUCTION, _overview()]
     for site, title in SITES.items():
         parts.append(f"## {title}")
-        parts += [_section(check, of_code) for check in CHECKS.values() if check.site == site]
+        parts += [_section(check, by_code) for check in CHECKS.values() if check.site == site]
     return "\n\n".join(parts) + "\n"
 
 
 def _overview() -> str:
     rows = ["| code | | what it looks for |", "|---|---|---|"]
     for check in sorted(CHECKS.values(), key=lambda check: check.site):
-        code, what = f"[`{check.code}`](#{check.code})", _first_sentence(check).replace("|", "\\|")
-        rows.append(f"| {code} | {kind(check)} | {what} |")
+        code, summary = f"[`{check.code}`](#{check.code})", _first_sentence(check).replace("|", "\\|")
+        rows.append(f"| {code} | {kind(check)} | {summary} |")
     return "\n".join(rows)
 
 
@@ -61,8 +60,8 @@ def _first_sentence(check: Check) -> str:
 
 
 def _section(check: Check, margins: dict[str, list[Margin]]) -> str:
-    told = "" if check.exact else "\n".join(_margin_lines(check, margins))
-    return "\n\n".join([f'<a id="{check.code}"></a>', f"### `{check.code}`", *paragraphs(check, told)])
+    lines = "" if check.exact else "\n".join(_margin_lines(check, margins))
+    return "\n\n".join([f'<a id="{check.code}"></a>', f"### `{check.code}`", *paragraphs(check, lines)])
 
 
 def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[str]:
@@ -74,16 +73,16 @@ def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page, or tells whether it is current: exit code 1 where it is not."""
+    """Writes the page; with `--check` returns exit code 1 if it is out of date."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, tell whether it is current")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if it is out of date")
     args = parser.parse_args(argv)
     text = document(read_margins())
     if not args.check:
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(text, "utf-8")
     elif not PAGE.exists() or PAGE.read_text("utf-8") != text:
-        sys.stderr.write(f"{PAGE} is not current; run {COMMAND}\n")
+        sys.stderr.write(f"{PAGE} is out of date; run {COMMAND}\n")
         return 1
     return 0
 

@@ -21,7 +21,7 @@ from hookcb.diagnosis.explain import explain
 from hookcb.diagnosis.judge import SOURCES, _run, explained
 from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped, check_of
 from hookcb.diagnosis.registry import check as register
-from hookcb.diagnosis.trends import held, persistent
+from hookcb.diagnosis.trends import persistent, persistent_max
 from hookcb.diagnosis.verdict import Finding
 
 DESIGNED = re.findall(
@@ -92,12 +92,12 @@ def test_what_is_explained_of_a_check_is_its_section_of_the_page(code):
 @pytest.mark.parametrize(
     ("code", "near"),
     [
-        ("unit.ded", "near it are unit.dead"),
-        ("Unit.Dead", "near it are unit.dead"),
-        ("unit", "near it are unit.dead, unit.saturated"),
-        ("flat", "near it are loss.flat"),
-        ("zzz", f"there are {', '.join(CHECKS)}"),
-        ("", f"there are {', '.join(CHECKS)}"),
+        ("unit.ded", "similar: unit.dead"),
+        ("Unit.Dead", "similar: unit.dead"),
+        ("unit", "similar: unit.dead, unit.saturated"),
+        ("flat", "similar: loss.flat"),
+        ("zzz", f"available: {', '.join(CHECKS)}"),
+        ("", f"available: {', '.join(CHECKS)}"),
     ],
 )
 def test_of_a_code_that_is_unknown_those_like_it_are_named(code, near):
@@ -239,12 +239,12 @@ def test_what_is_written_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_held_is_what_persistent_compares(seed):
+def test_persistent_max_is_what_persistent_compares(seed):
     draw = random.Random(seed)
     values = [draw.random() for _ in range(draw.randint(0, 12))]
     series, of = Series(list(range(len(values))), values), draw.randint(1, 6)
     n = draw.randint(1, of)
-    most = held(series, n, of)
+    most = persistent_max(series, n, of)
     assert math.isnan(most) == (len(values) < n)
     for limit in (*values, 0.5):
         assert (persistent(series, partial(lt, limit), n, of) is not None) == (most > limit)
@@ -302,7 +302,7 @@ def test_a_number_is_optional_where_something_is_ruled_out():
 
 
 def test_a_second_check_of_a_code_is_refused():
-    with pytest.raises(ValueError, match=r"there is a check 'unit\.dead' already, dead_units"):
+    with pytest.raises(ValueError, match=r"there is already a check 'unit\.dead', dead_units"):
         register("unit.dead", site=Site.MODULES, needs=("gradients",))
     assert check_of("unit.dead").function.__name__ == "dead_units"
 

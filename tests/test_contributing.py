@@ -25,14 +25,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = Path(hookcb.__file__).parent
 PROBES = PACKAGE / "diagnosis" / "probes"
 INTERNAL = {  # callbacks that are not for users, and whose they are
-    "BroughtHealth": "Diagnose",
-    "BroughtStats": "Diagnose",
+    "AttachedHealth": "Diagnose",
+    "AttachedStats": "Diagnose",
     "Edge": "StepTimer and ProfilerCallback",
     "GatherPreds": "Learner.get_preds",
     "LRFinder": "Learner.lr_find",
     "RateCallback": "the base of schedules",
     "SteppedRate": "the base of schedules",
-    "Watching": "the base of Diagnose",
+    "EvidenceRecorder": "the base of Diagnose",
 }
 NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant one rather than add to these
     "dropout.extreme",
@@ -224,9 +224,10 @@ def test_a_probe_is_in_all_places(path, used):
 
 def test_what_checks_say_must_have_been_there_is_noted_by_the_suite():
     noted = {x.value for x in ast.walk(ast.parse(read(PROBES / "suite.py"))) if isinstance(x, ast.Constant)}
-    tree = ast.parse(read(PACKAGE / "diagnosis" / "checks" / "observed.py"))
-    asked = [x.value.value for x in ast.walk(tree) if isinstance(x, ast.keyword) and x.arg == "of"]
-    asked = {part for of in asked for part in of.split(" or of ")}
+    trees = [ast.parse(read(path)) for path in (PACKAGE / "diagnosis" / "checks").glob("*.py")]
+    keywords = [x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.keyword)]
+    asked = [x.value.value for x in keywords if x.arg == "requires" and isinstance(x.value, ast.Constant)]
+    asked = {part for text in asked for part in text.split(" or ")}
     assert len(asked) >= 10
     assert sorted(asked - noted) == [], "add what there was to look at to Probes._observed"
 

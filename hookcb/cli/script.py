@@ -23,7 +23,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.console import safe_console, show, show_error
 from hookcb.core.torch_private import in_backward, without_compile_wrapper
 from hookcb.diagnosis.callback import Diagnose
-from hookcb.diagnosis.failures import told_failure
+from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.optimizer_steps import StepHook
@@ -456,7 +456,7 @@ class Models:
         if watch is not None and watch.failure is not None:
             self.notes.append(
                 f"the verdict on {model.title} is of what was seen until "
-                f"{told_failure('a part of hookcb', watch.failure)}"
+                f"{describe_failure('a part of hookcb', watch.failure)}"
             )
 
     def _close_all(self, error: BaseException | None) -> None:
@@ -499,7 +499,7 @@ class Models:
             return self._note(error)
 
     def _note(self, error: Exception) -> None:
-        note = told_failure("a part of hookcb", error)
+        note = describe_failure("a part of hookcb", error)
         if note not in self.notes:
             self.notes.append(note)
 

@@ -1,4 +1,4 @@
-"""Diagnose: watches a training, and says at its end what is wrong with it."""
+"""Diagnose: watches a training and reports what is wrong with it."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,39 +15,39 @@ from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.suite import raised
-from hookcb.diagnosis.recorder import Watching
+from hookcb.diagnosis.recorder import EvidenceRecorder, is_external
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.training.progress import Progress
 
 OnSick = Literal["warn", "stop", "ignore"] | Callable[[Verdict], object]
-FIRST_LOOK, LATER = 20, 10  # the number of batches after which the state is judged, and how that grows
+FIRST_CHECK, CHECK_GROWTH = 20, 10  # check after batch 20, then after ten times as many
 
 
-class Diagnose(Watching):
-    """Watches a training closely at its beginning, then ever more rarely, and says what is wrong with it.
+class Diagnose(EvidenceRecorder):
+    """Watches a training closely at first, then less and less often, and reports what is wrong with it.
 
-    It brings `ActivationStats` and `GradientHealth`, where these are not there, and looks at inputs, targets,
-    modes, loss, optimizers and time by itself. The verdict is printed at the end of the fit; `diagnose()` of
-    the learner, or of the watch, gives it at any time. The training is to the bit what it is without.
+    It attaches its own `ActivationStats` and `GradientHealth`, and checks inputs, targets, train and eval
+    modes, loss, optimizers and time itself. The verdict is printed at the end of the fit; `diagnose()` of the
+    learner or the watch returns it at any time. The training is bit-identical with and without it.
 
     Args:
-        on_sick: what to do when the training is found to be sick: "warn"; "stop", which warns and ends the
-            fit, or sets `stop_requested` of a watch, whose loop is not ours to end; "ignore", which leaves it to
-            the verdict at the end; or a function that is called with the verdict, once in
-            a fit; it may raise `CancelFitException`. It is looked for after batches 20, 200, 2,000 …, and
-            when the loss or a gradient is not finite.
-        budget: share of the batches that it may look at closely, 0..1. The first 20 batches come on top, and
-            one is looked at whenever their number has doubled. No clock decides, so that the same training
-            gets the same verdict on a machine that is busy.
-        show: whether to print the verdict at the end; within `learn.no_logging()` it is not.
-        name: what the learner calls it.
+        on_sick: what to do if the training is sick: "warn"; "stop", which warns and ends the fit, or sets
+            `stop_requested` of a watch, because hookcb cannot end that loop; "ignore", which waits for the
+            verdict at the end; or a function that is called with the verdict once per fit and may raise
+            `CancelFitException`. Checked after batches 20, 200, 2,000 …, and when the loss or a gradient is
+            not finite.
+        budget: share of the batches to inspect closely, 0..1. The first 20 batches are not counted, and a
+            batch is always inspected when the number of batches has doubled. The choice does not depend on
+            the clock, so the same training gets the same verdict on a busy machine.
+        show: whether to print the verdict at the end; it is never printed within `learn.no_logging()`.
+        name: its name on the learner.
 
     Attributes:
-        verdict: of the last fit, None before its end.
+        verdict: verdict of the last fit, None until that ends.
 
     Raises:
-        TypeError, ValueError: if `on_sick` or `budget` is invalid.
+        TypeError, ValueError: If `on_sick` or `budget` is invalid.
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -63,16 +63,16 @@ class Diagnose(Watching):
         if on_sick not in ("warn", "stop", "ignore") and not callable(on_sick):
             error = ValueError if isinstance(on_sick, str) else TypeError
             raise error(
-                f"on_sick is {on_sick!r:.80}; give 'warn', 'stop', 'ignore' or a function of the verdict"
+                f"on_sick must be 'warn', 'stop', 'ignore' or a function of the verdict, got {on_sick!r:.80}"
             )
-        share = check_number("budget", budget, 0, 1, closed=True, hint=", the share of batches to look at")
+        share = check_number("budget", budget, 0, 1, closed=True, hint=", the share of batches to inspect")
         super().__init__(float(share), name=name)
         self.on_sick, self.show = on_sick, show
         self.verdict: Verdict | None = None
 
     def before_fit(self) -> None:
         self.verdict = None
-        self._next_look, self._has_told = FIRST_LOOK, False
+        self._next_check, self._has_reacted = FIRST_CHECK, False
         super().before_fit()
 
     def after_batch(self) -> None:
@@ -80,8 +80,8 @@ class Diagnose(Watching):
         probes = self._probes
         if probes is None or not self.training:
             return
-        if probes.n_batches >= self._next_look:
-            self._next_look *= LATER
+        if probes.n_batches >= self._next_check:
+            self._next_check *= CHECK_GROWTH
             probes.is_alarmed = True
         if probes.is_alarmed:
             probes.is_alarmed = False
@@ -90,64 +90,62 @@ class Diagnose(Watching):
     def after_fit(self) -> None:
         if self._probes is None:
             return
-        self._probes.guarded(self._probes.look_at_end, self.learn, raised())
+        self._probes.guarded(self._probes.observe_end, self.learn, raised())
         verdict = judge(evidence := self.evidence())
-        if self._probes.look_at_labels(self.learn, verdict.findings, falls_slowly(evidence)):
+        if self._probes.try_to_overfit(self.learn, verdict.findings, falls_slowly(evidence)):
             verdict = judge(evidence := self.evidence())
-        self.end(evidence)
+        self.finish(evidence)
         self.verdict = verdict
         if self.show and not self._is_quiet():
             show(verdict)
 
     def _is_quiet(self) -> bool:
-        can_be = hasattr(self.learn, "no_logging")
-        return can_be and not any(isinstance(cb, Progress) for cb in self.learn.cbs)
+        has_progress = hasattr(self.learn, "no_logging")
+        return has_progress and not any(isinstance(cb, Progress) for cb in self.learn.cbs)
 
     def judge(self) -> Verdict:
-        """The verdict on what was recorded so far, or in the last fit."""
+        """Verdict on the evidence so far in this fit, or of the last one."""
         return judge(self.evidence()) if self.verdict is None else self.verdict
 
     def react(self) -> None:
-        """Does what `on_sick` says if the training is sick."""
-        if self.on_sick == "ignore":
+        """Does what `on_sick` says if the training is sick; warns or calls the function once per fit."""
+        if self.on_sick == "ignore" or (self._has_reacted and self.on_sick != "stop"):
             return
         verdict = self.judge()
         if verdict.status != "sick" or verdict.primary is None:
             return
-        if not self._has_told:
-            self._has_told = True
-            if callable(self.on_sick):
-                self.on_sick(verdict)
-            else:
-                warn(f"{verdict.primary.head}: {verdict.primary.message}")
-        if self.on_sick == "stop" and self._is_followed:
-            self.learn.stop_requested = True  # for the loop to look at, as it is not ours to end
+        is_first, self._has_reacted = not self._has_reacted, True
+        if callable(self.on_sick):
+            self.on_sick(verdict)
+        elif is_first:
+            warn(f"{verdict.primary.head}: {verdict.primary.message}")
+        if self.on_sick == "stop" and self._is_external:
+            self.learn.stop_requested = True  # hookcb cannot end this loop
         elif self.on_sick == "stop":
             raise CancelFitException
 
 
 def diagnose_loop(loop: Any) -> Verdict:
-    """What is wrong with the training of a loop; by its `Diagnose`, else by what other callbacks recorded.
+    """Verdict on the training of a loop: of its `Diagnose`, else from what other callbacks recorded.
 
-    Of a learner without `Diagnose`, outside of a fit, one batch is looked at too; see `add_preflight`.
+    For a learner without `Diagnose`, outside of a fit, one batch is inspected as well; see `add_preflight`.
 
     Raises:
-        RuntimeError: where nothing is recorded.
+        RuntimeError: If nothing is recorded.
     """
-    # those of fits that have ended are attributes still
+    # callbacks of fits that have ended are still attributes of the loop
     named = [cb for cb in vars(loop).values() if isinstance(cb, Callback)]
     cbs = [*loop.cbs, *(cb for cb in named if not any(cb is other for other in loop.cbs))]
-    own = next((cb for cb in cbs if isinstance(cb, Diagnose)), None)
-    if own is not None:
-        return own.judge()
+    diagnose = next((cb for cb in cbs if isinstance(cb, Diagnose)), None)
+    if diagnose is not None:
+        return diagnose.judge()
     records = [cb for cb in cbs if isinstance(cb, ActivationStats | GradientHealth)]
     evidence = Evidence()
     if records:
         evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
-    is_followed = not hasattr(loop, "get_loss")  # a loop that hookcb does not run
-    if is_followed and records:
+    if is_external(loop) and records:
         evidence.unseen = dict(loop.coverage.missing)
-    elif is_followed:
+    elif is_external(loop):
         raise RuntimeError("nothing is recorded in this loop; give watch a Diagnose(), cbs=Diagnose()")
     elif not evidence.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")

@@ -1,4 +1,4 @@
-"""Evidence: what was recorded of a training, as plain numbers, for checks to read."""
+"""Evidence: records of a training as plain numbers, for checks to read."""
 
 import math
 import statistics
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 
 from hookcb.hooks.coverage import BY_CLOSURE
 
-# Kinds of modules whose gradients are small by their nature: of rows that few samples ask for.
+# Types of modules whose gradients are small by nature, because few samples use each row.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")
-WINDOW = 10  # batches whose mean loss is taken for the loss at the beginning
-CONVERGED = 0.2  # of that; below it a statistical check is silent
+WINDOW = 10  # batches whose mean loss is taken as the loss at the beginning
+CONVERGED = 0.2  # share of that loss; below it statistical checks are silent
 
 
 @dataclass(slots=True)
 class Series:
-    """A number over the training: `values[i]` is of training batch `steps[i]`; NaN values are left out."""
+    """A number over the training: `values[i]` belongs to training batch `steps[i]`; NaN is left out."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, steps: Iterable[int], values: Iterable[float]) -> "Series":
-        """Of the values that are numbers."""
+        """Series of these values without NaN."""
         pairs = [(step, x) for step, x in zip(steps, values, strict=True) if not math.isnan(x)]
         return cls([step for step, _ in pairs], [x for _, x in pairs])
 
@@ -33,33 +33,34 @@ class Series:
         return zip(self.steps, self.values, strict=True)
 
     def add(self, step: int, value: float) -> None:
-        """Adds a value, at the end."""
+        """Appends a value."""
         self.steps.append(step)
         self.values.append(value)
 
     def between(self, first: int, last: int) -> "Series":
-        """Of the steps from `first` to `last`, both included."""
+        """Part from step `first` to step `last`, both included."""
         pairs = [(step, x) for step, x in self if first <= step <= last]
         return Series([step for step, _ in pairs], [x for _, x in pairs])
 
     def median(self, n: int | None = None) -> float:
-        """Of the last `n`, by default of all; NaN where there is none."""
+        """Median of the last `n` values, by default of all; NaN if empty."""
         values = self.values if n is None else self.values[-n:]
         return statistics.median(values) if values else math.nan
 
 
 @dataclass(slots=True)
 class Layer:
-    """A layer that puts something out.
+    """A layer whose output was recorded.
 
     Attributes:
-        name: qualified name of the module; `place` is its place in the order of execution.
-        kind, about: its type, `Linear`, and with sizes, `Linear 64→64`.
-        stats: series by name, over the batches looked at: `mean`, `std`, `abs_max`, `zeros` (share),
-            `nonfinite` (number) of `ActivationStats`; of `Diagnose` `spread`, the variance across the batch
-            relative to the second moment, and `saturated` (share) of tanh and sigmoid; `grad_nonfinite`
-            (number) in the gradient of the output.
-        largest: of numbers that the output's dtype has.
+        name: qualified name of the module.
+        kind, about: its type, `Linear`, and the same with sizes, `Linear 64→64`.
+        place: its index in the order of execution.
+        stats: series by name, over the inspected batches: `mean`, `std`, `abs_max`, `zeros` (share) and
+            `nonfinite` (number) from `ActivationStats`; from `Diagnose` `spread`, the variance across the
+            batch relative to the second moment, and `saturated` (share) for tanh and sigmoid;
+            `grad_nonfinite` (number) in the gradient with respect to the output.
+        largest: largest finite number of the output's dtype.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Layer:
     largest: float = math.inf
 
     def series(self, stat: str) -> Series:
-        """One of `stats`, empty where it was not recorded."""
+        """One of `stats`; empty if it was not recorded."""
         return self.stats.get(stat, Series())
 
 
@@ -79,19 +80,21 @@ class Param:
     """A parameter.
 
     Attributes:
-        name, layer: qualified names, of it and of its module; `about` has the module's type and sizes.
-        kind: type of the module; `place` of the parameter in the model; `place_of_layer` that of its
-            module in the order of execution, None where that was not seen.
-        shape: of it; `resolution` of its dtype, the relative distance of neighbouring numbers.
-        stats: series by name of the statistic, those of `GradientHealth`.
-        is_optimized: whether an optimizer has it; `lr` and `weight_decay` are those of its group at the end.
-        is_adaptive: whether that scales gradients by their size, as Adam does.
-        dead: share of units of the weight that had no gradient lately, in `n_looked` looks at `n_examples`
-            examples; `dead_since` the step it was so from; NaN and None where not looked at.
-        never_alive: share of those that had none at all.
-        has_moved: whether any of 1,024 elements is at the end another than at the beginning.
-        n_without: in how many steps looked at it required a gradient and had none.
-        optimizer: index of the one that has it, None where none is known.
+        name, layer: qualified names of the parameter and of its module.
+        kind, about: type of the module, and the same with sizes.
+        place: index of the parameter in the model.
+        shape: shape of the parameter.
+        place_of_layer: index of its module in the order of execution, None if that is unknown.
+        resolution: machine epsilon of its dtype.
+        stats: series by name of the statistic, from `GradientHealth`.
+        is_optimized: whether an optimizer has it; `lr` and `weight_decay` are its group's at the end.
+        is_adaptive: whether that optimizer scales gradients by their size, as Adam does.
+        dead: share of the weight's units without a gradient in the latest `n_looked` measurements of
+            `n_examples` examples, since step `dead_since`; NaN and None if not measured.
+        never_alive: share of units that never had a gradient.
+        has_moved: whether any of 1,024 elements differs between the beginning and the end.
+        n_without: number of inspected steps in which it required a gradient and had none.
+        optimizer: index of the optimizer that has it, None if none is known.
     """
 
     name: str
@@ -118,31 +121,31 @@ class Param:
 
     @property
     def is_weight(self) -> bool:
-        """Whether its size can be compared: matrices and filters, not biases, norms and embeddings.
+        """Whether its size can be compared with others: True for matrices and filters.
 
-        Nor is what is broadcast over the batch, `(1, N, C)` or `(1, C, 1, 1)`: tokens and positions are
-        added, and others scale.
+        False for biases, norms and embeddings, and for parameters that are broadcast over the batch,
+        `(1, N, C)` or `(1, C, 1, 1)`, such as tokens, positions and scales.
         """
         is_broadcast = len(self.shape) > 2 and self.shape[0] == 1 and "Conv" not in self.kind
         return len(self.shape) > 1 and self.kind not in SPARSE_KINDS and not is_broadcast
 
     def series(self, stat: str) -> Series:
-        """One of `stats`, empty where it was not recorded."""
+        """One of `stats`; empty if it was not recorded."""
         return self.stats.get(stat, Series())
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Something that was seen as it happened, which needs no statistics.
+    """A fault observed directly by a probe, without statistics over many batches.
 
     Attributes:
-        code: of the finding that it leads to.
-        layer, param: where.
+        code: code of the finding it leads to.
+        layer, param: qualified names, "" if it concerns no single one.
         step: number of the training batch.
-        value: the number that tells, NaN where there is none.
-        text: what was seen, the finding's message.
+        value: measured number, NaN if there is none.
+        text: message of the finding.
         causes, next_steps: see `Finding`.
-        severity: of the finding, "" for the usual one of its code.
+        severity: severity of the finding, "" for the default of its code.
     """
 
     code: str
@@ -158,40 +161,41 @@ class Observation:
 
 @dataclass(slots=True)
 class Evidence:
-    """What was recorded of a training.
+    """Everything that was recorded about a training.
 
     Attributes:
-        sources: what recorded it: "activations", "gradients", "loss", "batches" (what `Diagnose` sees of
-            inputs, targets and modules), "batch" (one of them at least), "model" (as it is built), "graph"
-            (of the loss), "optimizers" (that are known), "steps" (of these), "time", "memory".
-        n_batches: number of training batches; `n_looked` how many of them were looked at closely.
-        looks: the rule by which later ones were, "" if no budget has thinned them.
-        layers: by name, in the order of execution.
-        params: by name, in the order of the model.
-        steps: series over the steps looked at: `total_norm`, `clipped_total_norm`, `clip_coef`, `lr`,
-            `scale` of a GradScaler and `skipped` (0 or 1).
-        lr: largest learning rate of all groups, at each batch.
-        loss: of each batch; `losses` that before a step of each optimizer, by its index.
-        loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" where it is not known.
-        guess: the loss of guessing: ln C of cross-entropy over C classes, of MSE the mean square of the
-            targets; NaN where it is not known.
-        constant: the loss of the best constant for the targets of the first batch: their entropy, or
-            variance; NaN if it is not known.
-        input_std: standard deviation of the first float input, batch by batch; `input_rms` its RMS.
-        waits: seconds in fetches of batches since the batch before, 0 if none was seen; `batches` seconds
-            from the end of the batch before to that of this one.
-        memory: bytes in use after each step, as far as it is known.
-        stepped: by record of a step the index of the optimizer that made it, where that is known.
-        observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps" …
-        is_by_hand: whether the loop moves its weights without an optimizer.
-        n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
-        sightings: what was seen as it happened.
-        silent: layers with a hook that was never called, with the likely reason.
-        notes: what could not be looked at, in words.
-        missing: why a source is not there, if that is known.
-        absent: by subject of checks why it is no part of this training.
-        partial: why a source tells of a part of the model only, in which nothing can be ruled out.
-        unseen: by event why a loop that hookcb does not run has not shown it.
+        sources: kinds of records: "activations", "gradients", "loss", "batches" (inputs, targets and modules
+            as seen by `Diagnose`), "batch" (at least one of these), "model" (before training), "graph" (of
+            the loss), "optimizers" (known ones), "steps" (their steps), "time", "memory".
+        n_batches, n_looked: number of training batches, and of those that were inspected closely.
+        looks: rule by which later batches were chosen, "" if the budget had no effect.
+        layers: layers by name, in the order of execution.
+        params: parameters by name, in the order of the model.
+        steps: series over the inspected steps: `total_norm`, `clipped_total_norm`, `clip_coef`, `lr`, and
+            `scale` and `skipped` (0 or 1) of a GradScaler.
+        lr: largest learning rate of all groups, for each batch.
+        loss: loss of each batch.
+        losses: loss before each step of an optimizer, by index of the optimizer.
+        loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
+        guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
+            MSE; NaN if unknown.
+        constant: loss of the best constant prediction for the targets of the first batch: their entropy or
+            variance; NaN if unknown.
+        input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
+        waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
+        batches: seconds from the end of the previous batch to the end of this one.
+        memory: bytes in use after each step, if known.
+        stepped: for each record of a step the index of the optimizer that made it, if known.
+        observed: what there was to inspect: "inputs", "labels", "loss", "attention", "backward", "steps" …
+        n_steps, n_skipped: number of optimizer steps, and of those that a GradScaler skipped.
+        is_by_hand: whether the loop updates its weights without an optimizer.
+        observations: faults that probes observed directly.
+        silent: layers whose hook was never called, with the likely reason.
+        notes: remarks on what could not be inspected.
+        missing: reasons why a source is missing, if known.
+        absent: by subject of checks the reason why this training does not have it.
+        partial: by source the reason why it covers only a part of the model, so that it rules nothing out.
+        unseen: by event the reason why an external loop has not shown it.
     """
 
     sources: set[str] = field(default_factory=set)
@@ -217,7 +221,7 @@ class Evidence:
     n_steps: int = 0
     is_by_hand: bool = False
     n_skipped: int = 0
-    sightings: list[Observation] = field(default_factory=list)
+    observations: list[Observation] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
@@ -227,16 +231,16 @@ class Evidence:
     _smooth: tuple[int, Series] | None = field(default=None, repr=False, compare=False)
 
     def why_nothing_seen(self) -> str:
-        """Why this says nothing of a training, "" if it does."""
+        """Reason why no verdict can rest on this evidence, "" if one can."""
         if not self.n_batches:
             return self.unseen.get("before_batch", "no training batch was seen")
         has_forward = len(self.loss) > 0 or any(layer.stats for layer in self.layers.values())
-        is_by_closure = self.unseen.get("before_step") == BY_CLOSURE  # what it is trained by has no gradient
+        is_by_closure = self.unseen.get("before_step") == BY_CLOSURE  # then no gradient belongs to a step
         if "gradients" not in self.sources or is_by_closure:
-            return "" if has_forward else "no layer has put anything out in a training batch"
+            return "" if has_forward else "no layer has produced an output in a training batch"
         if not any(p.stats for p in self.params.values()):
             return self._why_no_gradients()
-        return "" if has_forward else self.unseen.get("after_pred", "")  # of half a training nothing is known
+        return "" if has_forward else self.unseen.get("after_pred", "")  # half a training proves nothing
 
     def _why_no_gradients(self) -> str:
         if not self.params:
@@ -245,18 +249,18 @@ class Evidence:
             if event in self.unseen:
                 return self.unseen[event]
         if not self.n_steps:
-            return f"no step was seen in {self.n_batches} batches, so that no gradient was looked at"
+            return f"no optimizer step was seen in {self.n_batches} batches, so no gradient was inspected"
         return "no parameter of the model had a gradient at a step"
 
     @property
     def first_loss(self) -> float:
-        """Mean loss of the first ten batches, NaN where it is not known or not finite."""
+        """Mean loss of the first ten batches; NaN if unknown or not finite."""
         first = self.loss.values[:WINDOW]
         return sum(first) / len(first) if first and all(map(math.isfinite, first)) else math.nan
 
     def smooth_loss(self) -> Series:
-        """Exponential moving average of the loss over about ten batches, of what is finite."""
-        if self._smooth is None or self._smooth[0] != len(self.loss):  # a dozen checks ask for it
+        """Exponential moving average of the finite losses over about ten batches."""
+        if self._smooth is None or self._smooth[0] != len(self.loss):  # used by a dozen checks
             self._smooth = len(self.loss), self._smoothed()
         return self._smooth[1]
 
@@ -269,12 +273,12 @@ class Evidence:
         return smooth
 
     def converged_at(self) -> float:
-        """The step from which on the loss is below a fifth of its beginning; infinity where it never is.
+        """First step at which the smoothed loss is below a fifth of its initial value; inf if it never is.
 
-        The beginning is the mean of the first ten batches, but at most twice the first one, as those of a
-        loss that rises at once would make any later one seem converged. Of a loss that may be negative: where
-        it has come down by half of its size at the beginning. Where the loss is not known, the norm of all
-        gradients stands for it, in the same way, and a twentieth of its beginning.
+        The initial value is the mean of the first ten batches, but at most twice the first loss; otherwise,
+        if the loss rises at once, any later loss would look converged. A loss that may be negative has
+        converged when it has fallen by half of its initial size. If the loss is unknown, the norm of all
+        gradients is used instead, with a limit of a twentieth of its initial value.
         """
         if not len(self.loss):
             norms = self.steps.get("total_norm", Series())

@@ -1,4 +1,4 @@
-"""Words on what a check looks for: for `hookcb explain` and, by docs/checks.py, for docs/checks.md."""
+"""Descriptions of checks, for `hookcb explain` and for docs/checks.md, which docs/checks.py generates."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ from hookcb.diagnosis.verdict import link_to
 
 
 def explain(code: str) -> str:
-    """Section of docs/checks.md on a check, without the margins, which were measured in a checkout.
+    """Section of docs/checks.md on a check, without the measured margins, which are not in the package.
 
     Raises:
-        LookupError: if there is no such check; the message names those with a code like it.
+        LookupError: If there is no such check; the message names similar codes.
 
     >>> from hookcb.diagnosis.explain import explain
     >>> print(explain("loss.detached"))
@@ -31,7 +31,7 @@ def explain(code: str) -> str:
 
 
 def paragraphs(check: Check, margins: str = "") -> Iterator[str]:
-    """What there is to say of a check, with what is known of its margins."""
+    """Paragraphs that describe a check, with its measured margins if given."""
     yield f"{kind(check).capitalize()}. Needs {' and '.join(dict.fromkeys(SOURCES[x] for x in check.needs))}."
     yield check.doc
     if margins:
@@ -41,5 +41,5 @@ def paragraphs(check: Check, margins: str = "") -> Iterator[str]:
 
 
 def kind(check: Check) -> str:
-    """Whether it has no threshold, in a word."""
+    """Whether the check is "exact", without a threshold, or "statistical"."""
     return "exact" if check.exact else "statistical"

@@ -1,4 +1,4 @@
-"""Whose fault a failed look is: ours, the user's own code's, or the device's."""
+"""Attributes an error in hookcb's measurements to hookcb, the user's code, or the device."""
 
 import os
 import traceback
@@ -13,19 +13,19 @@ DEVICE_ERRORS = tuple(
 )
 
 
-def told_failure(part: str, error: Exception) -> str:
-    """What to say of an error in a part of hookcb that only looks; asks for a report only of our own bugs.
+def describe_failure(part: str, error: Exception) -> str:
+    """Message for an error in a part of hookcb that only measures; asks for a report only if it is our bug.
 
     Args:
-        part: what has failed, "a part of Diagnose".
-        error: as it was caught there; frames further out do not count.
+        part: the part that failed, "a part of Diagnose".
+        error: the error as caught in that part; frames further out do not count.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, DEVICE_ERRORS):
         return f"{part} was ended by the device: {error!r:.200}"
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    if own:
-        return f"{part} was ended by {error!r:.200}, which was raised in {_place(own[-1])}"
+    user_frames = [frame for frame in frames if _is_users(frame.filename)]
+    if user_frames:
+        return f"{part} was ended by {error!r:.200}, which was raised in {_place(user_frames[-1])}"
     return f"{part} failed, please report it: {error!r} in {_place(frames[-1])}"
 
 

@@ -1,4 +1,4 @@
-"""Frame: what a model and its optimizers are made of, by name."""
+"""Frame: layers and parameters of a model by name, with the optimizers that have them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.torch_private import BatchNorm, Dropout
 from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.probes.model import SHARDED
-from hookcb.diagnosis.probes.step import LOW
+from hookcb.diagnosis.probes.step import LOW_PRECISION
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
 
-SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # of checks, with their kinds of layers
+SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # types and name of the layers by subject
     "modes": ((BatchNorm, Dropout, torch.jit.ScriptModule), "batch norm or dropout"),
     "dropout": ((Dropout, nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule), "dropout layer"),
     "gates": ((nn.LSTM, nn.GRU, torch.jit.ScriptModule), "LSTM or GRU"),
@@ -26,14 +26,14 @@ SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # of checks, w
 
 @dataclass(slots=True)
 class Frame:
-    """The layers and parameters of a model as plain values, which outlive it.
+    """Layers and parameters of a model as plain values, which outlive it.
 
     Attributes:
-        about: by layer its type and sizes, `Linear 64→64`.
-        params: those that require a gradient, by name, without statistics.
-        n_optimizers: number of optimizers that are known.
-        absent: what the model has no part of, by subject of checks, with the reason.
-        partial: by source of evidence why it tells of a part of the model only.
+        about: type and sizes by layer, `Linear 64→64`.
+        params: parameters that require a gradient, by name, without statistics.
+        n_optimizers: number of known optimizers.
+        absent: see `Evidence.absent`.
+        partial: see `Evidence.partial`.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Frame:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> "Frame":
-        """Of a model and the optimizers that are known of."""
+        """Frame of a model and its known optimizers."""
         modules = named_modules(model)
         known = list(optimizers)
         frame = cls({name: about(m) for name, m in modules.items()}, n_optimizers=len(known))
@@ -66,35 +66,33 @@ class Frame:
                 param.optimizer, opt, group = groups[id(p)]
                 rate = detached_scalar(group["lr"])
                 param.lr = rate if isinstance(rate, float) else largest_lr(opt)
-                param.weight_decay, param.is_adaptive = (
-                    float(group.get("weight_decay", 0.0)),
-                    is_adaptive(opt),
-                )
+                param.weight_decay = float(group.get("weight_decay", 0.0))
+                param.is_adaptive = is_adaptive(opt)
             frame.params[name] = param
         return frame
 
 
 def _absent(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
-    """What checks are about that is no part of a training of this model, with the reason."""
+    """Subjects of checks that a training of this model does not have, with the reason."""
     modules = list(model.modules())
     for subject, (kinds, name) in SUBJECTS.items():
         if not any(isinstance(m, kinds) for m in modules):
             yield subject, f"there is no {name}"
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield "replicas", "there are no replicas of the model"
-    if not any(p.dtype in LOW and p.ndim > 1 for p in model.parameters()):
+    if not any(p.dtype in LOW_PRECISION and p.ndim > 1 for p in model.parameters()):
         yield "low precision", "there are no weights in low precision"
     if len(optimizers) < 2:
-        yield "players", "there are no two optimizers"
+        yield "players", "there are fewer than two optimizers"
 
 
 def _partial(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Sources of evidence that cannot see all of this model, with the reason."""
+    """Sources of evidence that cannot cover all of this model, with the reason."""
     if any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
         for source in ("activations", "model"):
-            yield source, "a part of the model is TorchScript, which hides its layers"
+            yield source, "part of the model is TorchScript, which hides its layers"
     elif any(type(p).__name__ in SHARDED for p in model.parameters()):
-        yield "model", "parameters are sharded over processes, and a part of them is here"
+        yield "model", "parameters are sharded over processes, and this process has only a part of them"
 
 
 def about(m: nn.Module) -> str:
@@ -102,12 +100,9 @@ def about(m: nn.Module) -> str:
     kind = type(m).__name__
     if has_uninitialized(m):
         return kind
-    for of, to in (
-        ("in_features", "out_features"),
-        ("in_channels", "out_channels"),
-        ("input_size", "hidden_size"),
-    ):
-        sizes = getattr(m, of, None), getattr(m, to, None)
+    pairs = ("in_features", "out_features"), ("in_channels", "out_channels"), ("input_size", "hidden_size")
+    for pair in pairs:
+        sizes = [getattr(m, name, None) for name in pair]
         if all(isinstance(size, int) for size in sizes):
             return f"{kind} {sizes[0]}→{sizes[1]}"
     size = next(

@@ -1,4 +1,4 @@
-"""Evidence out of what callbacks have recorded."""
+"""Collects evidence from the records of callbacks."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,15 +17,15 @@ from hookcb.gradients.stats import STEP_STATS
 from hookcb.training.recorder import Recorder
 
 
-def gather(cbs: Iterable[Callback], frame: Frame, own: Evidence | None = None) -> Evidence:
-    """What these have recorded, of a model that is made of `frame`.
+def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None) -> Evidence:
+    """Evidence from what these callbacks have recorded.
 
     Args:
-        cbs: of which the first `ActivationStats`, `GradientHealth` and `Recorder` count.
-        frame: names, types and sizes.
-        own: what `Diagnose` has recorded by itself; it is completed.
+        cbs: callbacks; the first `ActivationStats`, `GradientHealth` and `Recorder` are used.
+        frame: layers and parameters of the model.
+        probed: evidence from the probes of `Diagnose`, which is completed in place.
     """
-    evidence = own or Evidence()
+    evidence = probed or Evidence()
     found: dict[type, Any] = {}
     for cb in cbs:
         for kind in (ActivationStats, GradientHealth, Recorder):
@@ -40,13 +40,13 @@ def gather(cbs: Iterable[Callback], frame: Frame, own: Evidence | None = None) -
         _add_activations(evidence, stats, frame)
     if health := found.get(GradientHealth):
         _add_gradients(evidence, health)
-    if own is None and (recorder := found.get(Recorder)):
+    if probed is None and (recorder := found.get(Recorder)):
         _add_losses(evidence, recorder)
     return evidence
 
 
 def module_of(name: str) -> str:
-    """The module of a recorded output: `lstm` of `lstm[0]` and of `lstm#1`."""
+    """Name of the module of a recorded output: `lstm` for `lstm[0]` and `lstm#1`."""
     return name.partition("#")[0].partition("[")[0]
 
 
@@ -58,7 +58,7 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
     for path in stats.names:
         name = module_of(path)
         if name in evidence.layers and evidence.layers[name].stats.get("std"):
-            continue  # of several outputs or calls the first
+            continue  # the first of several outputs or calls counts
         layer = _layer(evidence, name, frame, stats.outputs.get(path, ("", ()))[0])
         columns = store.series(path).T.tolist()
         for stat, values in zip(LAYER_STATS, columns, strict=False):
@@ -72,7 +72,7 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
 
 
 def _place_of(name: str, layers: Mapping[str, Layer]) -> int | None:
-    """Place of a layer; of one without a hook that of the first inside it, unless it is the model itself."""
+    """Place of a layer, or of the first layer inside it if it has no hook and is not the model itself."""
     if name in layers:
         return layers[name].place
     inside = [layer.place for layer in layers.values() if name and layer.name.startswith(f"{name}.")]
@@ -95,7 +95,7 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
         evidence.steps[stat] = Series.of(steps, health.step_series(stat))
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
-    if evidence.steps["lr"].steps != steps:  # made without an optimizer, after clipping that was not seen
+    if evidence.steps["lr"].steps != steps:  # made without an optimizer; clipping was not seen
         evidence.steps["clip_coef"] = Series()
     was_made = [not skipped for skipped in health.step_series("skipped")]
     is_known = len(evidence.stepped) == len(steps) and len(set(evidence.stepped)) > 1
@@ -103,12 +103,12 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
     for name in health.names:
         if name in evidence.params:
             columns = dict(zip(health.columns, store.series(name).T.tolist(), strict=False))
-            own = evidence.params[name].optimizer
+            optimizer = evidence.params[name].optimizer
             columns["update_ratio"] = [
-                x if made and (by is None or by == own) else math.nan
+                x if made and (by is None or by == optimizer) else math.nan
                 for x, made, by in zip(columns["update_ratio"], was_made, stepped, strict=True)
             ]
-            evidence.params[name].stats = {stat: Series.of(steps, of) for stat, of in columns.items()}
+            evidence.params[name].stats = {stat: Series.of(steps, values) for stat, values in columns.items()}
     for name in set(health.without_grad) & evidence.params.keys():
         param = evidence.params[name]
         param.n_without = param.n_without or len(steps)
@@ -117,7 +117,7 @@ def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
             evidence.params[name].is_optimized = False
     if health.output_stats is not None:
         _add_output_gradients(evidence, health.output_stats)
-    if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else somebody else has left them out
+    if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else the scaler has not skipped them
         evidence.n_skipped = health.skipped
     elif len(evidence.steps["scale"]):
         evidence.absent["scaler"] = "there is no GradScaler"

@@ -1,4 +1,4 @@
-"""From evidence to a verdict: all checks, and which finding follows from which."""
+"""Runs all checks on the evidence, and decides which finding follows from which."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,10 +10,10 @@ from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped, check_of
 from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
 
-SOURCES = {  # what brings them
+SOURCES = {  # how to get each source of evidence
     "activations": "ActivationStats",
     "gradients": "GradientHealth",
-    "loss": "a loss that is known: under watch, w.loss(loss)",
+    "loss": "a known loss: under watch, w.loss(loss)",
     "batches": "Diagnose",
     "batch": "Diagnose, or a Learner with a batch to look at",
     "model": "Diagnose, or a Learner with a batch to look at",
@@ -27,33 +27,33 @@ RANK = {"error": 0, "warning": 1, "info": 2}
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Runs all checks; the earliest cause is primary, what follows from it is said to.
+    """Runs all checks; the earliest cause becomes the primary finding, the others name what they follow from.
 
-    A check that cannot run says so in the verdict's `gaps`; none raises.
+    Never raises: a check that cannot run or fails is listed in the verdict's `gaps`.
     """
     results = [(check, result) for check in CHECKS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
-    fine = [(check, result.text) for check, result in results if isinstance(result, Passed)]
-    unable: dict[str, list[str]] = {}  # codes by reason
+    passed = [(check, result.text) for check, result in results if isinstance(result, Passed)]
+    skipped: dict[str, list[str]] = {}  # codes by reason
     for check, result in results:
         if isinstance(result, Skipped):
-            unable.setdefault(result.reason, []).append(check.code)
+            skipped.setdefault(result.reason, []).append(check.code)
     reason = evidence.why_nothing_seen()
     if reason:
-        fine = []  # if nothing was seen nothing is ruled out
-    findings = list(_as_bad_as_they_lead_to(explained(found, evidence)))
+        passed = []  # nothing is ruled out by a training that was not seen
+    findings = list(_with_raised_severity(explained(found, evidence)))
     primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
     status = _status(findings, reason)
     return Verdict(
         status,
         primary,
         tuple(findings),
-        _in_order(fine, primary),
+        _in_order(passed, primary),
         _looked(evidence),
         reason if status == "unknown" else "",
-        n_checked=len({*(finding.code for finding in found), *(check.code for check, _ in fine)}),
+        n_checked=len({*(finding.code for finding in found), *(check.code for check, _ in passed)}),
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
-        gaps=tuple(Gap(tuple(dict.fromkeys(codes)), why) for why, codes in unable.items()),
+        gaps=tuple(Gap(tuple(dict.fromkeys(codes)), why) for why, codes in skipped.items()),
     )
 
 
@@ -66,32 +66,32 @@ def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
         return [Skipped(known[0] if known else f"needs {why}")]
     try:
         results = list(check.function(evidence))
-    except Exception as error:  # a verdict without it is better than none
-        return [Skipped(f"failed by itself, please report it: {error!r}")]
+    except Exception as error:  # a verdict without this check is better than none
+        return [Skipped(f"the check itself failed, please report it: {error!r}")]
     partial = [evidence.partial[need] for need in check.needs if need in evidence.partial]
-    # a fault can be seen in a part of a model; to rule it out takes all of it
+    # a part of the model can show a fault, but not rule it out
     return [Skipped(partial[0]) if partial and isinstance(x, Passed) else x for x in results]
 
 
 def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
-    """Findings in the order of the flow, causes first; what follows from another says so.
+    """Findings with `consequence_of` set, causes first.
 
-    One follows from another where that kind of finding can lead to it, was seen no later, and stands
-    earlier in this order: by step, then by site, then by the place of its layer.
+    A finding follows from another one if that code can lead to it and comes before it in the order of step,
+    then site in the training step, then position of the layer.
     """
     in_order = sorted(findings, key=lambda finding: _key(finding, evidence))
-    told: list[Finding] = []
+    linked: list[Finding] = []
     for finding in in_order:
-        cause = next((other for other in told if _leads_to(other, finding)), None)
-        told.append(finding if cause is None else replace(finding, consequence_of=cause.code))
-    return sorted(told, key=lambda f: (bool(f.consequence_of), *_weight(f), *_key(f, evidence)))
+        cause = next((other for other in linked if _leads_to(other, finding)), None)
+        linked.append(finding if cause is None else replace(finding, consequence_of=cause.code))
+    return sorted(linked, key=lambda f: (bool(f.consequence_of), *_weight(f), *_key(f, evidence)))
 
 
-def _as_bad_as_they_lead_to(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """A warning from which an error follows is one itself."""
-    to_blame = {f.consequence_of for f in findings if f.severity == "error"}
+def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Turns a warning from which an error follows into an error."""
+    causes_of_errors = {f.consequence_of for f in findings if f.severity == "error"}
     for finding in findings:
-        is_worse = finding.severity == "warning" and finding.code in to_blame
+        is_worse = finding.severity == "warning" and finding.code in causes_of_errors
         yield replace(finding, severity="error") if is_worse else finding
 
 
@@ -105,7 +105,7 @@ def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float, bool,
     layer, check = evidence.layers.get(finding.layer), check_of(finding.code)
     step = -1 if finding.step is None else finding.step
     place = math.inf if layer is None else layer.place
-    return step, check.site, place, not check.exact, check.code  # not by the order in which checks run
+    return step, check.site, place, not check.exact, check.code  # independent of the order of checks
 
 
 def _weight(finding: Finding) -> tuple[int, bool]:
@@ -119,17 +119,17 @@ def _status(findings: Sequence[Finding], why_unseen: str) -> Status:
     return "sick" if "error" in severities else "suspect"
 
 
-def _in_order(fine: Sequence[tuple[Check, str]], primary: Finding | None) -> tuple[str, ...]:
-    """What is fine; first what could have led to the primary finding, and has not."""
+def _in_order(passed: Sequence[tuple[Check, str]], primary: Finding | None) -> tuple[str, ...]:
+    """Texts of passed checks; first those that could have led to the primary finding."""
     if primary is None:
-        return tuple(text for _, text in fine)
-    could = [check for check, _ in fine if any(fnmatchcase(primary.code, x) for x in check.leads_to)]
-    return tuple(text for _, text in sorted(fine, key=lambda pair: pair[0] not in could))
+        return tuple(text for _, text in passed)
+    could = [check for check, _ in passed if any(fnmatchcase(primary.code, x) for x in check.leads_to)]
+    return tuple(text for _, text in sorted(passed, key=lambda pair: pair[0] not in could))
 
 
 def _looked(evidence: Evidence) -> tuple[str, ...]:
     n = evidence.n_batches
     rule = f" ({evidence.looks})" if evidence.looks else ""
-    looked = f"{n} batch{'es' * (n != 1)}, {evidence.n_looked} of them closely{rule}"
+    looked = f"{n} batch{'es' * (n != 1)}, {evidence.n_looked} inspected closely{rule}"
     size = f"{len(evidence.layers)} layers, {len(evidence.params)} parameters"
     return (looked, size, *evidence.notes)

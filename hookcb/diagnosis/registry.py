@@ -1,4 +1,4 @@
-"""The registry of checks: each a pure function from evidence to findings."""
+"""Registry of checks, each a pure function from evidence to findings."""
 
 import inspect
 import math
@@ -12,9 +12,9 @@ from hookcb.diagnosis.verdict import Finding
 
 
 class Site(IntEnum):
-    """Where in the flow of a training step something is; what is earlier can cause what is later.
+    """Stage of a training step; a fault at an earlier stage can cause one at a later stage.
 
-    What the whole run comes to, time, memory and the course of the loss, is last: it is an outcome.
+    The stage of the whole run (time, memory and the course of the loss) is last, as these are outcomes.
     """
 
     INPUT = 0
@@ -28,12 +28,12 @@ class Site(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What a check has found to be fine, in words, with the number that says so: "dead units (0 %)".
+    """Fault that a check has ruled out.
 
     Attributes:
-        text: the words.
-        value: the number compared with the limit, in the unit of `Finding.value`; NaN where there was none.
-        limit: that limit; of the one that is nearest, where there are several.
+        text: the fault, with the number that rules it out: "dead units (0 %)".
+        value: number compared with the limit, in the unit of `Finding.value`; NaN if there is none.
+        limit: the limit; if there are several, the nearest one.
     """
 
     text: str
@@ -43,14 +43,14 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Why a check could not run: "fewer than 8 batches were looked at"."""
+    """Reason why a check could not run: "fewer than 8 batches were inspected"."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """Why a check does not count: what it looks at is no part of this training, "there is no GradScaler"."""
+    """Reason why a check does not apply to this training: "there is no GradScaler"."""
 
     reason: str
 
@@ -64,13 +64,13 @@ class Check:
     """A registered check.
 
     Attributes:
-        code: of the findings it may give.
-        site: where in the flow these are.
+        code: code of its findings.
+        site: stage of the training step that its findings belong to.
         exact: whether it has no threshold.
-        needs: what must have been recorded, see `Evidence.sources`.
-        function: what looks.
-        subject: what it is about, if not every training has that, see `Evidence.absent`.
-        leads_to: codes of findings that may follow from one of these; a trailing `*` stands for any ending.
+        needs: sources of evidence it requires, see `Evidence.sources`.
+        function: yields findings, or what was ruled out or skipped.
+        leads_to: codes of findings that may follow from one of these, as `fnmatch` patterns.
+        subject: what it checks, if not every training has that, see `Evidence.absent`.
     """
 
     code: str
@@ -83,11 +83,11 @@ class Check:
 
     @property
     def doc(self) -> str:
-        """What it looks at, its formula, source and limit."""
+        """Description, formula, source and limit."""
         return inspect.getdoc(self.function) or ""
 
 
-CHECKS: dict[str, Check] = {}  # by code, in the order in which they are registered
+CHECKS: dict[str, Check] = {}  # by code, in the order of registration
 
 
 def check(
@@ -102,11 +102,11 @@ def check(
     """Registers a check; see `Check` for the arguments.
 
     Raises:
-        ValueError: if there is a check of this code already.
+        ValueError: If there is already a check with this code.
     """
     if code in CHECKS:
         raise ValueError(
-            f"there is a check {code!r} already, {CHECKS[code].function.__name__}; give another code"
+            f"there is already a check {code!r}, {CHECKS[code].function.__name__}; choose another code"
         )
 
     def register(function: CheckFunction) -> CheckFunction:
@@ -117,14 +117,15 @@ def check(
 
 
 def check_of(code: str) -> Check:
-    """The check that gives findings of this code.
+    """The check with this code.
 
     Raises:
-        LookupError: if there is none; the message names those with a code like it, or all.
+        LookupError: If there is none; the message names similar codes, or all of them.
     """
     if code not in CHECKS:
-        told = code.strip().lower()
-        near = [known for known in CHECKS if told and told in known] or get_close_matches(told, CHECKS)
-        those = "near it are" if near else "there are"
-        raise LookupError(f"there is no check {code!r}; {those} {', '.join(near or CHECKS)}")
+        wanted = code.strip().lower()
+        similar = [known for known in CHECKS if wanted and wanted in known]
+        similar = similar or get_close_matches(wanted, CHECKS)
+        choices = f"similar: {', '.join(similar)}" if similar else f"available: {', '.join(CHECKS)}"
+        raise LookupError(f"there is no check {code!r}; {choices}")
     return CHECKS[code]

@@ -1,4 +1,4 @@
-"""Runs, medians and slopes of recorded numbers: what the statistical checks have in common."""
+"""Runs, medians and slopes of recorded numbers, for the statistical checks."""
 
 import math
 import statistics
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 from hookcb.diagnosis.evidence import CONVERGED, WINDOW, Evidence, Param, Series
 
-LATEST = 5  # records that a median is taken of: one batch says little
-MOST_POINTS = 80  # of a robust slope, which is of all pairs
-SIGMA = 1.4826  # median absolute deviations to the standard deviation of normal numbers
-WARMING = 0.95  # of the largest learning rate; a rate that was below it ten records ago still rises
+LATEST = 5  # records in a median: a single batch says little
+MAX_POINTS = 80  # of a robust slope, which uses all pairs
+SIGMA = 1.4826  # standard deviation / median absolute deviation of normally distributed numbers
+MAX_SATURATED = 0.5  # share of units at the flat ends of tanh or sigmoid
+LEARNED = 0.8  # share of the first loss that is left; below it, training does its work
+WARMING = 0.95  # of the last learning rate; if it was below that ten records ago it is still rising
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some records: numbers of the first and the last training batch, and how many records."""
+    """A run of records: numbers of its first and last training batch, and how many records it has."""
 
     first: int
     last: int
@@ -28,9 +30,9 @@ def finite(values: Iterable[float]) -> list[float]:
 
 
 def median(values: Iterable[float]) -> float:
-    """Of the finite values, NaN where there is none."""
-    found = finite(values)
-    return statistics.median(found) if found else math.nan
+    """Median of the finite values; NaN if there is none."""
+    numbers = finite(values)
+    return statistics.median(numbers) if numbers else math.nan
 
 
 def ratio(a: float, b: float) -> float:
@@ -39,20 +41,20 @@ def ratio(a: float, b: float) -> float:
 
 
 def format_factor(x: float) -> str:
-    """A factor to read: "14,000", "2e+08"."""
+    """Factor as text: "14,000", "2e+08"."""
     return f"{x:.2g}" if x < 10 or x >= 1e6 or not math.isfinite(x) else f"{x:,.0f}"
 
 
 def before(series: Series, step: float) -> Series:
-    """Of the steps before `step`, which may be infinite; finite values only."""
+    """The finite values of the steps before `step`, which may be infinite."""
     pairs = [(at, x) for at, x in series if at < step and math.isfinite(x)]
     return Series([at for at, _ in pairs], [x for _, x in pairs])
 
 
 def trailing(series: Series, holds: Callable[[float], bool], n: int = LATEST) -> Span | None:
-    """The run of records up to the last one in which the median of `n` in a row holds.
+    """Run of records up to the last one in which every median of `n` in a row satisfies `holds`.
 
-    It begins with the first record of the first such median, so that a single odd record does not break it.
+    A single unusual record does not break the run.
     """
     start = None
     for i in range(len(series) - n, -1, -1):
@@ -66,33 +68,33 @@ def trailing(series: Series, holds: Callable[[float], bool], n: int = LATEST) ->
     return Span(series.steps[first], series.steps[-1], len(series) - start)
 
 
-def persistent(series: Series, holds: Callable[[float], bool], n: int, of: int) -> Span | None:
-    """The first `of` records in a row of which `n` hold: from the first to the last of these."""
-    found = [i for i, x in enumerate(series.values) if holds(x)]
-    for first, last in zip(found, found[n - 1 :], strict=False):
-        if last - first < of:
+def persistent(series: Series, holds: Callable[[float], bool], n: int, window: int) -> Span | None:
+    """First run of at most `window` records in which `n` satisfy `holds`; None if there is none."""
+    holding = [i for i, x in enumerate(series.values) if holds(x)]
+    for first, last in zip(holding, holding[n - 1 :], strict=False):
+        if last - first < window:
             return Span(series.steps[first], series.steps[last], n)
     return None
 
 
-def held(series: Series, n: int, of: int) -> float:
-    """The largest number that `n` of `of` records in a row come to: the one that `persistent` looks at."""
-    windows = (sorted(series.values[i : i + of]) for i in range(len(series) - n + 1))
-    return max((window[-n] for window in windows), default=math.nan)
+def persistent_max(series: Series, n: int, window: int) -> float:
+    """Largest number that `n` of `window` records in a row reach: the one that `persistent` compares."""
+    windows = (sorted(series.values[i : i + window]) for i in range(len(series) - n + 1))
+    return max((values[-n] for values in windows), default=math.nan)
 
 
 def slope(series: Series, sigmas: float) -> tuple[float, float]:
-    """Interval of a robust slope: between which slopes of pairs of points it lies; NaN of fewer than two.
+    """Confidence interval of a robust slope; NaN for fewer than two points.
 
-    The points are at most 80 means of records in a row, so that none of a long series is left out.
+    The points are at most 80 means of records in a row, so a long series counts as a whole.
 
     Args:
         series: finite values.
-        sigmas: how sure, in standard deviations of Kendall's statistic.
+        sigmas: half the width of the interval, in standard deviations of Kendall's statistic.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
-    size = max(1, math.ceil(len(series) / MOST_POINTS))
+    size = max(1, math.ceil(len(series) / MAX_POINTS))
     points = [
         (statistics.fmean(series.steps[i : i + size]), statistics.fmean(series.values[i : i + size]))
         for i in range(0, len(series), size)
@@ -111,42 +113,42 @@ def spread(values: Iterable[float]) -> tuple[float, float]:
 
     Source: P. J. Huber, "Robust Statistics", 1981.
     """
-    found = finite(values)
-    middle = median(found)
-    return middle, SIGMA * median(abs(x - middle) for x in found)
+    numbers = finite(values)
+    middle = median(numbers)
+    return middle, SIGMA * median(abs(x - middle) for x in numbers)
 
 
 def place(param: Param) -> tuple[float, int]:
-    """Sorts parameters by the order of execution; those of modules not seen in it come first."""
+    """Sort key for the order of execution; parameters of modules whose place is not known come first."""
     return (-1 if param.place_of_layer is None else param.place_of_layer), param.place
 
 
 def weights(evidence: Evidence) -> list[Param]:
-    """The parameters whose size can be compared, from the input to the head."""
+    """Weights whose sizes are comparable, from the input to the head."""
     return sorted((p for p in evidence.params.values() if p.is_weight), key=place)
 
 
 def loss_left(evidence: Evidence, first: float) -> float:
-    """Share of a loss of `first` that is left at the end, the median of ten; NaN where it is not known.
+    """Final loss, the median of ten, as a share of `first`; NaN if unknown.
 
-    Of a loss below zero, which has no shares: 1 where it has stayed, 0 where it has fallen by its own size.
+    For a negative loss, which has no share: 1 if it has not changed, 0 if it has fallen by its own size.
     """
     last = median(evidence.loss.values[-WINDOW:])
     return 1 + (last - first) / abs(first) if math.isfinite(first) and first != 0 else math.nan
 
 
 def does_well(evidence: Evidence) -> bool:
-    """Whether the loss has come to a fifth of that of the best constant, R² 0.8."""
+    """Whether the loss ends below a fifth of that of the best constant, an R² of 0.8."""
     last = median(evidence.loss.values[-WINDOW:])
     return last < CONVERGED * evidence.constant
 
 
 def rates(evidence: Evidence) -> Series:
-    """The learning rate, at each batch where that is known, else at each record of the optimizer."""
+    """The learning rate at each batch if that is known, else at each record of the optimizer."""
     return evidence.lr if len(evidence.lr) else evidence.steps.get("lr", Series())
 
 
 def is_warming_up(evidence: Evidence) -> bool:
-    """Whether the learning rate still rises where the record ends."""
+    """Whether the learning rate is still rising at the end of the record."""
     values = finite(rates(evidence).values)
     return len(values) > WINDOW and values[-1] >= max(values) and values[-1 - WINDOW] < WARMING * values[-1]

@@ -1,4 +1,4 @@
-"""Finding and Verdict: what a diagnosis says, in words, as text, dict and JSON."""
+"""Finding and Verdict: the result of a diagnosis, as text, dict and JSON."""
 
 import io
 import json
@@ -17,8 +17,9 @@ from hookcb.records.printing import Printed
 Severity = Literal["error", "warning", "info"]
 Status = Literal["healthy", "suspect", "sick", "unknown"]
 
-WIDTH = 100  # columns that the text is filled to
-MOST_LINES, NARROWEST, LONGEST_NAME = 15, 20, 60  # columns, but for the first
+WIDTH = 100  # columns that text is wrapped to
+MAX_LINES = 15
+MIN_WIDTH, MAX_NAME_WIDTH = 20, 60  # columns
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
 STATUS_STYLES = {
     "sick": "bold red",
@@ -30,21 +31,21 @@ STATUS_STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with a training, or, as info, something to know.
+    """Something wrong with a training, or, with severity "info", something worth knowing.
 
     Attributes:
-        code: what it is, `grad.attenuated`; see `hookcb.diagnosis.registry.CHECKS`.
+        code: name of the check, `grad.attenuated`; see `hookcb.diagnosis.registry.CHECKS`.
         severity: "error", "warning" or "info".
-        layer: qualified name of the module, "" where it is of none.
-        param: qualified name of the parameter, "" where it is of none.
-        step: number of the training batch at which it was first seen, None where it is of no single one.
-        value, limit: the number that tells, and what it may be; NaN where there is none.
+        layer: qualified name of the module, "" if it concerns no single one.
+        param: qualified name of the parameter, "" if it concerns no single one.
+        step: number of the training batch at which it was first seen, None if there is no such batch.
+        value, limit: measured number and its limit; NaN if there is none.
         message: a sentence with both.
-        causes: what is likely behind it.
-        next_steps: what to do, what is worth trying first at the beginning.
-        consequence_of: code of the finding that this one follows from, "" where it stands by itself.
+        causes: likely causes.
+        next_steps: what to do, best first.
+        consequence_of: code of the finding that this one follows from, "" if it follows from none.
         kind: type and size of the layer, `Linear 64→64`.
-        last_step: at which it was last seen.
+        last_step: number of the training batch at which it was last seen.
 
     >>> from hookcb import Finding
     >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="the loss has not fallen"))
@@ -67,7 +68,7 @@ class Finding:
     last_step: int | None = None
 
     def __post_init__(self) -> None:
-        # one NaN for all, as each is equal to itself only; copies of a finding are then equal to it
+        # the same NaN object everywhere, so that copies of a finding compare equal
         for name in ("value", "limit"):
             if math.isnan(getattr(self, name)):
                 object.__setattr__(self, name, math.nan)
@@ -77,12 +78,12 @@ class Finding:
 
     @property
     def link(self) -> str:
-        """Place of its check in the documentation, relative to the repository; see `hookcb explain`."""
+        """Link to its check in the documentation, relative to the repository root; see `hookcb explain`."""
         return link_to(self.code)
 
     @property
     def head(self) -> str:
-        """Severity, code, where and when."""
+        """Severity, code, layer or parameter, and steps, in one line."""
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
         where = f"{_plain_text(self.layer)}{kind}" if self.layer else _plain_text(self.param)
         return "  ".join(part for part in (self.severity.upper(), self.code, where, self._when) if part)
@@ -95,7 +96,7 @@ class Finding:
         return f"step {self.step}" if is_one else f"steps {self.step}–{self.last_step}"
 
     def lines(self, ruled_out: Sequence[str] = (), width: int = WIDTH) -> Iterator[str]:
-        """The finding as text; `ruled_out` is said beside the likely causes."""
+        """The finding as text, with `ruled_out` beside the likely causes."""
         yield from _filled(self.head, width, 2, indent="")
         yield from _filled(_sentence(self.message), width)
         likely = f"Likely: {'; '.join(self.causes)}." if self.causes else ""
@@ -110,7 +111,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Checks that could not run, or not to their end, and why.
+    """Checks that could not run, or not completely, and why.
 
     >>> from hookcb.diagnosis.verdict import Gap
     >>> print(Gap(("loss.flat", "loss.spike"), "fewer than 32 batches"))
@@ -126,19 +127,20 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verdict(Printed):
-    """What a diagnosis comes to.
+    """Result of a diagnosis.
 
     Attributes:
         status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen
-            that a verdict could rest on, else "healthy", as far as looked. Only a healthy verdict is true.
-        primary: the finding taken for the cause, None if there is neither an error nor a warning.
-        findings: all of them, causes first.
-        ruled_out: what was checked and is fine, with the number that says so.
-        looked: what was looked at: numbers of batches, layers and parameters, and notes on them.
+            that a verdict could rest on, else "healthy", as far as checked. `bool(verdict)` is True only if
+            it is healthy.
+        primary: the finding taken to be the cause, None if there is neither an error nor a warning.
+        findings: all findings, causes first.
+        ruled_out: faults that were ruled out, with the numbers that rule them out.
+        looked: what was inspected: numbers of batches, layers and parameters, and notes on them.
         reason: why nothing was seen, "" unless the status is "unknown".
-        n_checked, n_checks: number of checks that could look, and of those whose subject is part of this
-            training: without a GradScaler its scale is not counted.
-        gaps: which checks could not look, with the reason.
+        n_checked, n_checks: number of checks that could run, and of checks that apply to this training:
+            without a GradScaler the check of its scale is not counted.
+        gaps: checks that could not run, with the reason.
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -163,41 +165,42 @@ class Verdict(Printed):
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """What was looked at, and what could not be: `looked` and `gaps` in words."""
+        """`looked` and `gaps` as text: what was inspected, and what could not be."""
         return (*self.looked, *map(str, self.gaps))
 
     @property
     def headline(self) -> str:
-        """The status, the cause, and how much was looked at, in one line."""
+        """Status, cause, and number of checks that ran, in one line."""
         looked = f"{self.n_checked} of {self.n_checks} checks"
         if self.primary is not None:
             return f"{self.status.upper()}  {_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
         if self.status == "unknown":
             return f"UNKNOWN  nothing was seen: {self.reason}"
         if self.n_checked < self.n_checks:
-            return f"HEALTHY  as far as looked: {looked}"
+            return f"HEALTHY  as far as checked: {looked}"
         return f"HEALTHY  nothing wrong was found{f': {looked}' if self.n_checks else ''}"
 
     @property
     def consequences(self) -> tuple[Finding, ...]:
-        """The findings that follow from others."""
+        """Findings that follow from others."""
         return tuple(finding for finding in self.findings if finding.consequence_of)
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The verdict as text, at most 15 lines of at most `width` columns."""
+        """The verdict as text, in at most 15 lines of at most `width` columns."""
         end = _filled(self._looked_at(), width, 2)
         if self.primary is None:
             notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
-            fine = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
+            absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
             body = [*_filled(self.headline, width, 3, indent=""), *notes]
-            return [*body, *_filled(fine, width, min(5, MOST_LINES - len(body) - len(end))), *end]
+            return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
         lines = _filled(self.headline, width, 1, indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
-        if told := self.consequences:
-            lines += _filled(f"Follows from it: {', '.join(dict.fromkeys(map(_short, told)))}.", width, 2)
+        if self.consequences:
+            names = ", ".join(dict.fromkeys(map(_short, self.consequences)))
+            lines += _filled(f"Consequences: {names}.", width, 2)
         for other in self._other_causes()[:2]:
             lines += _filled(f"{other.head}: {_sentence(other.message)}", width, 2, indent="")
-        return [*lines[: MOST_LINES - len(end)], *end]
+        return [*lines[: MAX_LINES - len(end)], *end]
 
     def _other_causes(self) -> list[Finding]:
         alone = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
@@ -205,15 +208,15 @@ class Verdict(Printed):
 
     def _looked_at(self) -> str:
         n = len(self.gaps)
-        why = "a reason that is" if n == 1 else f"{n} reasons that are"
-        more = f"; some checks could not run, for {why} in .coverage" if n else ""
-        return f"Looked at: {'; '.join(self.looked)}{more}." if self.coverage else ""
+        why = "the reason" if n == 1 else f"the {n} reasons"
+        more = f"; some checks could not run, see .coverage for {why}" if n else ""
+        return f"Inspected: {'; '.join(self.looked)}{more}." if self.coverage else ""
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for i, line in enumerate(self.lines(min(WIDTH, max(NARROWEST, options.max_width)))):
+        for i, line in enumerate(self.lines(min(WIDTH, max(MIN_WIDTH, options.max_width)))):
             text = Text(spelled(line, options.encoding))
             if i == 0:
                 text.stylize(STATUS_STYLES[self.status], 0, len(self.status))
@@ -224,7 +227,7 @@ class Verdict(Printed):
             yield text
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only; numbers that are not finite are None."""
+        """The verdict as plain values; numbers that are not finite become None."""
         state = asdict(self)
         primary = None if self.primary is None else self.findings.index(self.primary)
         pairs = zip(state["findings"], self.findings, strict=True)
@@ -235,12 +238,12 @@ class Verdict(Printed):
         return state | {name: list(lines) for name, lines in texts.items()}
 
     def to_json(self) -> str:
-        """The same as JSON."""
+        """`to_dict()` as JSON."""
         return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
 
 
 def link_to(code: str) -> str:
-    """Place of a check in the documentation."""
+    """Link to a check in the documentation, relative to the repository root."""
     return f"docs/checks.md#{code}"
 
 
@@ -264,21 +267,21 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _plain_text(text: str, most: int = LONGEST_NAME) -> str:
-    """On one line and without what a terminal would obey; of a long name the end, which tells it apart."""
+def _plain_text(text: str, limit: int = MAX_NAME_WIDTH) -> str:
+    """`text` on one line without control characters; a long name is cut to its end, which is distinctive."""
     shown = "".join(c if c.isprintable() else " " for c in text).strip()
-    return shown if cell_len(shown) <= most else f"…{shown[len(shown) - most // 2 :]}"
+    return shown if cell_len(shown) <= limit else f"…{shown[len(shown) - limit // 2 :]}"
 
 
-def _filled(text: str, width: int, most: int = 4, indent: str = "  ") -> list[str]:
-    """`text` in at most so many lines, indented; counted in columns, of which some characters take two."""
-    shown = _plain_text(text, most=10**9)
-    if not shown or most < 1:
+def _filled(text: str, width: int, max_lines: int = 4, indent: str = "  ") -> list[str]:
+    """`text` wrapped to at most `max_lines` indented lines; some characters take two of `width` columns."""
+    shown = _plain_text(text, limit=10**9)
+    if not shown or max_lines < 1:
         return []
     console = Console(width=width, color_system=None, file=io.StringIO())
     lines = [line.plain.rstrip() for line in Text(shown).wrap(console, width - len(indent))]
-    if len(lines) > most:
-        last = Text(lines[most - 1])
+    if len(lines) > max_lines:
+        last = Text(lines[max_lines - 1])
         last.truncate(max(1, width - len(indent) - 2))
-        lines = [*lines[: most - 1], f"{last.plain.rstrip()} …"]
+        lines = [*lines[: max_lines - 1], f"{last.plain.rstrip()} …"]
     return [f"{indent}{line}" for line in lines]

@@ -119,7 +119,7 @@ def assert_healthy(
     *,
     n_inp: int | None = None,
 ) -> None:
-    """The same for a test suite: passes if the model is healthy, as far as looked.
+    """The same for a test suite: passes if the model is healthy, as far as checked.
 
     Raises:
         AssertionError: with the verdict, if it is not healthy, or if nothing was seen of it.

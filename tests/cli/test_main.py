@@ -161,7 +161,7 @@ def test_explain_of_an_unknown_code_names_those_like_it(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["explain", "unit.ded"])
     assert ended.value.code == 2
-    assert "there is no check 'unit.ded'; near it are unit.dead" in " ".join(capsys.readouterr().err.split())
+    assert "there is no check 'unit.ded'; similar: unit.dead" in " ".join(capsys.readouterr().err.split())
 
 
 def test_explain_without_a_code_says_what_is_missing(capsys):

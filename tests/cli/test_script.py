@@ -87,7 +87,7 @@ def test_a_healthy_script_is_said_to_be_and_exits_with_0(run):
     code, out, err = run(HEALTHY)
     assert code == 0
     assert titles(out) == ["Sequential"]
-    assert "HEALTHY as far as looked" in out
+    assert "HEALTHY as far as checked" in out
     assert "40 batches" in out
     assert not err
 
@@ -139,7 +139,7 @@ def test_weights_that_are_moved_by_hand_are_a_training(run, write):
         """)
     assert code == 0
     assert "Sequential\nHEALTHY" in out
-    assert "the loop moves its weights without an optimizer" in " ".join(out.split())
+    assert "the loop updates its weights without an optimizer" in " ".join(out.split())
 
 
 def test_an_optimizer_of_another_copy_is_noticed(run):
@@ -208,7 +208,7 @@ def test_a_model_trained_by_lbfgs_is_not_said_to_have_made_no_step(run):
     )
     assert code == 0
     assert headings(out) == ["Sequential, trained by LBFGS"]
-    assert "HEALTHY as far as looked" in out  # by layers and losses: a step by closures has no one gradient
+    assert "HEALTHY as far as checked" in out  # by layers and losses: a step by closures has no one gradient
     assert "were not moved" not in out
     assert "LBFGS made no step" not in out
 

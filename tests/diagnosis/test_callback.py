@@ -1,4 +1,4 @@
-"""What Diagnose and `diagnose()` promise: in a fit, in a watch, twice in a row, with and without others."""
+"""Promises of Diagnose and `diagnose()`: in a fit, in a watch, twice in a row, with and without others."""
 
 import copy
 import pickle
@@ -25,6 +25,7 @@ from hookcb import (
     synth_learner,
     watch,
 )
+from hookcb.diagnosis.judge import judge
 from tests.support import SaysSo, fit, make_batches, make_learner, make_model
 from tests.training.support import TakesDict, TwoInputs, Unsized
 
@@ -341,6 +342,15 @@ def test_a_function_is_called_once_in_a_fit_with_the_verdict_instead_of_a_warnin
     assert len(told) == 2
 
 
+@pytest.mark.parametrize(("on_sick", "n"), [("ignore", 0), (lambda verdict: None, 1)])
+def test_after_its_reaction_it_judges_no_more_until_the_end(on_sick, n, monkeypatch):
+    judged = []
+    monkeypatch.setattr(Diagnose, "judge", lambda self: judged.append(1) or judge(self.evidence()))
+    learn = fit(sick_learner(60), 4, cbs=Diagnose(on_sick, show=False))  # checked after batches 20 and 200
+    assert learn.diagnosis.verdict.status == "sick"
+    assert len(judged) == n
+
+
 @pytest.mark.filterwarnings("error")
 def test_no_function_is_called_if_the_training_is_healthy():
     told = []
@@ -394,7 +404,7 @@ def test_stop_lets_a_healthy_training_go_on():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_stop_in_a_watch_is_no_error_of_the_loop():
-    """A cancel goes unheard in a watch: the loop is the user's."""
+    """A cancel is ignored in a watch, because the loop is the user's."""
     calls = []
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -437,7 +447,7 @@ def test_the_shortest_training_has_a_verdict(n):
 
 
 def test_a_fit_of_no_epochs_has_a_verdict_that_claims_nothing():
-    """Where no batch was seen, neither NaN in the inputs nor modes are ruled out."""
+    """If no batch was seen, neither NaN in the inputs nor wrong modes are ruled out."""
     verdict = fit(make_learner(), 0, cbs=Diagnose()).diagnose()
     assert verdict.findings == ()
     assert "0 batches" in " ".join(verdict.coverage)

@@ -1,4 +1,4 @@
-"""A report is asked for only where hookcb itself has a bug; of anything else it is said what happened."""
+"""A report is requested only for a bug of hookcb; for any other error the message says what happened."""
 
 import gc
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.failures import told_failure
+from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.probes.layer import LayerProbe
 from hookcb.diagnosis.probes.suite import Probes
 from tests.support import fit, make_learner
@@ -55,7 +55,7 @@ def test_our_own_bug_is_to_be_reported_with_its_place():
         LayerProbe(None)
     except AttributeError as error:
         frames = error.__traceback__.tb_next  # without that of this test
-        text = told_failure("a part of Diagnose", error.with_traceback(frames))
+        text = describe_failure("a part of Diagnose", error.with_traceback(frames))
     assert text.startswith("a part of Diagnose failed, please report it: AttributeError")
 
 
@@ -85,7 +85,7 @@ def test_a_model_that_is_gone_is_told_as_that():
 
 
 def test_layers_that_run_as_copies_are_left_out_and_told():
-    """As in nn.DataParallel, whose copies share the hooks of the layers."""
+    """Copies share the hooks of the layers, as in nn.DataParallel."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -18,14 +18,14 @@ from tests.support import fit, make_batches, make_learner, make_model
 
 
 def examples_of_steps(*cbs, n=12):
-    """How many examples each look at dead units was told of, in batches of four."""
+    """Number of examples that each measurement of dead units gets, in batches of four."""
     looks = []
     diagnose = Diagnose(show=False)
 
     def follow(cb):
         dead = diagnose._probes.dead
-        own = dead.look
-        dead.look = lambda step, n_examples: (looks.append(n_examples), own(step, n_examples))
+        own = dead.read_gradients
+        dead.read_gradients = lambda step, n_examples: (looks.append(n_examples), own(step, n_examples))
 
     fit(make_learner(n, 0, lr=0.01), 1, cbs=[diagnose, Callback(before_train=follow), *cbs])
     return looks
@@ -85,4 +85,4 @@ def test_backwards_are_counted_by_backwards():
         for x, _ in make_batches(5):
             model(x)
     found = next(f for f in w.diagnose().findings if f.code == "param.not_stepped")
-    assert "in 25 batches with a backward" in found.message
+    assert "In 25 batches with a backward" in found.message

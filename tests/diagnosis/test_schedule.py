@@ -1,4 +1,4 @@
-"""Which batches are looked at: a function of their number alone, and no clock changes it."""
+"""The choice of inspected batches depends on their number alone, and on no clock."""
 
 import itertools
 import time
@@ -84,7 +84,7 @@ CLOCKS = {"quick": (1e-6,), "slow": (60.0,), "busy": (1e-3, 50.0, 1e-5, 0.2, 7.0
 
 
 def trained(name, monkeypatch, *cbs, n=180):
-    """The verdict on a training whose ReLU layer dies at batch 30, the batches looked at, and its weights."""
+    """Verdict on a training with a ReLU layer that dies at batch 30, inspected batches, and final weights."""
     clock = Clock(*CLOCKS[name])
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)
@@ -124,9 +124,9 @@ def test_the_verdict_is_the_same_whatever_the_clock_says(monkeypatch, accumulate
 def test_the_verdict_says_by_which_rule_later_batches_were_looked_at():
     learn = make_learner(30, 0, lr=0.01)
     verdict = fit(learn, 1, cbs=Diagnose(show=False, budget=0.5)).diagnose()
-    assert verdict.coverage[0] == "30 batches, 11 of them closely (from batch 20 on as budget=0.5 allows)"
+    assert verdict.coverage[0] == "30 batches, 11 inspected closely (from batch 20 on as budget=0.5 allows)"
     short = fit(make_learner(12, 0, lr=0.01), 1, cbs=Diagnose(show=False)).diagnose()
-    assert short.coverage[0] == "12 batches, 8 of them closely"
+    assert short.coverage[0] == "12 batches, 8 inspected closely"
 
 
 def test_a_watch_looks_at_the_same_batches_as_a_learner():

@@ -14,12 +14,9 @@ from hookcb import Diagnose, Learner
 from hookcb.diagnosis.checks.gradients import attenuated_gradients, exploding_gradients
 from hookcb.diagnosis.checks.layers import activation_scale, saturated_units
 from hookcb.diagnosis.checks.loss import diverging_loss, first_loss
-from hookcb.diagnosis.checks.optimizer import (
-    constant_clipping,
-    dominating_decay,
-    large_updates,
-    small_updates,
-)
+from hookcb.diagnosis.checks.optimizer import constant_clipping
+from hookcb.diagnosis.checks.step_size import large_updates, small_updates
+from hookcb.diagnosis.checks.weight_decay import dominating_decay
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.registry import Passed

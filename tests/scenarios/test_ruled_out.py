@@ -152,7 +152,7 @@ class RefusesEager(nn.Module):
 def test_an_original_that_cannot_be_run_leaves_it_open():
     verdict = verdict_on(compiled_outside(RefusesEager()))
     assert HEAD not in verdict.ruled_out
-    assert not_checked(verdict, "head.activation") == "torch.compile hides what gives the loss"
+    assert not_checked(verdict, "head.activation") == "torch.compile hides what the loss is computed from"
     assert any("could not be run without torch.compile: NotImplementedError" in x for x in verdict.coverage)
 
 
@@ -190,7 +190,7 @@ def test_an_autograd_function_of_ones_own_hides_what_gives_the_loss():
     verdict = verdict_on(net(Own()))
     assert HEAD not in verdict.ruled_out
     reason = not_checked(verdict, "head.activation")
-    assert reason == "OwnSoftmax, an autograd function that is not torch's own, hides what gives the loss"
+    assert reason == "OwnSoftmax, a custom autograd function, hides what the loss is computed from"
 
 
 def test_a_checkpointed_region_hides_it_only_if_it_is_reentrant():
@@ -205,7 +205,7 @@ def test_a_loss_of_unknown_kind_rules_nothing_out():
         net(nn.Softmax(dim=1)), lambda pred, y: (pred - F.one_hot(y, 3)).abs().pow(1.5).mean()
     )
     assert HEAD not in verdict.ruled_out
-    assert not_checked(verdict, "head.activation").startswith("the kind of the loss is not known")
+    assert not_checked(verdict, "head.activation").startswith("the kind of the loss is unknown")
 
 
 def test_a_graph_of_torchs_own_operations_is_never_taken_for_hidden():
@@ -229,15 +229,15 @@ def test_layers_in_torchscript_are_not_ruled_out():
     verdict = verdict_on(nn.Sequential(nn.Linear(8, 16), scripted, nn.Linear(16, 3)), n=8)
     for code in ("init.symmetric", "act.scale", "act.collapse"):
         assert "TorchScript" in not_checked(verdict, code)
-    assert "symmetric initialisation" not in verdict.ruled_out
+    assert "symmetric initialization" not in verdict.ruled_out
 
 
 # ---- evidence that is not there
 
 
 def test_graphs_are_not_said_to_be_freed_in_a_run_too_short_to_tell():
-    assert "graphs that are kept" not in verdict_on(net()).ruled_out
-    assert "graphs that are kept" in verdict_on(net(), n=62).ruled_out
+    assert "retained graphs" not in verdict_on(net()).ruled_out
+    assert "retained graphs" in verdict_on(net(), n=62).ruled_out
 
 
 def test_labels_are_not_cleared_while_the_loss_has_not_been_seen_to_fall():
@@ -280,7 +280,7 @@ def test_gradient_health_alone_does_not_know_which_layers_are_used():
     assert both.primary.code == "param.unreachable"
     alone = fit(learner(Half(), n=8), cbs=[GradientHealth()]).diagnose()
     assert "layers without gradient" not in alone.ruled_out
-    assert "whether its layer is used was not seen" in not_checked(alone, "param.unreachable")
+    assert "it is not known whether its layer is used" in not_checked(alone, "param.unreachable")
 
 
 def test_nan_is_not_ruled_out_where_a_loss_was_nan():
@@ -300,7 +300,9 @@ def test_a_part_of_a_model_can_show_a_fault_and_cannot_rule_it_out():
     )
     assert any("scale of activations" in fine for fine in judge(evidence).ruled_out)
     evidence.partial = {"activations": "a part is hidden", "model": "a part is hidden"}
-    evidence.sightings = [Observation("dropout.extreme", "0", text="it drops all", next_steps=("drop less",))]
+    evidence.observations = [
+        Observation("dropout.extreme", "0", text="it drops all", next_steps=("drop less",))
+    ]
     verdict = judge(evidence)
     assert verdict.primary.code == "dropout.extreme"
     assert not any("scale of activations" in fine for fine in verdict.ruled_out)

@@ -166,7 +166,7 @@ def test_a_fit_whose_batches_are_all_cancelled_is_unknown():
 
     learn = fit(make_learner(5), cbs=[Diagnose(show=False), Callback(before_batch=cancel)])
     assert learn.diagnose().status == "unknown"
-    assert learn.diagnose().reason == "no step was seen in 5 batches, so that no gradient was looked at"
+    assert learn.diagnose().reason == "no optimizer step was seen in 5 batches, so no gradient was inspected"
 
 
 def test_a_training_that_was_seen_is_never_unknown():

@@ -122,7 +122,8 @@ def test_weights_that_stay_are_no_step():
 def test_a_verdict_on_steps_by_hand_says_what_it_could_not_see():
     verdict = descend(make_model(), in_place, Diagnose(show=False)).diagnose()
     assert verdict, verdict
-    assert "the loop moves its weights without an optimizer, at a rate not known" in verdict.coverage
+    by_hand = "the loop updates its weights without an optimizer, at an unknown learning rate"
+    assert by_hand in verdict.coverage
     assert any("param.not_in_optimizer" in text for text in verdict.coverage)
     assert "parameters outside the optimizer" not in verdict.ruled_out
     assert not any(text.startswith("clipping") for text in verdict.ruled_out)
@@ -143,7 +144,7 @@ def test_a_model_that_is_freed_before_its_watch_is_closed_is_no_failure_of_ours(
     gc.collect()
     w.close()
     coverage = w.diagnose().coverage
-    assert "the model was freed before its watch was closed, so its end was not looked at" in coverage
+    assert "the model was freed before its watch was closed, so its final state was not inspected" in coverage
     assert not any("report it" in text for text in coverage)
 
 

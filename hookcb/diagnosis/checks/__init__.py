@@ -1,6 +1,6 @@
-"""The checks, by what they look at; each reads an Evidence and gives findings.
+"""The checks, by topic; each is a function from an Evidence to findings.
 
-They register themselves when they are imported, and are judged in the order of these imports.
+They register when they are imported, and are judged in the order of these imports.
 """
 
 # isort: off
@@ -10,10 +10,28 @@ from hookcb.diagnosis.checks import (
     gan,
     gradients,
     layers,
+    unused,
     loss,
+    step_size,
+    weight_decay,
     optimizer,
     runtime,
+    nonfinite,
     observed,
 )
 
-SECTIONS = (observed, parameters, inputs, gan, layers, loss, gradients, optimizer, runtime)
+SECTIONS = (
+    observed,
+    parameters,
+    inputs,
+    gan,
+    layers,
+    unused,
+    nonfinite,
+    loss,
+    gradients,
+    step_size,
+    weight_decay,
+    optimizer,
+    runtime,
+)

@@ -1,4 +1,4 @@
-"""The constructor of findings that checks share: it fills in place, kind and steps from what was found."""
+"""The constructor of findings that checks share: it fills in the layer, the parameter and the steps."""
 
 import math
 
@@ -21,10 +21,10 @@ def finding(
     causes: tuple[str, ...] = (),
     next_steps: tuple[str, ...] = (),
 ) -> Finding:
-    """Finding of a check; see `Finding` for what is given as it is.
+    """Finding of a check; see `Finding` for the arguments that are passed through.
 
-    `at` is the layer or the parameter, or the name of a layer of which no more is known. `when` says from
-    which step to which it was seen: a run of records, all of a series, two steps, or a single one.
+    `at` is the layer or parameter, or the name of a layer if nothing else is known of it. `when` gives the
+    first and last step: of a run of records, of a whole series, two steps, or a single one.
     """
     layer, param, kind = _place(at)
     first, last = _steps(when)
@@ -34,7 +34,7 @@ def finding(
 
 
 def _place(at: Layer | Param | str | None) -> tuple[str, str, str]:
-    """Names of the layer and of the parameter, and the layer's kind."""
+    """Names of the layer and of the parameter, and the layer's type with its sizes."""
     if isinstance(at, Param):
         return at.layer, at.name, at.about
     if isinstance(at, Layer):

@@ -9,47 +9,51 @@ from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import format_factor, median
 from hookcb.diagnosis.verdict import Finding
 
-FALLEN = 100.0  # times that gradients of one network fall, and those of the other do not
-WON = 0.05  # loss of the discriminator
-ENDS = 5  # records at the beginning; at the end they are rare
+MAX_FALL = 100.0  # factor by which the gradients of one network fall while those of the other do not
+WON = 0.05  # loss of a discriminator that has won
+N_FIRST = 5  # records whose median is the beginning; the end is a single record, as records get rare
 
 
 @check("gan.balance", site=Site.RUN, needs=("gradients", "steps", "loss"), subject="players")
 def balance(evidence: Evidence) -> Iterator[Result]:
-    """A discriminator so good that its generator learns nothing any more.
+    """A discriminator so good that its generator no longer learns anything.
 
-    Formula: of two networks with an optimizer each, the loss of one comes below 0.05, while the gradient norm
-    of the other falls to a hundredth of what it began with, and its loss is no lower than at the beginning.
+    Formula: there are two networks with an optimizer each; the loss of one is below 0.05, while the gradient
+    norm of the other falls to a hundredth of its first value and its loss is no lower than at the beginning.
 
     Source: Arjovsky & Bottou, Towards Principled Methods for Training Generative Adversarial Networks, 2017.
     """
     norms = _norms_by_optimizer(evidence)
     if len(norms) != 2 or set(norms) != set(evidence.losses):
-        yield Skipped("there are no two optimizers, each with a loss")
+        yield Skipped("there are no two optimizers with a loss each")
         return
     a, b = norms
     for winner, loser in ((a, b), (b, a)):
         fall = _fall(norms[loser])
-        if fall > FALLEN and _has_won(evidence.losses[winner]) and not _has_fallen(evidence.losses[loser]):
-            yield _lost(evidence, loser, fall, norms[loser])
+        if fall > MAX_FALL and _has_won(evidence.losses[winner]) and not _has_fallen(evidence.losses[loser]):
+            yield _unbalanced(evidence, loser, fall, norms[loser])
             return
-    yield Passed("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), FALLEN)
+    yield Passed("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), MAX_FALL)
 
 
 def _norms_by_optimizer(evidence: Evidence) -> dict[int, Series]:
-    """The largest gradient norm of what an optimizer has."""
-    found: dict[int, dict[int, float]] = {}
+    """Largest gradient norm among the parameters of each optimizer, by step."""
+    by_optimizer: dict[int, dict[int, float]] = {}
     for p in evidence.params.values():
         if p.optimizer is not None:
-            of = found.setdefault(p.optimizer, {})
+            norms = by_optimizer.setdefault(p.optimizer, {})
             for step, x in p.series("norm"):
-                of[step] = max(of.get(step, 0.0), x)
-    return {i: Series(list(of), list(of.values())) for i, of in found.items() if len(of) > ENDS}
+                norms[step] = max(norms.get(step, 0.0), x)
+    return {
+        i: Series(list(norms), list(norms.values()))
+        for i, norms in by_optimizer.items()
+        if len(norms) > N_FIRST
+    }
 
 
 def _fall(series: Series) -> float:
-    """How many times smaller the last is than the first ones; where the one before it is near that."""
-    first, last = median(series.values[:ENDS]), max(series.values[-1], series.values[-2] / 10)
+    """Factor between the first records and the last, which counts if the record before it is similar."""
+    first, last = median(series.values[:N_FIRST]), max(series.values[-1], series.values[-2] / 10)
     return first / last if last > 0 else math.inf if first > 0 else 1.0
 
 
@@ -61,19 +65,20 @@ def _has_fallen(loss: Series) -> bool:
     return median(loss.values[-WINDOW:]) < median(loss.values[:WINDOW])
 
 
-def _lost(evidence: Evidence, loser: int, fall: float, norms: Series) -> Finding:
+def _unbalanced(evidence: Evidence, loser: int, fall: float, norms: Series) -> Finding:
     params = [p for p in evidence.params.values() if p.optimizer == loser and p.stats]
-    tops = list(dict.fromkeys(p.name.partition(".")[0] for p in params))
-    limit = median(norms.values[:ENDS]) / FALLEN
+    names = list(dict.fromkeys(p.name.partition(".")[0] for p in params))
+    limit = median(norms.values[:N_FIRST]) / MAX_FALL
     return finding(
         "gan.balance",
         "warning",
-        at=tops[0] if len(tops) == 1 and "." in params[0].name else "",
+        at=names[0] if len(names) == 1 and "." in params[0].name else "",
         when=(next((step for step, x in norms if x < limit), None), norms.steps[-1]),
         value=fall,
-        limit=FALLEN,
-        message=f"the gradients of {tops[0]} have fallen {format_factor(fall)}-fold (limit {FALLEN:g}), and the loss "
-        f"of what it plays against is below {WON}: that has won, and {tops[0]} learns nothing any more.",
+        limit=MAX_FALL,
+        message=f"The gradients of {names[0]} have fallen by a factor of {format_factor(fall)} (limit "
+        f"{MAX_FALL:g}), and the loss of its opponent is below {WON}: the opponent has won, and {names[0]} "
+        "no longer learns anything.",
         causes=("a discriminator that learns much faster than its generator",),
-        next_steps=("lower the learning rate of the discriminator, or use the non-saturating loss",),
+        next_steps=("Lower the learning rate of the discriminator, or use the non-saturating loss",),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import begins_large, begins_small, lower_rate, told_init
+from hookcb.diagnosis.checks.updates import begins_large, begins_small, init_advice, lower_rate
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
@@ -173,7 +173,10 @@ def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[s
         )
     advice = "Add normalization or residual connections"
     if begins_small(chain):
-        return ("weights that begin too small", "many layers without a shortcut"), (told_init(chain), advice)
+        return ("weights that begin too small", "many layers without a shortcut"), (
+            init_advice(chain),
+            advice,
+        )
     return ("units that are saturated", "many layers without a shortcut"), (advice,)
 
 

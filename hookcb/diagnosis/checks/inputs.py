@@ -1,17 +1,18 @@
-"""Checks of what goes in: the scale of the inputs, and the balance of two networks in a game."""
+"""Check of the scale of the inputs."""
 
 import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.trends import format_factor, median
+from hookcb.diagnosis.trends import MAX_SATURATED, format_factor, median
 
 RECURRENT = ("RNN", "LSTM", "GRU")
-INPUT_SCALE = 100.0  # standard deviation, or its inverse
-AT_FIRST = 3  # records
-LARGE_STEP, LARGE_LOSS, HALF = 0.2, 3.0, 0.5  # update ratio; times the loss of guessing; of units
+MAX_STD = 100.0
+N_FIRST = 3  # records
+MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of units
 
 
 @check(
@@ -21,48 +22,48 @@ LARGE_STEP, LARGE_LOSS, HALF = 0.2, 3.0, 0.5  # update ratio; times the loss of 
     leads_to=("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*"),
 )
 def input_scale(evidence: Evidence) -> Iterator[Result]:
-    """Inputs on a scale far from 1, and a first step that is far too large for it.
+    """Inputs on a scale far above 1 that harm the training.
 
-    Formula: median standard deviation of the first three batches looked at above 100, and in the first three
-    records an update above a fifth of a weight, a first loss above three times that of guessing, or units
-    that are saturated or dead; or a recurrent layer that takes them in, whose gates saturate without being
-    seen.
+    Formula: median standard deviation of the first three inspected batches above 100, and one of these harms:
+    in the first three records, an update above a fifth of a weight, a first loss above three times that of
+    guessing, or units that are saturated or dead; or the inputs go to a recurrent layer, whose gates saturate
+    unseen.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
-    std = median(evidence.input_std.values[:AT_FIRST])
+    std = median(evidence.input_std.values[:N_FIRST])
     if math.isnan(std):
-        yield Skipped("no float input was looked at")
+        yield Skipped("no float input was recorded")
         return
     harm = _harm(evidence)
-    if std <= INPUT_SCALE or not harm:
-        yield Passed(f"scale of the inputs (std {std:.2g})", std, INPUT_SCALE)
+    if std <= MAX_STD or not harm:
+        yield Passed(f"scale of the inputs (std {std:.2g})", std, MAX_STD)
         return
     yield finding(
         "input.scale",
         "error",
         when=evidence.input_std,
         value=std,
-        limit=INPUT_SCALE,
-        message=f"the inputs have a standard deviation of {std:.3g} (limit {INPUT_SCALE:g}), and {harm}.",
-        causes=("inputs that are not normalised",),
-        next_steps=("subtract the mean of the training inputs and divide by their standard deviation",),
+        limit=MAX_STD,
+        message=f"The inputs have a standard deviation of {std:.3g} (limit {MAX_STD:g}), and {harm}.",
+        causes=("inputs that are not normalized",),
+        next_steps=("Subtract the mean of the training inputs and divide by their standard deviation",),
     )
 
 
 def _harm(evidence: Evidence) -> str:
-    """What large inputs have done, "" where nothing is seen of it."""
+    """Harm that large inputs have done, "" if none was seen."""
     params = [p for p in evidence.params.values() if p.is_weight]
-    ratios = [x for p in params for x in p.series("update_ratio").values[:AT_FIRST] if math.isfinite(x)]
+    ratios = [x for p in params for x in p.series("update_ratio").values[:N_FIRST] if math.isfinite(x)]
     largest = max(ratios, default=0.0)
     first = evidence.loss.values[0] if len(evidence.loss) else math.nan
-    saturated = [layer.series("saturated").values[:AT_FIRST] for layer in evidence.layers.values()]
-    if largest > LARGE_STEP:
-        return f"a step changes weights by {format_factor(largest)} of their size"
-    if first > LARGE_LOSS * evidence.guess:
-        return f"the first loss is {first:.3g}, where guessing has {evidence.guess:.3g}"
+    saturated = [layer.series("saturated").values[:N_FIRST] for layer in evidence.layers.values()]
+    if largest > MAX_FIRST_UPDATE:
+        return f"a step changes weights by {format_factor(largest)} times their size"
+    if first > MAX_FIRST_LOSS * evidence.guess:
+        return f"the first loss is {first:.3g}, while guessing gives {evidence.guess:.3g}"
     if any(p.kind in RECURRENT and p.place == 0 for p in params):
-        return "they go to a recurrent layer, whose gates they drive to their ends"
-    if any(median(values) > HALF for values in saturated):
-        return "they drive units to their flat ends"
-    return "units get no gradient" if any(p.dead > HALF for p in params) else ""
+        return "they go to a recurrent layer, whose gates they saturate"
+    if any(median(values) > MAX_SATURATED for values in saturated):
+        return "they saturate units"
+    return "units get no gradient" if any(p.dead > MAX_DEAD for p in params) else ""

@@ -1,41 +1,39 @@
-"""Exact checks that pass on what was seen as it happened, in `Evidence.sightings`."""
+"""Checks that pass on what probes observed during the training, `Evidence.observations`."""
 
 import math
 from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.loss import flat_loss
-from hookcb.diagnosis.evidence import Evidence, Observation, Param
+from hookcb.diagnosis.evidence import Evidence, Observation
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.verdict import Finding, Severity
-from hookcb.hooks.coverage import NOT_CALLED, USED
 
 EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
 
 
-def passed_on(evidence: Evidence, code: str, severity: Severity, fine: str, of: str = "") -> Iterator[Result]:
-    """One finding of all sightings with this code: of the first, with the number of the others.
+def passed_on(
+    evidence: Evidence, code: str, severity: Severity, passed: str, requires: str = ""
+) -> Iterator[Result]:
+    """One finding for all observations with a code, per severity: the first, with the places of the others.
 
     Args:
-        evidence: where they are.
-        code: whose.
-        severity: of the finding, where the sighting has none of its own.
-        fine: what is ruled out where there is none.
-        of: what must have been there to look at, see `Evidence.observed`.
+        evidence: has the observations.
+        code: of the observations.
+        severity: of the finding, unless the observation has its own.
+        passed: text of `Passed` if there is no observation.
+        requires: what must have been observed to say so, see `Evidence.observed`; alternatives by " or ".
     """
-    sightings = [sighting for sighting in evidence.sightings if sighting.code == code]
-    if not sightings:
-        is_there = not of or bool(evidence.observed & set(of.split(" or of ")))
-        yield (
-            Passed(fine)
-            if is_there
-            else Skipped(evidence.missing.get(of, f"too little was seen of the {of}"))
-        )
+    observations = [x for x in evidence.observations if x.code == code]
+    if not observations:
+        if not requires or evidence.observed & set(requires.split(" or ")):
+            yield Passed(passed)
+        else:
+            yield Skipped(evidence.missing.get(requires, f"too little was seen of the {requires}"))
         return
-    for own in dict.fromkeys(sighting.severity for sighting in sightings):
-        first, *others = [sighting for sighting in sightings if sighting.severity == own]
+    for own in dict.fromkeys(x.severity for x in observations):
+        first, *others = [x for x in observations if x.severity == own]
         yield _finding(evidence, first, others, own or severity)  # type: ignore[arg-type]
 
 
@@ -45,7 +43,7 @@ def _finding(
     places = [
         x.layer or x.param for x in others if (x.layer or x.param) not in ("", first.layer, first.param)
     ]
-    more = f" The same of {join_names(list(dict.fromkeys(places)), 4)}." if places else ""
+    more = f" The same is true of {join_names(list(dict.fromkeys(places)), 4)}." if places else ""
     steps = [x.step for x in (first, *others) if x.step is not None]
     return Finding(
         first.code,
@@ -63,11 +61,12 @@ def _finding(
     )
 
 
-def _about(evidence: Evidence, sighting: Observation) -> str:
-    if sighting.layer in evidence.layers:
-        return evidence.layers[sighting.layer].about
-    of = (p for p in evidence.params.values() if sighting.param == p.name or sighting.layer == p.layer != "")
-    return next((param.about for param in of), "")
+def _about(evidence: Evidence, seen: Observation) -> str:
+    """Type and sizes of the layer."""
+    if seen.layer in evidence.layers:
+        return evidence.layers[seen.layer].about
+    params = (p for p in evidence.params.values() if seen.param == p.name or seen.layer == p.layer != "")
+    return next((param.about for param in params), "")
 
 
 def _row(
@@ -76,41 +75,41 @@ def _row(
     needs: tuple[str, ...],
     leads_to: tuple[str, ...],
     severity: Severity,
-    fine: str,
+    passed: str,
     *,
-    of: str = "",
+    requires: str = "",
     subject: str = "",
     exact: bool = True,
     doc: str,
 ) -> None:
-    """Registers a check that only passes on what was seen; see `passed_on` and `Check` for the arguments."""
+    """Registers a check that only passes on observations; see `passed_on` and `Check` for the arguments."""
 
-    def look(evidence: Evidence) -> Iterator[Result]:
-        return passed_on(evidence, code, severity, fine, of)
+    def pass_on(evidence: Evidence) -> Iterator[Result]:
+        return passed_on(evidence, code, severity, passed, requires)
 
-    look.__name__, look.__doc__ = code.replace(".", "_"), doc
-    check(code, site=site, needs=needs, exact=exact, leads_to=leads_to, subject=subject)(look)
+    pass_on.__name__, pass_on.__doc__ = code.replace(".", "_"), doc
+    check(code, site=site, needs=needs, exact=exact, leads_to=leads_to, subject=subject)(pass_on)
 
 
-_row("input.nonfinite", Site.INPUT, ("batch",), EVERYTHING, "error", "NaN in the inputs", of="inputs",
+_row("input.nonfinite", Site.INPUT, ("batch",), EVERYTHING, "error", "NaN in the inputs", requires="inputs",
     doc="""
     NaN or infinity in the inputs of a batch.
 
-    Formula: any element that is not finite, of the batches looked at and of one whose loss is not.
+    Formula: any element that is not finite, in a inspected batch or in one whose loss is not finite.
     """)  # fmt: skip
 
 _row("input.constant", Site.INPUT, ("batch",), EVERYTHING, "error", "constant inputs",
-    of="samples that differ", doc="""
-    All samples of a batch are the same, in each of at least three batches looked at.
+    requires="samples that differ", doc="""
+    All samples of a batch are identical, in each of at least three inspected batches.
 
     Formula: no element differs from that of the first sample; batches of one sample are left out.
     """)  # fmt: skip
 
 _row("label.out_of_range", Site.INPUT, ("batch",), EVERYTHING, "error", "labels out of range",
-    of="loss or of steps", doc="""
-    A class index at or above the number of classes, or below 0, that the loss has refused.
+    requires="loss or steps", doc="""
+    A class index below 0 or not below the number of classes, for which the loss raised an error.
 
-    Formula: the largest index ≥ C or the smallest < 0, of the batch whose loss torch has refused.
+    Formula: largest index ≥ C or smallest < 0, in the batch for which torch's loss raised an error.
 
     Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
     """)  # fmt: skip
@@ -118,34 +117,34 @@ _row("label.out_of_range", Site.INPUT, ("batch",), EVERYTHING, "error", "labels 
 
 @check("data.labels", site=Site.INPUT, needs=("loss",), exact=False, leads_to=("loss.flat",))
 def data_labels(evidence: Evidence) -> Iterator[Result]:
-    """Nothing is learned although one batch by itself can be: the labels do not follow from the inputs.
+    """The model can overfit a single batch but learns nothing: the labels do not follow from the inputs.
 
     Formula: a flat loss and no other finding, and 60 steps of a copy of the model on one batch bring its loss
-    there below 0.5 of what it was, no faster, by three standard deviations, than with the labels in nine
-    other orders; these are compared only of classes that come several times in a batch. A warning if that is
-    so of a loss that falls by less than 5 % and is near guessing, as it does if labels are learned by heart.
+    below half of its first value there, but no faster, by three standard deviations, than with the labels in
+    nine shuffled orders; orders are compared only for classes that occur several times in a batch. A note; a
+    warning if the loss falls by less than 5 % and is near guessing, as it does if labels are memorized.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "overfit one batch"; Arpit et al., "A
     Closer Look at Memorization in Deep Networks", 2017: real labels are fitted faster than random ones.
     """
-    fine = "labels that do not follow from the inputs"
-    if any(sighting.code == "data.labels" for sighting in evidence.sightings):
-        yield from passed_on(evidence, "data.labels", "info", fine)
+    passed = "labels that do not follow from the inputs"
+    if any(observation.code == "data.labels" for observation in evidence.observations):
+        yield from passed_on(evidence, "data.labels", "info", passed)
         return
     for result in flat_loss(evidence):
         if falls_slowly(evidence):
-            yield Skipped("the loss falls too little to tell what is learned from labels learned by heart")
+            yield Skipped("the loss falls too little to tell learning from memorized labels")
         elif isinstance(result, Passed):
-            yield Passed(fine)  # a loss that falls follows from something
+            yield Passed(passed)  # a loss that falls has something to learn from
         elif isinstance(result, Skipped):
             yield result
         else:
-            yield Skipped("no copy of the model was trained on one batch, or it did not learn that either")
+            yield Skipped("no copy of the model was trained on a single batch, or it could not overfit that")
 
 
 _row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_stepped"), "error",
-    "symmetric initialisation", doc="""
-    Units of a hidden layer that begin equal, up to sign: they get equal gradients, and stay one unit.
+    "symmetric initialization", doc="""
+    Units of a hidden layer that begin equal up to sign: they get equal gradients and act as one unit.
 
     Formula: ≥ 99 % of pairs of rows of the weight are equal up to sign, fan-in and fan-out ≥ 4, in a linear
     or convolutional layer that is trained and is not the last.
@@ -154,19 +153,19 @@ _row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_steppe
     """)  # fmt: skip
 
 _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "train and eval modes",
-    of="batches", subject="modes", doc="""
-    A batch norm that is trained and is in eval mode, or that normalises by a single sample.
+    requires="batches", subject="modes", doc="""
+    A batch norm that is trained in eval mode, or that normalizes with a single sample.
 
-    Formula: in a training batch `training` is False and a parameter of it has `requires_grad`; or values per
-    channel = 1, an error, or samples = 1 in nine of ten batches, a warning. One whose parameters are frozen
-    is meant to be in eval mode, as in fine-tuning.
+    Formula: in a training batch, `training` is False and one of its parameters has `requires_grad`; or there
+    is one value per channel, an error, or one sample in nine of ten batches, a warning. A batch norm with
+    frozen parameters may be in eval mode, as in fine-tuning.
 
     Source: torch.nn.BatchNorm2d.
     """)  # fmt: skip
 
 _row("dropout.extreme", Site.MODULES, ("model",), ("loss.flat", "unit.dead", "loss.init", "act.scale"),
     "warning", "extreme dropout", subject="dropout", exact=False, doc="""
-    A dropout that drops nine in ten or more.
+    A dropout layer that drops nine in ten elements or more.
 
     Formula: p ≥ 0.9.
 
@@ -174,188 +173,80 @@ _row("dropout.extreme", Site.MODULES, ("model",), ("loss.flat", "unit.dead", "lo
     """)  # fmt: skip
 
 _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.too_small"), "warning",
-    "attention that looks at one place", of="attention", subject="attention", exact=False, doc="""
-    Attention that looks at one place only.
+    "attention to a single position", requires="attention", subject="attention", exact=False, doc="""
+    Attention heads that attend to a single position.
 
     Formula: mean entropy of the attention weights / ln T below 0.05 in more than half of the heads, in each
-    of at least three batches looked at; T ≥ 4 keys.
+    of at least three inspected batches; T ≥ 4 keys.
 
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
     """)  # fmt: skip
 
 _row("gate.shut", Site.MODULES, ("batches", "model"),
-    ("grad.*", "loss.*", "act.collapse", "update.too_small"), "error", "gates that are shut", subject="gates",
+    ("grad.*", "loss.*", "act.collapse", "update.too_small"), "error", "closed gates", subject="gates",
     exact=False, doc="""
-    A gate of an LSTM or GRU that its bias shuts.
+    A gate of an LSTM or GRU that its bias keeps closed.
 
-    Formula: median over units of sigmoid(bias) below 0.03, of a GRU's update gate above 0.97. A large
+    Formula: median over units of sigmoid(bias) below 0.03; above 0.97 for the update gate of a GRU. A large
     positive bias of the forget gate, which keeps it open, is usual.
 
     Source: Jozefowicz et al., An Empirical Exploration of Recurrent Network Architectures, 2015.
     """)  # fmt: skip
 
 
-@check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
-def hook_silent(evidence: Evidence) -> Iterator[Result]:
-    """Layers that were not called in any batch looked at, so that nothing is known of their outputs: a note.
-
-    Formula: number of calls = 0, and no parameter of the layer had a gradient. A layer whose parameters had
-    one is used in another way than by a call; of a frozen one that cannot be known; and some kinds of layers
-    are never called by themselves. No note is made of these, nor of layers without parameters if another
-    layer is used without a call.
-    """
-    if not evidence.layers:
-        yield Skipped("no call of any layer was seen")
-        return
-    unused = [
-        name for name, why in evidence.silent.items() if why == NOT_CALLED and _is_unused(evidence, name)
-    ]
-    if not unused:
-        yield Passed("layers that are not used")
-        return
-    first, *others = unused
-    more = f", nor {'were' if len(others) > 1 else 'was'} {join_names(others, 3)}" if others else ""
-    # of a layer without parameters the forward may read the settings, which nobody can see
-    may_be_read = not {p.layer for p in evidence.params.values()}.issuperset(unused)
-    reads = ("a forward that reads only its settings, as in F.dropout(x, self.dropout.p)",)
-    yield finding(
-        "hook.silent",
-        "info",
-        at=first,
-        value=float(len(unused)),
-        limit=0.0,
-        message=f"the layer {first} was not called in any of the {evidence.n_looked} batches looked at"
-        f"{more}.",
-        causes=("a layer that the forward leaves out, always or in most batches", *reads[: int(may_be_read)]),
-        next_steps=(
-            "if it is meant to take part, call it in forward; if not"
-            f"{', and its settings are not read there,' if may_be_read else ','} take it away",
-        ),
-    )
-
-
-def _is_unused(evidence: Evidence, layer: str) -> bool:
-    """Whether a layer that was not called is in no other use either, as far as its parameters tell."""
-    if params := [p for p in evidence.params.values() if p.layer == layer]:
-        is_known = "gradients" in evidence.sources  # else its hook has looked for a gradient, once
-        return not is_known or (any(p.n_without for p in params) and not any(map(_has_gradient, params)))
-    used = {p.layer for p in evidence.params.values() if _has_gradient(p)} & evidence.silent.keys()
-    return not used and USED not in evidence.silent.values()
-
-
-def _has_gradient(param: Param) -> bool:
-    return any(x > 0 for x in param.series("norm").values)
-
-
-@check("nonfinite.first", site=Site.MODULES, needs=("batch",), exact=True, leads_to=EVERYTHING)
-def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
-    """The first module that makes NaN or infinity of finite inputs, or of finite gradients.
-
-    Formula: the batch is run again, see `hookcb.nans.search`.
-    """
-    is_named = any(sighting.code == "nonfinite.first" for sighting in evidence.sightings)
-    step = None if is_named else _not_finite(evidence)
-    if step is None:
-        yield from passed_on(evidence, "nonfinite.first", "error", "NaN and infinities", of="backward")
-    else:
-        yield Skipped(f"step {step} was not finite, and where that began was not looked for")
-
-
-def _not_finite(evidence: Evidence) -> int | None:
-    """The first step whose loss or, without a GradScaler, whose gradients are known not to be finite."""
-    steps = [step for step, x in evidence.loss if not math.isfinite(x)]
-    if "scaler" in evidence.absent:
-        bad = (step for p in evidence.params.values() for step, n in p.series("nonfinite") if n > 0)
-        steps.extend(bad)
-    return min(steps, default=None)
-
-
-@check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)
-def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
-    """The gradient of a layer's output is NaN or infinite, and those of all parameters are finite.
-
-    Formula: elements of the gradient of an output that are NaN or infinite > 0, of parameters = 0, at one
-    step.
-
-    Known where `GradientHealth(activations=True)` records gradients of outputs.
-    """
-    known = [layer for layer in evidence.layers.values() if "grad_nonfinite" in layer.stats]
-    if not known:
-        yield Skipped("gradients of outputs are recorded by GradientHealth(activations=True)")
-        return
-    bad = {step for p in evidence.params.values() for step, n in p.series("nonfinite") if n > 0}
-    found = [(step, n, x) for x in known for step, n in x.series("grad_nonfinite") if n > 0]
-    found = [of for of in found if of[0] not in bad]
-    if not found:
-        yield Passed("NaN inside the backward")
-        return
-    step, n, layer = min(found, key=lambda of: of[0])
-    yield finding(
-        "nonfinite.contained",
-        "warning",
-        at=layer,
-        when=(step, None),
-        value=n,
-        limit=0.0,
-        message=f"the gradient of the output of {layer.name} has {n:,.0f} NaN or infinite numbers at step "
-        f"{step}, while those of all parameters are finite.",
-        causes=("an operation whose slope is infinite, behind a mask or a choice of elements",),
-        next_steps=("mask the input of that operation rather than its output",),
-    )
-
-
 _row("head.activation", Site.LOSS, ("batch", "graph"),
     ("loss.*", "grad.*", "unit.*", "update.too_small", "act.collapse"), "error",
     "an activation before the loss", doc="""
-    A softmax, sigmoid or ReLU whose output goes to a loss that applies its own.
+    A softmax, sigmoid or ReLU before a loss that applies its own activation.
 
     Formula: the nodes of the autograd graph next to the loss.
 
-    Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss take unnormalised scores, NLLLoss logarithms.
+    Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss take unnormalized logits, NLLLoss
+    log-probabilities.
     """)  # fmt: skip
 
 _row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat"), "error",
-    "a loss without gradients", of="loss", doc="""
+    "a loss without gradients", requires="loss", doc="""
     A loss that does not depend on any parameter.
 
     Formula: it has no `grad_fn`.
     """)  # fmt: skip
 
 _row("grad.stale", Site.GRADIENTS, ("batches", "steps"), EVERYTHING, "error",
-    "gradients left over from the step before", of="time before a backward", doc="""
-    Gradients of a step are still there when the next ones are added to them, step after step.
+    "gradients left over from the step before", requires="time before a backward", doc="""
+    Gradients that are never zeroed, so each step adds to those of the step before.
 
-    Formula: at no backward between two steps of an optimizer were its gradients zero or None, each time.
+    Formula: between any two steps of an optimizer, no backward began with gradients that were zero or None.
     """)  # fmt: skip
 
 _row("param.duplicated", Site.OPTIMIZER, ("batch", "optimizers"), ("update.*", "loss.*"), "error",
-    "parameters twice in the optimizer", of="groups of the optimizer", doc="""
-    A parameter that is in the optimizers' groups more than once: it gets several updates a step.
+    "parameters twice in the optimizer", requires="groups of the optimizer", doc="""
+    A parameter that is in the optimizers' groups more than once, so each step updates it several times.
 
-    Formula: number of times that a parameter is in the groups of all optimizers > 1.
+    Formula: number of occurrences of a parameter in the groups of all optimizers > 1.
     """)  # fmt: skip
 
 _row("update.lost_to_rounding", Site.OPTIMIZER, ("steps",),
     ("param.not_stepped", "loss.flat", "update.too_small"), "error", "updates lost to rounding",
-    of="weights around a step", subject="low precision", doc="""
-    Weights in low precision whose updates are smaller than the distance to the next number.
+    requires="weights around a step", subject="low precision", doc="""
+    Low-precision weights whose updates are smaller than the spacing of their numbers, so rounding drops them.
 
-    Formula: share of weights with a gradient that a step has not changed by a bit > 0.5, in each of
-    three steps looked at or more.
+    Formula: share of weights with a gradient that are bit-identical after a step > 0.5, in each of at least
+    three inspected steps.
 
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
     """)  # fmt: skip
 
 _row("replica.diverged", Site.OPTIMIZER, ("batches",), ("loss.*",), "error", "replicas that differ",
-    of="replicas at the end of an epoch", subject="replicas", doc="""
+    requires="replicas at the end of an epoch", subject="replicas", doc="""
     Replicas of DistributedDataParallel whose parameters differ.
 
     Formula: sum and norm of all parameters, gathered from all ranks at the end of an epoch.
     """)  # fmt: skip
 
-_row("memory.graphs_kept", Site.RUN, ("batches",), ("memory.growth",), "warning", "graphs that are kept",
-    of="graphs of 60 losses", doc="""
-    The graphs of past batches stay in memory, one more each batch.
+_row("memory.graphs_kept", Site.RUN, ("batches",), ("memory.growth",), "warning", "retained graphs",
+    requires="graphs of 60 losses", doc="""
+    The autograd graphs of past batches stay in memory, one more with each batch.
 
-    Formula: the nodes of the last 58 losses are all alive, but those of the last two.
+    Formula: the nodes of the last 60 losses, other than the last two, are all still alive.
     """)  # fmt: skip

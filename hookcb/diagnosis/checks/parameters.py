@@ -1,39 +1,40 @@
-"""Exact checks of parameters: who gets no gradient, and who is never updated."""
+"""Exact checks of parameters that get no gradient or are never updated."""
 
 from collections.abc import Iterator
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
 from hookcb.diagnosis.evidence import Evidence, Param
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 
-MANY, VISIBLE = 20, 1e-6  # steps, and an update ratio
-FEW = 5  # steps that a parameter must have been without gradient
+MIN_RECORDS = 5  # inspected steps
+MIN_STEPS = 20  # of the run
 
 
 @check("param.unreachable", site=Site.BACKWARD, needs=("gradients",), exact=True, leads_to=("loss.flat",))
 def unreachable(evidence: Evidence) -> Iterator[Result]:
-    """A layer that was called in the forward, and to which no gradient has ever come.
+    """A layer that was called in the forward and never received a gradient.
 
-    Formula: `requires_grad`, and `.grad` None in at least five steps looked at. Parameters that are frozen,
-    that had a gradient at some step, and those of layers that were not called, are left out.
+    Formula: `requires_grad`, and `.grad` is None in at least five inspected steps. Parameters that are
+    frozen, that had a gradient at some step, or whose layer was not called are left out.
     """
     steps = evidence.steps.get("total_norm")
-    if steps is None or len(steps) < FEW:
-        yield Skipped(f"fewer than {FEW} steps were looked at")
+    if steps is None or len(steps) < MIN_RECORDS:
+        yield Skipped(f"fewer than {MIN_RECORDS} steps were inspected")
         return
-    ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= FEW]
+    ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= MIN_RECORDS]
     without = [p for p in ungraded if p.layer in evidence.layers]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
     if not without and unknown:
-        yield Skipped(f"{unknown[0].name} had no gradient, and whether its layer is used was not seen")
+        yield Skipped(f"{unknown[0].name} had no gradient, and it is not known whether its layer is used")
         return
     if not without:
         yield Passed("layers without gradient")
         return
-    last = max(without, key=lambda p: evidence.layers[p.layer].place)  # nearest to where it was cut
+    last = max(without, key=lambda p: evidence.layers[p.layer].place)  # nearest to where the graph was cut
     layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
-    more = f", nor to {join_names(layers, 3)}" if layers else ""
+    more = f", nor did {join_names(layers, 3)}" if layers else ""
     yield finding(
         "param.unreachable",
         "error",
@@ -41,13 +42,11 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
         when=steps,
         value=float(len(without)),
         limit=0.0,
-        message=f"no gradient has come to {last.name} in {len(steps)} steps{more}; the layer is used in the "
-        "forward.",
-        causes=(
-            "a .detach(), .data, no_grad or a step in NumPy behind this layer cuts it off from the loss",
-        ),
+        message=f"Parameter {last.name} received no gradient in {len(steps)} steps{more}, although its layer "
+        "is used in the forward.",
+        causes=("a .detach(), .data, no_grad or NumPy operation after this layer cuts it off from the loss",),
         next_steps=(
-            f"look at what happens to the output of {last.layer or 'the model'} on its way to the loss",
+            f"Follow the output of {last.layer or 'the model'} to the loss, and find where it is cut",
         ),
     )
 
@@ -60,12 +59,12 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     leads_to=("loss.*",),
 )
 def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
-    """A parameter that gets gradients and that no optimizer has: it is never updated.
+    """A parameter that gets gradients but is in no optimizer, so it is never updated.
 
-    Formula: `.grad` is not None at some step, and no group of an optimizer has the parameter.
+    Formula: `.grad` is not None at some step, and no parameter group of an optimizer contains the parameter.
     """
     if evidence.is_by_hand:
-        yield Skipped("the loop moves its weights without an optimizer")
+        yield Skipped("the loop updates its weights without an optimizer")
         return
     params = [p for p in evidence.params.values() if p.stats and not p.is_optimized]
     if not any(p.stats for p in evidence.params.values()):
@@ -74,18 +73,17 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     if not params:
         yield Passed("parameters outside the optimizer")
         return
-    first, names = params[0], [p.name for p in params]
     yield finding(
         "param.not_in_optimizer",
         "error",
-        at=first,
+        at=params[0],
         value=float(len(params)),
         limit=0.0,
-        message=f"{len(params)} of {len(evidence.params)} parameters get gradients and are in no optimizer, "
-        f"so they are never updated: {join_names(names, 4)}.",
-        causes=("the optimizer was made from a part of the model, or before layers were added",),
+        message=f"{len(params)} of {len(evidence.params)} parameters get gradients but are in no optimizer, "
+        f"so they are never updated: {join_names([p.name for p in params], 4)}.",
+        causes=("the optimizer was created from a part of the model, or before layers were added",),
         next_steps=(
-            "give the optimizer all of model.parameters(), or freeze these with requires_grad_(False)",
+            "Give the optimizer all of model.parameters(), or freeze these with requires_grad_(False)",
         ),
     )
 
@@ -98,33 +96,33 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     leads_to=("loss.flat", "unit.dead", "grad.attenuated", "act.collapse"),
 )
 def zero_layer(evidence: Evidence) -> Iterator[Result]:
-    """A hidden layer whose weight is all zero and gets no gradient, so that it stays so.
+    """A hidden layer whose weight is all zero and gets no gradient, so it stays zero.
 
-    Formula: norm of the weight and norm of its gradient are 0 in each of five steps looked at or more; it is
-    not the last weight.
+    Formula: the norms of the weight and of its gradient are 0 in each of at least five inspected steps, and
+    it is not the last weight.
 
     A branch that begins with zeros on purpose gets gradients.
     """
     weights = [p for p in evidence.params.values() if p.is_weight and p.stats]
-    if not any(len(p.series("norm")) >= FEW for p in weights):
-        yield Skipped(f"no weight got a gradient in {FEW} steps that were looked at")
+    if not any(len(p.series("norm")) >= MIN_RECORDS for p in weights):
+        yield Skipped(f"no weight had a gradient in {MIN_RECORDS} inspected steps")
         return
     zero = [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]
     if not zero:
         yield Passed("layers of zeros that stay so")
         return
-    first, names = zero[0], [p.name for p in zero]
+    first, *others = zero
     yield finding(
         "init.zero",
         "error",
         at=first,
         when=first.series("norm"),
         value=0.0,
-        message=f"the weight of {first.layer} is all zero and no gradient comes to it, so it stays zero"
-        f"{'' if len(names) == 1 else f'; the same of {join_names(names[1:], 3)}'}.",
-        causes=("all weights were initialised with zeros",),
+        message=f"The weight of {first.layer} is all zero and its gradient is zero, so it stays zero"
+        f"{_also(others)}.",
+        causes=("all weights were initialized with zeros",),
         next_steps=(
-            "initialise weights at random, torch.nn.init.kaiming_normal_(layer.weight); zeros are for biases",
+            "Initialize weights randomly, torch.nn.init.kaiming_normal_(layer.weight); zeros are for biases",
         ),
     )
 
@@ -136,21 +134,21 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     exact=True,
     leads_to=("loss.flat",),
 )
-def put_back(evidence: Evidence) -> Iterator[Result]:
-    """A weight that steps move, and that is at the end where it was at the beginning, to the bit.
+def restored(evidence: Evidence) -> Iterator[Result]:
+    """A weight that steps change, but that ends bit-identical to how it began.
 
-    Formula: update ratio above 1e-6 in the median of five steps looked at, twenty steps or more, and none of
-    1,024 elements has changed.
+    Formula: the median update ratio of at least five inspected steps is above 1e-6, there were twenty steps
+    or more, and none of 1,024 elements has changed.
     """
     moving = [p for p in evidence.params.values() if p.is_weight and _steps_move(p)]
-    if evidence.n_steps < MANY or not moving:
-        yield Skipped(f"fewer than {MANY} steps, or none of those looked at has moved a weight")
+    if evidence.n_steps < MIN_STEPS or not moving:
+        yield Skipped(f"fewer than {MIN_STEPS} steps, or no inspected step changed a weight")
         return
-    found = [p for p in moving if not p.has_moved]
-    if not found:
+    unchanged = [p for p in moving if not p.has_moved]
+    if not unchanged:
         yield Passed("weights that are put back after each step")
         return
-    first, names = found[0], [p.name for p in found]
+    first, *others = unchanged
     yield finding(
         "param.restored",
         "error",
@@ -158,18 +156,23 @@ def put_back(evidence: Evidence) -> Iterator[Result]:
         when=(first.series("update_ratio").steps[0], None),
         value=0.0,
         limit=0.0,
-        message=f"each step moves {first.name}, and after {evidence.n_steps} steps it is what it was at the "
-        f"beginning, to the bit{'' if len(names) == 1 else f'; the same of {join_names(names[1:], 3)}'}.",
+        message=f"Steps change {first.name}, but after {evidence.n_steps} steps it is bit-identical to how "
+        f"it began{_also(others)}.",
         causes=("something puts the old value back after each step",),
-        next_steps=("look for code that copies or loads weights inside the loop",),
+        next_steps=("Look for code that copies or loads weights inside the loop",),
     )
+
+
+def _also(others: list[Param]) -> str:
+    """The other parameters of which a message holds."""
+    return f"; the same is true of {join_names([p.name for p in others], 3)}" if others else ""
 
 
 def _steps_move(param: Param) -> bool:
     ratios = param.series("update_ratio")
-    return len(ratios) >= FEW and ratios.median() > max(VISIBLE, param.resolution)
+    return len(ratios) >= MIN_RECORDS and ratios.median() > max(VISIBLE_UPDATE, param.resolution)
 
 
 def _is_zero(param: Param, stat: str) -> bool:
     series = param.series(stat)
-    return len(series) >= FEW and not any(series.values)
+    return len(series) >= MIN_RECORDS and not any(series.values)

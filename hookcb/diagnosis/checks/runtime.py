@@ -1,4 +1,4 @@
-"""Checks of how the training runs: batches that are waited for, and memory that grows."""
+"""Checks of time and memory: waiting for batches, and memory that grows."""
 
 import math
 from collections.abc import Iterator
@@ -9,34 +9,32 @@ from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import median, ratio
 from hookcb.profiling.memory.growth import fit_line
 
-WAITING, WAITING_ERROR = 0.3, 0.6  # share of a batch's time
-SHORTEST_WAIT = 0.003  # seconds; what a small batch takes to put together, which is no trouble to anyone
-WARM_UP, ENOUGH_WAITS = 5, 10  # first batches, in which workers start; batches after these
-MEMORY_WARM_UP, ENOUGH_MEMORY = (
-    10,
-    50,
-)  # first steps, in which buffers and states come to be; steps after these
-GROWTH, CERTAIN = 1e6, 1.96  # bytes a step; standard errors of a 95 % confidence interval
-PART = 0.15  # of the growth, in each half: one larger batch makes a step, not a slope
-MOST_BYTES = 1e18
+MAX_WAITING, MAX_WAITING_WARNING = 0.3, 0.6  # share of a batch's time
+MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothing can be gained
+N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches after these
+N_MEMORY_WARM_UP, MIN_MEMORY_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
+MAX_GROWTH, N_SIGMAS = 1e6, 1.96  # bytes per step; standard errors of a 95 % confidence interval
+MIN_PART = 0.15  # of the growth, in each half: a single larger batch makes a jump rather than a slope
+MAX_BYTES = 1e18  # more cannot be real
 
 
 @check("time.data_bound", site=Site.RUN, needs=("time",))
 def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     """Training that waits for its batches.
 
-    Formula: median time in the fetch of a batch / median time from the end of one batch to that of the next,
-    the first five left out. Limit: 0.3, and 0.6 for an error; nothing below 3 ms, where there is nothing to
-    gain. A Learner fetches its batches itself. In any other loop only a DataLoader's fetches are seen: what
-    else the loop does between its steps is not waiting, and batches from elsewhere are not judged.
+    Formula: median time to fetch a batch / median time from the end of one batch to the end of the next,
+    without the first five. Limit: 0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is
+    nothing to gain. A Learner fetches its batches itself. In any other loop only the fetches of a DataLoader
+    are seen: whatever else the loop does between its steps does not count as waiting, and batches from other
+    sources are not judged.
 
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
     waits = dict(evidence.waits)
-    pairs = [(waits.get(step, math.nan), x) for step, x in list(evidence.batches)[WARM_UP:]]
+    pairs = [(waits.get(step, math.nan), x) for step, x in list(evidence.batches)[N_WARM_UP:]]
     pairs = [(wait, x) for wait, x in pairs if math.isfinite(wait) and math.isfinite(x)]
-    if len(pairs) < ENOUGH_WAITS:
-        yield Skipped(f"fewer than {WARM_UP + ENOUGH_WAITS} batches were timed")
+    if len(pairs) < MIN_BATCHES:
+        yield Skipped(f"fewer than {N_WARM_UP + MIN_BATCHES} batches were timed")
         return
     n_fetched = sum(wait > 0 for wait, _ in pairs)
     if 2 * n_fetched <= len(pairs):
@@ -44,61 +42,61 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
         return
     wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
     share = ratio(wait, whole)
-    if not (share > WAITING and wait >= SHORTEST_WAIT):
-        yield Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, WAITING)
+    if not (share > MAX_WAITING and wait >= MIN_WAIT):
+        yield Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
         return
     yield finding(
         "time.data_bound",
-        "error" if share > WAITING_ERROR else "warning",
-        when=(evidence.batches.steps[WARM_UP], evidence.batches.steps[-1]),
+        "error" if share > MAX_WAITING_WARNING else "warning",
+        when=(evidence.batches.steps[N_WARM_UP], evidence.batches.steps[-1]),
         value=share,
-        limit=WAITING,
-        message=f"{share:.0%} of the time goes by in fetching batches, {1e3 * wait:.0f} ms of "
-        f"{1e3 * whole:.0f} ms each (limit {WAITING:.0%}).",
+        limit=MAX_WAITING,
+        message=f"Training waits for batches {share:.0%} of the time: {1e3 * wait:.0f} of {1e3 * whole:.0f} "
+        f"ms per batch (limit {MAX_WAITING:.0%}).",
         causes=("samples that are slow to load or transform", "no worker processes, or too few"),
         next_steps=(
             "Give the DataLoader num_workers=4 and persistent_workers=True",
-            "Transform or decode the data once, before the training",
+            "Transform or decode the data once, before training",
         ),
     )
 
 
 @check("memory.growth", site=Site.RUN, needs=("memory",))
 def growing_memory(evidence: Evidence) -> Iterator[Result]:
-    """Memory that grows from step to step, until there is none left.
+    """Memory that grows from step to step until it runs out.
 
-    Formula: slope by least squares over 50 steps or more after the first ten. Limit: 1 MB a step, with a 95 %
-    confidence interval above zero, and growth in both halves of the run.
+    Formula: slope by least squares over 50 steps or more after the first ten. Limit: 1 MB per step, with a
+    95 % confidence interval above zero, and growth in both halves of the run.
 
     Source: Draper & Smith, "Applied Regression Analysis", 1998, for the standard error of a slope; the
     PyTorch FAQ, "My model reports cuda runtime error(2): out of memory", for losses that are kept.
     """
     memory = Series.of(evidence.memory.steps, evidence.memory.values)
-    points = [(float(step), x) for step, x in list(memory)[MEMORY_WARM_UP:] if 0 <= x < MOST_BYTES]
-    if len(points) < ENOUGH_MEMORY or points[0][0] >= points[-1][0]:
-        yield Skipped(f"memory of fewer than {MEMORY_WARM_UP + ENOUGH_MEMORY} steps is known")
+    points = [(float(step), x) for step, x in list(memory)[N_MEMORY_WARM_UP:] if 0 <= x < MAX_BYTES]
+    if len(points) < MIN_MEMORY_STEPS or points[0][0] >= points[-1][0]:
+        yield Skipped(f"memory was recorded in fewer than {N_MEMORY_WARM_UP + MIN_MEMORY_STEPS} steps")
         return
     slope, error = fit_line(points)
-    if slope - CERTAIN * error <= 0 or slope <= GROWTH or not _is_steady([x for _, x in points]):
-        yield Passed(f"growing memory ({slope / 1e6:.2f} MB a step)", slope, GROWTH)
+    if slope - N_SIGMAS * error <= 0 or slope <= MAX_GROWTH or not _is_steady([x for _, x in points]):
+        yield Passed(f"growing memory ({slope / 1e6:.2f} MB per step)", slope, MAX_GROWTH)
         return
-    n_steps = points[-1][0] - points[0][0]  # of a long run not each is there
+    n_steps = points[-1][0] - points[0][0]  # more than len(points): a long run keeps only some
     yield finding(
         "memory.growth",
         "warning",
         when=(int(points[0][0]), int(points[-1][0])),
         value=slope,
-        limit=GROWTH,
-        message=f"Memory grows by {slope / 1e6:.1f} MB a step, {slope * n_steps / 1e9:.1f} GB so far (limit "
-        f"{GROWTH / 1e6:.0f} MB a step).",
+        limit=MAX_GROWTH,
+        message=f"Memory grows by {slope / 1e6:.1f} MB per step, {slope * n_steps / 1e9:.1f} GB so far "
+        f"(limit {MAX_GROWTH / 1e6:.0f} MB per step).",
         causes=("losses or outputs that are kept with their graph", "a list that tensors are appended to"),
         next_steps=("Keep loss.item() or loss.detach() rather than the loss itself",),
     )
 
 
 def _is_steady(values: list[float]) -> bool:
-    """Whether it grows from the first third to the second, and to the last."""
+    """Whether memory grows from the first third to the second, and from the second to the last."""
     n = len(values) // 3
     first, second, third = (median(part) for part in (values[:n], values[n : 2 * n], values[2 * n :]))
-    least = PART * (third - first)
-    return min(second - first, third - second) > max(0.0, least)
+    smallest = MIN_PART * (third - first)
+    return min(second - first, third - second) > max(0.0, smallest)

@@ -1,37 +1,44 @@
-"""Sizes of updates and of the weights before the first one, and the advice that follows from them."""
+"""Update sizes, the scale of initial weights, and the advice that follows from both."""
 
 import math
 from collections.abc import Sequence
 
 from hookcb.diagnosis.evidence import Evidence, Param, Series
-from hookcb.diagnosis.trends import before, finite, format_factor, median, weights
+from hookcb.diagnosis.trends import before, finite, format_factor, median, persistent, weights
 
-USUAL = 3**-0.5  # of 1/sqrt(fan in): the standard deviation with which torch.nn.Linear and Conv begin
-SMALL_INIT, LARGE_INIT = (
-    0.2,
-    3.0,
-)  # of 1/sqrt(fan in); kaiming_normal_ has 1.4, kaiming_uniform_(a=5**0.5) 0.6
-AIM, USUAL_UPDATE = 0.01, 1e-3  # an update ratio that hardly any weight should exceed; that of a usual weight
-N_FIRST, RISEN = 10, 0.5  # records; of the first loss
-LEAST, MOST = 2, 10_000  # factors that are worth a number, and beyond which nothing is sure
+MAX_FIRST_UPDATE, N_FIRST = 0.2, 10  # in the first records; Adam with lr 1e-2 begins with 0.1 to 0.2
+MAX_UPDATE, N_LARGE, N_WINDOW = 0.05, 5, 8  # later, in 5 of 8 records
+VISIBLE_UPDATE = 1e-6  # update ratio that shows in a weight
+TARGET_UPDATE, USUAL_UPDATE = 0.01, 1e-3  # the largest update of a good learning rate, and the usual one
+USUAL_INIT = 3**-0.5  # times 1/sqrt(fan in): the std with which torch.nn.Linear and Conv begin
+# times 1/sqrt(fan in); kaiming_normal_ has 1.4, kaiming_uniform_(a=5**0.5) 0.6
+MIN_INIT, MAX_INIT = 0.2, 3.0
+MAX_RISE = 0.5  # of the loss, as a share of the loss at the beginning
+MIN_FACTOR, MAX_FACTOR = 2, 10_000  # a smaller factor is not worth advice, a larger one is not reliable
 
 
 def updates(param: Param, until: float = math.inf) -> Series:
-    """Its update ratios before a step, ‖ΔW‖ / ‖W‖, where ‖W‖ counts at least as usual of its shape.
+    """Update ratios before a step, ‖ΔW‖ / ‖W‖, with ‖W‖ at least the usual norm of that shape.
 
-    A weight that begins near zero grows by many times its own size at first, which is no large step.
+    A weight that begins near zero first grows by many times its own size, which is not a large step.
     """
     norms = dict(param.series("weight_norm"))
-    usual = USUAL * math.sqrt(max(1, param.shape[0]))
-    found = Series()
+    usual = USUAL_INIT * math.sqrt(max(1, param.shape[0]))
+    sizes = Series()
     for step, x in before(param.series("update_ratio"), until):
-        was = norms.get(step, math.nan) / math.hypot(1, x)  # before the step, which is at right angles mostly
-        found.add(step, x * was / usual if was < usual else x)
-    return found
+        # the norm before the step, which is mostly at a right angle to the weight
+        previous = norms.get(step, math.nan) / math.hypot(1, x)
+        sizes.add(step, x * previous / usual if previous < usual else x)
+    return sizes
+
+
+def has_large_updates(param: Param) -> bool:
+    """Whether 5 of 8 records in a row have an update above 0.05."""
+    return persistent(updates(param), lambda x: x > MAX_UPDATE, N_LARGE, N_WINDOW) is not None
 
 
 def init_scale(param: Param) -> float:
-    """RMS of a weight before the first step, in units of 1/sqrt(fan in); NaN where that was not seen."""
+    """RMS of a weight before the first step, in units of 1/sqrt(fan in); NaN if that was not recorded."""
     ratios, norms = param.series("update_ratio"), param.series("weight_norm")
     if not len(ratios) or not len(norms) or ratios.steps[0] != 0 or norms.steps[0] != 0:
         return math.nan
@@ -39,67 +46,66 @@ def init_scale(param: Param) -> float:
 
 
 def begins_small(params: Sequence[Param]) -> bool:
-    """Whether any of these weights was seen to begin smaller than the usual initializations."""
-    return any(0 < init_scale(p) < SMALL_INIT for p in params)
+    """Whether any of these weights began smaller than the usual initializations."""
+    return any(0 < init_scale(p) < MIN_INIT for p in params)
 
 
 def begins_large(params: Sequence[Param]) -> bool:
-    """Whether any of these weights was seen to begin larger than the usual initializations."""
-    return any(init_scale(p) > LARGE_INIT for p in params)
+    """Whether any of these weights began larger than the usual initializations."""
+    return any(init_scale(p) > MAX_INIT for p in params)
 
 
 def first_update(evidence: Evidence) -> float:
-    """The largest update of a weight in the first steps, up to the first after which the loss is higher."""
+    """Largest update of a weight in the first steps, up to the first one after which the loss is higher."""
     losses = evidence.loss
     start = losses.values[0] if len(losses) else math.nan
-    high = start + RISEN * abs(start)
+    high = start + MAX_RISE * abs(start)
     risen = (
         next((step for step, x in losses if not x <= high), math.inf) if math.isfinite(start) else math.inf
     )
-    largest = []
+    sizes = []
     for p in weights(evidence):
-        found = updates(p)
-        largest += [x for i, (step, x) in enumerate(found) if i == 0 or (i < N_FIRST and step < risen)]
-    return max(finite(largest), default=math.nan)
+        records = enumerate(updates(p))
+        sizes += [x for i, (step, x) in records if i == 0 or (i < N_FIRST and step < risen)]
+    return max(finite(sizes), default=math.nan)
 
 
 def divisor(evidence: Evidence) -> int:
-    """By what to divide the learning rate so that the first steps come to AIM; 1 if they are smaller.
+    """Divisor of the learning rate that brings the first updates to 0.01; 1 if they are smaller.
 
-    Divided by what later steps show, the learning rate comes out too low: weights that have run away get
-    gradients of another size.
+    Later updates would make the learning rate too low: weights that have run away get gradients of another
+    size.
     """
-    return _round_down(first_update(evidence) / AIM)
+    return _round_down(first_update(evidence) / TARGET_UPDATE)
 
 
 def lower_rate(evidence: Evidence) -> tuple[str, ...]:
-    """The advice to lower the learning rate, by as much as the first steps say; nothing where they do not."""
+    """Advice to lower the learning rate, by a factor from the first steps; empty if they are fine."""
     n = divisor(evidence)
-    return (f"Divide the learning rate by {n:,}",) if n >= LEAST else ()
+    return (f"Divide the learning rate by {n:,}",) if n >= MIN_FACTOR else ()
 
 
 def multiplier(evidence: Evidence, usual: float) -> int:
-    """By what to multiply the learning rate so that the usual update comes to 1e-3, and none above AIM."""
+    """Factor of the learning rate that brings the median update, `usual`, to 1e-3 and none above 0.01."""
     largest = max((median(updates(p).values) for p in weights(evidence) if len(updates(p))), default=math.nan)
-    return _round_down(min(USUAL_UPDATE / usual, AIM / largest if largest > 0 else math.inf))
+    return _round_down(min(USUAL_UPDATE / usual, TARGET_UPDATE / largest if largest > 0 else math.inf))
 
 
 def _round_down(x: float) -> int:
-    """To 1, 2 or 5 times a power of ten, between 1 and 10,000."""
+    """Round down to 1, 2 or 5 times a power of ten, between 1 and 10,000."""
     if not x > 1:
         return 1
-    x = min(x, MOST)
+    x = min(x, MAX_FACTOR)
     power = 10 ** math.floor(math.log10(x))
     return int(power * max(n for n in (1, 2, 5) if n * power <= x))
 
 
-def told_init(params: Sequence[Param]) -> str:
-    """The advice on weights that were seen to begin unusually; "" where they have not."""
-    if begins_small(params) or begins_large(params):
-        odd = next(p for p in params if begins_small([p]) or begins_large([p]))
-        size = format_factor(init_scale(odd))
-        return (
-            f"Initialize {odd.layer or odd.name} with torch.nn.init.kaiming_normal_, which has 1.4 / "
-            f"sqrt(fan in); it begins with {size} / sqrt(fan in)"
-        )
-    return ""
+def init_advice(params: Sequence[Param]) -> str:
+    """Advice on the first weight that began unusually small or large; "" if none did."""
+    unusual = next((p for p in params if begins_small([p]) or begins_large([p])), None)
+    if unusual is None:
+        return ""
+    return (
+        f"Initialize {unusual.layer or unusual.name} with torch.nn.init.kaiming_normal_, which has a std of "
+        f"1.4 / sqrt(fan in); it began with {format_factor(init_scale(unusual))} / sqrt(fan in)"
+    )

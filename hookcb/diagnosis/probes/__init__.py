@@ -1,1 +1,1 @@
-"""What is looked at in a running training to fill an Evidence."""
+"""Probes that measure a running training for its `Evidence`."""

@@ -1,4 +1,4 @@
-"""Attention and saturation of functions that are no modules, seen operation by operation."""
+"""Probes of attention weights, operation by operation, and of saturated activation functions."""
 
 import math
 import sys
@@ -14,50 +14,50 @@ from hookcb.diagnosis.evidence import Observation
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
-FEWEST_KEYS = 4
-MOST_QUERIES = 32  # that are looked at, of each head
-LOW = 0.05  # mean entropy / ln T
-FEWEST = 3  # batches
-HALF = 0.5  # of the heads
-TANH, SIGMOID = 0.97, 0.03
+MIN_KEYS = 4
+MAX_QUERIES = 32  # inspected for each head
+LOW_ENTROPY = 0.05  # mean entropy / ln T
+MIN_BATCHES = 3
+MAX_LOW_HEADS = 0.5  # share of the heads
+TANH, SIGMOID = 0.97, 0.03  # saturated above this magnitude, and within this distance of 0 or 1
 
 
 class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Looks at attention weights as they are made, in one forward of the model.
+    """Measures attention weights as they are computed, in one forward of the model.
 
     Args:
-        layer: tells the name of the module that is being called.
-        found: takes a layer's share of heads that look at one place, `()` on its device.
+        layer: returns the name of the module that is running.
+        record: is called with the layer's name and its share of heads that attend to one place, `()`.
     """
 
-    def __init__(self, layer: Callable[[], str], found: Callable[[str, Tensor], object]) -> None:
+    def __init__(self, layer: Callable[[], str], record: Callable[[str, Tensor], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._found = layer, found
+        self._layer, self._record = layer, record
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs the operation as it is; of attention, looks at what it gave."""
+        """Runs the operation unchanged; measures its result if it is attention."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name in ("_softmax", "_safe_softmax"):
-            self._tell(out, args[1])
+            self._measure_softmax(out, args[1])
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
-            self._tell_of(args[0], args[1], kwargs, _is_causal(name, args, kwargs))
+            self._measure_fused(args[0], args[1], kwargs, _is_causal(name, args, kwargs))
         return out
 
-    def _tell(self, weights: Tensor, dim: int) -> None:
+    def _measure_softmax(self, weights: Tensor, dim: int) -> None:
         is_last = dim in (-1, weights.ndim - 1)
-        if is_last and weights.ndim > 2 and weights.shape[-1] >= FEWEST_KEYS and weights.shape[-2] > 1:
-            self._found(self._layer(), low_heads(weights))
+        if is_last and weights.ndim > 2 and weights.shape[-1] >= MIN_KEYS and weights.shape[-2] > 1:
+            self._record(self._layer(), low_heads(weights))
 
-    def _tell_of(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
+    def _measure_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
         scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
-        if q.ndim < 3 or k.shape[-2] < FEWEST_KEYS or q.shape[-2] < 2 or q.shape[-3] % k.shape[-3]:
+        if q.ndim < 3 or k.shape[-2] < MIN_KEYS or q.shape[-2] < 2 or q.shape[-3] % k.shape[-3]:
             return
-        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)  # heads that share their keys
-        places = torch.arange(q.shape[-2], device=q.device)[:: max(1, q.shape[-2] // MOST_QUERIES)]
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)  # grouped-query attention: heads share keys
+        places = torch.arange(q.shape[-2], device=q.device)[:: max(1, q.shape[-2] // MAX_QUERIES)]
         scores = q[..., places, :].float() @ k.float().transpose(-1, -2)
         scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         if isinstance(mask, Tensor):
@@ -66,7 +66,7 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         if is_causal:
             later = torch.arange(k.shape[-2], device=q.device) > places[:, None]
             scores = scores.masked_fill(later, -math.inf)
-        self._found(self._layer(), low_heads(scores.softmax(-1)))
+        self._record(self._layer(), low_heads(scores.softmax(-1)))
 
 
 def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -76,7 +76,7 @@ def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def low_heads(weights: Tensor) -> Tensor:
-    """Share of the heads whose mean entropy is below a twentieth of that of looking everywhere alike.
+    """Share of the heads whose mean entropy is below a twentieth of that of uniform attention.
 
     Args:
         weights: attention weights, `(…, heads, queries, keys)`, each row a distribution; or
@@ -87,33 +87,33 @@ def low_heads(weights: Tensor) -> Tensor:
     """
     p = weights.float()
     relative = -torch.special.xlogy(p, p).sum(-1) / math.log(p.shape[-1])
-    relative = relative.masked_fill(p.sum(-1) == 0, math.nan)  # of queries that are masked whole
-    of_heads = relative.movedim(-2, 0).flatten(1) if p.ndim > 3 else relative
-    share: Tensor = (of_heads.nanmean(1) < LOW).float().mean()
+    relative = relative.masked_fill(p.sum(-1) == 0, math.nan)  # queries that are fully masked
+    by_head = relative.movedim(-2, 0).flatten(1) if p.ndim > 3 else relative
+    share: Tensor = (by_head.nanmean(1) < LOW_ENTROPY).float().mean()
     return share
 
 
-def look_at_attention(seen: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
-    """Layers whose heads look at one place only, in each batch looked at."""
-    for layer, shares in seen.items():
+def observe_attention(shares_by_layer: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
+    """Layers whose heads attend to one place only, in each inspected batch."""
+    for layer, shares in shares_by_layer.items():
         values = [(step, float(share)) for step, share in shares]
         known = [(step, x) for step, x in values if not math.isnan(x)]
         least = min((x for _, x in known), default=0.0)
-        if len(known) >= FEWEST and least > HALF:
+        if len(known) >= MIN_BATCHES and least > MAX_LOW_HEADS:
             yield Observation(
                 "attn.collapse",
                 layer,
                 step=known[0][0],
                 value=least,
-                text=f"at least {least:.0%} of the heads of {layer or 'the model'} look at one place only: "
-                f"the entropy of their attention is below {LOW:.0%} of that of looking everywhere alike.",
-                causes=("scores before the softmax that are far too large, or not divided by √d",),
-                next_steps=("divide the scores by √d, and look at the size of query and key weights",),
+                text=f"At least {least:.0%} of the heads of {layer or 'the model'} attend to one place only: "
+                f"the entropy of their attention is below {LOW_ENTROPY:.0%} of that of uniform attention.",
+                causes=("scores before the softmax are far too large, or are not divided by √d",),
+                next_steps=("Divide the scores by √d, and check the size of the query and key weights",),
             )
 
 
 def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
-    """Share of the outputs of a tanh or sigmoid that are near its ends; None of other modules."""
+    """Share of the outputs of a Tanh or Sigmoid near its limits; None for other modules."""
     if isinstance(m, nn.Tanh):
         return (x.abs() > TANH).float().mean()
     if isinstance(m, nn.Sigmoid):
@@ -122,29 +122,29 @@ def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
 
 
 class OpHooks:
-    """Enters an `OpProbe` when the model is called, and leaves it when the call ends, however it does.
+    """Enters an `OpProbe` when the model is called and exits it when the call ends or fails.
 
-    A model that is compiled, in whole or in part, is left alone: it would run uncompiled. One in which the
-    first call has shown no attention is not looked at again.
+    A model that is compiled, in whole or in part, is left alone, because it would run uncompiled. A model
+    whose first call had no attention is not measured again.
 
     Args:
-        model: whose forward.
-        acts: whether a call that begins is looked at.
-        found: takes a layer's name and what `OpProbe` has found there.
-        in_loop_thread: whether it is the training that calls, and not another thread.
+        model: model whose forward is measured.
+        acts: whether to measure a call that begins.
+        record: see `OpProbe`.
+        in_loop_thread: whether the training makes the call, and not another thread.
     """
 
     def __init__(
         self,
         model: nn.Module,
         acts: Callable[[], bool],
-        found: Callable[[str, Tensor], object],
+        record: Callable[[str, Tensor], object],
         in_loop_thread: Callable[[], bool],
     ) -> None:
-        self._acts, self._found = acts, found
+        self._acts, self._record = acts, record
         self._names = {id(m): name for name, m in named_modules(model).items()}
         self._open: list[OpProbe] = []
-        self.has_looked = False  # in one whole call of the model
+        self.has_looked = False  # whether a whole call of the model was measured
         self.sees_attention = False
         self.is_left_out = any(map(is_compiled, model.modules()))
         self._hooks = (
@@ -157,18 +157,18 @@ class OpHooks:
         )
 
     def _enter(self, m: nn.Module, args: Any) -> None:
-        is_useless = self.has_looked and not self.sees_attention  # looking costs as much as what it looks at
+        is_useless = self.has_looked and not self.sees_attention  # measuring costs as much as the forward
         if torch.compiler.is_compiling() or is_useless or not self._acts():
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
-            probe = OpProbe(self._layer, self._tell)
+            probe = OpProbe(self._layer, self._record_share)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
-    def _tell(self, layer: str, share: Tensor) -> None:
+    def _record_share(self, layer: str, share: Tensor) -> None:
         self.sees_attention = True
-        self._found(layer, share)
+        self._record(layer, share)
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -180,7 +180,7 @@ class OpHooks:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> str:
-        """The innermost module of the model whose code is running."""
+        """Name of the innermost module of the model whose code is running."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             names = frame.f_code.co_varnames
@@ -194,7 +194,7 @@ class OpHooks:
         return ""
 
     def remove(self) -> None:
-        """Takes the hooks off; Ctrl-C in a forward has left one open, as torch then calls no hook."""
+        """Removes the hooks; exits a probe left open by Ctrl-C, after which torch calls no forward hook."""
         self._close()
         for hook in self._hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""What Diagnose records by itself, batch by batch."""
+"""Numbers that Diagnose records at each batch."""
 
 import mmap
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from torch import Tensor
 from hookcb.diagnosis.evidence import Series
 
 STATM = Path("/proc/self/statm")  # in pages
-MOST = 8_192  # numbers of a curve; then every second one goes
+MAX_POINTS = 8_192  # of a curve; beyond that every second one is dropped
 
 
 class Curve:
-    """A number at each batch, in bounded memory; what is on a device waits there until it is read."""
+    """A number per batch, in bounded memory; tensors stay on their device until `series()` is read."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -23,9 +23,9 @@ class Curve:
         self._n = 0
 
     def add(self, step: int, value: float | Tensor) -> None:
-        """Adds the number of a batch."""
+        """Appends the number of a batch."""
         if self._n % self._stride == 0:
-            if len(self._steps) == MOST:
+            if len(self._steps) == MAX_POINTS:
                 self._steps, self._values = self._steps[::2], self._values[::2]
                 self._stride *= 2
             self._steps.append(step)
@@ -33,7 +33,7 @@ class Curve:
         self._n += 1
 
     def series(self) -> Series:
-        """All of it; waits for devices."""
+        """All kept points; waits for the device."""
         waiting = [x for x in self._values if isinstance(x, Tensor)]
         if waiting:
             read: Iterator[float] = iter(torch.stack([x.float().reshape(()) for x in waiting]).tolist())
@@ -42,13 +42,13 @@ class Curve:
 
 
 class ResidentMemory:
-    """Bytes in use: of the GPU, where one is in use, else what the process holds, on Linux."""
+    """Memory in use: allocated on the GPU if one is in use, else resident in the process (Linux only)."""
 
     def __init__(self) -> None:
         self._file = STATM.open("rb", buffering=0) if STATM.exists() else None
 
-    def read(self) -> float | None:
-        """Without what files are mapped to; None where it is not known."""
+    def bytes_in_use(self) -> float | None:
+        """Bytes in use, without memory-mapped files; None if unknown."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return float(torch.cuda.memory_allocated())
         if self._file is None:
@@ -58,6 +58,6 @@ class ResidentMemory:
         return float((int(resident) - int(shared)) * mmap.PAGESIZE)
 
     def close(self) -> None:
-        """Reads no more."""
+        """Closes the file it reads from."""
         if self._file is not None:
             self._file.close()

@@ -1,4 +1,4 @@
-"""The first batch of a loader, in a way that the loader does not notice."""
+"""Reads the first batch of a loader and leaves the loader as it was."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +10,21 @@ from hookcb.core.randomness import parts_of, saves_itself
 from hookcb.core.restore import preserve_contents, preserve_random
 
 
-def why_not_asked(loader: Any) -> str:
-    """Why a loader cannot be asked for a batch without a trace, "" if it can."""
+def why_not_readable(loader: Any) -> str:
+    """Reason why reading a batch would change the loader, "" if it would not."""
     if any(hasattr(part, "__next__") for part in parts_of(loader)):
-        return "the training data is an iterator, or reads from one, which can be asked only once"
+        return "the training data is an iterator, or reads from one, which can be read only once"
     if saves_itself(loader) or (not _is_plain(loader) and getattr(loader, "persistent_workers", False)):
-        return f"{type(loader).__name__} goes on from where it is, so that it is not asked for a batch"
+        return f"{type(loader).__name__} continues where it is, so reading a batch would change the training"
     return ""
 
 
 @contextmanager
-def loader_kept(loader: Any) -> Iterator[None]:
-    """In the block a loader may be asked; afterwards it gives the batches that it would have given.
+def preserve_loader(loader: Any) -> Iterator[None]:
+    """Restores a loader after the block, so that it yields the batches it would have yielded.
 
-    Random numbers, also those of its generators, samplers and datasets, and their attributes are put back.
+    That covers the global random state, and the generators and attributes of the loader, its samplers and
+    datasets.
     """
     attributes = [vars(part) for part in parts_of(loader) if hasattr(part, "__dict__")]
     with preserve_random(loader), preserve_contents(*attributes):
@@ -31,25 +32,25 @@ def loader_kept(loader: Any) -> Iterator[None]:
 
 
 def first_batch(loader: Any) -> Any:
-    """The first batch of a pass; of a DataLoader made here, without its worker processes.
+    """First batch of a pass over a loader, read without worker processes from a plain DataLoader.
 
     Raises:
-        ValueError: if it gives none.
+        ValueError: If there is no batch.
     """
     if _is_plain(loader):
         loader = _without_workers(loader)
     for batch in loader:
         return batch
-    raise ValueError("the training loader gave no batch")
+    raise ValueError("the training loader has no batch")
 
 
 def _is_plain(loader: Any) -> bool:
-    """Whether it is a DataLoader that iterates as torch's own."""
+    """Whether it is a DataLoader with torch's own `__iter__`."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def _without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same data in this process; workers that persist would go on from other random numbers."""
+    """Loader of the same data in this process; persistent workers would advance their random state."""
     how: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": loader.generator}
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return DataLoader(loader.dataset, loader.batch_size, drop_last=loader.drop_last, **how)

@@ -1,4 +1,4 @@
-"""What outputs of layers tell, beyond what ActivationStats records."""
+"""Statistics of layers' outputs that ActivationStats does not record."""
 
 import math
 from typing import Any
@@ -15,46 +15,46 @@ from hookcb.hooks.modules import named_modules
 from hookcb.records.store import StatStore
 
 COLUMNS = ("spread", "saturated")
-MOST = 16_384  # elements that the spread is taken from
-KEEP = 1_000  # records
+MAX_ELEMENTS = 16_384  # read for the spread
+MAX_RECORDS = 1_000
 
 
 class LayerProbe:
-    """Takes the spread and saturation of layers' outputs."""
+    """Records spread and saturation of layers' outputs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(m): name or type(m).__name__ for name, m in named_modules(model).items()}
-        self._store = StatStore(COLUMNS, KEEP)
+        self._store = StatStore(COLUMNS, MAX_RECORDS)
         self._step = 0
-        self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # of the batch in progress
+        self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # in the current batch
         self.largest: dict[str, float] = {}
-        self.n_copies = 0  # calls of modules that are not the model's own
+        self.n_copies = 0  # calls of copies, as nn.DataParallel makes them
 
-    def begin(self, step: int) -> None:
-        """A batch begins that is looked at."""
+    def begin_record(self, step: int) -> None:
+        """Begins the record of an inspected batch."""
         self._step, self._taken = step, []
 
-    def look(self, m: nn.Module, output: Any) -> None:
-        """A layer has put something out, in training."""
+    def measure_layer(self, m: nn.Module, output: Any) -> None:
+        """Measures the first float tensor in a layer's output."""
         if id(m) not in self._names:
             self.n_copies += 1
             return
         x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
         if x is None or not x.is_floating_point() or not x.numel():
             return
-        x = detached(x)  # also out of a transform of torch.func
+        x = detached(x)  # also unwraps tensors of torch.func transforms
         saturated = saturated_share(m, x)
         values = [spread(x), x.new_full((), math.nan) if saturated is None else saturated]
-        # a list, as what else changes from batch to batch would have compiled code compile each time
+        # a list, because other attributes that change with each batch would make compiled code recompile
         self._taken.append((self._names[id(m)], x.dtype, torch.stack([value.float() for value in values])))
 
     @property
     def last(self) -> str:
-        """The last layer that has put something out in this batch, "" before any."""
+        """Name of the last layer measured in this batch, "" if there is none yet."""
         return self._taken[-1][0] if self._taken else ""
 
-    def end(self) -> None:
-        """The batch has ended: adds its record."""
+    def end_record(self) -> None:
+        """Stores the record of the batch."""
         record = self._store.begin(0, self._step)
         for name, dtype, values in self._taken:
             self.largest[name] = torch.finfo(dtype).max
@@ -62,7 +62,7 @@ class LayerProbe:
         self._taken = []
 
     def add_to(self, layers: dict[str, Layer], about: dict[str, str]) -> None:
-        """Puts what was taken into the evidence."""
+        """Adds the records to the `layers` of an Evidence."""
         steps = [info.step for info in self._store.infos]
         for name in self._store.names:
             kind = about.get(name, "")
@@ -73,18 +73,18 @@ class LayerProbe:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Variance across the batch relative to the second moment: 0 where all samples come out the same.
+    """Variance across the batch relative to the second moment: 0 if all samples have the same output.
 
     Args:
-        x: `(N, …)`; of more than 16,384 elements some of each sample are looked at.
+        x: `(N, …)`; if it has more than 16,384 elements a part of each sample is read.
 
     Returns:
-        A 0-d float32 tensor; NaN of a single sample, and where all is zero.
+        A 0-d float32 tensor; NaN for a single sample, and if all elements are zero.
     """
     if x.ndim == 0 or len(x) < 2:
         return x.new_full((), math.nan, dtype=torch.float32)
     flat = x.reshape(len(x), -1)
-    if flat.numel() > MOST:
-        flat = flat[:, :: max(1, flat.numel() // MOST)]
-    flat = flat[:MOST].float()
+    if flat.numel() > MAX_ELEMENTS:
+        flat = flat[:, :: max(1, flat.numel() // MAX_ELEMENTS)]
+    flat = flat[:MAX_ELEMENTS].float()
     return flat.var(0, correction=0).mean() / flat.square().mean()

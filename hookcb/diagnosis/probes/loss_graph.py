@@ -1,4 +1,4 @@
-"""What a loss is made of, as its autograd graph tells."""
+"""Reads from the autograd graph what kind of loss it is and what it is computed from."""
 
 import math
 from collections import deque
@@ -10,37 +10,15 @@ from torch.autograd.function import BackwardCFunction
 
 from hookcb.core.torch_private import input_shape, saved
 
-# Nodes that only scale, reshape, choose from or sum up what they are given; these two by a single number.
+# Nodes that only scale, reshape, select from or sum their input; `BY_A_NUMBER` if the factor is one number.
 SCALING = (
-    "Neg",
-    "Mean",
-    "Sum",
-    "View",
-    "Reshape",
-    "Squeeze",
-    "Unsqueeze",
-    "ToCopy",
-    "Clone",
-    "Index",
-    "Gather",
-)
+    "Neg", "Mean", "Sum", "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Index", "Gather"
+)  # fmt: skip
 BY_A_NUMBER = ("Div", "Mul")
 SHAPING = (
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Reshape",
-    "Slice",
-    "Select",
-    "Squeeze",
-    "Unsqueeze",
-    "ToCopy",
-    "Clone",
-    "Transpose",
-    "Permute",
-    "T",
-    "Alias",
-)
+    "View", "UnsafeView", "ReshapeAlias", "Reshape", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy",
+    "Clone", "Transpose", "Permute", "T", "Alias"
+)  # fmt: skip
 KINDS = {
     "NllLoss": "nll",
     "NllLoss2D": "nll",
@@ -50,30 +28,30 @@ KINDS = {
     "BinaryCrossEntropy": "binary cross-entropy",
     "BinaryCrossEntropyWithLogits": "binary cross-entropy",
 }
-COMPILED = "CompiledFunction"  # which runs what torch.compile has made
+COMPILED = "CompiledFunction"  # node of torch.compile
 HIDING = {
     COMPILED: "torch.compile",
     "CheckpointFunction": "a checkpointed region with use_reentrant=True",
     "DifferentiableGraph": "TorchScript",
 }
 HEADS = ("Softmax", "Sigmoid", "Relu")
-MEAN = 1  # of the reductions of torch
+MEAN = 1  # value of torch's enum of reductions
 WEIGHTS = ("weight", "pos_weight")
-MOST_NODES = 64
-FREED = object()  # stands for a tensor that a node had saved
+MAX_NODES = 64
+FREED = object()  # stands for a saved tensor that the backward has freed
 
 
 class LossGraph(NamedTuple):
-    """What a loss is.
+    """Kind of a loss and its input, as read from its autograd graph.
 
     Attributes:
-        kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", "mse", "huber",
-            or "" where it is something else.
-        is_pure: whether the loss is that and nothing else, but for its scale and sign.
-        scale: what the mean over samples is multiplied by; NaN of a sum, and where that is not known.
-        applies: "softmax" or "sigmoid", where the loss does that itself.
-        head: what the loss is given by, "Softmax", "Sigmoid", "Relu", or "".
-        hidden_by: the operation that hides what is behind it, "" if nothing does.
+        kind: "cross-entropy", "nll" (without log-softmax), "binary cross-entropy", "mse", "huber", or "" for
+            any other loss.
+        is_pure: whether the loss is that and nothing else, except for scale and sign.
+        scale: factor of the mean over samples; NaN for a sum, and if unknown.
+        applies: "softmax" or "sigmoid" if the loss applies that itself, else "".
+        head: operation whose output the loss gets, "Softmax", "Sigmoid" or "Relu", else "".
+        hidden_by: operation that hides the loss's input, "" if none does.
     """
 
     kind: str = ""
@@ -85,51 +63,49 @@ class LossGraph(NamedTuple):
 
     @property
     def why_hidden(self) -> str:
-        """Why it is not known what gives the loss, "" if it is."""
+        """Reason why the kind or input of the loss is unknown, "" if both are known."""
         if self.hidden_by:
-            what = HIDING.get(
-                self.hidden_by, f"{self.hidden_by}, an autograd function that is not torch's own,"
-            )
-            return f"{what} hides what gives the loss"
-        return "" if self.kind else "the kind of the loss is not known"
+            hiding = HIDING.get(self.hidden_by, f"{self.hidden_by}, a custom autograd function,")
+            return f"{hiding} hides what the loss is computed from"
+        return "" if self.kind else "the kind of the loss is unknown"
 
 
 def read_loss(node: Any) -> LossGraph:
-    """Looks at the nodes next to the loss; runs nothing and keeps nothing.
+    """Reads the nodes next to the loss; runs nothing and keeps nothing alive.
 
-    It may be asked while the backward runs, when the loss's nodes have freed what they had saved; a number
-    that the loss was multiplied by is then not known.
+    It may be called while the backward runs, when nodes have freed their saved tensors; a factor of the loss
+    is then unknown.
 
     Args:
-        node: `loss.grad_fn`, None where there is none.
+        node: `loss.grad_fn`, or None.
     """
     nodes = (at for at in _around(node) if node_name(at[0]) in (*KINDS, "LogSoftmax"))
-    found, is_pure, scale = next(nodes, (None, False, math.nan))
-    if found is None:
+    loss, is_pure, scale = next(nodes, (None, False, math.nan))
+    if loss is None:
         opaque = (node_name(at) for at, *_ in _around(node) if _is_opaque(at))
         return LossGraph(hidden_by=next(opaque, ""))
-    name, given = node_name(found), _behind(found)
-    is_weighted = any(_saved(found, name) is not None for name in WEIGHTS)
-    is_mean = saved(found, "reduction", MEAN) == MEAN
+    name, source = node_name(loss), _input_of(loss)
+    is_weighted = any(_saved(loss, name) is not None for name in WEIGHTS)
+    is_mean = saved(loss, "reduction", MEAN) == MEAN
     scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan
-    if name == "LogSoftmax":  # of soft targets, which have no node of their own
-        return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(given))
-    if KINDS[name] == "nll" and node_name(given) == "LogSoftmax":
-        return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(_behind(given)))
+    if name == "LogSoftmax":  # with soft targets, cross-entropy has no node of its own
+        return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(source))
+    if KINDS[name] == "nll" and node_name(source) == "LogSoftmax":
+        return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(_input_of(source)))
     applies = "sigmoid" if name == "BinaryCrossEntropyWithLogits" else ""
-    return LossGraph(KINDS[name], is_pure, scale, applies, *_head(given))
+    return LossGraph(KINDS[name], is_pure, scale, applies, *_head(source))
 
 
 def node_name(node: Any) -> str:
-    """Of a node the operation: `Softmax` of `SoftmaxBackward0`."""
+    """Operation of a node: `Softmax` for `SoftmaxBackward0`."""
     name = "" if node is None else str(node.name()).rpartition("::")[2]
     return name.partition("Backward")[0]
 
 
 def _around(node: Any) -> Iterator[tuple[Any, bool, float]]:
-    """Nodes from the loss backwards, nearest first: whether only scaling lies between, and by how much."""
+    """Nodes behind the loss, nearest first, each with whether only scaling lies between, and the factor."""
     waiting, n = deque([(node, True, 1.0)]), 0
-    while waiting and n < MOST_NODES:
+    while waiting and n < MAX_NODES:
         now, is_pure, scale = waiting.popleft()
         if now is None:
             continue
@@ -143,32 +119,32 @@ def _around(node: Any) -> Iterator[tuple[Any, bool, float]]:
 
 
 def _factor(node: Any) -> float | None:
-    """What a node multiplies by, NaN where that is not known; None where it does something else."""
+    """Factor by which a node scales, NaN if unknown; None if it does anything else."""
     name = node_name(node)
     if name not in BY_A_NUMBER:
         return (math.nan if name == "Sum" else -1.0 if name == "Neg" else 1.0) if name in SCALING else None
     if sum(behind is not None for behind, _ in node.next_functions) > 1:
-        return None  # of two parts of the model
+        return None  # both factors depend on the model
     factors = (_saved(node, "other"), _saved(node, "self"))
-    if any(x is FREED for x in factors):  # of a loss that is a number its factors are numbers
+    if any(x is FREED for x in factors):  # the factors of a 0-d loss are numbers
         return None if input_shape(node) else math.nan
     others = [x.detach() for x in factors if isinstance(x, Tensor)]
-    if any(x.numel() != 1 for x in others):  # advantages and weights of samples may be negative
+    if any(x.numel() != 1 for x in others):  # weights per sample, such as advantages, may be negative
         return None
     number = float(others[0]) if others and others[0].is_cpu else math.nan
     return number if name == "Mul" else 1 / number if number else math.nan
 
 
 def _saved(node: Any, name: str) -> Any:
-    """A tensor that a node has saved, None if it has not, FREED if its backward has run."""
+    """Tensor that a node has saved; None if it has not, FREED if its backward has run."""
     try:
         return saved(node, name)
     except RuntimeError:
         return FREED
 
 
-def _behind(node: Any) -> Any:
-    """What a node is given by, without what only reshapes it."""
+def _input_of(node: Any) -> Any:
+    """Node that produces the input of a node, without nodes that only reshape it."""
     while True:
         node = next((behind for behind, _ in node.next_functions if behind is not None), None)
         if node is None or node_name(node) not in SHAPING:
@@ -176,8 +152,8 @@ def _behind(node: Any) -> Any:
 
 
 def head_of(node: Any) -> tuple[str, str]:
-    """`head` and `hidden_by` of a `LossGraph` that is given what this node makes."""
-    return _head(_behind(node) if node is not None and node_name(node) in SHAPING else node)
+    """`head` and `hidden_by` of a `LossGraph` whose loss gets the output of this node."""
+    return _head(_input_of(node) if node is not None and node_name(node) in SHAPING else node)
 
 
 def _head(node: Any) -> tuple[str, str]:
@@ -186,8 +162,8 @@ def _head(node: Any) -> tuple[str, str]:
 
 
 def _is_opaque(node: Any) -> bool:
-    """Whether it stands for several operations, which its graph does not show; torch's own have a number."""
+    """Whether the node hides several operations; names of torch's own nodes end in a digit."""
     if node is None:
         return False
-    own = str(node.name())
-    return isinstance(node, BackwardCFunction) or own.endswith("Backward") or "CppNode" in own
+    name = str(node.name())
+    return isinstance(node, BackwardCFunction) or name.endswith("Backward") or "CppNode" in name

@@ -1,4 +1,4 @@
-"""Motion: whether parameters are at the end of a training where they were at its beginning."""
+"""Motion: compares parameters at the end of a training with their beginning."""
 
 from collections.abc import Iterator
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.diagnosis.evidence import Observation
-from hookcb.diagnosis.probes.model import ALIKE, FEWEST, is_of_torch, share_alike
+from hookcb.diagnosis.probes.model import ALIKE, MIN_UNITS, is_of_torch, share_alike
 from hookcb.gradients.stats import is_readable, sketch, sketch_copy
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import find_params
 
-ENOUGH = 20  # batches
+MIN_BATCHES = 20
 
 
 class Motion:
-    """Remembers some elements of each parameter as it begins, and which matrices begin as a constant.
+    """Copies some elements of each parameter at the beginning, and notes which matrices begin constant.
 
-    A constant matrix may be meant to scale element by element: it counts only where all rows, or all columns,
-    are still equal after some steps.
+    A constant matrix may be meant to scale element by element: it is a fault only if all rows, or all
+    columns, are still equal after some steps.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,36 +28,36 @@ class Motion:
             if is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter) and p.numel()
         ]
         self._begins = {name: (p, _some(p)) for name, p in params}
-        own = {
+        custom = {
             f"{prefix}.{name}" if prefix else name
             for prefix, m in named_modules(model).items()
             if not is_of_torch(m) or isinstance(m, nn.RNNBase)
             for name, _ in m.named_parameters(recurse=False)
         }
-        self._constant = [(name, p) for name, p in params if name in own and _is_constant(p)]
+        self._constant = [(name, p) for name, p in params if name in custom and _is_constant(p)]
 
     def moved(self) -> dict[str, bool]:
-        """Of each parameter whether any of its followed elements has changed by a bit."""
+        """Whether any copied element has changed, by name of the parameter."""
         return {name: not torch.equal(_some(p), begin) for name, (p, begin) in self._begins.items()}
 
-    def sightings(self, n_steps: int, n_backward: int) -> Iterator[Observation]:
-        """An optimizer that is never asked, and matrices that stay a single row."""
+    def observations(self, n_steps: int, n_backward: int) -> Iterator[Observation]:
+        """An optimizer that never steps, and constant matrices whose rows stay equal."""
         trained = {name for name, (p, _) in self._begins.items() if p.requires_grad}
         moved = self.moved()
         is_still = trained and not any(moved[name] for name in trained)
-        if is_still and n_backward >= ENOUGH and n_steps == 0:
+        if is_still and n_backward >= MIN_BATCHES and n_steps == 0:
             yield Observation(
                 "param.not_stepped",
                 step=0,
                 value=0.0,
-                text=f"in {n_backward} batches with a backward no optimizer of the model has made a step, "
-                "and no weight has changed by a bit.",
+                text=f"In {n_backward} batches with a backward pass no optimizer of the model has made a "
+                "step, and all weights are bit-identical.",
                 causes=(
-                    "the step of the optimizer was forgotten, or is in a branch that is never taken",
-                    "the optimizer was made from parameters of another model",
+                    "the optimizer step is missing, or is in a branch that is never taken",
+                    "the optimizer was created with the parameters of another model",
                 ),
                 next_steps=(
-                    "call optimizer.step() after loss.backward(), with an optimizer of model.parameters()",
+                    "Call optimizer.step() after loss.backward(), with an optimizer of model.parameters()",
                 ),
             )
         for name, p in self._constant:
@@ -69,20 +69,20 @@ class Motion:
                     name,
                     value=1.0,
                     text=f"{name} began as a constant, and after {n_steps} steps all of its units still have "
-                    "the same weights: they are one unit.",
-                    causes=("weights were initialised with a constant",),
-                    next_steps=("initialise weights at random; constants are for biases",),
+                    "the same weights: they act as a single unit.",
+                    causes=("weights were initialized to a constant",),
+                    next_steps=("Initialize weights at random; use constants for biases",),
                 )
 
 
 def _some(p: Tensor) -> Tensor:
-    """A copy of at most 1,024 elements, those that update ratios are taken of."""
+    """Copy of at most 1,024 elements, the same that update ratios are computed from."""
     view = sketch(p)
     return (sketch_copy(p) if view is None else view).clone()
 
 
 def _is_constant(p: Tensor) -> bool:
-    if p.ndim != 2 or min(p.shape) < FEWEST or not p.is_floating_point() or p.is_meta:
+    if p.ndim != 2 or min(p.shape) < MIN_UNITS or not p.is_floating_point() or p.is_meta:
         return False
     low, high = torch.aminmax(p.detach())
     return bool(low == high) and bool(high != 0)

@@ -1,4 +1,4 @@
-"""Where the first NaN or infinity was made, found by running the batch again."""
+"""Finds the origin of the first NaN or infinity by running the batch again."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,10 +17,10 @@ from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
 
 
-class SeenBatch:
-    """A batch of a loop that is not ours, in the way in which a learner has one, for a replay.
+class ExternalBatch:
+    """Current batch of an external loop, with the interface of a Learner that a replay uses.
 
-    The loss function is not known; the mean of what the model gives stands for it.
+    The loss function is unknown; the mean of the model's outputs is used instead.
     """
 
     loss_func = None
@@ -36,35 +36,35 @@ class SeenBatch:
         return self.model(*self.xb) if isinstance(self.xb, tuple) else self.model(**self.xb)
 
     def get_loss(self) -> Tensor:
-        """What stands for the loss."""
+        """Mean of the model's float outputs, which replaces the loss."""
         outputs = [x for _, x in parts(self.pred) if isinstance(x, Tensor) and x.is_floating_point()]
         return torch.stack([x.float().mean() for x in outputs]).sum()
 
     def restored(self) -> AbstractContextManager[None]:
-        """Puts the modes of all modules back afterwards."""
+        """Restores the train or eval mode of all modules after the block."""
         return preserve_modes(self.model)
 
 
-def look_for_origin(
+def find_origin(
     learn: Any, noticed: str, gradient: bool, step: int, autocast: Sequence[Autocast] | None
 ) -> Observation:
-    """Runs the batch again, and names what made the first number that is not finite.
+    """Runs the batch again to find the operation that produced the first non-finite number.
 
     Args:
-        learn: the learner in the middle of a training batch, which is left as it was found, or a `SeenBatch`.
+        learn: learner in the middle of a training batch, which is left as it was, or an `ExternalBatch`.
         noticed: what was seen, for the message.
-        gradient: whether it was a gradient.
+        gradient: whether that was a gradient.
         step: number of the batch.
-        autocast: how that was in the forward, where it is known.
+        autocast: state of autocast in the forward, if known.
     """
-    if worn := _worn(learn.model):
-        return _of_weights(worn, noticed, step)
+    if layers := _nonfinite_layers(learn.model):
+        return _from_weights(layers, noticed, step)
     start = BatchStarts().note(learn)
     start.autocasts = list(autocast or start.autocasts)
     report = search(learn, start, noticed, gradient)
     if report.where == BATCH:
         return nonfinite_input(step, _n_bad(learn.xb))
-    return _of_report(report, isinstance(learn, SeenBatch), noticed, step)
+    return _from_report(report, isinstance(learn, ExternalBatch), noticed, step)
 
 
 def _n_bad(xb: Any) -> int:
@@ -72,8 +72,8 @@ def _n_bad(xb: Any) -> int:
     return sum(int(x.isfinite().logical_not().sum()) for x in inputs)
 
 
-def _worn(model: nn.Module) -> list[str]:
-    """Layers, in the order of the model, with a parameter that is not finite already."""
+def _nonfinite_layers(model: nn.Module) -> list[str]:
+    """Layers with a parameter that is already non-finite, in the order of the model."""
     return [
         name
         for name, m in named_modules(model).items()
@@ -81,33 +81,35 @@ def _worn(model: nn.Module) -> list[str]:
     ]
 
 
-def _of_weights(layers: list[str], noticed: str, step: int) -> Observation:
-    """The gradient that did it came from behind the last of these layers."""
+def _from_weights(layers: list[str], noticed: str, step: int) -> Observation:
+    """Observation of non-finite weights; the gradient that caused them came from behind the last layer."""
     last = layers[-1]
     return Observation(
         "nonfinite.first",
         last,
         step=step,
         value=float(len(layers)),
-        text=f"{noticed} at step {step}: weights of {len(layers)} layers are NaN or infinite, from a step "
-        f"before; {last} is the last of them on the way to the loss.",
+        text=f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
+        f"or infinite in an earlier step; {last} is the last of them before the loss.",
         causes=("a gradient that was not finite, or a step that was too large",),
-        next_steps=("train with cbs=NanTrace(), which stops before the step and names the operation",),
+        next_steps=("Train with cbs=NanTrace(), which stops before the step and names the operation",),
     )
 
 
-def _of_report(report: NanReport, is_followed: bool, noticed: str, step: int) -> Observation:
-    own = report.where not in ("", MODEL, LOSS)
-    layer = report.where.partition("#")[0].partition("[")[0] if own else ""
+def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) -> Observation:
+    is_layer = report.where not in ("", MODEL, LOSS)
+    layer = report.where.partition("#")[0].partition("[")[0] if is_layer else ""
     by = f" by {report.op}" if report.op else ""
     line = f", at {report.line}: {report.code}" if report.line and report.code else ""
-    if (report.where == LOSS and is_followed) or not report.repeated:
+    if (report.where == LOSS and is_external) or not report.repeated:
         how = "it did not repeat when the batch was run again"
-        if is_followed:
-            how = "the model's output is finite, so it is made behind it, in the loss or what leads to it"
+        if is_external:
+            how = (
+                "the model's output is finite, so it arises after the model, in the loss or on the way to it"
+            )
     else:
         kind = f" ({report.type})" if report.type else ""
-        how = f"made of finite numbers in the {report.direction} of {report.where}{kind}{by}{line}"
+        how = f"it arises from finite numbers in the {report.direction} of {report.where}{kind}{by}{line}"
     hint = report.hint.partition(": ")
     return Observation(
         "nonfinite.first",
@@ -115,5 +117,5 @@ def _of_report(report: NanReport, is_followed: bool, noticed: str, step: int) ->
         step=step,
         text=f"{noticed} at step {step}; {how}.",
         causes=(hint[0],) if hint[0] else (),
-        next_steps=(hint[2] or "train with cbs=NanTrace() and look at learn.nan_trace.report",),
+        next_steps=(hint[2] or "Train with cbs=NanTrace() and read learn.nan_trace.report",),
     )

@@ -1,4 +1,4 @@
-"""A look at one batch of a learner that was trained without Diagnose: what its records leave out."""
+"""Inspects one batch of a learner that was trained without Diagnose, to complete its records."""
 
 import copy
 import math
@@ -15,11 +15,11 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.probes.batch import guess_of, input_numbers, look_at_head, look_at_inputs
-from hookcb.diagnosis.probes.first_batch import first_batch, loader_kept, why_not_asked
+from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_head, observe_inputs
+from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.loss_graph import read_loss
-from hookcb.diagnosis.probes.model import look_at_model, look_at_optimizers
-from hookcb.diagnosis.probes.nan import look_for_origin
+from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
+from hookcb.diagnosis.probes.nan import find_origin
 from hookcb.diagnosis.probes.suite import detached_loss
 from hookcb.diagnosis.registry import check_of
 from hookcb.hooks.hook import Hook
@@ -27,77 +27,77 @@ from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_mo
 from hookcb.nans.replay import BatchStarts, as_at_start
 
 SOURCES = ("batch", "model", "graph")
-BEFORE_LOSS = (Event.BEFORE_BATCH, Event.AFTER_PRED)  # at which a callback may change what the loss is of
+BEFORE_LOSS = (Event.BEFORE_BATCH, Event.AFTER_PRED)  # a callback may change the loss's input there
 
 
 def add_preflight(evidence: Evidence, learn: Any, cbs: list[Callback]) -> None:
-    """Adds what one training batch tells of `learn` at any time of its training; nothing is left of the look.
+    """Adds the evidence that one training batch gives at any time of a training, and leaves no trace.
 
-    That is a forward, the loss and its gradients, of the model in train mode and without torch.compile.
-    Weights, buffers, gradients, modes, random numbers, the optimizer and the loader are as before. What holds
-    of a model only before its training is not looked at.
+    It runs a forward, the loss and its gradients, with the model in train mode and without torch.compile.
+    Weights, buffers, gradients, modes, random state, the optimizer and the loader are restored. Checks that
+    are meaningful only before training are left out.
 
     Args:
-        evidence: what callbacks have recorded; if the look cannot be made it says why.
+        evidence: records of the callbacks; if the batch cannot be run its `missing` says why.
         learn: the learner, outside of a fit.
-        cbs: its callbacks, and those of its last fit; they do not see the look.
+        cbs: its callbacks, and those of its last fit; none of them is called.
     """
     why = _why_not(learn, cbs)
     if not why:
         try:
-            _look(evidence, learn)
+            _inspect(evidence, learn)
         except Exception as error:  # the batch, model and loss function are the user's own
-            why = f"a look at one batch has ended in {type(error).__name__}: {str(error)[:80]}"
+            why = f"inspecting one batch failed with {type(error).__name__}: {str(error)[:80]}"
     if why:
         evidence.missing |= dict.fromkeys(SOURCES, why)
 
 
 def _why_not(learn: Any, cbs: list[Callback]) -> str:
-    """Why the look is not made, "" if it is."""
+    """Reason not to run a batch, "" if there is none."""
     if learn.fitting:
-        return "a fit is running, which a look at a batch would disturb"
+        return "a fit is running, which another batch would disturb"
     if has_uninitialized(learn.model) or not any(p.requires_grad for p in learn.model.parameters()):
         return "no parameter of the model requires a gradient"
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return "other processes take part in a call of the model"
+        return "other processes take part in each call of the model"
     for cb in cbs:
-        own = not type(cb).__module__.startswith("hookcb.") or type(cb) is Callback
-        if own and any(cb.handler(event) is not None for event in BEFORE_LOSS):
-            return f"{type(cb).__name__} acts before the loss, and a look at a batch goes without it"
-    return why_not_asked(learn.dls.train)
+        is_users = not type(cb).__module__.startswith("hookcb.") or type(cb) is Callback
+        if is_users and any(cb.handler(event) is not None for event in BEFORE_LOSS):
+            return f"{type(cb).__name__} acts before the loss, and inspecting one batch would leave it out"
+    return why_not_readable(learn.dls.train)
 
 
-def _look(evidence: Evidence, learn: Any) -> None:
+def _inspect(evidence: Evidence, learn: Any) -> None:
     found, loader = Evidence(), learn.dls.train
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
-    with loader_kept(loader), learn.restored(), preserve_state(*modules):
+    with preserve_loader(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
         learn.xb, learn.yb = split_batch(batch, device_of(learn.model, None), learn.n_inp)
         with as_at_start(learn, BatchStarts().note(learn)):
             learn.model.train()
-            _look_at_model(found, learn)
-            _look_at_batch(found, learn, step=evidence.n_batches)
-    is_at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
-    # what is so at the end may have been so from the beginning, and then explains what came of it
-    lasting = [replace(x, step=None) for x in found.sightings if is_at_any_time(check_of(x.code).needs)]
-    evidence.sightings += lasting
+            _observe_model(found, learn)
+            _observe_batch(found, learn, step=evidence.n_batches)
+    at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
+    # a fault at the end may have been there from the beginning, and then explains the others
+    lasting = [replace(x, step=None) for x in found.observations if at_any_time(check_of(x.code).needs)]
+    evidence.observations += lasting
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
     evidence.loss_kind, evidence.guess = found.loss_kind, found.guess
     evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
-    evidence.notes.append("one batch again, after the training")
+    evidence.notes.append("one more batch after the training")
 
 
-def _look_at_model(found: Evidence, learn: Any) -> None:
-    found.sightings += look_at_model(learn.model)
+def _observe_model(found: Evidence, learn: Any) -> None:
+    found.observations += observe_model(learn.model)
     found.sources.add("model")
     if learn.opt is not None:
-        found.sightings += look_at_optimizers(learn.model, [learn.opt])
+        found.observations += observe_optimizers(learn.model, [learn.opt])
         found.observed.add("groups of the optimizer")
 
 
-def _look_at_batch(found: Evidence, learn: Any, step: int) -> None:
+def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
     numbers = input_numbers(learn.xb)
     with _last_called(learn.model) as called:
         learn.pred = learn.predict()
@@ -106,24 +106,24 @@ def _look_at_batch(found: Evidence, learn: Any, step: int) -> None:
     found.sources.add("batch")
     found.observed |= {"loss"} | ({"backward"} if is_finite else set())
     if not is_finite:
-        found.sightings.append(
-            look_for_origin(learn, "the loss or a gradient is not finite", True, step, None)
+        found.observations.append(
+            find_origin(learn, "The loss or a gradient is not finite", True, step, None)
         )
     if numbers is not None:
         row = numbers.tolist()
         found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())
-        found.sightings += look_at_inputs([step], [row], is_harmful=not is_finite)
+        found.observations += observe_inputs([step], [row], is_harmful=not is_finite)
         found.input_std, found.input_rms = Series.of([0], row[:1]), Series.of([0], row[1:2])
-    _look_at_loss(found, learn, called[-1] if called else "")
+    _observe_loss(found, learn, called[-1] if called else "")
 
 
-def _look_at_loss(found: Evidence, learn: Any, last: str) -> None:
+def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     graph = read_loss(learn.loss.grad_fn)
     found.guess = guess_of(graph, learn.pred, learn.yb)
     found.loss_kind = graph.kind if graph.is_pure else ""
     if learn.loss.grad_fn is None:
-        found.sightings.append(detached_loss(0))
-    found.sightings += look_at_head(graph, last, 0)
+        found.observations.append(detached_loss(0))
+    found.observations += observe_head(graph, last, 0)
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden
     else:
@@ -131,7 +131,7 @@ def _look_at_loss(found: Evidence, learn: Any, last: str) -> None:
 
 
 def _is_finite(learn: Any) -> bool:
-    """Whether the loss and all gradients are finite; these come to no parameter's `.grad`."""
+    """Whether the loss and all gradients are finite; no parameter's `.grad` is changed."""
     loss = learn.loss
     if not math.isfinite(float(loss.detach())):
         return False
@@ -148,7 +148,7 @@ def _values(grad: Tensor) -> Tensor:
 
 @contextmanager
 def _last_called(model: nn.Module) -> Iterator[list[str]]:
-    """Has the names of leaves that are called in the block listed."""
+    """List of the names of the leaves that are called in the block, in their order."""
     called: list[str] = []
     hooks: list[Hook] = []
     try:

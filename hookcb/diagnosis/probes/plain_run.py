@@ -1,4 +1,4 @@
-"""The loss of a batch once more, by the original of a model that torch.compile has compiled."""
+"""Runs a batch again without torch.compile, to read the graph of the loss."""
 
 import math
 from collections.abc import Sequence
@@ -10,33 +10,33 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.diagnosis.probes.batch import guess_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, head_of, read_loss
-from hookcb.diagnosis.probes.nan import SeenBatch
+from hookcb.diagnosis.probes.nan import ExternalBatch
 from hookcb.nans.replay import Autocast, BatchStarts, as_at_start
 
 
 def graph_of_original(
     batch: Any, compiled: LossGraph, autocast: Sequence[Autocast] | None
 ) -> tuple[LossGraph, float]:
-    """Runs the batch without torch.compile, and reads what its loss is made of; nothing is left of that run.
+    """Runs the batch without torch.compile and reads the graph of its loss; leaves no trace.
 
     Args:
-        batch: a learner in the middle of a batch, or a `SeenBatch`, whose loss function is not known.
-        compiled: what the graph of the loss has shown.
-        autocast: how that was in the forward, if it is known.
+        batch: learner in the middle of a batch, or an `ExternalBatch`, whose loss function is unknown.
+        compiled: graph of the loss with torch.compile.
+        autocast: state of autocast in the forward, if known.
 
     Returns:
-        The same for the original, and the loss of guessing.
+        The graph without torch.compile, and the loss of guessing (NaN if unknown).
 
     Raises:
-        Exception: what the model or the loss function raises.
+        Exception: Any exception of the model or the loss function.
     """
     start = BatchStarts().note(batch)
     start.autocasts = list(autocast or start.autocasts)
-    # numbers that are kept for a backward are dropped, so that the run takes no more memory than in inference
+    # saved tensors are dropped, so that the run needs no more memory than inference
     dropped = torch.autograd.graph.saved_tensors_hooks(_number_of, _some_number)
     with as_at_start(batch, start), start.autocast(), dropped:
         batch.pred = batch.predict()
-        if isinstance(batch, SeenBatch):
+        if isinstance(batch, ExternalBatch):
             node = _only_output(batch.pred)
             head, hidden_by = ("", compiled.hidden_by) if node is None else head_of(node)
             return compiled._replace(head=head, hidden_by=hidden_by), math.nan
@@ -46,7 +46,7 @@ def graph_of_original(
 
 
 def _only_output(pred: Any) -> Any:
-    """The node of the tensor that the model gives, None if it gives several: any may be the loss's."""
+    """Node of the model's output; None if there are several, as any of them may be the loss's input."""
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.requires_grad]
     return outputs[0].grad_fn if len(outputs) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Whether replicas of DistributedDataParallel have the same parameters."""
+"""Compares the parameters of DistributedDataParallel replicas."""
 
 from collections.abc import Iterator
 
@@ -11,27 +11,29 @@ from hookcb.diagnosis.evidence import Observation
 
 
 def is_replica(model: nn.Module) -> bool:
-    """Whether there are others like it on other ranks, which can be asked."""
+    """Whether it has replicas on other ranks that can be reached."""
     is_one = isinstance(model, nn.parallel.DistributedDataParallel)
     return is_one and distributed.is_available() and distributed.is_initialized()
 
 
-def look_at_replicas(model: nn.Module, step: int) -> Iterator[Observation]:
-    """At the end of an epoch, on all ranks: they tell one another sum and norm of their parameters."""
+def observe_replicas(model: nn.Module, step: int) -> Iterator[Observation]:
+    """Compares sum and norm of each parameter across ranks; called on all ranks at the end of an epoch."""
     if not is_replica(model):
         return
-    own = _fingerprint(model)
-    of_ranks = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(of_ranks, own)
-    apart = [rank for rank, of in enumerate(of_ranks) if not same_bits(of, of_ranks[0])]
+    local = _fingerprint(model)
+    fingerprints = [torch.empty_like(local) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(fingerprints, local)
+    apart = [rank for rank, x in enumerate(fingerprints) if not same_bits(x, fingerprints[0])]
     if apart:
         yield Observation(
             "replica.diverged",
             step=step,
             value=float(len(apart)),
-            text=f"the parameters of rank {apart[0]} differ from those of rank 0, which they should never.",
-            causes=("parameters that are changed outside of the optimizer, or on one rank only",),
-            next_steps=("look for code that runs on one rank, and for parameters that DDP does not know of",),
+            text=f"The parameters of rank {apart[0]} differ from those of rank 0; they must be identical.",
+            causes=("parameters that are changed outside the optimizer, or on one rank only",),
+            next_steps=(
+                "Look for code that runs on one rank only, and for parameters that DDP does not manage",
+            ),
         )
 
 

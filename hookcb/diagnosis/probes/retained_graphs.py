@@ -1,4 +1,4 @@
-"""Whether the graphs of past batches are kept alive."""
+"""RetainedGraphs: detects autograd graphs of past batches that are still in memory."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -7,55 +7,55 @@ from weakref import ReferenceType, ref
 
 from hookcb.diagnosis.evidence import Observation
 
-FOLLOWED = 60  # batches
+N_TRACKED = 60  # batches
 KEY = "hookcb"
 
 
 class _Token:
-    """Lives as long as the node of a graph that it was given to."""
+    """Lives as long as the graph node that holds it."""
 
     __slots__ = ("__weakref__",)
 
 
 class RetainedGraphs:
-    """Follows the graphs of the last batches by a token in the metadata of each loss's node.
+    """Tracks the graphs of the last batches by a token in the metadata of each loss's node.
 
-    The node lives as long as any tensor that was made of the loss with gradients on: in a list, or in a sum
-    that goes on.
+    The node lives as long as any tensor computed from the loss with gradients enabled, for example in a list
+    or a running sum.
     """
 
     def __init__(self) -> None:
-        self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=FOLLOWED)
-        self.found: tuple[int, int] | None = None  # first step, number
+        self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=N_TRACKED)
+        self._retained: tuple[int, int] | None = None  # first step, number of graphs
 
-    def note(self, node: Any, step: int) -> None:
-        """The node of the loss of a batch."""
+    def mark_graph(self, node: Any, step: int) -> None:
+        """Puts a token on the node of a batch's loss."""
         if node is not None:
             token = _Token()
             node.metadata[KEY] = token
             self._tokens.append((step, ref(token)))
 
-    def look(self) -> None:
-        """Counts those of past batches that are still there."""
-        past = list(self._tokens)[:-2]  # the last may be in use
+    def count_alive(self) -> None:
+        """Counts the graphs of past batches that are still in memory."""
+        past = list(self._tokens)[:-2]  # the last two may be in use
         alive = [step for step, token in past if token() is not None]
-        if len(past) >= FOLLOWED - 2 and len(alive) == len(past):
-            self.found = self.found or (alive[0], len(alive))
+        if len(past) >= N_TRACKED - 2 and len(alive) == len(past):
+            self._retained = self._retained or (alive[0], len(alive))
 
     @property
     def has_looked(self) -> bool:
-        """Whether there were enough batches to tell."""
-        return len(self._tokens) >= FOLLOWED
+        """Whether there were enough batches to decide."""
+        return len(self._tokens) >= N_TRACKED
 
-    def sightings(self) -> Iterator[Observation]:
-        """Where all of them were kept."""
-        if self.found is not None:
-            step, n = self.found
+    def observations(self) -> Iterator[Observation]:
+        """One observation if all tracked graphs were still in memory."""
+        if self._retained is not None:
+            step, n = self._retained
             yield Observation(
                 "memory.graphs_kept",
                 step=step,
                 value=float(n),
-                text=f"the graphs of the last {n} batches are all still in memory, and one more each batch.",
-                causes=("losses or outputs are collected, or summed up, with their graph",),
-                next_steps=("collect numbers: losses.append(loss.item()), or loss.detach()",),
+                text=f"The graphs of the last {n} batches are all still in memory, and each batch adds one.",
+                causes=("losses or outputs are collected or summed with their graph",),
+                next_steps=("Collect numbers: losses.append(loss.item()), or loss.detach()",),
             )

@@ -1,4 +1,4 @@
-"""What gradients and weights tell around a step, beyond what GradientHealth records."""
+"""Probes of gradients and weights around a step that GradientHealth does not record."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,59 +11,63 @@ from torch.optim import Optimizer
 from hookcb.diagnosis.evidence import Observation
 from hookcb.gradients.stats import sketch, sketch_copy
 
-LOW = (torch.bfloat16, torch.float16)
-SWALLOWED = 0.5  # share of weights
-FEWEST = 3  # steps that must swallow
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+MAX_LOST = 0.5  # share of the weights
+MIN_STEPS = 3
 
 
 class LostUpdates:
-    """How many weights in low precision a step leaves as they were, of those with a gradient."""
+    """Share of low-precision weights with a gradient that a step leaves unchanged."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._params = [(name, p) for name, p in model.named_parameters() if p.dtype in LOW and p.ndim > 1]
+        self._params = [
+            (name, p) for name, p in model.named_parameters() if p.dtype in LOW_PRECISION and p.ndim > 1
+        ]
         self._before: list[tuple[str, nn.Parameter, Tensor, Tensor]] = []
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
 
     def before_step(self) -> None:
-        """Gradients are there."""
+        """Copies some weights, and notes which of them have a gradient."""
         self._before = [
             (name, p, _elements(p), _elements(p.grad) != 0) for name, p in self._params if p.grad is not None
         ]
 
-    def drop(self) -> None:
-        """The step is not made."""
+    def drop_step(self) -> None:
+        """Discards the copies, as the step is not made."""
         self._before = []
 
     def after_step(self, step: int) -> None:
-        """Weights are updated."""
-        for name, p, before, asked in self._before:
-            same = (_elements(p) == before) & asked
-            share = same.sum() / asked.sum().clamp(min=1)
+        """Compares the updated weights with their copies."""
+        for name, p, before, has_grad in self._before:
+            same = (_elements(p) == before) & has_grad
+            share = same.sum() / has_grad.sum().clamp(min=1)
             self.shares.setdefault(name, []).append((step, share.float()))
         self._before = []
 
     @property
     def has_looked(self) -> bool:
-        """Whether a weight was looked at around enough steps."""
-        return any(len(shares) >= FEWEST for shares in self.shares.values())
+        """Whether a weight was compared in enough steps."""
+        return any(len(shares) >= MIN_STEPS for shares in self.shares.values())
 
-    def sightings(self) -> Iterator[Observation]:
-        """Weights that lose most of their updates, each time."""
+    def observations(self) -> Iterator[Observation]:
+        """Weights that lose most of their updates in every step."""
         for name, shares in self.shares.items():
             values = [(step, float(share)) for step, share in shares]
-            if len(values) >= FEWEST and all(share > SWALLOWED for _, share in values):
+            if len(values) >= MIN_STEPS and all(share > MAX_LOST for _, share in values):
                 usual = sorted(share for _, share in values)[len(values) // 2]
-                dtype = str(next(p.dtype for of, p in self._params if of == name)).removeprefix("torch.")
+                dtype = str(next(p.dtype for other, p in self._params if other == name)).removeprefix(
+                    "torch."
+                )
                 yield Observation(
                     "update.lost_to_rounding",
                     name.rpartition(".")[0],
                     name,
                     values[0][0],
                     usual,
-                    f"{usual:.0%} of the weights of {name} that have a gradient stay exactly as they are in "
-                    f"a step (limit {SWALLOWED:.0%}): {dtype} has no number that near.",
-                    (f"weights are kept in {dtype}, and the learning rate is small beside them",),
-                    ("keep weights in float32 and use autocast for the forward, MixedPrecision('bf16')",),
+                    f"{usual:.0%} of the weights of {name} that have a gradient are bit-identical after a "
+                    f"step (limit {MAX_LOST:.0%}): the update is lost to rounding in {dtype}.",
+                    (f"weights are stored in {dtype}, and the learning rate is small relative to them",),
+                    ("Keep weights in float32 and use autocast for the forward, MixedPrecision('bf16')",),
                 )
 
 
@@ -72,80 +76,82 @@ def _elements(x: Tensor) -> Tensor:
     return sketch_copy(x) if view is None else view.clone()
 
 
-class _Of(NamedTuple):
-    """What is followed of one optimizer."""
+class _Track(NamedTuple):
+    """State of one optimizer."""
 
-    dirty: Tensor | float | None  # largest gradient found at the cleanest backward since its last step
+    dirty: (
+        Tensor | float | None
+    )  # smallest over the backwards since its last step of the largest old gradient
     n_steps: int
     n_stale: Tensor | float
-    n_seen: int = 0  # steps before which a backward was seen
-    grads: tuple[int, ...] = ()  # ids of the gradients found at the last of these backwards
+    n_seen: int = 0  # steps with a backward before them
+    grads: tuple[int, ...] = ()  # ids of the gradients present at the last of these backwards
 
 
 class StaleGradients:
-    """Whether gradients of the last step are still there when the next backward adds to them.
+    """Detects gradients of the last step that are still there when the next backward adds to them.
 
-    Told by a few parameters of each optimizer. Where any backward between two steps of it finds them zero or
-    None, somebody has cleared them. If the step finds other tensors there, they were replaced, say by those
-    of torch.autograd.grad, and nothing was added.
+    It reads the first and last gradient of each optimizer. If any backward between two of its steps finds
+    them zero or None, they were cleared. If the step finds other tensors there, they were replaced, for
+    example by those of torch.autograd.grad, and nothing was added.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._ids = {id(p) for p in model.parameters()}  # others may have gradients when ours has none yet
-        self._of: WeakKeyDictionary[Optimizer, _Of] = WeakKeyDictionary()
+        self._ids = {id(p) for p in model.parameters()}  # other models may have gradients already
+        self._tracks: WeakKeyDictionary[Optimizer, _Track] = WeakKeyDictionary()
 
     def before_backward(self) -> None:
-        """A backward begins."""
-        for opt, of in self._of.items():
-            if of.n_steps and of.dirty != 0.0:
-                found = _dense(opt, self._ids)
-                now = _smaller(_largest(found), of.dirty)
-                self._of[opt] = of._replace(dirty=now, grads=tuple(map(id, found)))
+        """Reads the gradients that are present when a backward begins."""
+        for opt, track in self._tracks.items():
+            if track.n_steps and track.dirty != 0.0:
+                grads = _dense(opt, self._ids)
+                dirty = _smaller(_largest(grads), track.dirty)
+                self._tracks[opt] = track._replace(dirty=dirty, grads=tuple(map(id, grads)))
 
     def after_step(self, opt: Optimizer) -> None:
-        """It has made a step."""
-        dirty, n_steps, n_stale, n_seen, grads = self._of.get(opt, _Of(None, 0, 0.0))
+        """Counts a step of an optimizer, and whether it used stale gradients."""
+        dirty, n_steps, n_stale, n_seen, grads = self._tracks.get(opt, _Track(None, 0, 0.0))
         if dirty is not None and not set(grads).isdisjoint(map(id, _dense(opt, self._ids))):
             n_stale = n_stale + (dirty > 0)
-        self._of[opt] = _Of(None, n_steps + 1, n_stale, n_seen + (dirty is not None))
+        self._tracks[opt] = _Track(None, n_steps + 1, n_stale, n_seen + (dirty is not None))
 
     @property
     def has_looked(self) -> bool:
-        """Whether enough backwards were seen between the steps of an optimizer."""
-        return any(of.n_seen >= FEWEST - 1 for of in self._of.values())
+        """Whether enough steps of an optimizer had a backward before them."""
+        return any(track.n_seen >= MIN_STEPS - 1 for track in self._tracks.values())
 
-    def sightings(self) -> Iterator[Observation]:
-        """Where each step since the first found them."""
-        for _, n_steps, n_stale, *_ in list(self._of.values()):
-            if n_steps >= FEWEST and float(n_stale) >= n_steps - 1:
+    def observations(self) -> Iterator[Observation]:
+        """One for each optimizer whose steps after the first all used stale gradients."""
+        for _, n_steps, n_stale, *_ in list(self._tracks.values()):
+            if n_steps >= MIN_STEPS and float(n_stale) >= n_steps - 1:
                 yield Observation(
                     "grad.stale",
                     step=1,
                     value=float(n_stale),
-                    text=f"in {float(n_stale):.0f} of {n_steps} steps the gradients of the step before were "
-                    "still there, and the new ones were added to them.",
-                    causes=("nobody clears gradients after a step",),
-                    next_steps=("call optimizer.zero_grad() after each optimizer.step()",),
+                    text=f"In {float(n_stale):.0f} of {n_steps} steps the gradients of the previous step "
+                    "were still there, and the new ones were added to them.",
+                    causes=("gradients are not cleared after a step",),
+                    next_steps=("Call optimizer.zero_grad() after each optimizer.step()",),
                 )
 
 
-def _smaller(found: Tensor | float, before: Tensor | float | None) -> Tensor | float:
-    if isinstance(found, Tensor) and isinstance(before, Tensor):
-        return torch.minimum(found, before)
-    return found if before is None or not isinstance(found, Tensor) else before
+def _smaller(now: Tensor | float, before: Tensor | float | None) -> Tensor | float:
+    if isinstance(now, Tensor) and isinstance(before, Tensor):
+        return torch.minimum(now, before)
+    return now if before is None or not isinstance(now, Tensor) else before
 
 
 def _dense(opt: Optimizer, ids: set[int]) -> list[Tensor]:
-    """The dense gradients of its parameters that are among these."""
+    """Dense gradients of the optimizer's parameters with these ids."""
     params = [p for group in opt.param_groups for p in group["params"] if id(p) in ids]
     grads = [p.grad for p in params if p.grad is not None]
     return [g for g in grads if g.layout is torch.strided and g.numel()]
 
 
 def _largest(dense: list[Tensor]) -> Tensor | float:
-    """The largest value of the first and the last of these gradients; 0.0 if there is none."""
+    """Largest magnitude in the first and the last of these gradients; 0.0 if empty."""
     if not dense:
         return 0.0
     ends = [dense[0], dense[-1]] if dense[0].device == dense[-1].device else dense[:1]
-    found = torch.stack([g.detach().abs().amax().float() for g in ends]).amax()
-    return float(found) if found.is_cpu else found
+    largest = torch.stack([g.detach().abs().amax().float() for g in ends]).amax()
+    return float(largest) if largest.is_cpu else largest

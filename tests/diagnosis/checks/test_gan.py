@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookcb.diagnosis.checks.gan import FALLEN, balance
+from hookcb.diagnosis.checks.gan import MAX_FALL, balance
 from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
 
@@ -29,7 +29,7 @@ def game(generator=FALLS, discriminator=STAYS, loss_of_generator=HIGHER, loss_of
 def test_a_discriminator_that_has_won_is_found_at_the_generator():
     (found,) = balance(game())
     assert (found.code, found.severity, found.layer) == ("gan.balance", "warning", "generator")
-    assert (found.step, found.limit) == (10, FALLEN)
+    assert (found.step, found.limit) == (10, MAX_FALL)
     assert found.value == pytest.approx(1000)
 
 

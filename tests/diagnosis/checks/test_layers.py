@@ -133,6 +133,12 @@ def test_a_collapse_is_told_of_the_layer_from_which_on_all_is_the_same():
     assert found.value == pytest.approx(1e-8)
 
 
+def test_the_spread_of_a_late_collapse_is_that_since_it_began():
+    found = only(collapsed_activations, collapse(1.0, 0.5, *([[0.5] * 9 + [1e-8] * 6] * 2), 1e-9))
+    assert (found.layer, found.step, found.value) == ("l2", 90, pytest.approx(1e-8))
+    assert "1e-08 of their second moment (limit 1e-06)" in found.message
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Callback, Diagnose, Learner
-from hookcb.diagnosis.checks.parameters import put_back, zero_layer
+from hookcb.diagnosis.checks.parameters import restored, zero_layer
 from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
 from tests.support import fit
@@ -85,7 +85,7 @@ def test_the_last_weight_may_be_zero_and_few_steps_tell_nothing():
 def test_what_has_moved_or_was_hardly_looked_at_is_not_found(ratios, has_moved, n_steps, kind):
     param = weight("body", update_ratio=ratios)
     param.has_moved = has_moved
-    (found,) = put_back(evidence(param, n_steps=n_steps))
+    (found,) = restored(evidence(param, n_steps=n_steps))
     assert isinstance(found, kind)
 
 
@@ -102,5 +102,5 @@ def test_weights_that_are_put_back_after_each_step_are_found():
     verdict = trained(net(), [Callback(name="putter", before_fit=keep, after_batch=put)])
     (found,) = [f for f in verdict.findings if f.code == "param.restored"]
     assert (found.layer, found.param) == ("2", "2.weight")
-    assert "to the bit" in found.message
+    assert "bit-identical" in found.message
     assert "param.restored" not in [f.code for f in trained(net()).findings]

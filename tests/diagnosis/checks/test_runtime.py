@@ -10,11 +10,21 @@ from hookcb.diagnosis.checks import layers as checks_layers
 from hookcb.diagnosis.checks import loss as checks_loss
 from hookcb.diagnosis.checks import optimizer as checks_optimizer
 from hookcb.diagnosis.checks import runtime as checks_runtime
+from hookcb.diagnosis.checks import step_size as checks_step_size
+from hookcb.diagnosis.checks import weight_decay as checks_weight_decay
 from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_data
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import CHECKS, Finding, Passed, Skipped
 
-MODULES = (checks_gradients, checks_layers, checks_loss, checks_optimizer, checks_runtime)
+MODULES = (
+    checks_gradients,
+    checks_layers,
+    checks_loss,
+    checks_step_size,
+    checks_weight_decay,
+    checks_optimizer,
+    checks_runtime,
+)
 OURS = [c for c in CHECKS.values() if c.function.__module__ in {module.__name__ for module in MODULES}]
 BY_NAME = [pytest.param(c, id=c.function.__name__) for c in OURS]
 MB = 1e6
@@ -79,7 +89,7 @@ def test_memory_that_grows_is_told():
 def test_of_a_long_run_the_growth_so_far_is_that_of_all_its_steps():
     steps = range(0, 4_000, 4)  # of which every fourth is kept
     found = only(growing_memory, Evidence(memory=Series.of(steps, [2 * MB * step for step in steps])))
-    assert "Memory grows by 2.0 MB a step, 7.9 GB so far" in found.message
+    assert "Memory grows by 2.0 MB per step, 7.9 GB so far" in found.message
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hookcb.diagnosis.probes.replicas import look_at_replicas
+from hookcb.diagnosis.probes.replicas import observe_replicas
 
 
 def replica():
@@ -18,7 +18,7 @@ def replica():
 
 
 def look(model, step=7):
-    return [(s.code, s.step, s.value, s.text) for s in look_at_replicas(model, step)]
+    return [(s.code, s.step, s.value, s.text) for s in observe_replicas(model, step)]
 
 
 def train(model, rank, n=3):

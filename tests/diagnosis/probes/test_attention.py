@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.attention import OpHooks, OpProbe, look_at_attention, low_heads, saturated_share
+from hookcb.diagnosis.probes.attention import OpHooks, OpProbe, low_heads, observe_attention, saturated_share
 
 B, HEADS, T, D = 2, 4, 6, 8
 SHARP = torch.tensor([1.0, 1.0, 400.0, 400.0]).view(HEADS, 1, 1)  # of heads, by which scores grow
@@ -31,7 +31,7 @@ def entropy(row):
 
 
 def by_hand(weights):
-    """Share of heads whose rows have, on average over samples and queries, less than 5 % of ln T."""
+    """Share of heads with a mean entropy, over samples and queries, below 5 % of ln T."""
     n_samples, n_heads, _, n_keys = weights.shape
     n_low = 0
     for h in range(n_heads):
@@ -41,7 +41,7 @@ def by_hand(weights):
 
 
 def plain(q, k, mask=None, scale=None):
-    """Attention weights, in float64; `mask` is True where a key may be looked at, or is added."""
+    """Attention weights, in float64; a `mask` is True for allowed keys, or is added."""
     scores = q.double() @ k.double().transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
@@ -49,7 +49,7 @@ def plain(q, k, mask=None, scale=None):
 
 
 def seen(call, layer="attn"):
-    """What the probe has found, and what the call gives with it and without."""
+    """Records of the probe, and results of the call with and without it."""
     found = []
     with OpProbe(lambda: layer, lambda name, share: found.append((name, share))):
         out = call()
@@ -91,7 +91,7 @@ def test_samples_and_heads_may_share_a_dimension():
 
 
 def test_the_limit_is_a_twentieth_of_the_entropy_of_looking_everywhere():
-    """Of rows with 1 - e on one key and the rest evenly on the others."""
+    """Entropy of rows with 1 - e on one key and the rest spread evenly over the others."""
     for e in (0.002, 0.005, 0.01, 0.02, 0.05):
         weights = torch.full((1, 1, 4, 16), e / 15)
         weights[..., 0] = 1 - e
@@ -307,19 +307,19 @@ def test_a_forward_that_raises_leaves_nothing_on():
 # ---- what follows
 
 
-def sightings(*shares, layer="attn"):
+def observations(*shares, layer="attn"):
     given = {layer: [(10 * i, torch.tensor(x)) for i, x in enumerate(shares)]}
-    return [(s.code, s.layer, s.step, s.value) for s in look_at_attention(given)]
+    return [(s.code, s.layer, s.step, s.value) for s in observe_attention(given)]
 
 
 def test_heads_that_look_at_one_place_in_each_batch_are_told():
-    assert sightings(1.0, 0.75, 1.0) == [("attn.collapse", "attn", 0, 0.75)]
-    assert sightings(math.nan, 0.75, 1.0, 1.0) == [("attn.collapse", "attn", 10, 0.75)]
+    assert observations(1.0, 0.75, 1.0) == [("attn.collapse", "attn", 0, 0.75)]
+    assert observations(math.nan, 0.75, 1.0, 1.0) == [("attn.collapse", "attn", 10, 0.75)]
 
 
 @pytest.mark.parametrize("shares", [(), (1.0, 1.0), (1.0, 1.0, 0.5), (0.5, 0.5, 0.5), (math.nan,) * 5])
 def test_half_of_the_heads_or_two_batches_are_no_finding(shares):
-    assert sightings(*shares) == []
+    assert observations(*shares) == []
 
 
 def test_saturated_shares_are_counts_of_elements():

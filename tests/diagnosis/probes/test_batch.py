@@ -10,12 +10,12 @@ from torch import nn
 
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.probes.batch import (
-    FEWEST,
+    MIN_BATCHES,
     guess_of,
     input_numbers,
-    look_at_head,
-    look_at_inputs,
-    look_at_labels,
+    observe_head,
+    observe_inputs,
+    observe_labels,
 )
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 from tests.support import fit
@@ -110,7 +110,7 @@ def rows(*differs, bad=()):
 
 def seen(numbers, is_harmful=False):
     steps = [10 * i for i in range(len(numbers))]
-    return [(s.code, s.severity, s.step, s.value) for s in look_at_inputs(steps, numbers, is_harmful)]
+    return [(s.code, s.severity, s.step, s.value) for s in observe_inputs(steps, numbers, is_harmful)]
 
 
 def test_missing_numbers_are_a_note_unless_something_comes_of_them():
@@ -121,7 +121,7 @@ def test_missing_numbers_are_a_note_unless_something_comes_of_them():
 
 
 def test_samples_that_are_all_the_same_are_told_after_three_batches():
-    assert FEWEST == 3
+    assert MIN_BATCHES == 3
     assert seen(rows(0, 0)) == []
     assert seen(rows(0, 0, 0)) == [("input.constant", "", 0, 0.0)]
     assert seen(rows(NAN, 0, NAN, 0, 0)) == [("input.constant", "", 10, 0.0)]
@@ -136,7 +136,7 @@ def test_batches_that_differ_or_do_not_tell_are_no_finding(given):
 
 
 def labels(pred, y, error):
-    return [(s.code, s.step, s.value) for s in look_at_labels(pred, y, error, 3)]
+    return [(s.code, s.step, s.value) for s in observe_labels(pred, y, error, 3)]
 
 
 def of(n, *shape, last=None):
@@ -148,7 +148,7 @@ def of(n, *shape, last=None):
 
 
 def refusal(pred, y):
-    """What torch says to these labels; scores of classes may come last."""
+    """Error that torch raises for these labels; scores of classes may come last."""
     with pytest.raises(IndexError) as info:
         F.cross_entropy(pred, y)
     return info.value
@@ -182,15 +182,15 @@ def test_a_label_without_a_score_is_told_where_an_index_was_wrong(shape, of_labe
 
 def test_its_advice_is_the_number_of_outputs_that_would_do():
     pred, y = numbers(N, C), of(C, N, last=7)
-    (found,) = look_at_labels(pred, y, refusal(pred, y), 0)
+    (found,) = observe_labels(pred, y, refusal(pred, y), 0)
     assert "is 7" in found.text
     assert f"labels are 0 to {C - 1}" in found.text
-    assert found.next_steps[0].startswith("give the last layer 8 outputs")
+    assert found.next_steps[0].startswith("Give the last layer 8 outputs")
 
 
 def test_advice_for_a_label_below_zero_is_not_to_have_fewer_outputs():
     pred, y = numbers(N, C), of(C, N, last=-7)
-    (found,) = look_at_labels(pred, y, refusal(pred, y), 0)
+    (found,) = observe_labels(pred, y, refusal(pred, y), 0)
     assert "is -7" in found.text
     assert "outputs" not in found.next_steps[0]
 
@@ -221,7 +221,7 @@ def test_other_errors_are_not_the_labels_fault(error):
 
 
 def test_labels_that_the_loss_ignores_are_not_the_reason_of_another_error():
-    """As 255 of segmentation: what has raised is something else."""
+    """Such as 255 in segmentation; the exception has another cause."""
     data = [(numbers(4, 3), torch.tensor([0, 1, 255, 1])) for _ in range(3)]
 
     class Broken(torch.optim.SGD):
@@ -312,13 +312,13 @@ def test_without_labels_it_is_known_where_scores_are_of_classes():
 @pytest.mark.parametrize("head", ["Softmax", "Sigmoid", "Relu"])
 @pytest.mark.parametrize("applies", ["softmax", "sigmoid"])
 def test_an_activation_before_a_loss_that_applies_its_own_is_told(head, applies):
-    (found,) = look_at_head(LossGraph("cross-entropy", True, 1.0, applies, head), "head.act", 2)
+    (found,) = observe_head(LossGraph("cross-entropy", True, 1.0, applies, head), "head.act", 2)
     assert (found.code, found.layer, found.step) == ("head.activation", "head.act", 2)
     assert {"Softmax": "softmax", "Sigmoid": "sigmoid", "Relu": "ReLU"}[head] in found.text
 
 
 def test_probabilities_for_nll_are_told():
-    (found,) = look_at_head(LossGraph("nll", head="Softmax"), "", 0)
+    (found,) = observe_head(LossGraph("nll", head="Softmax"), "", 0)
     assert "log_softmax" in found.next_steps[0]
 
 
@@ -334,4 +334,4 @@ def test_probabilities_for_nll_are_told():
     ],
 )
 def test_a_head_that_fits_its_loss_is_no_finding(graph):
-    assert list(look_at_head(graph, "act", 0)) == []
+    assert list(observe_head(graph, "act", 0)) == []

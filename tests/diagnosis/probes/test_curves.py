@@ -5,7 +5,7 @@ import mmap
 import torch
 
 from hookcb.diagnosis.probes import curves
-from hookcb.diagnosis.probes.curves import MOST, Curve, ResidentMemory
+from hookcb.diagnosis.probes.curves import MAX_POINTS, Curve, ResidentMemory
 
 
 def test_a_curve_has_numbers_and_tensors_in_order():
@@ -20,11 +20,11 @@ def test_a_curve_has_numbers_and_tensors_in_order():
 
 def test_of_a_long_curve_numbers_stay_that_are_spread_evenly():
     curve = Curve()
-    for step in range(5 * MOST):
+    for step in range(5 * MAX_POINTS):
         curve.add(step, float(step))
     series = curve.series()
     assert series.steps == [int(value) for value in series.values]
-    assert MOST // 2 <= len(series.steps) <= MOST
+    assert MAX_POINTS // 2 <= len(series.steps) <= MAX_POINTS
     gaps = {b - a for a, b in zip(series.steps, series.steps[1:], strict=False)}
     assert gaps == {8}
 
@@ -35,9 +35,9 @@ def test_memory_in_use_is_that_of_the_process_without_what_it_shares(tmp_path, m
     monkeypatch.setattr(curves, "STATM", statm)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     memory = ResidentMemory()
-    assert memory.read() == 40 * mmap.PAGESIZE
+    assert memory.bytes_in_use() == 40 * mmap.PAGESIZE
     statm.write_text("900 90 30 1 0 5 0")
-    assert memory.read() == 60 * mmap.PAGESIZE
+    assert memory.bytes_in_use() == 60 * mmap.PAGESIZE
     memory.close()
 
 
@@ -45,5 +45,5 @@ def test_where_the_system_does_not_tell_memory_is_not_known(tmp_path, monkeypatc
     monkeypatch.setattr(curves, "STATM", tmp_path / "none")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     memory = ResidentMemory()
-    assert memory.read() is None
+    assert memory.bytes_in_use() is None
     memory.close()

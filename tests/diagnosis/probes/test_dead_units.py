@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.probes.dead_units import EXAMPLES, LOOKS, DeadUnits
+from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
 from tests.support import fit
 
 D, H, N = 6, 10, 64
@@ -39,7 +39,7 @@ def kill(layer, n):
 def look(units, model, step, x, loss):
     model.zero_grad()
     loss(model(x)).backward()
-    units.look(step, len(x))
+    units.read_gradients(step, len(x))
 
 
 def looked(model, n=10, loss=None, n_examples=N, at=None):
@@ -50,7 +50,7 @@ def looked(model, n=10, loss=None, n_examples=N, at=None):
             at(step)
         x, y = batch(n_examples, seed=step)
         look(units, model, step, x, loss or (lambda out, y=y: F.mse_loss(out, y)))
-    return units.found()
+    return units.dead_shares()
 
 
 @pytest.mark.parametrize("n_dead", [0, 1, 4, H])
@@ -70,8 +70,8 @@ def test_layers_without_a_bias_are_told_by_rows_of_their_weight():
     units = DeadUnits(model)
     for step in range(10):
         look(units, model, step, batch(seed=step)[0].abs(), lambda out: out.square().mean())
-    assert units.found()["0.weight"].lately == pytest.approx(3 / H)
-    assert units.found()["2.weight"].lately == 0
+    assert units.dead_shares()["0.weight"].lately == pytest.approx(3 / H)
+    assert units.dead_shares()["2.weight"].lately == 0
 
 
 def test_a_convolution_is_followed_by_channels():
@@ -82,7 +82,7 @@ def test_a_convolution_is_followed_by_channels():
     for step in range(8):
         x = torch.randn(N, 2, 5, 5, generator=torch.Generator().manual_seed(step))
         look(units, model, step, x, lambda out: out.square().mean())
-    assert units.found()["0.weight"].lately == 2 / 8
+    assert units.dead_shares()["0.weight"].lately == 2 / 8
 
 
 def test_a_single_layer_is_named_as_the_model_names_it():
@@ -101,8 +101,8 @@ def test_a_bias_that_the_loss_does_not_depend_on_leaves_units_alive():
     model[2].bias.grad.zero_()  # mathematically; rounding may leave a rest
     units = DeadUnits(model)
     for step in range(8):
-        units.look(step, N)
-    assert units.found()["2.weight"].lately == 0
+        units.read_gradients(step, N)
+    assert units.dead_shares()["2.weight"].lately == 0
     assert looked(model, loss=differences)["2.weight"].lately == 0
 
 
@@ -115,8 +115,8 @@ def test_units_of_a_layer_before_a_batch_norm_are_alive_though_their_bias_has_no
         x, y = batch(seed=step)
         F.mse_loss(model(x), y).backward()
         model[0].bias.grad.zero_()
-        units.look(step, N)
-    assert units.found()["0.weight"].lately == 0
+        units.read_gradients(step, N)
+    assert units.dead_shares()["0.weight"].lately == 0
 
 
 @pytest.mark.parametrize("died_at", [5, 10, 20])
@@ -150,7 +150,7 @@ def test_units_that_were_never_alive_are_told_from_those_that_died():
 
 @pytest.mark.parametrize(("n_examples", "n"), [(512, 8), (100, 8), (64, 8), (40, 13), (32, 16), (15, 35)])
 def test_it_takes_eight_looks_and_512_examples(n_examples, n):
-    assert (LOOKS, EXAMPLES) == (8, 512)
+    assert (MIN_LOOKS, MIN_EXAMPLES) == (8, 512)
     found = looked(net(n_dead=3), n=40, n_examples=n_examples)["0.weight"]
     assert (found.n_looked, found.n_examples) == (n, n * n_examples)
 
@@ -171,7 +171,7 @@ def test_of_small_batches_so_many_are_looked_at_that_it_is_known(size, told):
 def test_with_few_looks_it_says_how_few():
     found = looked(net(), n=3)["0.weight"]
     assert (found.n_looked, found.n_examples) == (3, 3 * N)
-    assert DeadUnits(net()).found() == {}
+    assert DeadUnits(net()).dead_shares() == {}
 
 
 def test_looks_at_a_satisfied_hinge_loss_do_not_count():
@@ -180,8 +180,8 @@ def test_looks_at_a_satisfied_hinge_loss_do_not_count():
     for step in range(40):
         margin = 1e6 if step % 4 == 0 else -1e6  # satisfied in three of four batches
         look(units, model, step, batch(seed=step)[0], lambda out, m=margin: F.relu(m - out).mean())
-    found = units.found()
-    assert {x.n_looked for x in found.values()} == {LOOKS}
+    found = units.dead_shares()
+    assert {x.n_looked for x in found.values()} == {MIN_LOOKS}
     assert {x.lately for x in found.values()} == {0}
 
 
@@ -258,7 +258,7 @@ def test_embeddings_and_matrices_without_a_bias_are_left_out():
     assert looked(Table(), loss=lambda out: out.square().mean()) == {}
 
 
-# ---- gradients that cannot be told
+# ---- gradients that cannot be read
 
 
 def test_layers_whose_gradient_is_none_or_sparse_are_left_out():
@@ -269,8 +269,8 @@ def test_layers_whose_gradient_is_none_or_sparse_are_left_out():
         model[0].weight.grad = None if step % 2 else model[0].weight.grad.to_sparse()
         model[0].bias.grad = None
     found = DeadUnits(model)
-    found.look(0, N)
-    assert set(found.found()) == {"2.weight"}
+    found.read_gradients(0, N)
+    assert set(found.dead_shares()) == {"2.weight"}
 
 
 def test_a_frozen_layer_has_no_dead_units():
@@ -288,8 +288,8 @@ def test_a_layer_that_takes_part_now_and_then_is_judged_by_its_own_looks():
         look(
             units, model, step, x, lambda out, w=whole: out.mean() if w else model[2](torch.ones(4, H)).sum()
         )
-    found = units.found()
-    assert found["0.weight"].n_looked == LOOKS
+    found = units.dead_shares()
+    assert found["0.weight"].n_looked == MIN_LOOKS
     assert found["0.weight"].lately == 0
 
 
@@ -301,5 +301,5 @@ def test_looking_changes_no_gradient():
     model = net(n_dead=3)
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
     before = [p.grad.clone() for p in model.parameters()]
-    DeadUnits(model).look(0, N)
+    DeadUnits(model).read_gradients(0, N)
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hookcb.diagnosis.probes.first_batch import first_batch, loader_kept, why_not_asked
+from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 
 X = torch.arange(12.0)[:, None]
 
@@ -32,7 +32,7 @@ def shuffled(**kwargs):
 
 def test_a_loader_that_was_asked_gives_what_it_would_have_given():
     asked, other = shuffled(), shuffled()
-    with loader_kept(asked):
+    with preserve_loader(asked):
         seen = first_batch(asked)[0]
     batches = [batch for (batch,) in asked]
     assert torch.equal(torch.cat(batches), torch.cat([batch for (batch,) in other]))
@@ -41,7 +41,7 @@ def test_a_loader_that_was_asked_gives_what_it_would_have_given():
 
 def test_attributes_of_a_loader_and_random_numbers_are_put_back():
     loader, before = Counting(), torch.get_rng_state()
-    with loader_kept(loader):
+    with preserve_loader(loader):
         assert torch.equal(first_batch(loader), X[:4])
         torch.rand(3)
         assert loader.passes == 1
@@ -63,10 +63,10 @@ def test_an_iterable_dataset_gives_whole_batches():
 
 
 def test_a_loader_without_a_batch_is_refused():
-    with pytest.raises(ValueError, match="gave no batch"):
+    with pytest.raises(ValueError, match="has no batch"):
         first_batch([])
 
 
 def test_what_can_be_asked_only_once_is_not_asked():
-    assert "asked only once" in why_not_asked(iter(X.split(4)))
-    assert why_not_asked(X.split(4)) == why_not_asked(shuffled()) == ""
+    assert "read only once" in why_not_readable(iter(X.split(4)))
+    assert why_not_readable(X.split(4)) == why_not_readable(shuffled()) == ""

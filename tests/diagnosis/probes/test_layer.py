@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.probes.layer import MOST, LayerProbe, spread
+from hookcb.diagnosis.probes.layer import MAX_ELEMENTS, LayerProbe, spread
 
 
 def test_the_spread_is_the_variance_across_the_batch_by_the_second_moment():
@@ -24,7 +24,7 @@ def test_samples_that_are_the_same_have_no_spread_and_a_single_one_has_none_to_t
 
 
 def test_of_a_large_output_the_spread_is_about_that_of_all():
-    x = torch.randn(64, 8 * MOST // 64, generator=torch.Generator().manual_seed(0)) + 1
+    x = torch.randn(64, 8 * MAX_ELEMENTS // 64, generator=torch.Generator().manual_seed(0)) + 1
     expected = x.var(0, correction=0).mean() / x.square().mean()
     assert spread(x).item() == pytest.approx(expected.item(), rel=0.05)
 
@@ -33,11 +33,11 @@ def test_each_batch_makes_a_record_of_the_layers_that_were_called():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
     probe, layers = LayerProbe(model), {}
     for step, value in ((0, 0.0), (5, 9.0)):
-        probe.begin(step)
+        probe.begin_record(step)
         assert probe.last == ""
-        probe.look(model[1], torch.full((4, 4), math.tanh(value)))
+        probe.measure_layer(model[1], torch.full((4, 4), math.tanh(value)))
         assert probe.last == "1"
-        probe.end()
+        probe.end_record()
     probe.add_to(layers, {"1": "Tanh"})
     assert list(layers) == ["1"]
     assert (layers["1"].kind, layers["1"].largest) == ("Tanh", torch.finfo(torch.float32).max)
@@ -48,11 +48,11 @@ def test_each_batch_makes_a_record_of_the_layers_that_were_called():
 def test_what_has_no_numbers_is_left_out_and_copies_are_counted():
     model = nn.Sequential(nn.Linear(3, 4))
     probe, layers = LayerProbe(model), {}
-    probe.begin(0)
+    probe.begin_record(0)
     for output in (None, torch.ones(3, dtype=torch.int64), torch.empty(0, 4), "text"):
-        probe.look(model[0], output)
-    probe.look(nn.Linear(3, 4), torch.ones(2, 4))
-    probe.end()
+        probe.measure_layer(model[0], output)
+    probe.measure_layer(nn.Linear(3, 4), torch.ones(2, 4))
+    probe.end_record()
     probe.add_to(layers, {})
     assert layers == {}
     assert probe.n_copies == 1

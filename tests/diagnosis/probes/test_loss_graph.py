@@ -1,4 +1,4 @@
-"""What a loss is, told from its graph alone: kind, purity, scale, and what the scores went through before."""
+"""The kind, purity and scale of a loss, and the head of its scores, as read from its graph alone before."""
 
 import math
 

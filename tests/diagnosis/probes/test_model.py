@@ -1,10 +1,10 @@
-"""What a model and its optimizers tell before a step is made."""
+"""Faults of a model and its optimizers that need no step."""
 
 import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.probes.model import is_of_torch, look_at_model, look_at_optimizers, share_alike
+from hookcb.diagnosis.probes.model import is_of_torch, observe_model, observe_optimizers, share_alike
 
 
 def net(**kwargs):
@@ -13,7 +13,7 @@ def net(**kwargs):
 
 
 def codes(model):
-    return [(sighting.code, sighting.layer) for sighting in look_at_model(model)]
+    return [(observation.code, observation.layer) for observation in observe_model(model)]
 
 
 def test_a_model_as_torch_makes_it_is_fine():
@@ -58,17 +58,19 @@ def test_a_dropout_of_nearly_all_is_seen(layer, is_told):
 def test_gates_that_a_bias_shuts_are_seen(make, n):
     layer = make(4, 8)
     nn.init.constant_(layer.bias_ih_l0, -9.0)
-    found = list(look_at_model(nn.Sequential(layer, nn.Linear(8, 1))))
-    assert [sighting.code for sighting in found] == ["gate.shut"] * n  # a GRU's update gate keeps the state
+    found = list(observe_model(nn.Sequential(layer, nn.Linear(8, 1))))
+    assert [observation.code for observation in found] == [
+        "gate.shut"
+    ] * n  # a GRU's update gate keeps the state
     assert found[0].param == "0.bias_ih_l0"
 
 
 def test_a_parameter_in_two_groups_is_seen_and_in_two_optimizers_is_not():
     model = nn.Linear(2, 2)
     one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    assert list(look_at_optimizers(model, [one, other])) == []
+    assert list(observe_optimizers(model, [one, other])) == []
     one.param_groups.append({**one.param_groups[0], "params": [model.weight]})
-    (found,) = look_at_optimizers(model, [one, other])
+    (found,) = observe_optimizers(model, [one, other])
     assert (found.code, found.param, found.value) == ("param.duplicated", "weight", 2.0)
 
 

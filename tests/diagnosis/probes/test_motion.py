@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.motion import ENOUGH, Motion
+from hookcb.diagnosis.probes.motion import MIN_BATCHES, Motion
 
 N = 32
 
@@ -31,7 +31,7 @@ def train(model, params, n=5, lr=0.1, opt=torch.optim.SGD, d=8):
 
 
 def codes(motion, n_steps=30, n_backward=30):
-    return [(s.code, s.param) for s in motion.sightings(n_steps, n_backward)]
+    return [(s.code, s.param) for s in motion.observations(n_steps, n_backward)]
 
 
 @pytest.mark.parametrize("trained", [range(6), [0], [1, 5], [2, 3], []])
@@ -102,13 +102,13 @@ def test_parameters_of_all_shapes_and_kinds_are_followed():
 
 def test_backwards_without_any_step_are_told():
     motion = Motion(net())
-    (found,) = motion.sightings(0, 25)
+    (found,) = motion.observations(0, 25)
     assert (found.code, found.layer, found.step, found.value) == ("param.not_stepped", "", 0, 0.0)
-    assert "in 25 batches" in found.text
+    assert "In 25 batches" in found.text
 
 
 def test_nineteen_backwards_are_too_few():
-    assert ENOUGH == 20
+    assert MIN_BATCHES == 20
     motion = Motion(net())
     assert codes(motion, 0, 19) == []
     assert codes(motion, 0, 20) == [("param.not_stepped", "")]
@@ -178,7 +178,7 @@ def test_a_constant_recurrent_layer_is_told():
     motion = Motion(model)
     train(model, model.parameters())
     assert {param for _, param in codes(motion)} == {"rnn.weight_ih_l0", "rnn.weight_hh_l0"}
-    assert {s.layer for s in motion.sightings(30, 30)} == {"rnn"}
+    assert {s.layer for s in motion.observations(30, 30)} == {"rnn"}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_weights_that_are_not_finite_already_are_named_by_the_last_of_them():
 
     finding = found(net(), cbs=[Callback(name="spoil", before_batch=spoil)])
     assert (finding.code, finding.layer, finding.step, finding.value) == ("nonfinite.first", "1", 1, 1.0)
-    assert "weights of 1 layers are NaN or infinite" in finding.message
+    assert "weights of 1 layer became NaN or infinite" in finding.message
 
 
 @pytest.mark.filterwarnings("ignore:ERROR  nonfinite.first:UserWarning")

@@ -1,4 +1,4 @@
-"""Batch norms whose mode or batch does not fit."""
+"""Batch norms with a wrong mode or batch size."""
 
 import pytest
 import torch
@@ -13,18 +13,18 @@ def net():
     )
 
 
-def sightings(probe, n_batches=10):
-    return list(probe.sightings(n_batches))
+def observations(probe, n_batches=10):
+    return list(probe.observations(n_batches))
 
 
 def seen(model, n=10, size=8, at=None):
-    """What was seen in n batches; `at` may change the model before one."""
+    """Observations in n batches; `at` may change the model before a batch."""
     probe = NormProbe(model)
     for step in range(n):
         if at is not None:
             at(step)
         probe.begin_batch(step, size if isinstance(size, int) else size[step])
-    return sightings(probe, n)
+    return observations(probe, n)
 
 
 def test_batch_norms_in_training_mode_are_fine():
@@ -137,7 +137,7 @@ def test_single_samples_are_fine_without_a_batch_norm():
 
 
 def test_without_a_batch_nothing_is_said():
-    assert sightings(NormProbe(net()), 0) == []
+    assert observations(NormProbe(net()), 0) == []
 
 
 # ---- a batch norm that refuses
@@ -153,8 +153,8 @@ def test_the_batch_norm_that_has_raised_is_told_as_an_error():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
     model[1][0].eval()
     probe = NormProbe(model)
-    probe.look_at_error(refused(model, torch.ones(1, 4)), 7)
-    (found,) = sightings(probe)
+    probe.read_error(refused(model, torch.ones(1, 4)), 7)
+    (found,) = observations(probe)
     assert (found.code, found.severity, found.layer, found.step) == ("mode.mismatch", "error", "1.1", 7)
 
 
@@ -162,14 +162,14 @@ def test_it_is_told_once_even_where_batches_have_one_sample():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     probe = NormProbe(model)
     probe.begin_batch(0, 1)
-    probe.look_at_error(refused(model, torch.ones(1, 4)), 0)
-    assert [s.severity for s in sightings(probe, 1)] == ["error"]
+    probe.read_error(refused(model, torch.ones(1, 4)), 0)
+    assert [s.severity for s in observations(probe, 1)] == ["error"]
 
 
 def test_other_errors_and_norms_of_other_models_are_not_its_business():
     probe, other = NormProbe(net()), nn.BatchNorm1d(4)
-    probe.look_at_error(refused(other, torch.ones(1, 4)), 0)
-    probe.look_at_error(refused(nn.InstanceNorm1d(4), torch.ones(2, 4, 1)), 0)
-    probe.look_at_error(ValueError("Expected input batch_size (3) to match target batch_size (4)."), 0)
-    probe.look_at_error(RuntimeError("Expected more than 1 value per channel"), 0)
-    assert sightings(probe) == []
+    probe.read_error(refused(other, torch.ones(1, 4)), 0)
+    probe.read_error(refused(nn.InstanceNorm1d(4), torch.ones(2, 4, 1)), 0)
+    probe.read_error(ValueError("Expected input batch_size (3) to match target batch_size (4)."), 0)
+    probe.read_error(RuntimeError("Expected more than 1 value per channel"), 0)
+    assert observations(probe) == []

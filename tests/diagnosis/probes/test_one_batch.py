@@ -35,7 +35,7 @@ def trained(model=None, data=None, loss_func=F.cross_entropy, n_epoch=3, cbs=(),
 
 
 def was_looked_at(verdict):
-    return "one batch again, after the training" in verdict.coverage
+    return "one more batch after the training" in verdict.coverage
 
 
 def reason(verdict):
@@ -60,10 +60,10 @@ def test_an_activation_on_the_logits_is_found_without_diagnose(last, loss_func):
 def test_a_healthy_training_is_so_as_far_as_looked_and_says_how_far():
     verdict = trained(n_epoch=10).diagnose()
     assert verdict.status == "healthy"
-    assert re.match(r"HEALTHY  as far as looked: (\d+) of (\d+) checks$", verdict.lines()[0])
+    assert re.match(r"HEALTHY  as far as checked: (\d+) of (\d+) checks$", verdict.lines()[0])
     assert was_looked_at(verdict)
     assert verdict.n_checked >= verdict.n_checks - 10
-    for fine in (HEAD, "NaN in the inputs", "symmetric initialisation", "parameters twice in the optimizer"):
+    for fine in (HEAD, "NaN in the inputs", "symmetric initialization", "parameters twice in the optimizer"):
         assert fine in verdict.ruled_out
     assert any("loss at the beginning" in fine for fine in verdict.ruled_out)  # the guess is of the batch
 
@@ -246,7 +246,7 @@ def test_it_can_be_asked_again_and_says_the_same():
     assert learn.diagnose() == learn.diagnose()
 
 
-# ---- where it is not made, and says so
+# ---- batches that are not run, with the reason
 
 
 def test_data_that_can_be_asked_only_once_are_not_touched():
@@ -274,7 +274,7 @@ def test_data_that_can_be_asked_only_once_are_not_touched():
     for data in (Stream(), DataLoader(Samples(), 16)):
         learn = trained(data=data, n_epoch=1)
         n = len(asked)
-        assert "which can be asked only once" in reason(learn.diagnose())
+        assert "which can be read only once" in reason(learn.diagnose())
         assert len(asked) == n
 
 
@@ -307,7 +307,7 @@ class Scales(Callback):
 
 def test_a_callback_that_may_change_batches_is_told_and_none_is_looked_at():
     verdict = trained(cbs=[Scales()]).diagnose()
-    assert reason(verdict) == "Scales acts before the loss, and a look at a batch goes without it"
+    assert reason(verdict) == "Scales acts before the loss, and inspecting one batch would leave it out"
 
 
 def test_a_callback_that_only_looks_on_is_no_obstacle():
@@ -317,7 +317,7 @@ def test_a_callback_that_only_looks_on_is_no_obstacle():
 def test_a_model_that_raises_now_is_told_so():
     learn = trained()
     learn.model[2] = nn.Linear(5, 3)
-    assert "a look at one batch has ended in RuntimeError" in reason(learn.diagnose())
+    assert "inspecting one batch failed with RuntimeError" in reason(learn.diagnose())
 
 
 def test_a_model_that_was_frozen_afterwards_is_not_called_detached():

@@ -1,4 +1,4 @@
-"""Labels that mean nothing, told by a copy of the model that learns one batch by heart."""
+"""Meaningless labels, detected by overfitting a single batch with a copy of the model."""
 
 import random
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from hookcb import Callback, Finding, Learner
 from hookcb.diagnosis.probes import overfit
-from hookcb.diagnosis.probes.overfit import look_at_labels_by_heart
+from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from tests.support import everything, fit
 
 FLAT = Finding("loss.flat", "warning")
@@ -33,7 +33,7 @@ def learner(model=None, data=None, **kwargs):
 
 
 def at_end(learn, act):
-    """What `act` gives at the end of a fit."""
+    """Result of `act` at the end of a fit."""
     found = []
     fit(learn, cbs=Callback(name="looks", after_fit=lambda cb: found.append(act())))
     (only,) = found
@@ -41,7 +41,7 @@ def at_end(learn, act):
 
 
 def seen(learn, *findings, n_batches=4):
-    return at_end(learn, lambda: list(look_at_labels_by_heart(learn, findings, n_batches)))
+    return at_end(learn, lambda: list(observe_memorized_labels(learn, findings, n_batches)))
 
 
 def test_where_a_copy_learns_one_batch_by_heart_the_labels_are_told():
@@ -92,9 +92,9 @@ def test_notes_and_a_loss_that_began_high_do_not_keep_it_from_being_tried():
 
 def test_large_models_are_left_alone(monkeypatch):
     learn = learner()
-    monkeypatch.setattr(overfit, "MOST_PARAMS", sum(p.numel() for p in learn.model.parameters()))
+    monkeypatch.setattr(overfit, "MAX_PARAMS", sum(p.numel() for p in learn.model.parameters()))
     assert len(seen(learn, FLAT)) == 1
-    monkeypatch.setattr(overfit, "MOST_PARAMS", sum(p.numel() for p in learn.model.parameters()) - 1)
+    monkeypatch.setattr(overfit, "MAX_PARAMS", sum(p.numel() for p in learn.model.parameters()) - 1)
     assert seen(learn, FLAT) == []
 
 
@@ -119,14 +119,14 @@ def seen_slow(data, *findings, **kwargs):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
     learn = learner(model, data, **kwargs)
-    return at_end(learn, lambda: list(look_at_labels_by_heart(learn, findings, 150, not findings)))
+    return at_end(learn, lambda: list(observe_memorized_labels(learn, findings, 150, not findings)))
 
 
 def test_labels_that_are_learned_in_any_order_alike_are_told_of_a_loss_that_hardly_falls():
     (found,) = seen_slow(clusters(shuffled=True))
     assert (found.code, found.severity) == ("data.labels", "warning")
-    assert "hardly fallen in 150 batches" in found.text
-    assert "in another order" in found.text
+    assert "barely fallen in 150 batches" in found.text
+    assert "permuted labels" in found.text
 
 
 def test_labels_that_are_learned_faster_than_in_other_orders_follow_from_inputs():
@@ -156,7 +156,7 @@ def test_targets_that_are_not_classes_are_let_be():
 
 
 def values(x):
-    """Of what `everything` tells, tensors by their bytes."""
+    """The values of `everything`, with tensors as bytes."""
     if isinstance(x, torch.Tensor):
         return x.numpy(force=True).tobytes()
     if isinstance(x, dict):
@@ -199,9 +199,9 @@ def test_the_learner_is_left_as_it_is_even_where_the_model_fails(fails, slow):
         before, grads = state(), [p.grad for p in model.parameters()]
         if fails:
             with pytest.raises(RuntimeError, match="no"):
-                list(look_at_labels_by_heart(learn, *args))
+                list(observe_memorized_labels(learn, *args))
         else:
-            list(look_at_labels_by_heart(learn, *args))
+            list(observe_memorized_labels(learn, *args))
         assert state() == before
         assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
         return Fails.n
@@ -215,7 +215,7 @@ def test_it_works_where_gradients_are_off():
 
     def look():
         with torch.no_grad():
-            found = list(look_at_labels_by_heart(learn, (FLAT,), 4))
+            found = list(observe_memorized_labels(learn, (FLAT,), 4))
             return len(found), torch.is_grad_enabled()
 
     assert at_end(learn, look) == (1, False)

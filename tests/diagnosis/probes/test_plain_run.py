@@ -10,10 +10,10 @@ from tests.support import fit
 
 
 def graph_of(model, monkeypatch):
-    """What the suite knows of the loss, and the learner that was trained."""
+    """Loss graph that the suite has read, and the trained learner."""
     seen = []
-    end = Probes.look_at_end
-    monkeypatch.setattr(Probes, "look_at_end", lambda self, *args: (seen.append(self), end(self, *args))[1])
+    end = Probes.observe_end
+    monkeypatch.setattr(Probes, "observe_end", lambda self, *args: (seen.append(self), end(self, *args))[1])
     torch.manual_seed(0)
     x = torch.randn(48, 6)
     batches = list(zip(x.split(16), x[:, :3].argmax(1).split(16), strict=True))

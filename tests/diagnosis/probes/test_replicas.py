@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.probes.replicas import look_at_replicas
+from hookcb.diagnosis.probes.replicas import observe_replicas
 from tests.support import run_ranks
 
 
@@ -38,4 +38,4 @@ def test_replicas_that_went_to_nan_together_have_not_diverged(ranks):
 
 
 def test_without_other_processes_there_is_nothing_to_compare():
-    assert list(look_at_replicas(nn.Linear(3, 2), 0)) == []
+    assert list(observe_replicas(nn.Linear(3, 2), 0)) == []

@@ -8,29 +8,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.retained_graphs import FOLLOWED, KEY, RetainedGraphs
+from hookcb.diagnosis.probes.retained_graphs import KEY, N_TRACKED, RetainedGraphs
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 
 
-def loop(keep, n=FOLLOWED + 10, every=5):
-    """What is seen in a training whose loop does `keep` with each loss."""
+def loop(keep, n=N_TRACKED + 10, every=5):
+    """Observations in a training that calls `keep` with each loss."""
     torch.manual_seed(0)
-    model, kept = nn.Linear(3, 2), RetainedGraphs()
+    model, retained = nn.Linear(3, 2), RetainedGraphs()
     opt = torch.optim.SGD(model.parameters(), 0.01)
     loss = pred = None
     for step in range(n):
         pred = model(X)
         loss = F.mse_loss(pred, Y)
-        kept.note(loss.grad_fn, step)
+        retained.mark_graph(loss.grad_fn, step)
         opt.zero_grad()
         loss.backward()
         opt.step()
         keep(loss, pred)
         if step % every == 0:
-            kept.look()
-    kept.look()
-    return list(kept.sightings())
+            retained.count_alive()
+    retained.count_alive()
+    return list(retained.observations())
 
 
 class Running:
@@ -56,8 +56,8 @@ def into_dict():
 @pytest.mark.parametrize("keep", [appended, Running, into_dict])
 def test_losses_that_are_kept_with_their_graph_are_told(keep):
     (found,) = loop(keep())
-    assert (found.code, found.value) == ("memory.graphs_kept", FOLLOWED - 2)
-    assert f"last {FOLLOWED - 2} batches" in found.text
+    assert (found.code, found.value) == ("memory.graphs_kept", N_TRACKED - 2)
+    assert f"last {N_TRACKED - 2} batches" in found.text
 
 
 def detached():
@@ -107,40 +107,40 @@ def test_a_loop_that_only_holds_its_last_batch_is_no_finding():
 
 
 def test_fewer_batches_than_it_follows_are_too_few():
-    assert loop(appended(), n=FOLLOWED - 3) == []
-    assert len(loop(appended(), n=FOLLOWED)) == 1
+    assert loop(appended(), n=N_TRACKED - 3) == []
+    assert len(loop(appended(), n=N_TRACKED)) == 1
 
 
 def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
-    losses, kept = [], RetainedGraphs()
-    for step in range(FOLLOWED):
+    losses, retained = [], RetainedGraphs()
+    for step in range(N_TRACKED):
         losses.append(torch.ones(3, requires_grad=True).sum())
-        kept.note(losses[-1].grad_fn, step)
-    kept.look()
+        retained.mark_graph(losses[-1].grad_fn, step)
+    retained.count_alive()
     losses.clear()
-    kept.look()
-    (found,) = kept.sightings()
-    assert (found.step, found.value) == (0, FOLLOWED - 2)
+    retained.count_alive()
+    (found,) = retained.observations()
+    assert (found.step, found.value) == (0, N_TRACKED - 2)
 
 
 def test_the_first_step_it_names_is_one_that_it_follows():
-    (found,) = loop(appended(), n=3 * FOLLOWED, every=3 * FOLLOWED - 1)
-    assert found.step == 2 * FOLLOWED
+    (found,) = loop(appended(), n=3 * N_TRACKED, every=3 * N_TRACKED - 1)
+    assert found.step == 2 * N_TRACKED
 
 
 def test_losses_without_a_graph_are_not_followed():
-    kept = RetainedGraphs()
-    for step in range(2 * FOLLOWED):
-        kept.note(None, step)
-        kept.look()
-    assert list(kept.sightings()) == []
+    retained = RetainedGraphs()
+    for step in range(2 * N_TRACKED):
+        retained.mark_graph(None, step)
+        retained.count_alive()
+    assert list(retained.observations()) == []
 
 
 def test_it_keeps_no_graph_alive_itself():
     x = torch.ones(3, requires_grad=True)
-    kept, loss = RetainedGraphs(), (x * 2).sum()
+    retained, loss = RetainedGraphs(), (x * 2).sum()
     node = loss.grad_fn
-    kept.note(node, 0)
+    retained.mark_graph(node, 0)
     token = weakref.ref(node.metadata[KEY])
     assert token() is not None
     del loss, node
@@ -151,6 +151,6 @@ def test_it_keeps_no_graph_alive_itself():
 def test_gradients_of_a_noted_loss_are_to_the_bit_as_without():
     x = torch.arange(3.0, requires_grad=True)
     loss = (x.exp() * x).sum()
-    RetainedGraphs().note(loss.grad_fn, 0)
+    RetainedGraphs().mark_graph(loss.grad_fn, 0)
     loss.backward()
     assert torch.equal(x.grad, (x.exp() * x + x.exp()).detach())

@@ -21,7 +21,7 @@ def batches(n):
 
 
 def trained(clear, n=12, every=1, opt=torch.optim.SGD, stop=None):
-    """What is seen where `clear(opt, model, i, when)` clears gradients; each `every`-th batch has a step."""
+    """Observations if `clear(opt, model, i, when)` clears gradients; each `every`-th batch has a step."""
     model = net()
     stale, opt = StaleGradients(model), opt(model.parameters(), lr=1e-3)
     for i, (x, y) in enumerate(batches(n)):
@@ -34,7 +34,7 @@ def trained(clear, n=12, every=1, opt=torch.optim.SGD, stop=None):
             opt.step()
             stale.after_step(opt)
             clear(opt, model, i, "end")
-    return list(stale.sightings())
+    return list(stale.observations())
 
 
 def at(when, set_to_none=True, every=1, by_model=False):
@@ -56,7 +56,7 @@ def never(opt, model, i, now):
 def test_gradients_that_nobody_clears_are_told(opt):
     (found,) = trained(never, n=12, opt=opt)
     assert (found.code, found.step, found.value) == ("grad.stale", 1, 11)
-    assert "in 11 of 12 steps" in found.text
+    assert "In 11 of 12 steps" in found.text
 
 
 @pytest.mark.parametrize("when", ["begin", "forward", "end"])
@@ -88,7 +88,7 @@ def test_three_steps_are_needed(n, is_told):
 
 
 def test_gradients_that_replace_those_of_the_step_before_are_not_stale():
-    """As those of torch.autograd.grad, which adds nothing to what is there."""
+    """Such as those of torch.autograd.grad, which adds nothing to old gradients."""
     model = net()
     params, stale, opt = list(model.parameters()), StaleGradients(model), torch.optim.SGD(model.parameters())
     for x, y in batches(12):
@@ -99,7 +99,7 @@ def test_gradients_that_replace_those_of_the_step_before_are_not_stale():
         opt.step()
         stale.after_step(opt)
     assert stale.has_looked
-    assert not list(stale.sightings())
+    assert not list(stale.observations())
 
 
 def test_gradients_that_are_zero_by_themselves_are_not_stale():
@@ -112,7 +112,7 @@ def test_gradients_that_are_zero_by_themselves_are_not_stale():
         (model(torch.ones(4, 3)) * 0).sum().backward()
         opt.step()
         stale.after_step(opt)
-    assert list(stale.sightings()) == []
+    assert list(stale.observations()) == []
 
 
 @pytest.mark.parametrize("is_clean", [True, False])
@@ -131,7 +131,7 @@ def test_a_generator_and_a_discriminator_are_told_apart(is_clean):
         loss.backward()
         opts[name].step()
         stale.after_step(opts[name])
-    assert [s.code for s in stale.sightings()] == [] if is_clean else ["grad.stale"] * 2
+    assert [s.code for s in stale.observations()] == [] if is_clean else ["grad.stale"] * 2
 
 
 def test_other_parameters_of_an_optimizer_may_keep_their_gradients():
@@ -144,7 +144,7 @@ def test_other_parameters_of_an_optimizer_may_keep_their_gradients():
         F.mse_loss(model(x), y).backward()
         opt.step()
         stale.after_step(opt)
-    assert list(stale.sightings()) == []
+    assert list(stale.observations()) == []
 
 
 def test_sparse_gradients_are_looked_past():
@@ -157,7 +157,7 @@ def test_sparse_gradients_are_looked_past():
         model(torch.arange(4)).sum().backward()
         opt.step()
         stale.after_step(opt)
-    assert list(stale.sightings()) == []
+    assert list(stale.observations()) == []
 
 
 def test_an_optimizer_that_is_gone_is_forgotten():
@@ -168,14 +168,14 @@ def test_an_optimizer_that_is_gone_is_forgotten():
         stale.after_step(opt)
         del opt
     stale.before_backward()
-    assert list(stale.sightings()) == []
+    assert list(stale.observations()) == []
 
 
 # ---- updates that are swallowed
 
 
 def stepped(lr, dtype=torch.bfloat16, n=5, scale=1.0, opt=torch.optim.SGD):
-    """What `LostUpdates` has seen, and by name the shares that a comparison of whole weights gives."""
+    """Observations of `LostUpdates`, and by name the shares from a comparison of whole weights."""
     model = net().to(dtype)
     swallowed, opt = LostUpdates(model), opt(model.parameters(), lr=lr)
     expected = {}
@@ -205,13 +205,13 @@ def test_shares_are_those_of_whole_weights_compared(dtype, lr):
 
 def test_a_small_rate_in_bfloat16_is_told_and_a_large_one_is_not():
     swallowed, expected = stepped(1e-5)
-    found = {s.param: s for s in swallowed.sightings()}
+    found = {s.param: s for s in swallowed.observations()}
     assert set(found) == {"0.weight", "2.weight"}
     for name, s in found.items():
         assert (s.code, s.layer, s.step) == ("update.lost_to_rounding", name.removesuffix(".weight"), 0)
         assert s.value == pytest.approx(sorted(expected[name])[2])
         assert "bfloat16" in s.text
-    assert list(stepped(1.0)[0].sightings()) == []
+    assert list(stepped(1.0)[0].observations()) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -220,8 +220,8 @@ def test_weights_in_full_precision_are_not_followed(dtype):
 
 
 def test_two_steps_are_too_few_to_be_told():
-    assert list(stepped(1e-6, n=2)[0].sightings()) == []
-    assert len(list(stepped(1e-6, n=3)[0].sightings())) == 2
+    assert list(stepped(1e-6, n=2)[0].observations()) == []
+    assert len(list(stepped(1e-6, n=3)[0].observations())) == 2
 
 
 def test_a_weight_without_a_gradient_has_no_update_to_lose():
@@ -234,7 +234,7 @@ def test_a_weight_without_a_gradient_has_no_update_to_lose():
         swallowed.after_step(step)
     assert "0.weight" not in swallowed.shares
     assert [float(share) for _, share in swallowed.shares["2.weight"]] == [0.0] * 5
-    assert list(swallowed.sightings()) == []
+    assert list(swallowed.observations()) == []
 
 
 def test_a_weight_that_moves_in_one_step_of_five_is_not_told():
@@ -248,4 +248,4 @@ def test_a_weight_that_moves_in_one_step_of_five_is_not_told():
             with torch.no_grad():
                 model[0].weight += 1
         swallowed.after_step(step)
-    assert [s.param for s in swallowed.sightings()] == ["2.weight"]
+    assert [s.param for s in swallowed.observations()] == ["2.weight"]

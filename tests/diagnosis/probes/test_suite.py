@@ -1,4 +1,4 @@
-"""The suite of probes: what it looked at is in the evidence, and what fails in it harms no training."""
+"""The evidence has what probes measured, and a probe that fails does not harm the training."""
 
 import pytest
 
@@ -19,11 +19,11 @@ def test_what_there_was_to_look_at_is_told():
     assert evidence.sources >= {"batches", "batch", "steps", "time", "loss", "model"}
     assert "attention" not in evidence.observed
     assert "replicas at the end of an epoch" not in evidence.observed
-    assert evidence.sightings == []
+    assert evidence.observations == []
     assert len(evidence.loss) == evidence.n_batches == evidence.n_steps == 8
 
 
-@pytest.mark.parametrize("part", ["begin_batch", "see_loss", "see_gradients", "begin_step", "end_batch"])
+@pytest.mark.parametrize("part", ["begin_batch", "record_loss", "end_backward", "begin_step", "end_batch"])
 def test_a_part_that_fails_is_a_note_and_the_training_goes_on(part, monkeypatch):
     def fail(*args):
         raise RuntimeError("a probe is broken")
@@ -37,10 +37,10 @@ def test_a_part_that_fails_is_a_note_and_the_training_goes_on(part, monkeypatch)
 
 
 def test_a_loss_without_a_graph_says_what_to_do():
-    sighting = detached_loss(3)
-    assert (sighting.code, sighting.step) == ("loss.detached", 3)
-    assert sighting.causes
-    assert sighting.next_steps
+    observation = detached_loss(3)
+    assert (observation.code, observation.step) == ("loss.detached", 3)
+    assert observation.causes
+    assert observation.next_steps
 
 
 def test_what_is_being_handled_is_told():

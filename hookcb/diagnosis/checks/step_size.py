@@ -1,0 +1,233 @@
+"""Checks of the size of optimizer steps relative to the weights."""
+
+import math
+from collections.abc import Iterator
+
+from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.checks.updates import (
+    MAX_FIRST_UPDATE,
+    MAX_UPDATE,
+    MIN_FACTOR,
+    N_FIRST,
+    N_LARGE,
+    N_WINDOW,
+    USUAL_UPDATE,
+    lower_rate,
+    multiplier,
+    updates,
+)
+from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import (
+    LATEST,
+    LEARNED,
+    Span,
+    before,
+    finite,
+    format_factor,
+    is_warming_up,
+    loss_left,
+    median,
+    persistent,
+    persistent_max,
+    rates,
+    ratio,
+    trailing,
+    weights,
+)
+from hookcb.diagnosis.verdict import Finding
+
+N_LARGE_FIRST = 3  # of the first ten records
+LARGER_THAN_WEIGHTS = 1.0
+FAR_LARGER = 10.0  # one such step is enough
+LEARNED_WELL, BARELY_LEARNED = 0.05, 0.9  # share of the first loss that is left
+MIN_UPDATE, MIN_UPDATE_WARNING = 1e-5, 1e-6
+MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
+
+
+@check(
+    "update.too_large",
+    site=Site.OPTIMIZER,
+    needs=("gradients",),
+    leads_to=(
+        "unit.*",
+        "act.*",
+        "loss.*",
+        "nonfinite.*",
+        "grad.*",
+        "attn.collapse",
+        "update.lost_to_rounding",
+    ),
+)
+def large_updates(evidence: Evidence) -> Iterator[Result]:
+    """Steps that change a weight by a large part of its size.
+
+    Formula: max over weights of ‖ΔW‖ / ‖W‖, with ‖W‖ at least that of torch's default initialization, a std
+    of 1/sqrt(3 fan in), so weights that begin near zero and grow (a zero-initialized last layer, LoRA) do not
+    count as changed by much. Limit: 0.2 in three of the first ten records, 0.05 in five of eight later ones;
+    1e-3 is usual. An error if two of the first ten steps are larger than the weights, or if the loss rises.
+    Left out are embeddings of tokens and positions, which are added, and trainings whose loss still falls by
+    a fifth, or, with steps larger than the weights, to a twentieth. The advice is computed from the first
+    steps, up to the one after which the loss is higher.
+
+    Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
+    """
+    until = evidence.converged_at()
+    sizes = [(p, updates(p, until)) for p in weights(evidence)]
+    sizes = [(p, series) for p, series in sizes if len(series)]
+    if max((len(series) for _, series in sizes), default=0) < N_LARGE_FIRST:
+        yield Skipped(f"fewer than {N_LARGE_FIRST} steps were inspected before convergence")
+        return
+    left = loss_left(evidence, evidence.loss.values[0] if len(evidence.loss) else math.nan)
+    huge = [x for x in (_huge(p, series) for p, series in sizes) if x]
+    large = [x for x in (_large(p, series) for p, series in sizes) if x]
+    if huge and not left < LEARNED_WELL:
+        yield _too_large(evidence, max(huge, key=lambda x: x[1]), is_error=True)
+    elif large and left >= LEARNED:  # large steps that are not known to do harm may be intended
+        yield _too_large(evidence, max(large, key=lambda x: x[1]), is_error=left > 1)
+    else:
+        worst = max(median(series.values) for _, series in sizes)
+        yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, left >= LEARNED))
+
+
+_Large = tuple[Param, float, Span, float]  # with the size of the update and its limit
+
+
+def _huge(param: Param, series: Series) -> _Large | None:
+    first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
+    span = persistent(first, lambda x: x > LARGER_THAN_WEIGHTS, 2, N_FIRST)
+    span = span or persistent(first, lambda x: x > FAR_LARGER, 1, N_FIRST)
+    return (param, max(first.values), span, LARGER_THAN_WEIGHTS) if span else None
+
+
+def _large(param: Param, series: Series) -> _Large | None:
+    first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
+    if span := persistent(first, lambda x: x > MAX_FIRST_UPDATE, N_LARGE_FIRST, N_FIRST):
+        return param, median(first.between(span.first, span.last).values), span, MAX_FIRST_UPDATE
+    later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
+    if span := persistent(later, lambda x: x > MAX_UPDATE, N_LARGE, N_WINDOW):
+        return param, median(later.between(span.first, span.last).values), span, MAX_UPDATE
+    return None
+
+
+def _nearest(updates_of: list[tuple[Param, Series]], is_idle: bool) -> tuple[float, float]:
+    """The update nearest to a limit, and that limit; two of three limits apply only if nothing is learned."""
+    sizes = []
+    for _, series in updates_of:
+        first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
+        later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
+        sizes.append((persistent_max(first, 2, N_FIRST), LARGER_THAN_WEIGHTS))
+        if is_idle:
+            sizes.append((persistent_max(first, N_LARGE_FIRST, N_FIRST), MAX_FIRST_UPDATE))
+            sizes.append((persistent_max(later, N_LARGE, N_WINDOW), MAX_UPDATE))
+    known = [(size, limit) for size, limit in sizes if math.isfinite(size)]
+    return max(known, key=lambda pair: pair[0] / pair[1], default=(math.nan, math.nan))
+
+
+def _too_large(evidence: Evidence, large: _Large, is_error: bool) -> Finding:
+    param, size, span, limit = large
+    return finding(
+        "update.too_large",
+        "error" if is_error else "warning",
+        at=param,
+        when=span,
+        value=size,
+        limit=limit,
+        message=f"A step changes {param.name} by {format_factor(size)} times its size (limit {limit:g}); "
+        f"{USUAL_UPDATE:g} is usual.",
+        causes=("the learning rate is too high", "no warmup"),
+        next_steps=(
+            *(lower_rate(evidence) or ("Find a learning rate: learn.lr_find()",)),
+            "Add a learning rate warmup, or clip gradients",
+        ),
+    )
+
+
+@check(
+    "update.too_small",
+    site=Site.OPTIMIZER,
+    needs=("gradients",),
+    leads_to=("loss.flat",),
+)
+def small_updates(evidence: Evidence) -> Iterator[Result]:
+    """Steps that barely change the weights, so nothing is learned in reasonable time.
+
+    Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence (at least
+    five), each scaled to the largest learning rate, so neither warmup nor the end of a decay counts. Limit:
+    1e-5, a hundredth of the usual 1e-3; an error below 1e-6 if the loss falls by less than a tenth. No
+    finding if it falls by a fifth.
+
+    Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
+    """
+    until, lr = evidence.converged_at(), dict(rates(evidence))
+    if is_warming_up(evidence):
+        yield from _never_warm(evidence)
+        return
+    top = max(finite(lr.values()), default=math.nan)
+    sizes, spans = [], []
+    for p in weights(evidence):
+        ratios = [
+            (step, x * ratio(top, lr.get(step, top))) for step, x in before(p.series("update_ratio"), until)
+        ]
+        steps = [(step, x) for step, x in ratios if math.isfinite(x)]
+        if p.is_optimized and len(steps) >= LATEST:
+            sizes.append(median(x for _, x in steps[-WINDOW:]))
+            small = trailing(Series(*map(list, zip(*steps, strict=True))), lambda x: x < MIN_UPDATE)
+            spans.append((small.first if small else steps[0][0], steps[-1][0]))
+    if not sizes or top == 0:
+        yield Skipped(f"fewer than {LATEST} steps were inspected before convergence")
+        return
+    size, left = median(sizes), loss_left(evidence, evidence.first_loss)
+    if size >= MIN_UPDATE or left < LEARNED:
+        yield Passed(f"learning rate too low (update ratio {size:.1e})", size, MIN_UPDATE)
+        return
+    causes, advice = _why_small(evidence, size)
+    yield finding(
+        "update.too_small",
+        "error" if size < MIN_UPDATE_WARNING and left > BARELY_LEARNED else "warning",
+        when=(min(first for first, _ in spans), max(last for _, last in spans)),
+        value=size,
+        limit=MIN_UPDATE,
+        message=f"A step changes the median weight by {size:.2g} of its size (limit {MIN_UPDATE:g}); "
+        f"{USUAL_UPDATE:g} is usual.",
+        causes=causes,
+        next_steps=advice,
+    )
+
+
+def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Causes and advice; no learning rate helps if there is no gradient to multiply."""
+    if size == 0:
+        return ("the gradient of most weights is exactly zero, whatever the learning rate",), (
+            "Look at the last layers and the loss: a softmax over one unit is constant, and a clamp, a ReLU "
+            "or a saturated sigmoid at its limit passes no gradient",
+        )
+    n = multiplier(evidence, size)
+    if n < MIN_FACTOR:
+        return ("most weights have gradients far smaller than those of a few",), (
+            "Find out why gradients vanish: the learning rate is already large enough for some weights",
+        )
+    return ("the learning rate is too low", "gradients that are very small, or clipped"), (
+        f"Multiply the learning rate by {n:,}, or find one: learn.lr_find()",
+    )
+
+
+def _never_warm(evidence: Evidence) -> Iterator[Result]:
+    """Finding on a warmup that has lasted long and has barely moved the weights yet."""
+    sizes = [p.series("update_ratio").median(LATEST) for p in weights(evidence) if p.is_optimized]
+    size, lr = median(sizes), rates(evidence)
+    if not (size < MIN_UPDATE_WARNING and evidence.n_batches >= MIN_WARM_UP):
+        yield Skipped("the learning rate is still rising")
+        return
+    yield finding(
+        "update.too_small",
+        "warning",
+        when=lr,
+        value=size,
+        limit=MIN_UPDATE_WARNING,
+        message=f"The learning rate is still rising after {evidence.n_batches} batches; at "
+        f"{lr.values[-1]:.1e}, a step changes the median weight by {size:.2g} of its size (limit "
+        f"{MIN_UPDATE_WARNING:g}); {USUAL_UPDATE:g} is usual.",
+        causes=("a warmup that is far too long, or whose length is not in units of the scheduler's steps",),
+        next_steps=("Check the number of warmup steps of the scheduler",),
+    )

@@ -1,0 +1,60 @@
+"""Check of layers that are not called."""
+
+from collections.abc import Iterator
+
+from hookcb.core.text import join_names
+from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.evidence import Evidence, Param
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.hooks.coverage import NOT_CALLED, USED
+
+
+@check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
+def hook_silent(evidence: Evidence) -> Iterator[Result]:
+    """Layers that were not called in any inspected batch, so nothing is known of their outputs: a note.
+
+    Formula: number of calls = 0, and no parameter of the layer had a gradient. There is no note on a layer
+    whose parameters had one, as it is used without a call; on a frozen layer, which may be used so; on kinds
+    of layers that are never called by themselves; or on layers without parameters if another layer is used
+    without a call.
+    """
+    if not evidence.layers:
+        yield Skipped("no call of any layer was seen")
+        return
+    unused = [
+        name for name, why in evidence.silent.items() if why == NOT_CALLED and _is_unused(evidence, name)
+    ]
+    if not unused:
+        yield Passed("unused layers")
+        return
+    first, *others = unused
+    more = f", nor {'were' if len(others) > 1 else 'was'} {join_names(others, 3)}" if others else ""
+    # the forward may read the settings of a layer without parameters, which nobody can see
+    may_be_read = not {p.layer for p in evidence.params.values()}.issuperset(unused)
+    reads = ("a forward that reads only its settings, as in F.dropout(x, self.dropout.p)",)
+    yield finding(
+        "hook.silent",
+        "info",
+        at=first,
+        value=float(len(unused)),
+        limit=0.0,
+        message=f"Layer {first} was not called in any of the {evidence.n_looked} inspected batches{more}.",
+        causes=("a layer that the forward skips, always or in most batches", *reads[: int(may_be_read)]),
+        next_steps=(
+            "If it should take part, call it in forward; if not"
+            f"{', and its settings are not read there,' if may_be_read else ','} remove it",
+        ),
+    )
+
+
+def _is_unused(evidence: Evidence, layer: str) -> bool:
+    """Whether a layer that was not called is not used in another way either, judging by its parameters."""
+    if params := [p for p in evidence.params.values() if p.layer == layer]:
+        is_known = "gradients" in evidence.sources  # else a hook has looked for one, once
+        return not is_known or (any(p.n_without for p in params) and not any(map(_has_gradient, params)))
+    used = {p.layer for p in evidence.params.values() if _has_gradient(p)} & evidence.silent.keys()
+    return not used and USED not in evidence.silent.values()
+
+
+def _has_gradient(param: Param) -> bool:
+    return any(x > 0 for x in param.series("norm").values)

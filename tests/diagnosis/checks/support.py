@@ -1,0 +1,31 @@
+"""Made-up evidence for the checks."""
+
+from hookcb.diagnosis.evidence import Evidence, Param, Series
+
+
+def series(values, every=1):
+    return Series.of(range(0, every * len(values), every), values)
+
+
+def weight(name="body", kind="Linear", shape=(16, 16), **kwargs):
+    """A weight of usual size; keywords are fields of `Param` or, if it has no such field, statistics."""
+    given = {key: kwargs.pop(key) for key in list(kwargs) if key in Param.__dataclass_fields__}
+    stats = {"weight_norm": [4.0] * 40, "clipped_norm": [1.0] * 40} | kwargs
+    return Param(
+        f"{name}.weight", name, kind, kind, 0, shape, 0,
+        stats={stat: series(x) for stat, x in stats.items()}, **given,
+    )  # fmt: skip
+
+
+def evidence(*params, lr=0.1, loss=(), **kwargs):
+    rates = series(lr if isinstance(lr, list) else [lr] * 40)
+    return Evidence(params={p.name: p for p in params}, lr=rates, loss=series(loss), **kwargs)
+
+
+def only(check, given):
+    (found,) = check(given)
+    return found
+
+
+FALLS = [1.0 - 0.015 * i for i in range(40)]
+STAYS, RISES = [1.0] * 40, [1.0 + i for i in range(40)]

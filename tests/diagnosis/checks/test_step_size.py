@@ -1,0 +1,99 @@
+"""Updates that are too large or too small, on made-up numbers."""
+
+import math
+
+import pytest
+
+from hookcb.diagnosis.checks.step_size import large_updates, small_updates
+from hookcb.diagnosis.registry import Passed, Skipped
+from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, weight
+
+# ---- update.too_large
+
+
+def test_steps_larger_than_the_weights_are_an_error():
+    large = weight("b", update_ratio=[20.0, 3.0, 0.4] + [0.1] * 37, weight_norm=[46.0, 90.0] + [99.0] * 38)
+    params = weight("a", update_ratio=[0.01] * 40), large
+    found = only(large_updates, evidence(*params, loss=STAYS))
+    assert (found.code, found.severity, found.layer) == ("update.too_large", "error", "b")
+    assert (found.step, found.value) == (0, pytest.approx(20.0, rel=0.01))
+    assert "1,000" in found.next_steps[0]
+
+
+@pytest.mark.parametrize("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
+def test_large_steps_of_which_no_harm_is_known_are_no_finding(ratios):
+    assert isinstance(only(large_updates, evidence(weight(update_ratio=ratios), loss=())), Passed)
+
+
+@pytest.mark.parametrize(("loss", "severity"), [(STAYS, "warning"), (RISES, "error")])
+@pytest.mark.parametrize("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
+def test_large_steps_that_last_are_told(ratios, loss, severity):
+    assert only(large_updates, evidence(weight(update_ratio=ratios), loss=loss)).severity == severity
+
+
+@pytest.mark.parametrize(
+    ("param", "loss"),
+    [
+        (weight(update_ratio=[0.15] * 10 + [0.03] * 30), STAYS),
+        (weight(update_ratio=[5.0] + [0.01] * 39), STAYS),
+        (weight(update_ratio=[math.inf, math.inf] + [0.01] * 38), STAYS),
+        (weight(update_ratio=[0.01] * 20 + [0.3] * 4 + [0.01] * 16), STAYS),
+        (weight(update_ratio=[0.3] * 10 + [0.08] * 30), FALLS),
+        (  # a layer that begins near zero
+            weight(
+                update_ratio=[10.0, 2.0, 1.5] + [0.01] * 37,
+                weight_norm=[0.1, 0.2, 0.3] + [1.5] * 37,
+            ),
+            STAYS,
+        ),
+        (weight(update_ratio=[9.0] * 40, kind="Embedding"), STAYS),
+    ],
+)
+def test_large_steps_that_have_their_reason_are_no_finding(param, loss):
+    given = evidence(param, weight("other", update_ratio=[0.001] * 40), loss=loss)
+    assert isinstance(only(large_updates, given), Passed)
+
+
+def test_a_weight_that_runs_away_from_its_usual_size_is_no_small_start():
+    param = weight(update_ratio=[8.0, 4.0, 1.0] + [0.1] * 37, weight_norm=[20.0, 60.0] + [200.0] * 38)
+    assert only(large_updates, evidence(param, loss=STAYS)).severity == "error"
+
+
+def test_a_loss_that_jumps_at_once_does_not_pass_for_converged():
+    loss = [2.3, 400.0, 900.0] + [300.0] * 10 + [3.0] * 27
+    given = evidence(weight(update_ratio=[3.0] * 40, weight_norm=[9.0] * 40), loss=loss)
+    assert given.converged_at() == math.inf
+    assert only(large_updates, given).severity == "error"
+
+
+# ---- update.too_small
+
+
+@pytest.mark.parametrize(("size", "severity"), [(3e-6, "warning"), (1e-8, "error")])
+def test_tiny_steps_are_told(size, severity):
+    found = only(small_updates, evidence(weight(update_ratio=[size] * 40), loss=STAYS))
+    assert (found.code, found.severity, found.value) == ("update.too_small", severity, size)
+    assert (found.step, found.last_step) == (0, 39)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        evidence(weight(update_ratio=[1e-4] * 40)),
+        evidence(weight(update_ratio=[1e-7] * 40), loss=FALLS),
+        evidence(weight(update_ratio=[1e-3] * 25 + [1e-9] * 15), lr=[0.1] * 25 + [1e-7] * 15, loss=STAYS),
+        evidence(
+            weight("a", update_ratio=[1e-7] * 40), weight("b", update_ratio=[1e-3] * 40),
+            weight("c", update_ratio=[1e-3] * 40), loss=STAYS,
+        ),
+    ],
+)  # fmt: skip
+def test_steps_that_do_their_work_or_end_a_decay_are_no_finding(given):
+    assert isinstance(only(small_updates, given), Passed)
+
+
+def test_small_steps_of_a_warm_up_say_nothing():
+    given = evidence(weight(update_ratio=[1e-8] * 40), lr=[1e-6 * i for i in range(40)])
+    assert isinstance(only(small_updates, given), Skipped)
+    assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 4))), Skipped)
+    assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 40), lr=0.0)), Skipped)
