@@ -49,7 +49,7 @@ class GradientWatch:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before the forward, which may change its inputs in place."""
-        call = _Call(self, module) if self.hook.is_open() else None
+        call = _Call(self, module) if self.hook.gate() else None
         if call is not None:
             call.take_inputs(args, kwargs)
         self.local.running.append(call)
@@ -57,7 +57,7 @@ class GradientWatch:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After the forward; also where it has raised, then `output` is None."""
         if self.outputs_only:
-            call = _Call(self, module) if self.hook.is_open() else None
+            call = _Call(self, module) if self.hook.gate() else None
         else:  # attached in the middle of the forward, it has not seen it begin
             call = self.local.running.pop() if self.local.running else None
         if call is not None:

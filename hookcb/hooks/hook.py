@@ -15,9 +15,16 @@ from hookcb.hooks.own import register
 from hookcb.hooks.taps import ParameterTap, Tap, TensorTap
 
 HookFunc = Callable[..., Any]
-Gate = Callable[[], bool] | None
+Gate = Callable[[], bool]
 Hookable = nn.Module | Tensor
-Call = tuple[int, int]  # when it was, and its index
+Call = tuple[int, int]  # its time and its index
+# keyword arguments of `Hook` that callbacks pass on
+HOOK_OPTIONS = ("gather", "pre", "modify", "prepend", "with_kwargs", "always_call")
+
+
+def always() -> bool:
+    """The gate of a hook that always acts."""
+    return True
 
 
 class Hook:
@@ -83,7 +90,7 @@ class Hook:
         prepend: bool = False,
         with_kwargs: bool = False,
         always_call: bool = False,
-        gate: Gate = None,
+        gate: Gate = always,
     ) -> None:
         self.hook_func, self.cpu, self.gather, self.gate = hook_func, cpu, gather, gate
         self.is_forward, self.pre, self.modify = is_forward, pre, modify
@@ -129,10 +136,6 @@ class Hook:
     def _on(self, on: Callable[..., Any], tap: Tap, **options: bool) -> None:
         self._taps.append(tap)
         self._handles.append(register(on, tap, **options))
-
-    def is_open(self) -> bool:
-        """Whether it acts now."""
-        return self.gate is None or self.gate()
 
     def next_call(self, time: int = 0) -> Call:
         """What tells this call from others since `restart`, in their order: by `time`, then as they come."""
@@ -209,7 +212,7 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is on nothing, and has what was stored
-        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": None}
+        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": always}
         return self.__dict__ | off | {"_stored": detached(self._stored), "results": detached(self.results)}
 
 

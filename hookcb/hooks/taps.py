@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -15,7 +16,6 @@ class HookLike(Protocol):
     """What a tap knows of the `Hook` it leads to."""
 
     title: str
-    kind: str
     modify: bool
     always_call: bool
     with_kwargs: bool
@@ -32,8 +32,9 @@ class HookLike(Protocol):
     def where(self) -> str:
         """The module or tensor it is on, in words."""
 
-    def is_open(self) -> bool:
-        """Whether it acts now."""
+    @property
+    def gate(self) -> Callable[[], bool]:
+        """Whether it acts now, asked at each call."""
 
     def next_call(self, time: int = 0) -> Any:
         """Counts a call of the module."""
@@ -51,7 +52,7 @@ class Tap(OwnHook):
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Calls the hook, if it is open, with what torch gives; what it returns replaces something or not."""
         hook = self.hook
-        if hook is None or not hook.is_open():
+        if hook is None or not hook.gate():
             return None
         try:
             result = hook.call(module, seen, hook.next_call())
