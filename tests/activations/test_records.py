@@ -10,6 +10,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from hookcb import ActivationRecords, ActivationStats, Callback, CancelFitException, Learner
+from hookcb.activations.buffer import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import LAYER_STATS
 from tests.activations.support import (
     NAN,
@@ -383,3 +384,53 @@ def test_the_report_says_where_it_saw_a_sample_only(sample, said):
     assert said in printed(stats.report())
     assert ("elements" in printed(stats.report())) == bool(said)
     assert stats.records.sample == sample
+
+
+# ---- without a callback
+
+
+def test_records_are_made_read_saved_and_loaded_without_a_callback(tmp_path):
+    records = ActivationRecords(with_hist=True, bins=4)
+    for step in range(3):
+        records.take("fc", torch.full((6,), float(step)), "Linear")
+        records.take("pair", torch.ones(2), "Pair")
+        records.take("pair", None, "Pair")
+        records.end_batch("train", 0, step)
+    assert records.names == ["fc", "pair#0"]
+    assert records.left_out == {"pair#1": "NoneType"}
+    assert records.series("fc", "mean") == [0.0, 1.0, 2.0]
+    loaded = ActivationRecords.load(records.save(tmp_path / "records.pt"))
+    assert_same_readings(loaded, records)
+    assert_same_hists(loaded, records)
+    loaded.take("fc", torch.full((6,), 3.0), "Linear")
+    loaded.end_batch("train", 0, 3)
+    assert loaded.series("fc", "mean") == [0.0, 1.0, 2.0, 3.0]
+    assert torch.equal(loaded.hist_edges("fc"), records.hist_edges("fc"))
+
+
+def test_a_dropped_batch_leaves_nothing():
+    records = ActivationRecords()
+    records.take("fc", torch.ones(3), "Linear")
+    records.drop_batch()
+    records.end_batch("train", 0, 0)
+    assert records.names == list(records.stats) == []
+    assert records.outputs == {}
+
+
+@pytest.mark.parametrize("n", [10, 60_000, 70_000])
+def test_outputs_wait_for_one_another_in_bounded_memory_and_each_keeps_its_numbers(n):
+    records = ActivationRecords(sample=None)
+    for step in range(150):
+        records.take("fc", torch.full((n,), float(step)), "Linear")
+        records.take("small", torch.tensor([float(step)]), "Linear")
+        records.end_batch("train", 0, step)
+        waiting = [w.elements.numel() for group in records.buffer._waiting.values() for w in group]
+        assert sum(waiting) <= MAX_ELEMENTS
+        assert len(waiting) < 2 * MAX_BATCHES
+    assert records.series("fc", "mean") == records.series("small", "mean") == list(map(float, range(150)))
+
+
+@pytest.mark.parametrize("option", ["hook", "cpu", "gather", "modify"])
+def test_options_without_a_use_are_refused(option):
+    with pytest.raises(TypeError, match=f"ActivationStats takes no {option}=.*HookCallback"):
+        ActivationStats(**{option: True})
