@@ -26,8 +26,8 @@ class HookCallback(SamplingCallback):
         include_paramless: by default also hook the leaves without parameters, such as ReLU.
         hook: called as `hook(module, input, output)`, in place of a subclass's method.
         name: see `Callback`.
-        **options: `gather`, `pre`, `modify`, `prepend`, `with_kwargs`, `always_call`, see `Hook`; functions by
-            name of the event, see `Callback`.
+        **options: `gather`, `pre`, `modify`, `prepend`, `with_kwargs`, `always_call`, see `Hook`;
+            functions by event name, see `Callback`.
 
     Attributes:
         hooks: `hooks.stored` has the last value each layer's hook returned in the last recorded batch.
