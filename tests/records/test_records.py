@@ -3,6 +3,7 @@
 from typing import Any, Self
 
 import pytest
+import torch
 
 from hookcb.records.records import SavedRecords
 from hookcb.records.store import StatStore
@@ -27,8 +28,6 @@ class Means(SavedRecords):
 
 
 def means() -> Means:
-    import torch
-
     store = StatStore(Means.columns, keep=4)
     for step in range(3):
         record = store.begin(epoch=0, step=step)
@@ -39,7 +38,8 @@ def means() -> Means:
 
 def test_a_file_becomes_records_again(tmp_path):
     loaded = Means.load(means().save(tmp_path / "means.pt"))
-    assert loaded.names == ["head.a", "head.b"] and loaded.steps() == [0, 1, 2]
+    assert loaded.names == ["head.a", "head.b"]
+    assert loaded.steps() == [0, 1, 2]
     assert loaded.table() == means().table()
 
 
@@ -56,7 +56,8 @@ def test_an_index_or_name_gives_one_layer_and_a_slice_or_glob_several():
     assert records.series(1, "mean") == records.series("head.b", "mean") == [0.0, -1.0, -2.0]
     assert list(records.series("head.*", "mean")) == list(records.series(slice(None), "mean"))
     assert records.layer_series("head.a", "mean") == [0.0, 1.0, 2.0]
-    assert records.stats[2]["head.a"] == {"mean": 2.0} and len(records.stats[2]["head.*"]) == 2
+    assert records.stats[2]["head.a"] == {"mean": 2.0}
+    assert len(records.stats[2]["head.*"]) == 2
 
 
 def test_what_was_not_recorded_is_a_lookup_error():
