@@ -14,6 +14,7 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.stats import STEP_STATS
+from hookcb.records.records import module_of
 from hookcb.training.recorder import Recorder
 
 
@@ -43,11 +44,6 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
     if probed is None and (recorder := found.get(Recorder)):
         _add_losses(evidence, recorder)
     return evidence
-
-
-def module_of(name: str) -> str:
-    """Name of the module of a recorded output: `lstm` for `lstm[0]` and `lstm#1`."""
-    return name.partition("#")[0].partition("[")[0]
 
 
 def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:
@@ -128,7 +124,7 @@ def _add_output_gradients(evidence: Evidence, stats: OutputGradients) -> None:
     steps = stats.steps()
     for path in stats.names:
         if (name := module_of(path)) in evidence.layers:
-            series = Series.of(steps, stats.series(path, "nonfinite"))
+            series = Series.of(steps, stats.layer_series(path, "nonfinite"))
             evidence.layers[name].stats.setdefault("grad_nonfinite", series)
 
 

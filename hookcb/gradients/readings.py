@@ -342,7 +342,7 @@ class GradientReadings(SavedReadings):
         self._stores = {name: StatStore.of(of) for name, of in state["stores"].items()}
         self.skips = SkipCount(state["skipped"])
         if self.output_stats is not None and state["outputs"] is not None:
-            self.output_stats.restore(state["outputs"])
+            self.output_stats = OutputGradients.from_state(state["outputs"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
