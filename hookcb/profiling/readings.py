@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from hookcb.core.files import write_whole
-from hookcb.core.text import duration, join_names, short_number
+from hookcb.core.text import duration, format_bytes, join_names, short_number
 from hookcb.profiling.phases import PHASES
-from hookcb.profiling.steps.times import MUCH_DATA
 from hookcb.profiling.sums import COMPILED_TYPE, OperatorSums, Profile
 from hookcb.profiling.trace_file import write_trace
 from hookcb.profiling.window import Windows
@@ -116,8 +114,8 @@ class LayerTimes(LayerTable[LayerTime]):
         Column("backward", lambda row: duration(row.backward), 2),
         Column("device", lambda row: duration(_sum(row.device_forward, row.device_backward)), 3),
         Column("share", lambda row: f"{row.share:.1%}"),
-        Column("output", lambda row: _bytes(row.output_bytes), 6),
-        Column("memory", lambda row: _bytes(row.memory), 7),
+        Column("output", lambda row: format_bytes(row.output_bytes), 6),
+        Column("memory", lambda row: format_bytes(row.memory), 7),
         Column("FLOP/s", lambda row: short_number(row.flops_per_second), 8),
     )
 
@@ -390,26 +388,18 @@ def _short(row: LayerTime) -> str:
     return row.name or row.type
 
 
-def _bytes(n: float | None) -> str:
-    return "" if n is None else f"{'-' * (n < 0)}{decimal(round(abs(n)))}"
-
-
 def _operator_text(key: str, value: int) -> str:
     if "time" in key:
         return duration(value / 1e9)
-    return _bytes(value) if "memory" in key else f"{value:,}"
+    return format_bytes(value) if "memory" in key else f"{value:,}"
 
 
 def _on_data(phases: PhaseTimes) -> str:
     data = phases["data"]
     if not data.seconds:
-        return "how long steps wait for the loader was not seen, as the loop is not a Learner's"
-    without = f"a step without it would take {duration(phases.step - data.seconds)}"
-    if data is max(phases, key=lambda row: row.seconds):
-        return f"data-bound: {data.share:.1%} of the step waits for the loader; {without}"
-    if data.share > MUCH_DATA:
-        return f"{data.share:.1%} of the step waits for the loader; {without}"
-    return f"not data-bound: {data.share:.1%} of the step waits for the loader"
+        return "time spent waiting for data is unknown, because the loop is not a Learner's"
+    without = f"without it a step would take {duration(phases.step - data.seconds)}"
+    return f"{data.share:.1%} of the step is spent waiting for data; {without}"
 
 
 def _on_layer(row: LayerTime, step: float) -> str:

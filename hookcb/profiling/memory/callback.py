@@ -48,7 +48,7 @@ class MemoryStats(SamplingCallback, MemoryReadings):
     >>> [(row.name, row.type, row.kept) for row in learn.memory_stats.layers()]
     [('', 'Sequential', 512), ('0', 'Linear', 0), ('1', 'ReLU', 512), ('2', 'Linear', 0)]
     >>> print(learn.memory_stats.growth())
-    memory does not grow
+    memory growth: 0 bytes per step (standard error 0 bytes)
     """
 
     run_lr_find = False

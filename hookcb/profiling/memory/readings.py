@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.filesize import decimal
 from rich.text import Text
 
-from hookcb.core.text import join_names
+from hookcb.core.text import format_bytes, join_names
 from hookcb.core.torch_private import CHECKPOINT_HOOKS
 from hookcb.profiling.memory.growth import Growth, Look, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
@@ -112,14 +111,14 @@ class LayerMemories(LayerTable[LayerMemory]):
     missing = "no layer was watched that is called"
     columns = (
         Column("type", lambda row: row.type + (f" ×{row.calls}" if row.calls > 1 else ""), 1, is_text=True),
-        Column("kept", lambda row: bytes_text(row.kept)),
-        Column("self", lambda row: bytes_text(row.kept_self), 4),
-        Column("allocated", lambda row: bytes_text(row.allocated), 8),
-        Column("peak", lambda row: bytes_text(row.peak), 2),
-        Column("output", lambda row: bytes_text(row.output_bytes), 5),
-        Column("params", lambda row: bytes_text(row.param_bytes), 3),
-        Column("grads", lambda row: bytes_text(row.grad_bytes), 6),
-        Column("optimizer", lambda row: bytes_text(row.optimizer_bytes), 7),
+        Column("kept", lambda row: _cell(row.kept)),
+        Column("self", lambda row: _cell(row.kept_self), 4),
+        Column("allocated", lambda row: _cell(row.allocated), 8),
+        Column("peak", lambda row: _cell(row.peak), 2),
+        Column("output", lambda row: _cell(row.output_bytes), 5),
+        Column("params", lambda row: _cell(row.param_bytes), 3),
+        Column("grads", lambda row: _cell(row.grad_bytes), 6),
+        Column("optimizer", lambda row: _cell(row.optimizer_bytes), 7),
     )
 
     def __init__(
@@ -318,17 +317,17 @@ def _folded(rows: Iterable[LayerMemory], depth: int) -> list[LayerMemory]:
     return kept
 
 
-def bytes_text(n: int) -> str:
-    """A number of bytes in three digits and a unit; 0 is nothing."""
-    return f"{'-' * (n < 0)}{decimal(abs(n))}" if n else ""
+def _cell(n: int) -> str:
+    """A number of bytes; empty for 0, as most layers have none of most kinds."""
+    return format_bytes(n or None)
 
 
 def _totals_text(totals: MemoryTotals) -> str:
     rest = (totals.param_bytes, totals.grad_bytes, totals.optimizer_bytes)
-    params, grads, optimizer = (bytes_text(n) or "none" for n in rest)
-    loss = f", {bytes_text(totals.kept_by_loss)} of it by the loss" if totals.kept_by_loss else ""
+    params, grads, optimizer = (_cell(n) or "none" for n in rest)
+    loss = f", {format_bytes(totals.kept_by_loss)} of it by the loss" if totals.kept_by_loss else ""
     return (
-        f"kept for the backward: {bytes_text(totals.kept) or 'nothing'}{loss}; "
+        f"kept for the backward: {_cell(totals.kept) or 'nothing'}{loss}; "
         f"parameters {params}, gradients {grads}, optimizer {optimizer}"
     )
 
@@ -339,5 +338,5 @@ def _advice_lines(advice: Sequence[Advice]) -> list[str]:
     lines = ["to checkpoint first:"]
     for x in advice:
         which = f"{x.layers} ({x.n_calls} × {x.type})" if x.n_calls > 1 else f"{x.layers} ({x.type})"
-        lines.append(f"  {which} frees {decimal(x.frees)}, lowers the peak by {decimal(x.lowers)}")
+        lines.append(f"  {which} frees {format_bytes(x.frees)}, lowers the peak by {format_bytes(x.lowers)}")
     return lines

@@ -7,7 +7,7 @@ from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_samples
 from hookcb.core.callback import Callback
 from hookcb.hooks.modules import device_of
-from hookcb.profiling.phases import Edge, follow_phases, leave_phases
+from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
 from hookcb.profiling.steps.clock import CudaStepClock, FetchPhase, StepClock
 from hookcb.profiling.steps.incidents import Incidents
 from hookcb.profiling.steps.readings import StepReadings
@@ -61,7 +61,7 @@ class StepTimer(Callback, StepReadings):
         self._set_up(keep)
         self._clocks: dict[str, StepClock] = {}
         self._clock: StepClock | None = None  # of the training or validation in progress
-        self._edges: list[Edge] = []
+        self._markers: list[PhaseMarker] = []
         self._incidents: Incidents | None = None  # while a fit runs
         self._fetches: FetchPhase | None = None  # while one in a loop that is not a Learner's runs
 
@@ -75,7 +75,7 @@ class StepTimer(Callback, StepReadings):
             clock = CudaStepClock(store, device, between=between) if is_cuda else StepClock(store, between)
             follows = part == "train", part == "valid"
             name = f"{self.name}_{part}"
-            self._edges += follow_phases(self.learn, name, clock.begin, *follows, last=self.order)
+            self._markers += track_phases(self.learn, name, clock.begin, *follows, last=self.order)
             self._clocks[part] = clock
         self._clock = self._clocks.get("train" if self.training else "valid")  # where it joins a running fit
         self._incidents = Incidents(self._note)
@@ -115,7 +115,7 @@ class StepTimer(Callback, StepReadings):
         if self._fetches is not None:
             self.learn.leave_fetches(self._fetches)
             self._fetches = None
-        leave_phases(self.learn, self._edges)
+        untrack_phases(self.learn, self._markers)
         if self._incidents is not None:
             self._incidents.close()
         self._incidents = self._clock = None
@@ -133,7 +133,7 @@ class StepTimer(Callback, StepReadings):
         return super().__getstate__() | {
             "_clocks": {},
             "_clock": None,
-            "_edges": [],
+            "_markers": [],
             "_incidents": None,
             "_fetches": None,
         }

@@ -19,9 +19,6 @@ FIRST_BATCH = "first batch of an epoch"
 STEP_PHASES = (*PHASES, "other")
 DEVICE_PHASES = tuple(f"device_{phase}" for phase in STEP_PHASES)
 DEVICE_TOTAL = "device_total"
-# share of the time that steps wait for data, from which reports say so; above it TensorBoard's plugin for
-# profiles recommends more workers (torch_tb_profiler 0.4.3, profiler/data.py)
-MUCH_DATA = 0.05
 N_SHOWN = 5  # outliers in the report
 
 
@@ -266,7 +263,7 @@ def findings(of: Mapping[str, Percentiles], found: Sequence[Outlier], factor: fl
         factor: from which multiple of the median they are.
     """
     share = of.get("device_data", of["data"]).share  # idle time, on a device
-    lines = [f"{share:.0%} of the time goes into waiting for data"] if share > MUCH_DATA else []
+    lines = [f"{share:.0%} of the time is spent waiting for data"] if share else []  # 0: no fetch was seen
     if not found:
         return [*lines, f"no step took more than {factor:g} times the median"]
     first = sum(FIRST_BATCH in outlier.notes for outlier in found)

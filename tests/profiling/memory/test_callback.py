@@ -106,7 +106,7 @@ def test_each_fit_begins_anew():
         learn.fit(2, cbs=stats)
     assert stats.n_batches == 10
     assert stats.growth().n_looks == 10
-    assert not stats.growth().is_growing
+    assert stats.growth().slope == 0
 
 
 def test_what_is_done_beside_a_fit_leaves_results_alone():

@@ -25,7 +25,7 @@ from hookcb import (
     GradientAccumulation,
     Learner,
 )
-from hookcb.profiling.phases import PHASES, Edge
+from hookcb.profiling.phases import PHASES, PhaseMarker
 from hookcb.profiling.steps import clock as step_clock
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.profiling.steps.times import FIRST_BATCH, STEP_PHASES
@@ -533,7 +533,10 @@ def test_it_is_copied_in_the_middle_of_a_fit():
     assert [step.step for step in pickled.times] == [step.step for step in copied.times] == [0, 1]
     assert [step.step for step in timer.times] == [0, 1, 2, 3, 4]
     loaded.validate()
-    assert [cb.begin for cb in loaded.cbs if isinstance(cb, Edge)] == [None, None]  # and not another's clock
+    assert [cb.begin for cb in loaded.cbs if isinstance(cb, PhaseMarker)] == [
+        None,
+        None,
+    ]  # and not another's clock
     assert loaded.step_timer.times == copied.times
 
 

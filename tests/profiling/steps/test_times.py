@@ -184,7 +184,7 @@ def test_the_report_says_it_in_a_table_and_in_words():
         "4 ms",
         "4 ms",
     ]
-    assert " ".join(text.split()).count("34% of the time goes into waiting for data") == 1
+    assert " ".join(text.split()).count("34% of the time is spent waiting for data") == 1
     assert "1 step took more than 3 times the median, 1 of them the first of an epoch" in " ".join(
         text.split()
     )
@@ -206,7 +206,9 @@ def test_findings_are_few():
     assert [line.split(",")[0] for line in lines[1:6]] == [f"- step {i}" for i in (27, 26, 25, 24, 23)]
     assert lines[6:] == ["- and 3 more"]
     quiet = [made_up(1.0, data=0.04)]
-    assert findings(percentiles(quiet), [], 2.5) == ["no step took more than 2.5 times the median"]
+    none = "no step took more than 2.5 times the median"
+    assert findings(percentiles(quiet), [], 2.5) == ["4% of the time is spent waiting for data", none]
+    assert findings(percentiles([made_up(1.0)]), [], 2.5) == [none]
 
 
 # ---- what stays
