@@ -74,6 +74,57 @@ class Ranked:
     n: int = 1
 
 
+class FindingLike(Protocol):
+    """A finding of a judge, see `hookcb.Finding`."""
+
+    @property
+    def code(self) -> str:
+        """What is wrong, "layer.dead"."""
+
+    @property
+    def layer(self) -> str:
+        """Name of the layer it is about, or ""."""
+
+    @property
+    def param(self) -> str:
+        """Name of the parameter it is about, or ""."""
+
+
+class VerdictLike(Protocol):
+    """The judgment that a report marks its rows with, see `hookcb.Verdict`."""
+
+    @property
+    def findings(self) -> Sequence[FindingLike]:
+        """All findings, the worst first."""
+
+
+class Mark(NamedTuple):
+    """What a judge has found about a row.
+
+    Attributes:
+        weight: the larger, the worse; 0 without a finding.
+        text: codes of the findings, the worst first.
+    """
+
+    weight: int = 0
+    text: str = ""
+
+
+NO_MARK = Mark()
+
+
+def marks_of(verdict: VerdictLike | None, attribute: Literal["layer", "param"]) -> dict[str, Mark]:
+    """Marks by name of the layer or parameter that findings are about; none without a verdict."""
+    findings = () if verdict is None else verdict.findings
+    marks: dict[str, Mark] = {}
+    for i, finding in enumerate(findings):
+        if name := getattr(finding, attribute):
+            weight, text = marks.get(name, (len(findings) - i, ""))
+            codes = dict.fromkeys([*filter(None, text.split(", ")), finding.code])
+            marks[name] = Mark(weight, ", ".join(codes))
+    return marks
+
+
 Shown = TypeVar("Shown", bound=Ranked)
 COUNT: Column[Any] = Column("worst of", lambda row: f"{row.n}" if row.n > 1 else "", rank=1)
 

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hookcb import ActivationStats, GradientHealth, Learner, MemoryStats, module_summary
-from hookcb.records.tables import Column, fitted
+from hookcb import ActivationStats, Finding, GradientHealth, Learner, MemoryStats, Verdict, module_summary
+from hookcb.records.tables import Column, Mark, fitted, marks_of
 from tests.support import in_terminal
 
 N = 12  # blocks, of four layers each
@@ -311,3 +311,18 @@ def test_a_summary_leaves_out_numbers_before_it_wraps_names():
     inner = nn.Sequential(OrderedDict({name: nn.Linear(4, 4)}))
     model = nn.Sequential(OrderedDict(encoder=inner))
     assert f"  {name} " in in_terminal(module_summary(model, torch.ones(2, 4)), 80)
+
+
+def test_marks_are_the_codes_of_a_verdicts_findings_by_layer_the_worst_first():
+    findings = [
+        Finding("grad.nonfinite", "error", layer="fc", param="fc.weight"),
+        Finding("loss.flat", "warning"),
+        Finding("layer.dead", "warning", layer="relu"),
+        Finding("layer.dead", "info", layer="fc"),
+        Finding("layer.dead", "info", layer="fc"),
+    ]
+    verdict = Verdict("sick", findings[0], tuple(findings), (), ())
+    marks = marks_of(verdict, "layer")
+    assert marks == {"fc": Mark(5, "grad.nonfinite, layer.dead"), "relu": Mark(3, "layer.dead")}
+    assert marks_of(verdict, "param") == {"fc.weight": Mark(5, "grad.nonfinite")}
+    assert marks_of(None, "layer") == {}

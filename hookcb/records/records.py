@@ -1,0 +1,218 @@
+"""LayerRecords: recorded numbers of layers, read by layer, by record, or as a table."""
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar, overload
+
+import torch
+from fastcore.foundation import L
+
+from hookcb.core.files import load_saved, save_whole
+from hookcb.core.text import join_names
+from hookcb.records.store import RecordInfo, StatStore
+
+Layer = int | str | slice
+Stats = dict[str, float]
+T = TypeVar("T")
+PHASES = ("train", "valid")
+
+
+class TableRow(NamedTuple):
+    """One number of one layer in one batch."""
+
+    record: int
+    epoch: int
+    step: int
+    phase: str
+    layer: str
+    stat: str
+    value: float
+
+
+class Record:
+    """Statistics of all layers in one batch: `record[layer]`, by index or name, is a dict of numbers.
+
+    Attributes:
+        epoch: index of the epoch.
+        step: number of training batches before this one.
+        phase: "train" or "valid".
+    """
+
+    def __init__(self, records: "LayerRecords", phase: str, info: RecordInfo) -> None:
+        self._records, self._info = records, info
+        self.phase, self.epoch, self.step = phase, info.epoch, info.step
+
+    def __len__(self) -> int:
+        return len(self._records.names)
+
+    @overload
+    def __getitem__(self, layer: int) -> Stats: ...
+    @overload
+    def __getitem__(self, layer: slice) -> Sequence[Stats]: ...
+    @overload
+    def __getitem__(self, layer: str) -> Any: ...  # a glob gives several; `record["fc"]["mean"]` must pass
+    def __getitem__(self, layer: Layer) -> Any:
+        records = self._records
+        store = records.store_of(self.phase)
+
+        def numbers(name: str) -> Stats:
+            return dict(zip(records.columns, store.row(self._info.record, name).tolist(), strict=False))
+
+        return records.of_layers(layer, numbers)
+
+    def __iter__(self) -> Iterator[Stats]:
+        return iter(self[:])
+
+    def __repr__(self) -> str:
+        return f"Record(epoch={self.epoch}, step={self.step}, {len(self)} layers)"
+
+
+class LayerRecords(ABC):
+    """Recorded numbers of layers, in one store for each phase.
+
+    A layer is given by index, name, slice of indices, or glob on names. A slice or glob selects several
+    layers, and the result is an `L` with one item for each, in the order of `names`.
+
+    Attributes:
+        columns: names of the statistics.
+    """
+
+    columns: tuple[str, ...]
+
+    @abstractmethod
+    def store_of(self, phase: str) -> StatStore:
+        """Store of the records of training, "train", or validation, "valid"."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the recorded layers, in the order of their first record."""
+        names = dict.fromkeys(self.store_of("train").names)
+        return list(names | dict.fromkeys(self.store_of("valid").names))
+
+    @property
+    def stats(self) -> Sequence[Record]:
+        """The recorded training batches: `stats[record][layer]` is a dict of numbers."""
+        return self._records("train")
+
+    @property
+    def valid_stats(self) -> Sequence[Record]:
+        """The recorded validation batches, like `stats`."""
+        return self._records("valid")
+
+    @overload
+    def series(self, layer: int, stat: str, phase: str = "train") -> list[float]: ...
+    @overload
+    def series(self, layer: slice, stat: str, phase: str = "train") -> Sequence[list[float]]: ...
+    @overload
+    def series(self, layer: str, stat: str, phase: str = "train") -> list[float] | Sequence[list[float]]: ...
+    def series(self, layer: Layer, stat: str, phase: str = "train") -> Any:
+        """One statistic of a layer, a float for each record; NaN if the layer was not called.
+
+        Raises:
+            LookupError: If there is no such layer or statistic.
+        """
+        return self.of_layers(layer, lambda name: self.layer_series(name, stat, phase))
+
+    def layer_series(self, name: str, stat: str, phase: str = "train") -> list[float]:
+        """One statistic of the layer with exactly this name, like `series`."""
+        if stat not in self.columns:
+            raise LookupError(f"there is no statistic {stat!r}; there are {', '.join(self.columns)}")
+        values: list[float] = self.store_of(phase).series(name)[:, self.columns.index(stat)].tolist()
+        return values
+
+    def table(self) -> list[TableRow]:
+        """Every number as a row of its own, for `pandas.DataFrame(rows)` or `polars.DataFrame(rows)`.
+
+        `record` counts the records of both phases in the order of their batches.
+        """
+        stores = [(phase, self.store_of(phase)) for phase in PHASES]
+        values = [{name: store.series(name).tolist() for name in store.names} for _, store in stores]
+        batches = sorted(
+            (info.epoch, at, i) for at, (_, store) in enumerate(stores) for i, info in enumerate(store.infos)
+        )
+        rows = []
+        for record, (epoch, at, i) in enumerate(batches):
+            phase, store = stores[at]
+            for name, numbers in values[at].items():
+                if any(x == x for x in numbers[i]):  # else the layer was not called
+                    stats = zip(self.columns, numbers[i], strict=False)
+                    rows += [
+                        TableRow(record, epoch, store.infos[i].step, phase, name, *stat) for stat in stats
+                    ]
+        return rows
+
+    def steps(self, phase: str = "train") -> list[int]:
+        """Step of each record."""
+        return [info.step for info in self.store_of(phase).infos]
+
+    @overload
+    def of_layers(self, layer: int, read: Callable[[str], T]) -> T: ...
+    @overload
+    def of_layers(self, layer: slice, read: Callable[[str], T]) -> Sequence[T]: ...
+    @overload
+    def of_layers(self, layer: Layer, read: Callable[[str], T]) -> T | Sequence[T]: ...
+    def of_layers(self, layer: Layer, read: Callable[[str], Any]) -> Any:
+        """The result of `read(name)` for one layer, or an `L` of the results for several.
+
+        Raises:
+            LookupError: If there is no such layer.
+        """
+        names = self.names
+        if isinstance(layer, slice):
+            return L(map(read, names[layer]))
+        if isinstance(layer, int):
+            if not -len(names) <= layer < len(names):
+                raise IndexError(f"there is no layer {layer}; there are {len(names)}: {join_names(names)}")
+            return read(names[layer])
+        if layer in names:
+            return read(layer)
+        if matching := [name for name in names if isinstance(layer, str) and fnmatchcase(name, layer)]:
+            return L(map(read, matching))
+        close = difflib.get_close_matches(str(layer), names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise LookupError(f"no layer {layer!r} was recorded; {hint}there are: {join_names(names) or 'none'}")
+
+    def names_of(self, layer: Layer | None) -> list[str]:
+        """Names of the selected layers; of all layers if `layer` is None."""
+        names = self.of_layers(slice(None) if layer is None else layer, str)
+        return [names] if isinstance(names, str) else list(names)
+
+    def _records(self, phase: str) -> Sequence[Record]:
+        records: Sequence[Record] = L(Record(self, phase, info) for info in self.store_of(phase).infos)
+        return records
+
+
+class SavedRecords(LayerRecords):
+    """Records that can be saved to a file and loaded from it, without a callback.
+
+    Attributes:
+        keys: keys of `state()`, by which a file is recognized.
+    """
+
+    keys: frozenset[str]
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """All that was recorded, of types that `torch.load(weights_only=True)` reads."""
+
+    @classmethod
+    @abstractmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """New records from what `state` has returned."""
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the records to one file, which `load` and `torch.load(weights_only=True)` read."""
+        return save_whole(self.state(), path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """New records from a file written by `save`.
+
+        Raises:
+            FileNotFoundError: If there is no file.
+            ValueError: If it was not written by `save`, is not whole, or has changed since.
+        """
+        return cls.from_state(load_saved(path, torch.device("cpu"), set(cls.keys)))
