@@ -30,7 +30,7 @@ class Attribution:
 
     An operator of the forward belongs to the innermost layer whose range is around it. A node of the graph
     belongs to the layer in which the operator ran that made it; both have the same sequence number. The node
-    that accumulates a gradient into `.grad` has no such number; it runs right after the node that computes it.
+    that accumulates a gradient into `.grad` has no such number; it runs right after the one that computes it.
 
     Args:
         ops: see `read_ops`.
@@ -111,7 +111,7 @@ class Attribution:
         return self._of_other_threads(found)
 
     def _of_other_threads(self, found: list[_Place]) -> list[_Place]:
-        """Adds the places of operators outside the ranges: the autograd engine has its own threads for devices."""
+        """Adds places of operators outside the ranges: the autograd engine has a thread for each device."""
         phases = sorted(
             (self.ops[i].start, self.ops[i].end, place)
             for i, place in enumerate(found)

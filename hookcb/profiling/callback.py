@@ -9,17 +9,18 @@ from hookcb.core.callback import Callback
 from hookcb.core.torch_private import is_profiling
 from hookcb.hooks.modules import Where
 from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
-from hookcb.profiling.readings import ProfileReadings
+from hookcb.profiling.readings import ProfileRecords
 from hookcb.profiling.window import Windows, check_schedule, layers_to_profile
+from hookcb.records.forward import forwarded, forwarded_property
 
 OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops")
 
 
-class ProfilerCallback(Callback, ProfileReadings):
+class ProfilerCallback(Callback):
     """Profiles some steps with `torch.profiler`: time and memory by phase, layer and operator.
 
     Steps are counted from 0 in this fit; a step lasts from the fetch of its batch to its `after_batch`. In
-    each cycle, `wait` steps are skipped, `warmup` steps warm the profiler up, and `active` steps are profiled.
+    each cycle, `wait` steps are skipped, `warmup` steps warm up the profiler, and `active` are profiled.
     At other times the model has no hooks. At the end of a window the profiler waits for the device, and takes
     a while to hand over its records.
 
@@ -36,8 +37,8 @@ class ProfilerCallback(Callback, ProfileReadings):
         name: attribute of the learner.
 
     Attributes:
-        profiled_steps: the steps that were profiled completely; `layers()`, `phases()`, `table()` and `report()`
-            are about these.
+        profiled_steps: the steps that were profiled completely, those that `layers()`, `phases()`, `table()`
+            and `report()` are about.
         compiled: names of the compiled modules; they have no layers inside, and torch names their graphs.
 
     Raises:
@@ -57,6 +58,14 @@ class ProfilerCallback(Callback, ProfileReadings):
 
     order = orders.PROFILER
     run_lr_find = False
+
+    profiled_steps = forwarded_property(ProfileRecords.profiled_steps)
+    layers = forwarded(ProfileRecords.layers)
+    phases = forwarded(ProfileRecords.phases)
+    table = forwarded(ProfileRecords.table)
+    report = forwarded(ProfileRecords.report)
+    export_chrome_trace = forwarded(ProfileRecords.export_chrome_trace)
+    export_stacks = forwarded(ProfileRecords.export_stacks)
 
     def __init__(
         self,
@@ -82,10 +91,11 @@ class ProfilerCallback(Callback, ProfileReadings):
 
         self._markers: list[PhaseMarker] = []
         self._windows, self.compiled = Windows(self.schedule, {}, {}, self._follow), tuple[str, ...]()
+        self.records = ProfileRecords(self._windows)
 
     @property
     def n_switched(self) -> int:
-        """How often the profiler was switched on or off in this fit; `StepTimer` notes the steps by it."""
+        """Number of times the profiler was switched on or off in this fit; `StepTimer` reads it."""
         return self._windows.n_switched
 
     def before_fit(self) -> None:
@@ -97,6 +107,7 @@ class ProfilerCallback(Callback, ProfileReadings):
         self.schedule.warn_if_longer(getattr(self.learn, "dls", None), self.n_epoch)
         options = {name: getattr(self, name) for name in OPTIONS}
         self._windows = Windows(self.schedule, layers, options, self._follow)
+        self.records = ProfileRecords(self._windows)
         covers = self.schedule.covers(True), self.schedule.covers(False)
         self._markers = track_phases(self.learn, self.name, self._begin, *covers)
         self._follow(False)

@@ -55,7 +55,7 @@ class OperatorSums(_Sums):
 
 @dataclass
 class Profile:
-    """Sums over profiled steps, in nanoseconds; `types` and `outer` have the class and parent of each layer."""
+    """Sums over profiled steps, in nanoseconds; `types` and `outer` are the class and parent of a layer."""
 
     steps: list[int] = field(default_factory=list)
     time: int = 0

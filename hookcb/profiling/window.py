@@ -28,7 +28,7 @@ STEPS_ON = {"train": (True, False), "valid": (False, True), "all": (True, True)}
 
 @dataclass(frozen=True, slots=True)
 class ProfileSchedule:
-    """Which steps are profiled; see `ProfilerCallback`."""
+    """The steps to profile, and how; see `ProfilerCallback`."""
 
     wait: int
     warmup: int
@@ -57,7 +57,7 @@ class ProfileSchedule:
         return ProfilerAction.RECORD_AND_SAVE if place == self.length - 1 else ProfilerAction.RECORD
 
     def describe(self) -> str:
-        """Which steps are profiled, for messages."""
+        """The profiled steps in words, for messages."""
         first, last = self.wait + self.warmup, self.length - 1
         which = f"step {first}" if first == last else f"steps {first} to {last}"
         return which if self.repeat == 1 else f"{which} of every {self.length}"
@@ -164,7 +164,7 @@ class Window:
         self.is_recording = self.has_batch = False
         self.steps: list[int] = []
         self._prof = profile(activities=activities, **options)
-        # early only for a device, where it takes a while; another profiler in between would break it
+        # early only with a device, as it takes a while; another profiler in between would break it
         self._is_prepared = activities != (ProfilerActivity.CPU,)
         if self._is_prepared:
             self._prof.prepare_trace()
@@ -197,9 +197,7 @@ class Window:
         """Stops the profiler; returns the sums and the trace, or None if no batch was recorded."""
         self.ranges.remove()
         if self.is_recording and not is_profiling():  # stopping it again would crash Python
-            warn(
-                "another torch profiler stopped the one of ProfilerCallback; its window is lost", stacklevel=2
-            )
+            warn("another torch profiler stopped that of ProfilerCallback; its window is lost", stacklevel=2)
             return None
         if not self.is_recording and self._is_prepared:
             self._prof.start_trace()  # else it stays prepared

@@ -32,12 +32,12 @@ class Growth:
     Attributes:
         slope: bytes per step, by least squares over the later half of the watched batches, because the first
             ones fill caches. On CUDA, the slope of the bytes allocated; elsewhere, of the tensors of earlier
-            batches that are still alive, where each watched batch stands for all since the previous one.
+            batches that are still alive, and each watched batch stands for all since the previous one.
         error: standard error of `slope`, in bytes per step.
         layers: bytes of earlier watched batches that are still alive, by the layer that made them, largest
             first; only layers with bytes from two or more batches.
         n_looks: number of watched batches.
-        source: what `slope` was measured on, "allocator" or "tensors".
+        source: source of the numbers, "allocator" or "tensors".
     """
 
     slope: float = 0.0

@@ -1,4 +1,4 @@
-"""Which storages are alive, told by weak references: nothing is kept alive by being counted."""
+"""Live storages, by weak references that keep none alive, and the calls of layers that made them."""
 
 import weakref
 from collections import Counter
@@ -12,8 +12,9 @@ from torch import Tensor
 from hookcb.core.torch_private import storage_id
 from hookcb.profiling.memory.sizes import storages
 
-OUTSIDE, LOSS = "(outside the layers)", "(loss)"  # where no layer runs, before the model is done and after
-GRAPH = "hookcb.memory"  # key in the metadata of a node
+# labels while no layer is running: until the model is done, and after that
+OUTSIDE, LOSS = "(outside the layers)", "(loss)"
+GRAPH = "hookcb.memory"  # key in the metadata of a graph node
 
 
 @dataclass(slots=True, eq=False)
@@ -21,13 +22,13 @@ class Held:
     """A storage that has been seen, until it is freed.
 
     Attributes:
-        layer: where it was first seen.
-        n_bytes: its size; 0 where it was there before the batch.
+        layer: layer in which it was first seen.
+        n_bytes: size in bytes; 0 if it existed before the batch.
         batch: number of the batch that made it.
         is_saved: whether this batch's graph keeps it.
-        saved_in: the innermost call of a layer that saved it first; None outside of all.
-        within: the innermost call that all are in which saved it.
-        ref: to the storage, or to what lives as long.
+        saved_in: the innermost call of a layer that saved it first; None outside the layers.
+        within: the innermost call around all those that saved it.
+        ref: weak reference to the storage, or to an object with the same lifetime.
     """
 
     layer: str
@@ -40,16 +41,16 @@ class Held:
 
 
 class Token:
-    """Lives as long as the node of a graph that has it in its metadata."""
+    """An object in the metadata of a graph node, which lives as long as the node."""
 
 
 class Ledger:
-    """The storages that batches have made and that are still alive.
+    """Storages that were made by batches and are still alive.
 
     Attributes:
-        alive: bytes of them now.
-        most: the most at a time, since the innermost `begin`.
-        hidden: tensors whose memory could not be told, by layer, with their type or layout.
+        alive: their bytes now.
+        most: peak of these bytes since the innermost `begin`.
+        hidden: type or layout of tensors whose memory is unknown, by layer.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class Ledger:
         self.hidden: dict[str, str] = {}
 
     def begin_batch(self) -> None:
-        """From now on what is new is of another batch, and nothing counts as given."""
+        """Begins another batch: new storages belong to it, and none counts as given."""
         self.batch += 1
         self._held = {key: held for key, held in self._held.items() if held.n_bytes}
         for held in self._held.values():
@@ -66,38 +67,38 @@ class Ledger:
         self.most = self.alive
 
     def begin(self) -> tuple[int, int]:
-        """What `end` needs to tell what happens from now on."""
+        """Begins a measurement; returns what `end` needs."""
         mark = self.alive, self.most
         self.most = self.alive
         return mark
 
     def end(self, mark: tuple[int, int]) -> tuple[int, int]:
-        """Bytes alive now, and the most there were, less those there were at `begin`."""
+        """Change of the bytes alive since `begin`, and peak above those at `begin`."""
         before, most_outside = mark
         most = self.most
         self.most = max(most, most_outside)
         return self.alive - before, most - before
 
     def note(self, x: Tensor, layer: str, given: bool = False) -> list[Held]:
-        """Counts the storages of a tensor unless they are known; `given` ones were there before the batch."""
+        """Counts the storages of a tensor unless already known; `given` ones existed before the batch."""
         try:
             return [self._note(storage, layer, given) for storage in storages(x)]
-        except Exception:  # of torch or of the user's own kind of tensor; it must not reach the forward
+        except Exception:  # from torch or a tensor subclass; it must not reach the user's forward
             self.hidden[layer] = str(x.layout) if type(x) is Tensor else type(x).__name__
             return []
 
     def note_graph(self, x: Tensor, layer: str) -> None:
-        """Counts a tensor as long as its graph is kept; without that it may be kept for its value."""
+        """Counts a tensor as long as its graph is alive; without a graph it may be kept for its value."""
         if x.grad_fn is None:
             return
-        with suppress(Exception):  # a node of the user's own kind
+        with suppress(Exception):  # a custom node
             token = Token()
             metadata: Any = x.grad_fn.metadata
             metadata[GRAPH] = token
             self._add(-id(token), token, layer, sum(storage.nbytes() for storage in storages(x)))
 
     def older(self) -> tuple[int, dict[str, int]]:
-        """Bytes of earlier batches that are still alive, and how many by layer, of those with two or more."""
+        """Live bytes of earlier batches; and by layer, for layers with bytes of two batches or more."""
         old = [held for held in list(self._held.values()) if held.n_bytes and held.batch < self.batch]
         n_batches = Counter(layer for layer, _ in {(held.layer, held.batch) for held in old})
         by_layer: Counter[str] = Counter()
@@ -126,7 +127,7 @@ class Ledger:
             self.alive -= held.n_bytes
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Forgets all storages."""
         self._held.clear()
         self.alive = self.most = 0
 
@@ -136,13 +137,13 @@ class Call:
     """One call of a layer.
 
     Attributes:
-        layer: its name.
-        above: the call of the layer it was called in.
-        inputs: the storages of its inputs.
+        layer: name of the layer.
+        above: the call around it.
+        inputs: storages of its inputs.
         kept_before: bytes kept for the backward when it began.
-        mark: what the meter needs at its end.
-        ends: the inputs of a compiled layer, at which its graph ends.
-        allocated, peak: bytes alive at its end, and the most, less those at its beginning.
+        mark: what the meter needs when it ends.
+        ends: inputs of a compiled layer, at which its graph ends.
+        allocated, peak: bytes alive at its end, and peak, relative to its beginning.
         output_bytes: size of its outputs.
     """
 
@@ -157,12 +158,12 @@ class Call:
     output_bytes: int = 0
 
     def path(self) -> "list[Call]":
-        """It and those it was called in, the outermost first."""
+        """This call and those around it, outermost first."""
         return [*(self.above.path() if self.above else []), self]
 
 
 def innermost_around(a: Call | None, b: Call | None) -> Call | None:
-    """The innermost call that both are, or are in."""
+    """The innermost call that contains both; a call contains itself."""
     if a is None or b is None or a is b:
         return a if a is b else None
     both = [x for x, y in zip(a.path(), b.path(), strict=False) if x is y]

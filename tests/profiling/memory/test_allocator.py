@@ -124,7 +124,7 @@ def test_a_history_is_written_where_memory_runs_out(recorded, tmp_path):
         fit_with(path, after_pred=run_out)
     assert pickle.loads(path.read_bytes()) == {"segments": []}
     assert [file.name for file in path.parent.iterdir()] == ["oom.pickle"]
-    assert f"what the allocator did until then is in {path}" in caught.value.__notes__
+    assert f"the allocator's history until then is in {path}" in caught.value.__notes__
     assert recorded.calls == ["all", None]
 
 

@@ -451,7 +451,7 @@ def test_a_batch_that_dies_is_out_and_what_was_before_can_be_read(clock):
     with pytest.raises(SaysSo):
         fit(make_learner(), cbs=[timer, spy([], "a", {("after_loss", 2): SaysSo(1, 2)})])
     assert [step.step for step in timer.times] == [0, 1]
-    assert len(timer.report().of) == len(STEP_PHASES) + 1
+    assert len(timer.report().phases) == len(STEP_PHASES) + 1
 
 
 def test_a_fit_forgets_the_one_before():

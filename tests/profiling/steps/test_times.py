@@ -172,7 +172,7 @@ def test_the_report_says_it_in_a_table_and_in_words():
     steps = [made_up(0.01, step=i, data=0.004, n_samples=64) for i in range(99)]
     steps.append(made_up(0.2, step=99, data=0.004, notes=[FIRST_BATCH]))
     text = shown(StepReport(percentiles(steps), 6_400.0, outliers(steps, 3.0), 3.0, "100 steps of training"))
-    assert "100 steps of training, 6,400 samples a second" in text
+    assert "100 steps of training, 6,400 samples per second" in text
     assert "backward" not in text  # which took nothing
     assert "on the device" not in text
     row = next(line for line in text.splitlines() if "data" in line)
@@ -465,19 +465,19 @@ def test_what_is_written_and_compiled_is_told_once(monkeypatch):
     told, writer = [], SimpleNamespace(n_written=5)
     listener = Incidents(told.append)
     listener.follow([object(), writer])
-    listener.look()
+    listener.report_changes()
     assert told == []
     writer.n_written += 1
-    listener.look()
-    listener.look()
+    listener.report_changes()
+    listener.report_changes()
     assert told == ["checkpoint written"]
     frames["total"] += 2
-    listener.look()
-    listener.look()
+    listener.report_changes()
+    listener.report_changes()
     assert told == ["checkpoint written", "compilation"]
     writer.n_written += 1
     listener.follow([writer])  # written between two steps
-    listener.look()
+    listener.report_changes()
     assert len(told) == 2
 
 
@@ -486,6 +486,6 @@ def test_a_torch_that_has_compiled_nothing_is_left_alone(monkeypatch):
     told = []
     listener = Incidents(told.append)
     listener.follow([])
-    listener.look()
+    listener.report_changes()
     assert told == []
     assert "torch._dynamo.utils" not in sys.modules
