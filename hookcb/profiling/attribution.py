@@ -72,8 +72,8 @@ class Attribution:
         for i, inside in self.range_starts():
             if self.places[i].phase == "backward":
                 inner[inside].append(i)
-        found = [span for i in inner[-1] for span in self._spans(i, inner, ())]
-        return sorted(found, key=lambda span: span.start)
+        spans = [span for i in inner[-1] for span in self._spans(i, inner, ())]
+        return sorted(spans, key=lambda span: span.start)
 
     def _spans(
         self, i: int, inner: Mapping[int, list[int]], around: tuple[tuple[str, int], ...]
@@ -100,21 +100,21 @@ class Attribution:
         return f"backward {name.removeprefix(RECOMPUTED)}" if of_node else name
 
     def _places(self) -> list[_Place]:
-        found: list[_Place] = []
+        places: list[_Place] = []
         for i, (op, outer) in enumerate(zip(self.ops, self.parent, strict=True)):
-            place = found[outer] if outer >= 0 else _Place()
+            place = places[outer] if outer >= 0 else _Place()
             if i in self.steps:
                 place = _Place(self.steps[i])
             elif outer in self.steps and op.name in PHASES:
                 place = place._replace(phase=op.name)
-            found.append(place)
-        return self._of_other_threads(found)
+            places.append(place)
+        return self._of_other_threads(places)
 
-    def _of_other_threads(self, found: list[_Place]) -> list[_Place]:
+    def _of_other_threads(self, places: list[_Place]) -> list[_Place]:
         """Adds places of operators outside the ranges: the autograd engine has a thread for each device."""
         phases = sorted(
             (self.ops[i].start, self.ops[i].end, place)
-            for i, place in enumerate(found)
+            for i, place in enumerate(places)
             if place.phase and self.parent[i] in self.steps
         )
         starts = [start for start, _, _ in phases]
@@ -124,9 +124,9 @@ class Attribution:
             return phases[before][2] if before >= 0 and time < phases[before][1] else _Place()
 
         for i, outer in enumerate(self.parent):
-            if found[i].step is None:
-                found[i] = found[outer] if outer >= 0 else at(self.ops[i].start)
-        return found
+            if places[i].step is None:
+                places[i] = places[outer] if outer >= 0 else at(self.ops[i].start)
+        return places
 
     def _layer(self, call: int) -> str:
         name = self.ops[call].name
@@ -134,17 +134,17 @@ class Attribution:
 
     def _calls(self, makers: Mapping[tuple[int, int], int]) -> list[int]:
         """Index of the range that each operator belongs to, or -1."""
-        found: list[int] = []
+        calls: list[int] = []
         last: dict[int, int] = {}  # range of the node that ran last, by thread
         for i, (op, outer) in enumerate(zip(self.ops, self.parent, strict=True)):
-            call = found[outer] if outer >= 0 else -1
+            call = calls[outer] if outer >= 0 else -1
             if op.name in self.infos or op.name.startswith(COMPILED):
                 call = i
             elif op.name.startswith(RUNS_NODE):
                 made_in = makers.get((op.forward_thread, op.sequence), -1)
                 call = last[op.thread] = made_in if op.sequence >= 0 else last.get(op.thread, -1)
-            found.append(call if self.places[i].phase in (*FORWARD, "backward") else -1)
-        return found
+            calls.append(call if self.places[i].phase in (*FORWARD, "backward") else -1)
+        return calls
 
     def _makers(self) -> dict[tuple[int, int], int]:
         """Range in which each node was made, by thread and sequence number.

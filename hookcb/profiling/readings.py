@@ -104,7 +104,7 @@ class PhaseTime:
 class LayerTimes(LayerTable[LayerTime]):
     """The layers that were called, each under the one around it."""
 
-    missing = "no profiled layer was called"
+    missing = "no profiled layer is named"
     columns = (
         Column("type", lambda row: row.type, is_text=True),
         Column("calls", lambda row: f"{row.calls:.3g}", 5),
@@ -127,7 +127,7 @@ class LayerTimes(LayerTable[LayerTime]):
 class PhaseTimes(Rows[PhaseTime]):
     """The phases of a step; `step` is the time of the whole step, in seconds."""
 
-    missing = "no phase has this name"
+    missing = "no phase is named"
 
     def __init__(self, rows: Iterable[PhaseTime], step: float, title: str) -> None:
         super().__init__(rows, title)

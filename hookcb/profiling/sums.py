@@ -85,25 +85,25 @@ class Profile:
 
     def totals(self, what: str) -> dict[str, int]:
         """Sum of field `what` over each layer and the layers inside it, by layer."""
-        found = {name: getattr(self.layers[name], what) if name in self.layers else 0 for name in self.outer}
+        totals = {name: getattr(self.layers[name], what) if name in self.layers else 0 for name in self.outer}
         for name, outer in reversed(self.outer.items()):  # a layer comes after the one around it
             if outer is not None:
-                found[outer] += found[name]
-        return found
+                totals[outer] += totals[name]
+        return totals
 
     def depths(self) -> dict[str, int]:
         """Number of called layers around each layer; a layer comes before those inside it."""
         inner = defaultdict[str | None, list[str]](list)
         for name, outer in self.outer.items():
             inner[outer].append(name)
-        found: dict[str, int] = {}
+        depths: dict[str, int] = {}
         left = [(name, 0) for name in reversed(inner[None])]
         while left:
             name, depth = left.pop()
-            found[name] = depth
+            depths[name] = depth
             deeper = depth + (name in self.layers and self.layers[name].calls > 0)
             left += [(other, deeper) for other in reversed(inner[name])]
-        return found
+        return depths
 
 
 def summarize(
@@ -136,16 +136,16 @@ def summarize(
 
 
 def _outer(names: Iterable[str]) -> dict[str, str | None]:
-    """The layer around each layer, by qualified name; None for the outermost."""
-    found: dict[str, str | None] = {}
+    """The layer around each layer, by qualified name; None for the parents."""
+    parents: dict[str, str | None] = {}
     for name in names:
         outer: str | None = name
         while outer:
             outer = outer.rpartition(".")[0]
-            if outer in found:
+            if outer in parents:
                 break
-        found[name] = outer if name and outer in found else None
-    return found
+        parents[name] = outer if name and outer in parents else None
+    return parents
 
 
 def _add_phases(profile: Profile, attribution: Attribution) -> None:
@@ -212,7 +212,7 @@ def _is_inside_itself(attribution: Attribution, i: int) -> bool:
 
 def _add_operators(profile: Profile, attribution: Attribution) -> None:
     ops, parent = attribution.ops, attribution.parent
-    own = self_times(ops, parent)
+    self_time = self_times(ops, parent)
     device, memory = [op.device_time for op in ops], [op.nbytes for op in ops]
     for i in reversed(range(len(ops))):  # inner operators come after outer ones
         if parent[i] >= 0:
@@ -224,20 +224,20 @@ def _add_operators(profile: Profile, attribution: Attribution) -> None:
         if attribution.places[i].step is None or is_range:
             continue
         if parent[i] >= 0 and ops[parent[i]].name == op.name and n_inner[parent[i]] == 1:
-            profile.operators[op.name].add(_calling_itself(op, own[i]))
+            profile.operators[op.name].add(_calling_itself(op, self_time[i]))
             continue
         if op.name == MEMORY:
             if parent[i] >= 0 and ops[parent[i]].name in profile.operators:
                 profile.operators[ops[parent[i]].name].self_cpu_memory_usage += op.nbytes
             continue
         profile.operators[op.name].add(
-            OperatorSums(1, op.time, own[i], device[i], op.device_time, memory[i], 0, op.flops)
+            OperatorSums(1, op.time, self_time[i], device[i], op.device_time, memory[i], 0, op.flops)
         )
 
 
-def _calling_itself(op: Op, own: int) -> OperatorSums:
+def _calling_itself(op: Op, self_time: int) -> OperatorSums:
     """Sums of an operator that only calls itself with another signature: both count as one call."""
-    return OperatorSums(self_cpu_time_total=own, self_device_time_total=op.device_time, flops=op.flops)
+    return OperatorSums(self_cpu_time_total=self_time, self_device_time_total=op.device_time, flops=op.flops)
 
 
 def _add_stacks(profile: Profile, ops: list[Op], attribution: Attribution) -> None:

@@ -18,7 +18,7 @@ GRAPH = "hookcb.memory"  # key in the metadata of a graph node
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class LiveStorage:
     """A storage that has been seen, until it is freed.
 
     Attributes:
@@ -54,16 +54,16 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, Held] = {}
+        self._live: dict[int, LiveStorage] = {}
         self.batch = self.alive = self.most = 0
         self.hidden: dict[str, str] = {}
 
     def begin_batch(self) -> None:
         """Begins another batch: new storages belong to it, and none counts as given."""
         self.batch += 1
-        self._held = {key: held for key, held in self._held.items() if held.n_bytes}
-        for held in self._held.values():
-            held.is_saved, held.saved_in, held.within = False, None, None
+        self._live = {key: live for key, live in self._live.items() if live.n_bytes}
+        for live in self._live.values():
+            live.is_saved, live.saved_in, live.within = False, None, None
         self.most = self.alive
 
     def begin(self) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Ledger:
         self.most = max(most, most_outside)
         return self.alive - before, most - before
 
-    def note(self, x: Tensor, layer: str, given: bool = False) -> list[Held]:
+    def note(self, x: Tensor, layer: str, given: bool = False) -> list[LiveStorage]:
         """Counts the storages of a tensor unless already known; `given` ones existed before the batch."""
         try:
             return [self._note(storage, layer, given) for storage in storages(x)]
@@ -99,36 +99,36 @@ class Ledger:
 
     def older(self) -> tuple[int, dict[str, int]]:
         """Live bytes of earlier batches; and by layer, for layers with bytes of two batches or more."""
-        old = [held for held in list(self._held.values()) if held.n_bytes and held.batch < self.batch]
-        n_batches = Counter(layer for layer, _ in {(held.layer, held.batch) for held in old})
+        old = [live for live in list(self._live.values()) if live.n_bytes and live.batch < self.batch]
+        n_batches = Counter(layer for layer, _ in {(live.layer, live.batch) for live in old})
         by_layer: Counter[str] = Counter()
-        for held in old:
-            if n_batches[held.layer] > 1:
-                by_layer[held.layer] += held.n_bytes
-        return sum(held.n_bytes for held in old), dict(by_layer.most_common())
+        for live in old:
+            if n_batches[live.layer] > 1:
+                by_layer[live.layer] += live.n_bytes
+        return sum(live.n_bytes for live in old), dict(by_layer.most_common())
 
-    def _note(self, storage: Any, layer: str, given: bool) -> Held:
-        held = self._held.get(storage_id(storage))
-        if held is None:
-            held = self._add(storage_id(storage), storage, layer, 0 if given else storage.nbytes())
-        return held
+    def _note(self, storage: Any, layer: str, given: bool) -> LiveStorage:
+        live = self._live.get(storage_id(storage))
+        if live is None:
+            live = self._add(storage_id(storage), storage, layer, 0 if given else storage.nbytes())
+        return live
 
-    def _add(self, key: int, target: Any, layer: str, n_bytes: int) -> Held:
-        held = Held(layer, n_bytes, self.batch)
-        held.ref = weakref.ref(target, partial(self._freed, key))
-        self._held[key] = held
+    def _add(self, key: int, target: Any, layer: str, n_bytes: int) -> LiveStorage:
+        live = LiveStorage(layer, n_bytes, self.batch)
+        live.ref = weakref.ref(target, partial(self._freed, key))
+        self._live[key] = live
         self.alive += n_bytes
         self.most = max(self.most, self.alive)
-        return held
+        return live
 
     def _freed(self, key: int, _: Any) -> None:
-        held = self._held.pop(key, None)
-        if held is not None:
-            self.alive -= held.n_bytes
+        live = self._live.pop(key, None)
+        if live is not None:
+            self.alive -= live.n_bytes
 
     def clear(self) -> None:
         """Forgets all storages."""
-        self._held.clear()
+        self._live.clear()
         self.alive = self.most = 0
 
 
@@ -149,7 +149,7 @@ class Call:
 
     layer: str
     above: "Call | None"
-    inputs: list[Held]
+    inputs: list[LiveStorage]
     kept_before: int
     mark: Any
     ends: list[Tensor] = field(default_factory=list)

@@ -108,7 +108,7 @@ class Watched:
 class LayerMemories(LayerTable[LayerMemory]):
     """Memory of layers, each under the one around it; `totals` is the memory of the whole batch."""
 
-    missing = "no watched layer was called"
+    missing = "no watched layer is named"
     columns = (
         Column("type", lambda row: row.type + (f" ×{row.calls}" if row.calls > 1 else ""), 1, is_text=True),
         Column("kept", lambda row: _cell(row.kept)),

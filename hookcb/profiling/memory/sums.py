@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hookcb.core.torch_private import parameters_of
 from hookcb.hooks.modules import named_modules
-from hookcb.profiling.memory.ledger import Call, Held
+from hookcb.profiling.memory.ledger import Call, LiveStorage
 from hookcb.profiling.memory.sizes import total_bytes
 from hookcb.profiling.memory.watch import Forward
 
@@ -59,8 +59,8 @@ def sum_layers(forward: Forward, layers: Iterable[str]) -> dict[str, LayerUse]:
         if (use := uses.get(call.layer)) is not None:
             _add_call(use, call)
     by_call: Counter[Call | None] = Counter()
-    for held in forward.saved:
-        by_call[held.saved_in] += held.n_bytes
+    for live in forward.saved:
+        by_call[live.saved_in] += live.n_bytes
     for innermost, n_bytes in by_call.items():
         around = [call.layer for call in _path(innermost) if call.layer in uses]
         for name in {outer for layer in around for outer in _with_lists(layer, uses)}:
@@ -153,13 +153,13 @@ def _is_ruled_out(layer: str, forward: Forward) -> bool:
 def _freed_by_call(forward: Forward) -> Counter[int]:
     """Bytes that each call, by id, would no longer keep, minus those it would keep instead."""
     freed: Counter[int] = Counter()
-    for held in forward.saved:
-        for call in _path(held.within):
-            if not any(held is x for x in call.inputs):
-                freed[id(call)] += held.n_bytes
+    for live in forward.saved:
+        for call in _path(live.within):
+            if not any(live is x for x in call.inputs):
+                freed[id(call)] += live.n_bytes
     for call in forward.calls:
-        unsaved: dict[int, Held] = {id(held): held for held in call.inputs if not held.is_saved}
-        freed[id(call)] -= sum(held.n_bytes for held in unsaved.values())
+        unsaved: dict[int, LiveStorage] = {id(live): live for live in call.inputs if not live.is_saved}
+        freed[id(call)] -= sum(live.n_bytes for live in unsaved.values())
     return freed
 
 

@@ -15,7 +15,7 @@ from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import outermost_compiled, unwrapped
 from hookcb.profiling.memory.allocator import Allocator
-from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Call, Held, Ledger, innermost_around
+from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Call, Ledger, LiveStorage, innermost_around
 from hookcb.profiling.memory.saved_tensors import SavedTensors
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
 
@@ -44,7 +44,7 @@ class Forward:
     """
 
     calls: list[Call] = field(default_factory=list)
-    saved: list[Held] = field(default_factory=list)
+    saved: list[LiveStorage] = field(default_factory=list)
     kept: int = 0
     n_before_loss: int = 0
     kept_by_loss: int = 0
@@ -127,10 +127,10 @@ class MemoryWatch:
             return
         self._detach()
         _, forward.peak = self._meter.end(self._mark)
-        of_loss = [held for held in forward.saved[forward.n_before_loss :] if held.saved_in is None]
+        of_loss = [live for live in forward.saved[forward.n_before_loss :] if live.saved_in is None]
         forward.saved = _alive(forward.saved)  # a graph may have been freed meanwhile
-        forward.kept = sum(held.n_bytes for held in forward.saved)
-        forward.kept_by_loss = sum(held.n_bytes for held in _alive(of_loss))
+        forward.kept = sum(live.n_bytes for live in forward.saved)
+        forward.kept_by_loss = sum(live.n_bytes for live in _alive(of_loss))
         forward.old_bytes, forward.stays = self.ledger.older()
         forward.hidden = dict(self.ledger.hidden)
         for x in tensors_in(loss):
@@ -211,7 +211,7 @@ class MemoryWatch:
         )  # FSDP replaces them by the full ones
         if above is None and not self._names[id(m)]:  # the model; callbacks may have changed its batch
             self._give(inputs)
-        noted = [held for x in inputs for held in self._note(x, self._label(above))]
+        noted = [live for x in inputs for live in self._note(x, self._label(above))]
         call = Call(self._names[id(m)], above, noted, forward.kept, self._meter.begin())
         forward.calls.append(call)
         self._running.append(call)
@@ -246,21 +246,21 @@ class MemoryWatch:
         call = self._running[-1] if self._running else None
         layer = self._label(call)
         if self._forward is not None:
-            for held in self._note(x, layer):
-                self._keep(self._forward, held, call)
+            for live in self._note(x, layer):
+                self._keep(self._forward, live, call)
         return layer
 
-    def _note(self, x: Tensor, layer: str) -> list[Held]:
+    def _note(self, x: Tensor, layer: str) -> list[LiveStorage]:
         """Storages of a tensor, without those that existed before this batch."""
         return [h for h in self.ledger.note(x, layer) if h.n_bytes and h.batch == self.ledger.batch]
 
-    def _keep(self, forward: Forward, held: Held, call: Call | None) -> None:
-        if held.is_saved:
-            held.within = innermost_around(held.within, call)
+    def _keep(self, forward: Forward, live: LiveStorage, call: Call | None) -> None:
+        if live.is_saved:
+            live.within = innermost_around(live.within, call)
             return
-        held.is_saved, held.saved_in, held.within = True, call, call
-        forward.saved.append(held)
-        forward.kept += held.n_bytes
+        live.is_saved, live.saved_in, live.within = True, call, call
+        forward.saved.append(live)
+        forward.kept += live.n_bytes
 
     def _label(self, call: Call | None) -> str:
         """Name of the layer of a call; for the whole model, its class."""
@@ -269,5 +269,5 @@ class MemoryWatch:
         return call.layer or self._model
 
 
-def _alive(held: Iterable[Held]) -> list[Held]:
-    return [one for one in held if one.ref() is not None]
+def _alive(storages: Iterable[LiveStorage]) -> list[LiveStorage]:
+    return [storage for storage in storages if storage.ref() is not None]

@@ -155,14 +155,14 @@ def _percentiles(
 ) -> dict[str, Percentiles]:
     """Percentiles of the fields `names`; the last one is the sum of the others."""
     whole = math.fsum(getattr(step, names[-1]) for step in steps)
-    found = {}
+    by_name = {}
     for name in names:
         seconds = sorted(getattr(step, name) for step in steps)
         p50, p90, p99 = (quantile(seconds, q) for q in (0.5, 0.9, 0.99))
         longest = max(seconds[-1], *(getattr(step, name) for step in slowest), 0.0)
         mean, share = math.fsum(seconds) / len(seconds), math.fsum(seconds) / whole if whole else math.nan
-        found[name] = Percentiles(p50, p90, p99, longest, mean, share)
-    return found
+        by_name[name] = Percentiles(p50, p90, p99, longest, mean, share)
+    return by_name
 
 
 def quantile(ascending: Sequence[float], q: float) -> float:

@@ -23,7 +23,7 @@ def test_rows_come_in_the_order_of_the_model(stats):
 
 
 def test_a_name_that_is_not_there_says_what_is(stats):
-    message = "no layer was watched that is called 'body'; there are stem, head, blocks"
+    message = "no watched layer is named 'body'; there are stem, head, blocks"
     with pytest.raises(LookupError, match=message):
         stats.layers()["body"]
 
