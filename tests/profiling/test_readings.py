@@ -1,4 +1,4 @@
-"""What ProfilerCallback reads: right sums, right rows, right counts, in words and tables of any width."""
+"""Tables and reports of ProfilerCallback: right sums, rows and counts, at any width."""
 
 import collections
 import copy
@@ -102,7 +102,7 @@ def begins(cb):
 
 @pytest.fixture(scope="module")
 def sleepy():
-    """Of a training that sleeps once in each phase, the profiler and what two steps took by the clock."""
+    """Profiler of a training that sleeps once in each phase, and the time of two steps by the clock."""
     torch.manual_seed(0)
     clock = Callback(before_batch=begins, after_batch=lambda cb: time.sleep(NAP))
     clock.starts = []

@@ -1,4 +1,4 @@
-"""What CUDA's allocator tells: by a stand-in everywhere, for real where there is a GPU."""
+"""Statistics of CUDA's allocator: of a fake one everywhere, of the real one if there is a GPU."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What is told of memory in words and tables."""
+"""Tables and reports of memory."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def test_where_checkpointing_would_free_nothing_it_says_so():
     assert str(watch(mlp()).report()).endswith("to checkpoint: nothing that would free much")
 
 
-def test_before_a_batch_was_watched_it_says_which_would_be():
+def test_before_a_batch_was_watched_the_error_says_which_would_be():
     stats = MemoryStats()
     for read in (stats.layers, stats.report, lambda: stats.totals, lambda: stats.advice, lambda: stats.notes):
         with pytest.raises(

@@ -36,7 +36,7 @@ def saved(seen):
 
 
 def nothing_is_on():
-    """What is saved with hooks that someone has left on."""
+    """Tensors saved under hooks that someone has left active."""
     x = torch.ones(2, requires_grad=True)
     return KNOWS_TOP and x.exp().grad_fn._raw_saved_result.unpack_hook is not None
 

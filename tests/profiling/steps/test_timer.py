@@ -46,7 +46,7 @@ from tests.support import (
 
 @pytest.fixture(autouse=True)
 def no_collection_of_its_own():
-    """Garbage is collected only where a test asks for it, as a collection would be noted."""
+    """Garbage is collected only if a test asks for it, because a collection would be noted."""
     gc.disable()
     yield
     gc.enable()

@@ -1,4 +1,4 @@
-"""What steps took, with made-up times: phases, percentiles, outliers, and what stays of a long run."""
+"""Statistics of made-up step times: phases, percentiles, outliers, and the steps kept of a long run."""
 
 import copy
 import gc
@@ -337,7 +337,7 @@ def test_notes_are_of_the_step_in_progress(now):
 
 
 class Device:
-    """A device that comes to its events later than the host, and whose events refuse to be waited for."""
+    """A device that finishes its events later than the host, and whose events fail if waited for."""
 
     def __init__(self, now):
         self.now, self.made, self.is_done = now, 0, True
