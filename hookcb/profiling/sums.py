@@ -149,9 +149,8 @@ def _outer(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def _add_phases(profile: Profile, attribution: Attribution) -> None:
-    for i, (op, outer, place) in enumerate(
-        zip(attribution.ops, attribution.parent, attribution.places, strict=True)
-    ):
+    placed = zip(attribution.ops, attribution.parent, attribution.places, strict=True)
+    for i, (op, outer, place) in enumerate(placed):
         if place.step is None:
             continue
         if i in attribution.steps:
@@ -201,13 +200,8 @@ def _add_range(profile: Profile, attribution: Attribution, i: int, inside: int) 
 
 
 def _is_inside_itself(attribution: Attribution, i: int) -> bool:
-    owner = attribution.owners[i]
-    return (
-        enclosing(
-            attribution.parent, i, lambda j: attribution.starts_range(j) and attribution.owners[j] == owner
-        )
-        >= 0
-    )
+    owners, starts_range = attribution.owners, attribution.starts_range
+    return enclosing(attribution.parent, i, lambda j: starts_range(j) and owners[j] == owners[i]) >= 0
 
 
 def _add_operators(profile: Profile, attribution: Attribution) -> None:
@@ -241,11 +235,8 @@ def _calling_itself(op: Op, self_time: int) -> OperatorSums:
 
 
 def _add_stacks(profile: Profile, ops: list[Op], attribution: Attribution) -> None:
-    counted = {
-        id(op)
-        for op, place in zip(attribution.ops, attribution.places, strict=True)
-        if place.step is not None
-    }
+    placed = zip(attribution.ops, attribution.places, strict=True)
+    counted = {id(op) for op, place in placed if place.step is not None}
     ranges = {*(attribution.ops[i].name for i in attribution.steps), *PHASES, *attribution.infos}
     # ranges begin in one function and end in another
     for around, op, time in stacks([op for op in ops if op.name not in ranges]):
