@@ -27,7 +27,7 @@ PROBES = PACKAGE / "diagnosis" / "probes"
 INTERNAL = {  # callbacks that are not for users, and whose they are
     "AttachedHealth": "Diagnose",
     "AttachedStats": "Diagnose",
-    "Edge": "StepTimer and ProfilerCallback",
+    "PhaseMarker": "StepTimer and ProfilerCallback",
     "GatherPreds": "Learner.get_preds",
     "LRFinder": "Learner.lr_find",
     "RateCallback": "the base of schedules",

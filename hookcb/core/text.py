@@ -1,10 +1,12 @@
-"""Quantities as people read them."""
+"""Text for quantities and lists of names."""
 
 from collections.abc import Iterable
 
+from rich.filesize import decimal
+
 
 def duration(seconds: float | None) -> str:
-    """Seconds in three digits and a unit; None is nothing.
+    """Seconds with three digits and a unit; empty for None.
 
     >>> duration(0.01234), duration(3.4e-05), duration(95.0)
     ('12.3 ms', '34 µs', '95 s')
@@ -20,7 +22,7 @@ def duration(seconds: float | None) -> str:
 
 
 def short_number(number: float | None) -> str:
-    """A number in three digits and a letter for its size; None is nothing.
+    """A number with three digits and an SI prefix; empty for None.
 
     >>> short_number(2.5e9), short_number(1300.0), short_number(7.0)
     ('2.5 G', '1.3 k', '7')
@@ -33,7 +35,16 @@ def short_number(number: float | None) -> str:
     return f"{number:.3g}"
 
 
+def format_bytes(n: float | None) -> str:
+    """A number of bytes with a decimal unit; empty for None.
+
+    >>> format_bytes(-1500), format_bytes(0)
+    ('-1.5 kB', '0 bytes')
+    """
+    return "" if n is None else f"{'-' * (n < 0)}{decimal(round(abs(n)))}"
+
+
 def join_names(names: Iterable[str], most: int = 20) -> str:
-    """Names for a message, of many the first; the whole model's, which is empty, left out."""
-    found = [name for name in names if name]
-    return ", ".join(found[:most]) + (f" … and {len(found) - most} more" if len(found) > most else "")
+    """The first `most` nonempty names, and how many more there are; the name of the whole model is empty."""
+    named = [name for name in names if name]
+    return ", ".join(named[:most]) + (f" … and {len(named) - most} more" if len(named) > most else "")

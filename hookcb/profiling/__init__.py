@@ -1,1 +1,1 @@
-"""ProfilerCallback: where the time goes, by layer."""
+"""ProfilerCallback: time and memory by phase, layer and operator."""

@@ -1,4 +1,4 @@
-"""Where what torch's profiler has recorded belongs: to which step, phase and layer."""
+"""Step, phase and layer of each operator that torch's profiler recorded."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -9,13 +9,13 @@ from hookcb.profiling.ops import RUNS_NODE, Op, parents
 from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import FORWARD, RECOMPUTED, STEP, RangeInfo
 
-COMPILED = "Torch-Compiled Region: "  # the range that torch gives to a call of a compiled graph
+COMPILED = "Torch-Compiled Region: "  # torch's name for the range of a call of a compiled graph
 
 
 class Span(NamedTuple):
-    """A stretch of a backward that belongs to a layer."""
+    """A part of a backward pass that belongs to a layer."""
 
-    path: tuple[tuple[str, int], ...]  # calls, outermost first: label, and what tells it apart
+    path: tuple[tuple[str, int], ...]  # calls, outermost first: label, and a number unique to the call
     start: int
     end: int
 
@@ -25,17 +25,17 @@ class _Place(NamedTuple):
     phase: str = ""
 
 
-class Placed:
-    """Operators of a window, each with its step, its phase and the layer it belongs to.
+class Attribution:
+    """Step, phase and layer of each operator of a window.
 
     An operator of the forward belongs to the innermost layer whose range is around it. A node of the graph
-    belongs to where the operator ran that made it, which the sequence number they share tells. What puts a
-    gradient into `.grad` has no such number, and runs right behind the node that gives it.
+    belongs to the layer in which the operator ran that made it; both have the same sequence number. The node
+    that accumulates a gradient into `.grad` has no such number; it runs right after the one that computes it.
 
     Args:
         ops: see `read_ops`.
-        infos: of ranges of layers, by name.
-        steps: those that count.
+        infos: ranges of layers, by name.
+        steps: the steps that count.
     """
 
     def __init__(self, ops: list[Op], infos: Mapping[str, RangeInfo], steps: Iterable[int]) -> None:
@@ -43,7 +43,7 @@ class Placed:
         self.infos = infos
         self.parent = parents(self.ops)
         names = {f"{STEP}{step}": step for step in steps}
-        # a fetch that brought no batch has a range too, and the step that came later has its number
+        # a fetch without a batch has a range too, with the same number as the step that came later
         last = {op.name: i for i, op in sorted(enumerate(self.ops), key=lambda item: item[1].start)}
         self.steps = {last[name]: step for name, step in names.items() if name in last}
         self.places = self._places()
@@ -51,45 +51,45 @@ class Placed:
         self.calls = self._calls(self._makers())
         self.owners = [None if call < 0 else self._layer(call) for call in self.calls]
 
-    def is_mark(self, i: int) -> bool:
-        """Whether a layer's stretch begins with `ops[i]`."""
+    def starts_range(self, i: int) -> bool:
+        """Whether a span of a layer begins with `ops[i]`."""
         name = self.ops[i].name
         return name in self.infos or name.startswith((RUNS_NODE, COMPILED))
 
-    def marks(self) -> Iterator[tuple[int, int]]:
-        """Where a layer's stretch begins, each with the one it is inside of, or -1."""
+    def range_starts(self) -> Iterator[tuple[int, int]]:
+        """Indices of operators that begin a span, each with that of the span around it, or -1."""
         around: list[int] = []
         for i, outer in enumerate(self.parent):
             inside = around[outer] if outer >= 0 else -1
-            if self.is_mark(i):
+            if self.starts_range(i):
                 yield i, inside
                 inside = i
             around.append(inside)
 
     def spans(self) -> list[Span]:
-        """The stretches of the backward of the steps that count, in their order."""
+        """Spans of the backward in the steps that count, sorted by start."""
         inner = defaultdict[int, list[int]](list)
-        for i, inside in self.marks():
+        for i, inside in self.range_starts():
             if self.places[i].phase == "backward":
                 inner[inside].append(i)
-        found = [span for i in inner[-1] for span in self._stretches(i, inner, ())]
-        return sorted(found, key=lambda span: span.start)
+        spans = [span for i in inner[-1] for span in self._spans(i, inner, ())]
+        return sorted(spans, key=lambda span: span.start)
 
-    def _stretches(
+    def _spans(
         self, i: int, inner: Mapping[int, list[int]], around: tuple[tuple[str, int], ...]
     ) -> Iterator[Span]:
-        """What is of `ops[i]` itself, and in between what is inside it: a layer that is computed again."""
-        own = self._path(i) if self.calls[i] >= 0 else ()
-        path = (*around, *(call for call in own if call not in around))
+        """Spans of `ops[i]` itself, and between them those inside it, of layers that are recomputed."""
+        calls = self._path(i) if self.calls[i] >= 0 else ()
+        path = (*around, *(call for call in calls if call not in around))
         start = self.ops[i].start
         for j in inner.get(i, ()):
             yield from [Span(path, start, self.ops[j].start)] if path else []
-            yield from self._stretches(j, inner, path)
+            yield from self._spans(j, inner, path)
             start = self.ops[j].end
         yield from [Span(path, start, self.ops[i].end)] if path else []
 
     def _path(self, i: int) -> tuple[tuple[str, int], ...]:
-        """The calls that made the node, or those that are run again."""
+        """Calls that made the node, or that are recomputed."""
         around = [call := self.calls[i]]
         while (call := self.parent[call]) >= 0:
             around += [call] if self.calls[call] == call else []
@@ -100,21 +100,21 @@ class Placed:
         return f"backward {name.removeprefix(RECOMPUTED)}" if of_node else name
 
     def _places(self) -> list[_Place]:
-        found: list[_Place] = []
+        places: list[_Place] = []
         for i, (op, outer) in enumerate(zip(self.ops, self.parent, strict=True)):
-            place = found[outer] if outer >= 0 else _Place()
+            place = places[outer] if outer >= 0 else _Place()
             if i in self.steps:
                 place = _Place(self.steps[i])
             elif outer in self.steps and op.name in PHASES:
                 place = place._replace(phase=op.name)
-            found.append(place)
-        return self._of_other_threads(found)
+            places.append(place)
+        return self._of_other_threads(places)
 
-    def _of_other_threads(self, found: list[_Place]) -> list[_Place]:
-        """Also the places of operators beside the ranges: the engine has threads of its own for devices."""
+    def _of_other_threads(self, places: list[_Place]) -> list[_Place]:
+        """Adds places of operators outside the ranges: the autograd engine has a thread for each device."""
         phases = sorted(
             (self.ops[i].start, self.ops[i].end, place)
-            for i, place in enumerate(found)
+            for i, place in enumerate(places)
             if place.phase and self.parent[i] in self.steps
         )
         starts = [start for start, _, _ in phases]
@@ -124,32 +124,32 @@ class Placed:
             return phases[before][2] if before >= 0 and time < phases[before][1] else _Place()
 
         for i, outer in enumerate(self.parent):
-            if found[i].step is None:
-                found[i] = found[outer] if outer >= 0 else at(self.ops[i].start)
-        return found
+            if places[i].step is None:
+                places[i] = places[outer] if outer >= 0 else at(self.ops[i].start)
+        return places
 
     def _layer(self, call: int) -> str:
         name = self.ops[call].name
         return self.infos[name].layer if name in self.infos else name
 
     def _calls(self, makers: Mapping[tuple[int, int], int]) -> list[int]:
-        """The index of the range that each operator belongs to, or -1."""
-        found: list[int] = []
-        last: dict[int, int] = {}  # that of the node run last, by thread
+        """Index of the range that each operator belongs to, or -1."""
+        calls: list[int] = []
+        last: dict[int, int] = {}  # range of the node that ran last, by thread
         for i, (op, outer) in enumerate(zip(self.ops, self.parent, strict=True)):
-            call = found[outer] if outer >= 0 else -1
+            call = calls[outer] if outer >= 0 else -1
             if op.name in self.infos or op.name.startswith(COMPILED):
                 call = i
             elif op.name.startswith(RUNS_NODE):
                 made_in = makers.get((op.forward_thread, op.sequence), -1)
                 call = last[op.thread] = made_in if op.sequence >= 0 else last.get(op.thread, -1)
-            found.append(call if self.places[i].phase in (*FORWARD, "backward") else -1)
-        return found
+            calls.append(call if self.places[i].phase in (*FORWARD, "backward") else -1)
+        return calls
 
     def _makers(self) -> dict[tuple[int, int], int]:
-        """The range in which each node was made, by thread and sequence number.
+        """Range in which each node was made, by thread and sequence number.
 
-        An operator that makes none shows the number of the next node too, so the last to show it counts.
+        An operator that makes no node also has the number of the next one, so the last with a number counts.
         """
         ran = sorted(
             (op.start, (op.thread, op.sequence), i)

@@ -8,42 +8,43 @@ from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.torch_private import is_profiling
 from hookcb.hooks.modules import Where
-from hookcb.profiling.phases import Edge, follow_phases, leave_phases
-from hookcb.profiling.readings import ProfileReadings
-from hookcb.profiling.window import Windows, check_plan, layers_to_profile
+from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
+from hookcb.profiling.readings import ProfileRecords
+from hookcb.profiling.window import Windows, check_schedule, layers_to_profile
+from hookcb.records.forward import forwarded, forwarded_property
 
 OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops")
 
 
-class ProfilerCallback(Callback, ProfileReadings):
-    """Profiles some steps with `torch.profiler`: where time and memory go, by phase, layer and operator.
+class ProfilerCallback(Callback):
+    """Profiles some steps with `torch.profiler`: time and memory by phase, layer and operator.
 
-    Steps are counted from 0 in this fit; one is from the fetch of its batch to its `after_batch`. In each
-    cycle `wait` steps pass, `warmup` steps run with the profiler getting ready, and `active` are profiled.
-    Outside of that no hook is on the model. When a window ends, the profiler waits for the device, and takes
-    a while to hand out what it has.
+    Steps are counted from 0 in this fit; a step lasts from the fetch of its batch to its `after_batch`. In
+    each cycle, `wait` steps are skipped, `warmup` steps warm up the profiler, and `active` are profiled.
+    At other times the model has no hooks. At the end of a window the profiler waits for the device, and takes
+    a while to hand over its records.
 
     Args:
         wait, warmup, active: number of steps.
-        repeat: number of cycles, 0 for as many as there is room for.
+        repeat: number of cycles, 0 for as many as fit into the training.
         activities: `"cpu"`, `"cuda"`, `"xpu"` or members of `torch.profiler.ProfilerActivity`; by default
-            all that there is here.
+            all that are available.
         record_shapes, profile_memory, with_stack, with_flops: as for `torch.profiler.profile`; with stacks
             each step takes several times as long.
-        trace: where Chrome traces go: a file, `.json` or `.json.gz`, or a folder, for TensorBoard.
-        on: the steps of `"train"`, `"valid"` or `"all"`.
+        trace: path for Chrome traces: a file, `.json` or `.json.gz`, or a folder, for TensorBoard.
+        on: which steps to profile, `"train"`, `"valid"` or `"all"`.
         modules: layers that get a range, see `find_modules`; by default all modules, `()` for none.
-        name: what the learner calls it.
+        name: attribute of the learner.
 
     Attributes:
-        profiled_steps: the steps that were profiled whole; `layers()`, `phases()`, `table()` and `report()`
-            tell of them.
-        compiled: compiled modules, for whose graphs torch's own ranges stand, as inside there are no layers.
+        profiled_steps: the steps that were profiled completely, those that `layers()`, `phases()`, `table()`
+            and `report()` are about.
+        compiled: names of the compiled modules; they have no layers inside, and torch names their graphs.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be, `"cuda"` without CUDA among them.
-        LookupError: when a fit begins, where `modules` are not there.
-        RuntimeError: when a fit begins while another profiler runs, or is attached.
+        TypeError, ValueError: If an argument is invalid, including `"cuda"` without CUDA.
+        LookupError: If the model has none of `modules`, when a fit begins.
+        RuntimeError: If another profiler is running or attached when a fit begins.
 
     >>> from hookcb import ProfilerCallback, synth_learner
     >>> learn = synth_learner()
@@ -57,6 +58,14 @@ class ProfilerCallback(Callback, ProfileReadings):
 
     order = orders.PROFILER
     run_lr_find = False
+
+    profiled_steps = forwarded_property(ProfileRecords.profiled_steps)
+    layers = forwarded(ProfileRecords.layers)
+    phases = forwarded(ProfileRecords.phases)
+    table = forwarded(ProfileRecords.table)
+    report = forwarded(ProfileRecords.report)
+    export_chrome_trace = forwarded(ProfileRecords.export_chrome_trace)
+    export_stacks = forwarded(ProfileRecords.export_stacks)
 
     def __init__(
         self,
@@ -76,16 +85,17 @@ class ProfilerCallback(Callback, ProfileReadings):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        self.plan = check_plan(wait, warmup, active, repeat, activities, trace, on)
+        self.schedule = check_schedule(wait, warmup, active, repeat, activities, trace, on)
         self.record_shapes, self.profile_memory = record_shapes, profile_memory
         self.with_stack, self.with_flops, self.modules = with_stack, with_flops, modules
 
-        self._edges: list[Edge] = []
-        self._windows, self.compiled = Windows(self.plan, {}, {}, self._follow), tuple[str, ...]()
+        self._markers: list[PhaseMarker] = []
+        self._windows, self.compiled = Windows(self.schedule, {}, {}, self._follow), tuple[str, ...]()
+        self.records = ProfileRecords(self._windows)
 
     @property
     def n_switched(self) -> int:
-        """How often the profiler went on or off in this fit; `StepTimer` tells by it in which step."""
+        """Number of times the profiler was switched on or off in this fit; `StepTimer` reads it."""
         return self._windows.n_switched
 
     def before_fit(self) -> None:
@@ -94,11 +104,12 @@ class ProfilerCallback(Callback, ProfileReadings):
         if is_profiling():
             raise RuntimeError("a torch profiler is running already; end it before the fit begins")
         layers, self.compiled = layers_to_profile(self.model, self.modules)
-        self.plan.warn_if_longer(getattr(self.learn, "dls", None), self.n_epoch)
+        self.schedule.warn_if_longer(getattr(self.learn, "dls", None), self.n_epoch)
         options = {name: getattr(self, name) for name in OPTIONS}
-        self._windows = Windows(self.plan, layers, options, self._follow)
-        covers = self.plan.covers(True), self.plan.covers(False)
-        self._edges = follow_phases(self.learn, self.name, self._begin, *covers)
+        self._windows = Windows(self.schedule, layers, options, self._follow)
+        self.records = ProfileRecords(self._windows)
+        covers = self.schedule.covers(True), self.schedule.covers(False)
+        self._markers = track_phases(self.learn, self.name, self._begin, *covers)
         self._follow(False)
 
     def before_train(self) -> None:
@@ -114,7 +125,7 @@ class ProfilerCallback(Callback, ProfileReadings):
 
     def after_train(self) -> None:
         if not self.learn.is_nested:
-            self._windows.drop_step()  # of the batch that did not come
+            self._windows.drop_step()  # begun for a batch that did not come
 
     def after_validate(self) -> None:
         self.after_train()
@@ -123,11 +134,11 @@ class ProfilerCallback(Callback, ProfileReadings):
         try:
             self._windows.close()
         finally:
-            leave_phases(self.learn, self._edges)
+            untrack_phases(self.learn, self._markers)
 
     def _counts(self) -> bool:
-        """Whether this is a step of the fit that is looked at, and no validation in the middle of one."""
-        return self.learn.fitting and not self.learn.is_nested and self.plan.covers(self.training)
+        """Whether this step is covered by the schedule; a validation in the middle of a step is not."""
+        return self.learn.fitting and not self.learn.is_nested and self.schedule.covers(self.training)
 
     def _fetch(self) -> None:
         if self._counts():
@@ -138,8 +149,8 @@ class ProfilerCallback(Callback, ProfileReadings):
             self._windows.begin_phase(phase)
 
     def _follow(self, run: bool) -> None:
-        for edge in self._edges:
-            edge.run = run
+        for marker in self._markers:
+            marker.run = run
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_edges": []}
+        return super().__getstate__() | {"_markers": []}

@@ -1,27 +1,27 @@
-"""What torch's profiler has recorded, as plain values, and what lies inside what."""
+"""Events recorded by torch's profiler as plain values, and how they nest."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-MEMORY = "[memory]"  # an instant at which bytes were allocated or freed
-RUNS_NODE = "autograd::engine::evaluate_function: "  # the engine's call of a node of the graph
-# what makes the host wait for the device; a copy to the host is followed by the first of them
+MEMORY = "[memory]"  # name of an event without duration: bytes were allocated or freed
+RUNS_NODE = "autograd::engine::evaluate_function: "  # the autograd engine runs a node of the graph
+# calls that make the host wait for the device; a copy to the host is followed by the first of them
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 class Op(NamedTuple):
-    """Something that lasted, or an instant with `nbytes`; times in nanoseconds, of one clock.
+    """An operator or range, or an instant with `nbytes`; times in nanoseconds of one clock.
 
     Attributes:
-        name: of the operator, or of a range.
-        start, end: when.
-        thread: torch's number of it.
-        sequence: what an operator in the forward and the node it made have in common; -1 without one.
-        forward_thread: of a node, where its operator ran.
-        device_time: of the kernels that it has launched itself.
-        flops: what torch counts for it, matrix products and 2d convolutions and additions among it.
-        nbytes: allocated, or, below 0, freed.
+        name: name of the operator or range.
+        start, end: when it began and ended.
+        thread: torch's number of its thread.
+        sequence: number shared by an operator of the forward and the graph node it made; -1 if none.
+        forward_thread: for a node, the thread that its operator ran in.
+        device_time: time of the kernels that it launched itself.
+        flops: as counted by torch, which knows matrix products, 2d convolutions and additions, among others.
+        nbytes: bytes allocated, or freed if negative.
         is_python: whether it is a Python function.
     """
 
@@ -38,12 +38,12 @@ class Op(NamedTuple):
 
     @property
     def time(self) -> int:
-        """How long, in nanoseconds."""
+        """Duration in nanoseconds."""
         return self.end - self.start
 
 
 def read_ops(events: Iterable[Any]) -> list[Op]:
-    """What the events of a torch profiler hold, by thread and start, the outer before the inner.
+    """Events of a torch profiler, sorted by thread and start, outer before inner.
 
     Args:
         events: `profile.profiler.kineto_results.events()`; reading them is 60 times faster than
@@ -54,7 +54,7 @@ def read_ops(events: Iterable[Any]) -> list[Op]:
     for e in events:
         if e.device_type().name == "CPU" or e.name() == MEMORY:
             on_host.append(e)
-        elif not e.is_user_annotation():  # a range of the host, seen on the device again
+        elif not e.is_user_annotation():  # else a range of the host, repeated on the device
             kernels[e.linked_correlation_id()] += e.duration_ns()
     ops = [_read(e, kernels) for e in on_host if not e.is_async()]
     return sorted(ops, key=lambda op: (op.thread, op.start, -op.end))
@@ -77,19 +77,19 @@ def _read(e: Any, kernels: defaultdict[int, int]) -> Op:
 
 
 def parents(ops: list[Op]) -> list[int]:
-    """The index of the operator that each of `ops`, in the order of `read_ops`, lies inside of, or -1."""
-    found, open_ones = [], list[int]()
+    """Index of the innermost operator around each of `ops`, which are sorted as by `read_ops`; -1 if none."""
+    outer, open_ones = [], list[int]()
     for i, op in enumerate(ops):
         while open_ones and (ops[open_ones[-1]].thread != op.thread or ops[open_ones[-1]].end < op.end):
             open_ones.pop()
-        found.append(open_ones[-1] if open_ones else -1)
+        outer.append(open_ones[-1] if open_ones else -1)
         if op.name != MEMORY:
             open_ones.append(i)
-    return found
+    return outer
 
 
 def enclosing(parent: list[int], i: int, wanted: Callable[[int], bool]) -> int:
-    """The innermost of those around `i` that is `wanted`, or -1."""
+    """Index of the innermost operator around `i` that is `wanted`; -1 if none."""
     i = parent[i]
     while i >= 0 and not wanted(i):
         i = parent[i]
@@ -97,7 +97,7 @@ def enclosing(parent: list[int], i: int, wanted: Callable[[int], bool]) -> int:
 
 
 def self_times(ops: list[Op], parent: list[int]) -> list[int]:
-    """Nanoseconds of each without what lies inside."""
+    """Nanoseconds of each operator without the operators inside it."""
     times = [op.time for op in ops]
     for op, outer in zip(ops, parent, strict=True):
         if outer >= 0:
@@ -106,14 +106,14 @@ def self_times(ops: list[Op], parent: list[int]) -> list[int]:
 
 
 def stacks(ops: list[Op]) -> Iterator[tuple[tuple[str, ...], Op, int]]:
-    """Operators with the Python functions they were called from, outermost first, and their own time.
+    """Operators with the Python functions that called them, outermost first, and their self time.
 
-    Source: of the format, B. Gregg's FlameGraph, which is also that of torch's `export_stacks`.
+    Source: the format is that of B. Gregg's FlameGraph and torch's `export_stacks`.
     """
     nest = parents(ops)
-    own = self_times(ops, nest)
+    own_times = self_times(ops, nest)
     callers: list[tuple[str, ...]] = []
-    for op, outer, time in zip(ops, nest, own, strict=True):
+    for op, outer, time in zip(ops, nest, own_times, strict=True):
         around = callers[outer] if outer >= 0 else ()
         callers.append((*around, op.name) if op.is_python else around)
         if not op.is_python and around:

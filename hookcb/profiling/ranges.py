@@ -13,33 +13,33 @@ from hookcb.core.threads import in_loop_thread
 from hookcb.hooks.hook import Hooks
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
 
-STEP = "ProfilerStep#"  # what TensorBoard's plugin and Holistic Trace Analysis take for a step
+STEP = "ProfilerStep#"  # TensorBoard's plugin and Holistic Trace Analysis find steps by this name
 RECOMPUTED = "recomputed "
 FORWARD = ("forward", "loss")  # phases in which a call of a layer counts as its forward
 
 
 class RangeInfo(NamedTuple):
-    """What a range is of."""
+    """The layer that a range belongs to."""
 
     layer: str  # qualified name, empty for the whole model
-    is_recomputed: bool  # run again in the backward, under activation checkpointing
+    is_recomputed: bool  # in the backward, by activation checkpointing
 
 
 class _Open(threading.local):
-    """The ranges that are open in this thread, outermost first, each with what it was opened for."""
+    """Open ranges of this thread, outermost first, each with the object it was opened for."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[object, record_function]] = []
 
 
 class LayerRanges:
-    """Opens and closes ranges, those of layers by hooks.
+    """Opens and closes ranges; those of layers by hooks.
 
     Args:
-        layers: by qualified name.
+        layers: layers by qualified name.
 
     Attributes:
-        infos: of each range of a layer, by its name in the trace.
+        infos: layer of each range, by the name of the range in the trace.
         output_bytes: size of the outputs of each layer, by step.
     """
 
@@ -53,7 +53,7 @@ class LayerRanges:
         self._thread = threading.get_ident()
         self._calls: Counter[str] = Counter()
         self._phase = ""
-        # last of those before a forward and first of those after it: only the layer itself is inside
+        # the last pre-hook and the first forward hook, so that nothing but the layer itself is in the range
         self._hooks = [
             Hooks(layers, self._enter, detach=False, pre=True, gate=self._acts),
             Hooks(layers, self._leave, detach=False, prepend=True, always_call=True, gate=self._acts),
@@ -67,19 +67,19 @@ class LayerRanges:
         self._begin(self, f"{STEP}{step}")
 
     def begin_phase(self, phase: str) -> None:
-        """Closes the phase that is open, and opens the next, inside the step."""
+        """Closes the open phase and opens the next one, inside the step."""
         if self._step is not None:
             self._close(down_to=1)
             self._phase = phase
             self._begin(phase, phase)
 
     def end_step(self) -> None:
-        """Closes all that is open."""
+        """Closes all open ranges."""
         self._step = None
         self._close()
 
     def remove(self) -> None:
-        """Closes all that is open, and takes the hooks off."""
+        """Closes all open ranges and removes the hooks."""
         self.end_step()
         for hooks in self._hooks:
             hooks.remove()
@@ -119,11 +119,11 @@ class LayerRanges:
 
 def _label(name: str, m: nn.Module) -> str:
     label = f"{name} ({type(m).__name__})" if name else type(m).__name__
-    return label.replace("\\", "/").replace('"', "'")  # as torch writes it into JSON as it is
+    return label.replace("\\", "/").replace('"', "'")  # torch does not escape it in JSON
 
 
 def _n_bytes(x: Tensor) -> int:
     try:
         return n_bytes(x)
-    except (NotImplementedError, RuntimeError):  # a kind of tensor that hides it
+    except (NotImplementedError, RuntimeError):  # a tensor subclass that hides its memory
         return 0

@@ -1,4 +1,4 @@
-"""What can be read of profiled steps: by phase, by layer, by operator, and in words."""
+"""ProfileRecords: tables of profiled steps by phase, layer and operator, and a report."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from hookcb.core.files import write_whole
-from hookcb.core.text import duration, join_names, short_number
+from hookcb.core.text import duration, format_bytes, join_names, short_number
 from hookcb.profiling.phases import PHASES
-from hookcb.profiling.steps.times import MUCH_DATA
 from hookcb.profiling.sums import COMPILED_TYPE, OperatorSums, Profile
 from hookcb.profiling.trace_file import write_trace
 from hookcb.profiling.window import Windows
@@ -28,7 +26,7 @@ TOTALS = (
     "own_memory",
     "own_flops",
 )
-KEYS = tuple(of.name for of in fields(OperatorSums))
+KEYS = tuple(field.name for field in fields(OperatorSums))
 HEADS = {
     "cpu_time_total": "CPU",
     "self_cpu_time_total": "self CPU",
@@ -42,23 +40,22 @@ N_SLOWEST = 5
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """What a layer takes, averaged over the profiled steps.
+    """Time, memory and FLOPs of a layer, averaged over the profiled steps.
 
     Attributes:
-        name: qualified, empty for the whole model; of a compiled graph torch's name of it.
-        type: its class.
-        depth: how many of the other layers it is inside of.
-        calls: a step.
-        forward, forward_self: seconds a step on the host, with and without the layers called in it.
-        backward, backward_self: the same of the nodes of the graph that its forward has made; None where none
-            of them has run.
-        device_forward, device_forward_self, device_backward, device_backward_self: seconds of the kernels
-            that were launched there; None without a device.
-        memory: bytes allocated less those freed in its forward, a step; None without `profile_memory`.
-        output_bytes: size of what it gives, a step; None of a compiled graph.
-        share: of the step's time, forward and backward, 0..1; on the device, where there is one.
-        flops: of its forward, a step, as far as torch has formulas; None without `with_flops`.
-        flops_per_second: of its forward; None without `with_flops`, or where torch counts nothing.
+        name: qualified name, empty for the whole model; for a compiled graph, torch's name of it.
+        type: class of the layer.
+        depth: number of other layers around it.
+        calls: calls per step.
+        forward, forward_self: seconds per step on the host, with and without the layers called in it.
+        backward, backward_self: the same for the graph nodes that its forward made; None if none of them ran.
+        device_forward, device_forward_self, device_backward, device_backward_self: seconds per step in
+            the kernels launched there; None without a device.
+        memory: bytes allocated minus bytes freed in its forward, per step; None without `profile_memory`.
+        output_bytes: size of its outputs per step; None for a compiled graph.
+        share: share of the step's time, forward and backward, in 0..1; device time if there is a device.
+        flops: FLOPs of its forward per step, as far as torch has formulas; None without `with_flops`.
+        flops_per_second: FLOP/s of its forward; None without `with_flops`, or if torch counts nothing.
     """
 
     name: str
@@ -81,7 +78,7 @@ class LayerTime:
 
     @property
     def self_time(self) -> float:
-        """Seconds a step of its own, forward and backward; on the device, where there is one."""
+        """Self time, forward and backward, in seconds per step; device time if there is a device."""
         if self.device_forward_self is not None:
             return self.device_forward_self + (self.device_backward_self or 0.0)
         return self.forward_self + (self.backward_self or 0.0)
@@ -89,13 +86,13 @@ class LayerTime:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """What a phase of a step takes.
+    """Time of a phase of a step.
 
     Attributes:
         name: one of `hookcb.profiling.phases.PHASES`, or "other".
-        seconds: a step, on the host.
-        share: of the step, 0..1.
-        device_seconds: of the kernels that were launched in it, a step; None without a device.
+        seconds: seconds per step on the host.
+        share: share of the step, in 0..1.
+        device_seconds: seconds per step in the kernels launched in it; None without a device.
     """
 
     name: str
@@ -105,9 +102,9 @@ class PhaseTime:
 
 
 class LayerTimes(LayerTable[LayerTime]):
-    """The layers that were called, each under the one it is inside of."""
+    """The layers that were called, each under the one around it."""
 
-    missing = "no layer was profiled that is called"
+    missing = "no profiled layer is named"
     columns = (
         Column("type", lambda row: row.type, is_text=True),
         Column("calls", lambda row: f"{row.calls:.3g}", 5),
@@ -116,21 +113,21 @@ class LayerTimes(LayerTable[LayerTime]):
         Column("backward", lambda row: duration(row.backward), 2),
         Column("device", lambda row: duration(_sum(row.device_forward, row.device_backward)), 3),
         Column("share", lambda row: f"{row.share:.1%}"),
-        Column("output", lambda row: _bytes(row.output_bytes), 6),
-        Column("memory", lambda row: _bytes(row.memory), 7),
+        Column("output", lambda row: format_bytes(row.output_bytes), 6),
+        Column("memory", lambda row: format_bytes(row.memory), 7),
         Column("FLOP/s", lambda row: short_number(row.flops_per_second), 8),
     )
 
     @staticmethod
     def size(row: LayerTime) -> float:
-        """Seconds a step of its own, on the device if there is one."""
+        """Self time in seconds per step; device time if there is a device."""
         return row.self_time
 
 
 class PhaseTimes(Rows[PhaseTime]):
-    """What a step is made of; `step` is what it takes, in seconds."""
+    """The phases of a step; `step` is the time of the whole step, in seconds."""
 
-    missing = "there is no phase"
+    missing = "no phase is named"
 
     def __init__(self, rows: Iterable[PhaseTime], step: float, title: str) -> None:
         super().__init__(rows, title)
@@ -151,7 +148,7 @@ class PhaseTimes(Rows[PhaseTime]):
 
 
 class OperatorTimes(Printed):
-    """Operators and the user's ranges, by name, with their sums over the profiled steps, in nanoseconds."""
+    """Operators and user ranges by name, with sums over the profiled steps, in nanoseconds."""
 
     def __init__(self, rows: Sequence[tuple[str, OperatorSums]], sort_by: str, title: str) -> None:
         self.rows, self.sort_by, self.title = list(rows), sort_by, title
@@ -180,7 +177,7 @@ class OperatorTimes(Printed):
 
 
 class ProfileReport(Printed):
-    """The phases of a step, and in words what takes the time."""
+    """The phases of a step as a table, and sentences about what takes the time."""
 
     def __init__(self, phases: PhaseTimes, lines: Sequence[str]) -> None:
         self.phases, self.lines = phases, list(lines)
@@ -190,41 +187,42 @@ class ProfileReport(Printed):
         yield Text("\n".join(self.lines))
 
 
-class ProfileReadings:
-    """The readings of a callback that has profiled windows."""
+class ProfileRecords:
+    """Tables and exports of the windows that were profiled.
 
-    record_shapes: bool
-    profile_memory: bool
-    with_stack: bool
-    with_flops: bool
-    _windows: Windows
+    Args:
+        windows: the windows of a fit, in progress or over.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
 
     @property
     def profiled_steps(self) -> list[int]:
-        """The steps that were profiled from their beginning to their end."""
+        """The steps that were profiled from beginning to end."""
         return list(self._windows.profile.steps)
 
     def layers(self, depth: int | None = None, *, worst: Worst = None) -> LayerTimes:
-        """What each layer takes, in the order of the model.
+        """Time and memory of each layer, in the order of the model.
 
         Args:
-            depth: how many levels of layers to show, by default all.
-            worst: how many layers to show, those first that take most time themselves; "auto" for 20 of more
+            depth: number of levels to show, by default all.
+            worst: number of layers to show, by self time, largest first; "auto" for 20 if there are more
                 than 30.
 
         Raises:
             TypeError, ValueError: If `worst` is invalid.
-            RuntimeError: where nothing was profiled.
+            RuntimeError: If nothing was profiled.
         """
         profile = self._recorded()
         rows = [row for row in self._layer_times(profile) if depth is None or row.depth <= depth]
-        return LayerTimes(rows, f"layers, a step, {self._of_steps()}", worst)
+        return LayerTimes(rows, f"layers, per step, {self._steps_text()}", worst)
 
     def phases(self) -> PhaseTimes:
-        """What a step is made of.
+        """Time of each phase of a step.
 
         Raises:
-            RuntimeError: where nothing was profiled.
+            RuntimeError: If nothing was profiled.
         """
         profile = self._recorded()
         n, on_device = len(profile.steps) * 1e9, _has_device(profile)
@@ -238,7 +236,7 @@ class ProfileReadings:
             )
             for phase, time in {**named, "other": profile.time - sum(named.values())}.items()
         ]
-        return PhaseTimes(rows, profile.time / n, f"phases of a step, {self._of_steps()}")
+        return PhaseTimes(rows, profile.time / n, f"phases of a step, {self._steps_text()}")
 
     def table(self, sort_by: str = "self_cpu_time_total", row_limit: int = 20) -> OperatorTimes:
         """Operators by torch's names, summed over the profiled steps.
@@ -250,80 +248,82 @@ class ProfileReadings:
             row_limit: number of rows, -1 for all.
 
         Raises:
-            ValueError: for another key.
-            RuntimeError: where nothing was profiled.
+            ValueError: If the key is unknown.
+            RuntimeError: If nothing was profiled.
         """
         if sort_by not in KEYS:
             raise ValueError(f"sort_by is {sort_by!r}; give one of {', '.join(KEYS)}")
         operators = sorted(
             self._recorded().operators.items(), key=lambda item: getattr(item[1], sort_by), reverse=True
         )
-        title = f"operators by {sort_by.replace('_', ' ')}, {self._of_steps()}"
+        title = f"operators by {sort_by.replace('_', ' ')}, {self._steps_text()}"
         return OperatorTimes(operators[: None if row_limit < 0 else row_limit], sort_by, title)
 
     def report(self) -> ProfileReport:
-        """The phases of a step, and in words what takes the time, to print.
+        """The phases of a step, and sentences about what takes the time; prints as a table.
 
         Raises:
-            RuntimeError: where nothing was profiled.
+            RuntimeError: If nothing was profiled.
         """
         profile, phases = self._recorded(), self.phases()
         rows = self._layer_times(profile)
-        lines = [_on_data(phases), f"callbacks take {phases['callbacks'].share:.1%} of the step"]
+        lines = [_data_line(phases), f"callbacks take {phases['callbacks'].share:.1%} of the step"]
         slowest = sorted(rows, key=lambda row: row.self_time, reverse=True)[:N_SLOWEST]
-        lines += ["slowest layers, without the layers in them:"] if slowest else []
-        lines += [_on_layer(row, phases.step) for row in slowest]
+        lines += ["slowest layers, by self time:"] if slowest else []
+        lines += [_layer_line(row, phases.step) for row in slowest]
         if _has_device(profile):
             waits = profile.waits / len(profile.steps)
-            lines.append(f"the host waits for the device {waits:.3g} times a step")
+            lines.append(f"the host waits for the device {waits:.3g} times per step")
         if profile.compilations:
             n = profile.compilations
-            lines.append(f"torch.compile compiled in these steps, {n} new graphs; profile later ones")
+            lines.append(f"torch.compile compiled {n} new graphs in these steps; profile later ones")
         graphs = [name for name, kind in profile.types.items() if kind == COMPILED_TYPE]
         if graphs:
-            lines.append(f"compiled: {join_names(graphs, 3)}; layers inside cannot be told apart")
+            lines.append(f"compiled: {join_names(graphs, 3)}; layers inside are not shown separately")
         return ProfileReport(phases, lines)
 
     def export_chrome_trace(self, path: str | Path, cycle: int = -1) -> Path:
-        """Writes the trace of a window, for Perfetto or chrome://tracing; packed where `path` ends in .gz.
+        """Writes the trace of a window, for Perfetto or chrome://tracing; gzipped if `path` ends in .gz.
 
         Args:
-            path: the file.
-            cycle: which window, by default the last.
+            path: file to write.
+            cycle: index of the window, by default the last.
 
         Returns:
             The path written.
 
         Raises:
-            RuntimeError: where nothing was profiled.
-            LookupError: where there was no such window.
+            RuntimeError: If nothing was profiled.
+            LookupError: If there was no such window.
         """
         if not self._windows.traces:
             raise RuntimeError(self._windows.why_nothing)
         if not -len(self._windows.traces) <= cycle < len(self._windows.traces):
-            raise LookupError(f"cycle is {cycle}; there are {len(self._windows.traces)}, counted from 0")
+            raise LookupError(
+                f"cycle is {cycle}; there are {len(self._windows.traces)} cycles, counted from 0"
+            )
         return write_trace(self._windows.traces[cycle], Path(path))
 
     def export_stacks(self, path: str | Path, metric: str = "self_cpu_time_total") -> Path:
-        """Writes the Python stacks that time was spent in, in microseconds, for a flame graph.
+        """Writes the time spent in each Python stack, in microseconds, for a flame graph.
 
         Args:
-            path: the file.
+            path: file to write.
             metric: "self_cpu_time_total" or "self_device_time_total".
 
         Raises:
-            ValueError: for another metric, and where stacks were not asked for.
-            RuntimeError: where nothing was profiled.
+            ValueError: If the metric is unknown, or stacks were not recorded.
+            RuntimeError: If nothing was profiled.
         """
         profile = self._recorded()
-        found = {"self_cpu_time_total": profile.stacks, "self_device_time_total": profile.device_stacks}
-        if metric not in found:
-            raise ValueError(f"metric is {metric!r}; give one of {', '.join(found)}")
-        if not self.with_stack:
-            raise ValueError("there are no stacks; profile with with_stack=True")
+        stacks = {"self_cpu_time_total": profile.stacks, "self_device_time_total": profile.device_stacks}
+        if metric not in stacks:
+            raise ValueError(f"metric is {metric!r}; give one of {', '.join(stacks)}")
+        if not self._windows.options["with_stack"]:
+            raise ValueError("stacks were not recorded; profile with with_stack=True")
         lines = [
             f"{';'.join(frame.replace(';', ',') for frame in stack)} {time // 1000}\n"
-            for stack, time in found[metric].items()
+            for stack, time in stacks[metric].items()
             if time >= 1000
         ]
         return write_whole(path, lambda opened: opened.write("".join(lines).encode()))
@@ -333,16 +333,16 @@ class ProfileReadings:
             raise RuntimeError(self._windows.why_nothing)
         return self._windows.profile
 
-    def _of_steps(self) -> str:
+    def _steps_text(self) -> str:
         steps = self._windows.profile.steps
         one_run = steps[-1] - steps[0] + 1 == len(steps)
         which = f"{steps[0]} to {steps[-1]}" if one_run and len(steps) > 1 else join_names(map(str, steps), 6)
         return f"{'steps' if len(steps) > 1 else 'step'} {which}"
 
     def _layer_times(self, profile: Profile) -> list[LayerTime]:
-        totals = {what: profile.totals(what) for what in TOTALS}
+        totals = {key: profile.totals(key) for key in TOTALS}
         return [
-            self._layer_time(profile, name, depth, {what: of[name] for what, of in totals.items()})
+            self._layer_time(profile, name, depth, {key: by_layer[name] for key, by_layer in totals.items()})
             for name, depth in profile.depths().items()
             if name in profile.layers and profile.layers[name].calls
         ]
@@ -354,7 +354,7 @@ class ProfileReadings:
         has_backward = total["nodes"] > 0
         device_forward, device_backward = total["own_device_forward"], total["own_device_backward"]
         time = device_forward + device_backward if on_device else sums.forward + total["own_backward"]
-        flops = total["own_flops"] / n
+        flops, options = total["own_flops"] / n, self._windows.options
         return LayerTime(
             name=name,
             type=profile.types[name],
@@ -368,11 +368,11 @@ class ProfileReadings:
             device_forward_self=sums.own_device_forward / seconds if on_device else None,
             device_backward=device_backward / seconds if on_device else None,
             device_backward_self=sums.own_device_backward / seconds if on_device else None,
-            memory=total["own_memory"] / n if self.profile_memory else None,
+            memory=total["own_memory"] / n if options["profile_memory"] else None,
             output_bytes=None if profile.types[name] == COMPILED_TYPE else sums.output_bytes / n,
             share=time / max(1, profile.time),
-            flops=flops if self.with_flops else None,
-            flops_per_second=flops / forward if self.with_flops and flops and forward else None,
+            flops=flops if options["with_flops"] else None,
+            flops_per_second=flops / forward if options["with_flops"] and flops and forward else None,
         )
 
 
@@ -386,33 +386,25 @@ def _sum(*values: float | None) -> float | None:
 
 
 def _short(row: LayerTime) -> str:
-    """Its name, which for the whole model is its class."""
+    """Name of the layer; for the whole model, its class."""
     return row.name or row.type
-
-
-def _bytes(n: float | None) -> str:
-    return "" if n is None else f"{'-' * (n < 0)}{decimal(round(abs(n)))}"
 
 
 def _operator_text(key: str, value: int) -> str:
     if "time" in key:
         return duration(value / 1e9)
-    return _bytes(value) if "memory" in key else f"{value:,}"
+    return format_bytes(value) if "memory" in key else f"{value:,}"
 
 
-def _on_data(phases: PhaseTimes) -> str:
+def _data_line(phases: PhaseTimes) -> str:
     data = phases["data"]
     if not data.seconds:
-        return "how long steps wait for the loader was not seen, as the loop is not a Learner's"
-    without = f"a step without it would take {duration(phases.step - data.seconds)}"
-    if data is max(phases, key=lambda row: row.seconds):
-        return f"data-bound: {data.share:.1%} of the step waits for the loader; {without}"
-    if data.share > MUCH_DATA:
-        return f"{data.share:.1%} of the step waits for the loader; {without}"
-    return f"not data-bound: {data.share:.1%} of the step waits for the loader"
+        return "time spent waiting for data is unknown, because the loop is not a Learner's"
+    without = f"without it a step would take {duration(phases.step - data.seconds)}"
+    return f"{data.share:.1%} of the step is spent waiting for data; {without}"
 
 
-def _on_layer(row: LayerTime, step: float) -> str:
+def _layer_line(row: LayerTime, step: float) -> str:
     what = "on the device" if row.device_forward_self is not None else "on the host"
     share = row.self_time / step if step else 0.0
     return f"  {_short(row)} ({row.type}): {duration(row.self_time)} {what}, {share:.1%} of the step"

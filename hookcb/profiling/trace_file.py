@@ -1,4 +1,4 @@
-"""Chrome traces: what torch's profiler writes, with the backward of each layer added."""
+"""Chrome traces of torch's profiler, with the backward of each layer added."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ from hookcb.profiling.ranges import STEP
 SUFFIXES = (".json", ".json.gz")
 CATEGORY = "backward_by_layer"
 TITLE = "backward by layer"
-OWN_THREAD = 1 << 30  # in the trace, beside the numbers of real threads
+OWN_THREAD = 1 << 30  # in the trace; above the numbers of real threads
 
 
 def take_trace(
@@ -30,12 +30,12 @@ def take_trace(
     spans: list[Span],
     steps: list[int],
 ) -> bytes:
-    """The trace of a profiler that has stopped, as gzipped JSON; it gives it once only.
+    """Trace of a stopped profiler as gzipped JSON; a profiler writes its trace only once.
 
     Args:
         prof: the profiler.
-        spans: the backward of layers.
-        steps: those that count; of others, which were cut short, the range is left out.
+        spans: spans of the backward, by layer.
+        steps: the steps that count; ranges of other steps, which were cut short, are left out.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
@@ -43,8 +43,8 @@ def take_trace(
         written = file.read_bytes()
     try:
         trace = json.loads(written)
-    except ValueError:  # torch does not escape what it writes; some viewers are more lenient
-        warn("torch has written a trace that is no JSON, and the backward is missing in it", stacklevel=2)
+    except ValueError:  # torch does not escape names; some viewers are lenient
+        warn("torch wrote a trace that is not valid JSON; it has no backward by layer", stacklevel=2)
         return gzip.compress(written, compresslevel=1)
     added = backward_events(spans, trace.get("baseTimeNanoseconds", 0))
     trace["traceEvents"] = [*_without_broken_steps(trace["traceEvents"], steps), *added]
@@ -52,7 +52,7 @@ def take_trace(
 
 
 def _without_broken_steps(events: list[dict[str, Any]], steps: list[int]) -> Iterator[dict[str, Any]]:
-    """Leaves out the ranges of steps that did not come to their end; of one tried again, the last stays."""
+    """Events without the ranges of unfinished steps; if a step was repeated, its last range stays."""
     ranges = [e for e in events if e.get("cat") == "user_annotation" and _is_ours(e["name"])]
     last = {e["name"]: e for e in sorted(ranges, key=lambda e: e["ts"])}
     whole = [last[name] for step in steps if (name := f"{STEP}{step}") in last]
@@ -65,22 +65,22 @@ def _is_ours(name: str) -> bool:
 
 
 def _is_inside(event: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
-    """Whether it is the step, or in it."""
+    """Whether `event` is `step` or inside it."""
     return bool(step["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= step["ts"] + step["dur"])
 
 
 def backward_events(spans: Iterable[Span], base: int) -> list[dict[str, Any]]:
-    """The backward of layers as events of a Chrome trace, in a row of their own, nested as the layers are.
+    """Spans of the backward as events of a Chrome trace, in a separate row, nested like the layers.
 
     Args:
-        spans: in order of time.
-        base: the time, in nanoseconds, that a trace counts its microseconds from.
+        spans: spans sorted by start.
+        base: the time, in nanoseconds, at which the microseconds of the trace are 0.
     """
     pid = os.getpid()
     events: list[dict[str, Any]] = []
     open_ones: list[tuple[tuple[str, int], dict[str, Any]]] = []
     for span in spans:
-        start, end = (span.start - base) / 1000, (span.end - base) / 1000  # the events' unit
+        start, end = (span.start - base) / 1000, (span.end - base) / 1000  # microseconds
         same = takewhile(lambda pair: pair[0][0] == pair[1], zip(open_ones, span.path, strict=False))
         del open_ones[len(list(same)) :]
         for call in span.path[len(open_ones) :]:
@@ -107,11 +107,11 @@ def _names_of_row(pid: int) -> list[dict[str, Any]]:
 
 
 def check_trace(trace: str | Path | None) -> Path | None:
-    """Where traces go: a file by its suffix, or a folder.
+    """Path for traces: a file if it ends in .json or .json.gz, else a folder.
 
     Raises:
-        TypeError: where it is no path.
-        ValueError: where its suffix is of another kind of file, or a folder is where the file shall be.
+        TypeError: If it is not a path.
+        ValueError: If it has another suffix, or a folder is at the path of the file.
     """
     if trace is None:
         return None
@@ -128,12 +128,12 @@ def check_trace(trace: str | Path | None) -> Path | None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether the name is that of a trace, and not of a folder for some."""
+    """Whether the name is that of a trace file, rather than of a folder for traces."""
     return path.name.endswith(SUFFIXES)
 
 
 def cycle_file(trace: Path, cycle: int) -> Path:
-    """The file for the trace of a cycle: in a folder, one that TensorBoard's plugin finds."""
+    """File for the trace of a cycle; in a folder, with a name that TensorBoard's plugin finds."""
     if not is_file(trace):
         return trace / f"{socket.gethostname()}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
     stem, dot, suffix = trace.name.partition(".json")
@@ -141,10 +141,10 @@ def cycle_file(trace: Path, cycle: int) -> Path:
 
 
 def write_trace(trace: bytes, path: Path) -> Path:
-    """Writes a gzipped trace, unpacked unless `path` ends in .gz; it is there whole or not at all.
+    """Writes a gzipped trace, unpacked unless `path` ends in .gz; never leaves a partial file.
 
     Returns:
-        The path written; its folder is made where it is missing.
+        The path written; its folder is created if missing.
     """
     content = trace if path.suffix == ".gz" else gzip.decompress(trace)
     return write_whole(path, lambda opened: opened.write(content))

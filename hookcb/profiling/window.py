@@ -1,4 +1,4 @@
-"""A window of a fit under torch's profiler: when it is, and what it gives."""
+"""Windows of a fit under torch's profiler: their schedule, and what they record."""
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from hookcb.hooks.modules import Where, find_modules, is_compiled, named_modules
 from hookcb.profiling.ops import read_ops
 from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import LayerRanges
-from hookcb.profiling.sums import Profile, summarise
+from hookcb.profiling.sums import Profile, summarize
 from hookcb.profiling.trace_file import check_trace, cycle_file, take_trace, write_trace
 
 Follow = Callable[[bool], None]
@@ -27,8 +27,8 @@ STEPS_ON = {"train": (True, False), "valid": (False, True), "all": (True, True)}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which steps are profiled; see `ProfilerCallback`."""
+class ProfileSchedule:
+    """The steps to profile, and how; see `ProfilerCallback`."""
 
     wait: int
     warmup: int
@@ -40,15 +40,15 @@ class Plan:
 
     @property
     def length(self) -> int:
-        """Of a cycle, in steps."""
+        """Length of a cycle in steps."""
         return self.wait + self.warmup + self.active
 
     def covers(self, training: bool) -> bool:
-        """Whether steps of training, or of validation, count."""
+        """Whether steps of training (or of validation) count."""
         return STEPS_ON[self.on][not training]
 
     def action(self, step: int) -> ProfilerAction:
-        """What the profiler does in a step, counted from 0."""
+        """The profiler's action in a step, counted from 0."""
         cycle, place = divmod(step, self.length)
         if (self.repeat and cycle >= self.repeat) or place < self.wait:
             return ProfilerAction.NONE
@@ -56,14 +56,14 @@ class Plan:
             return ProfilerAction.WARMUP
         return ProfilerAction.RECORD_AND_SAVE if place == self.length - 1 else ProfilerAction.RECORD
 
-    def words(self) -> str:
-        """Which steps are profiled, as said in messages."""
+    def describe(self) -> str:
+        """The profiled steps in words, for messages."""
         first, last = self.wait + self.warmup, self.length - 1
         which = f"step {first}" if first == last else f"steps {first} to {last}"
-        return f"{which} {'' if self.repeat == 1 else f'of every {self.length} '}would be"
+        return which if self.repeat == 1 else f"{which} of every {self.length}"
 
     def warn_if_longer(self, dls: Any, n_epoch: int) -> None:
-        """Warns where a fit ends before the window does, if its loaders tell."""
+        """Warns if a fit is shorter than the window, as far as its loaders have a length."""
         loaders = [getattr(dls, name, None) for name, training in LOADERS if self.covers(training)]
         lengths = [n_batches(loader) for loader in loaders if loader is not None]
         n_steps = n_epoch * sum(n or 0 for n in lengths)
@@ -78,38 +78,40 @@ class Plan:
         )
 
 
-def check_plan(
+def check_schedule(
     wait: int, warmup: int, active: int, repeat: int, activities: Any, trace: Any, on: str
-) -> Plan:
-    """The arguments of `ProfilerCallback` as a plan.
+) -> ProfileSchedule:
+    """Schedule of a `ProfilerCallback` from its arguments.
 
     Raises:
-        TypeError, ValueError: where one cannot be.
+        TypeError, ValueError: If an argument is invalid.
     """
     for name, value in (("wait", wait), ("warmup", warmup), ("repeat", repeat)):
         check_count(name, value, least=0)
     check_count("active", active, "steps")
     if on not in STEPS_ON:
         raise ValueError(f"on is {on!r}; give one of {', '.join(map(repr, STEPS_ON))}")
-    return Plan(wait, warmup, active, repeat, _check_activities(activities), check_trace(trace), on)
+    return ProfileSchedule(
+        wait, warmup, active, repeat, _check_activities(activities), check_trace(trace), on
+    )
 
 
 def _check_activities(activities: Any) -> tuple[ProfilerActivity, ...]:
-    there: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
+    available: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
     if activities is None:
-        return tuple(there)
-    names = sorted(activity.name.lower() for activity in there)
+        return tuple(available)
+    names = sorted(activity.name.lower() for activity in available)
     if not isinstance(activities, str | ProfilerActivity | Iterable):
         raise TypeError(f"activities is {activities!r:.80}; give some of {', '.join(names)}, or None for all")
     wanted = [activities] if isinstance(activities, str | ProfilerActivity) else list(activities)
-    found = [_activity(activity) for activity in wanted]
-    for asked, activity in zip(wanted, found, strict=True):
-        if activity not in there:
-            what = "no activity of torch's profiler" if activity is None else "not available on this machine"
-            raise ValueError(f"activities has {asked!r}, which is {what}; there are {', '.join(names)}")
-    if not found:
+    members = [_activity(activity) for activity in wanted]
+    for asked, activity in zip(wanted, members, strict=True):
+        if activity not in available:
+            what = "not an activity of torch's profiler" if activity is None else "not available here"
+            raise ValueError(f"activities has {asked!r}, which is {what}; available: {', '.join(names)}")
+    if not members:
         raise ValueError(f"activities is empty; give some of {', '.join(names)}, or None for all")
-    return tuple(activity for activity in found if activity is not None)
+    return tuple(activity for activity in members if activity is not None)
 
 
 def _activity(asked: Any) -> ProfilerActivity | None:
@@ -121,13 +123,13 @@ def _activity(asked: Any) -> ProfilerActivity | None:
 def layers_to_profile(
     model: nn.Module, where: Where | Iterable[Where] | None
 ) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """The layers that get a range, by name, and the names of the compiled modules.
+    """Layers that get a range, by name, and the names of the compiled modules.
 
-    Inside of what torch.compile has made one there are no layers, and a hook would have it compile again.
-    TorchScript runs without hooks.
+    A compiled module has no layers inside, and a hook would trigger another compilation. TorchScript modules
+    run without hooks.
 
     Raises:
-        LookupError, TypeError, ValueError: of `find_modules`.
+        LookupError, TypeError, ValueError: See `find_modules`.
     """
     if where is None:
         layers = dict(named_modules(model))
@@ -147,12 +149,12 @@ def layers_to_profile(
 
 
 class Window:
-    """Torch's profiler while it is ready or recording, with the ranges of steps, phases and layers.
+    """Torch's profiler, warming up or recording, with the ranges of steps, phases and layers.
 
     Args:
-        layers: those that get a range, by name.
-        activities: see `Plan`.
-        **options: of `torch.profiler.profile`.
+        layers: layers that get a range, by name.
+        activities: see `ProfileSchedule`.
+        **options: options for `torch.profiler.profile`.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class Window:
         self.is_recording = self.has_batch = False
         self.steps: list[int] = []
         self._prof = profile(activities=activities, **options)
-        # for a device, which takes a while; what is prepared breaks where another profiler runs in between
+        # early only with a device, as it takes a while; another profiler in between would break it
         self._is_prepared = activities != (ProfilerActivity.CPU,)
         if self._is_prepared:
             self._prof.prepare_trace()
@@ -170,109 +172,114 @@ class Window:
         self._compilations = 0
 
     def begin_step(self, step: int, phase: str, record: bool) -> None:
-        """A step begins, with the fetch of its batch; it is recorded, or the profiler only gets ready."""
+        """Begins a step, with the fetch of its batch; if not `record`, the profiler only warms up."""
         if record and not self.is_recording:
             if not self._is_prepared:
                 self._prof.prepare_trace()
             self._prof.start_trace()
             self.is_recording, self._compilations = True, n_compilations()
         self.ranges.begin_step(step)
-        if phase in PHASES:  # what lies in none is "other"
+        if phase in PHASES:  # time outside the phases is "other"
             self.ranges.begin_phase(phase)
 
     def begin_phase(self, phase: str) -> None:
-        """A phase of the step begins."""
+        """Begins a phase of the step."""
         self.has_batch |= self.is_recording
         self.ranges.begin_phase(phase)
 
     def end_step(self, step: int) -> None:
-        """A step has come to its end."""
+        """Ends a step."""
         self.ranges.end_step()
         if self.is_recording:
             self.steps.append(step)
 
     def close(self) -> tuple[Profile, bytes] | None:
-        """Ends it all; gives what was recorded, and the trace, where there was a batch."""
+        """Stops the profiler; returns the sums and the trace, or None if no batch was recorded."""
         self.ranges.remove()
-        if self.is_recording and not is_profiling():  # to stop it once more would crash Python
-            warn("another torch profiler ended the one of ProfilerCallback; its window is lost", stacklevel=2)
+        if self.is_recording and not is_profiling():  # stopping it again would crash Python
+            warn("another torch profiler stopped that of ProfilerCallback; its window is lost", stacklevel=2)
             return None
         if not self.is_recording and self._is_prepared:
-            self._prof.start_trace()  # else what was prepared stays so
+            self._prof.start_trace()  # else it stays prepared
         if self.is_recording or self._is_prepared:
             self._prof.stop_trace()
         if not self.has_batch or self._prof.profiler is None:
             return None
         ops = read_ops(self._prof.profiler.kineto_results.events())  # type: ignore[union-attr]
-        found, spans = summarise(ops, self.ranges.infos, self.ranges.output_bytes, self.steps, self.types)
-        found.compilations = n_compilations() - self._compilations
-        return found, take_trace(self._prof, spans, self.steps)
+        sums, spans = summarize(ops, self.ranges.infos, self.ranges.output_bytes, self.steps, self.types)
+        sums.compilations = n_compilations() - self._compilations
+        return sums, take_trace(self._prof, spans, self.steps)
 
 
 class Windows:
-    """The windows of a fit, one after the other, and what they come to.
+    """The windows of a fit, one after the other, and the sums over them.
 
     Args:
-        plan: when they are.
-        layers: those that get a range, by name.
-        options: of `torch.profiler.profile`.
+        schedule: which steps are profiled.
+        layers: layers that get a range, by name.
+        options: options for `torch.profiler.profile`.
         follow: called with True when a window begins, and with False when it ends.
 
     Attributes:
-        profile: the sums of all windows.
-        traces: of each, as gzipped JSON.
+        profile: sums over all windows.
+        traces: trace of each window, as gzipped JSON.
         n_steps: number of steps that have ended.
         n_switched: how often a window began or ended.
     """
 
     def __init__(
-        self, plan: Plan, layers: Mapping[str, nn.Module], options: Mapping[str, bool], follow: Follow
+        self,
+        schedule: ProfileSchedule,
+        layers: Mapping[str, nn.Module],
+        options: Mapping[str, bool],
+        follow: Follow,
     ) -> None:
-        self.plan, self.options, self.follow = plan, dict(options), follow
-        # not kept alive, as a loop that is watched ends with its model
+        self.schedule, self.options, self.follow = schedule, dict(options), follow
+        # weak, because a watched loop ends when its model is freed
         self._layers: MutableMapping[str, nn.Module] = WeakValueDictionary(layers)
         self.profile, self.traces, self.n_steps, self.n_switched = Profile(), list[bytes](), 0, 0
         self._window: Window | None = None
 
     @property
     def why_nothing(self) -> str:
-        """What to say where nothing was profiled."""
-        return f"nothing was profiled: {self.plan.words()}, and {self.n_steps} steps ran"
+        """Message if nothing was profiled."""
+        scheduled = self.schedule.describe()
+        return f"nothing was profiled: scheduled are {scheduled}, and {self.n_steps} steps ran"
 
     def begin_step(self, phase: str) -> None:
-        """The next step begins, with the fetch of its batch or, in a loop that is not ours, with "other"."""
-        action = self.plan.action(self.n_steps)
+        """Begins the next step, with the fetch of its batch or, in an external loop, with "other"."""
+        action = self.schedule.action(self.n_steps)
         if action is ProfilerAction.NONE:
             return
         if is_profiling() and not (self._window is not None and self._window.is_recording):
             warn("another torch profiler is running; this step is left out", stacklevel=2)
             return
         if self._window is None:
-            self._window = Window(dict(self._layers), self.plan.activities, **self.options)
+            self._window = Window(dict(self._layers), self.schedule.activities, **self.options)
             self.n_switched += 1
             self.follow(True)
         self._window.begin_step(self.n_steps, phase, record=action is not ProfilerAction.WARMUP)
 
     def begin_phase(self, phase: str) -> None:
-        """A phase of the step begins."""
+        """Begins a phase of the step."""
         if self._window is not None:
             self._window.begin_phase(phase)
 
     def drop_step(self) -> None:
-        """The step that has begun does not come to its end."""
+        """Discards the step in progress, which does not end."""
         if self._window is not None:
             self._window.ranges.end_step()
 
     def end_step(self) -> None:
-        """The step has come to its end."""
+        """Ends the step in progress."""
         step, self.n_steps = self.n_steps, self.n_steps + 1
         if self._window is not None:
             self._window.end_step(step)
-            if self.plan.action(step) is ProfilerAction.RECORD_AND_SAVE:
+            if self.schedule.action(step) is ProfilerAction.RECORD_AND_SAVE:
                 self.end_window()
 
     def end_window(self) -> None:
-        """Takes in what the window that is open has recorded, and writes its trace."""
+        """Closes the open window, adds its sums, and writes its trace."""
         window, self._window = self._window, None
         if window is None:
             return
@@ -282,11 +289,11 @@ class Windows:
             profile, trace = taken
             self.profile.add(profile)
             self.traces.append(trace)
-            if self.plan.trace is not None:
-                write_trace(trace, cycle_file(self.plan.trace, len(self.traces) - 1))
+            if self.schedule.trace is not None:
+                write_trace(trace, cycle_file(self.schedule.trace, len(self.traces) - 1))
 
     def close(self) -> None:
-        """The fit has ended: lets go of the model."""
+        """Closes the open window and releases the model."""
         try:
             self.end_window()
         finally:
@@ -297,5 +304,5 @@ class Windows:
 
 
 def n_compilations() -> int:
-    """Number of graphs that torch.compile has made in this process."""
+    """Number of graphs that torch.compile has compiled in this process."""
     return int(compile_counts("stats")["unique_graphs"])

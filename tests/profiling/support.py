@@ -67,13 +67,13 @@ class Trace:
 
     @property
     def steps(self):
-        """By their numbers; each is there once."""
+        """Steps by number; each is present once."""
         found = [(int(r.name.split("#")[1]), r) for r in self.matching(r"ProfilerStep#\d+")]
         assert len(dict(found)) == len(found), [n for n, _ in found]
         return dict(sorted(found))
 
     def layers(self, root):
-        """The ranges of layers' forwards, those of the model itself among them."""
+        """Ranges of the forwards of layers, including the model itself."""
         return self.matching(f"{LAYER.pattern}|{root}(?: #[1-9][0-9]*)?")
 
     @property
@@ -97,7 +97,7 @@ def tree(ranges):
 
 
 def assert_nested(trace):
-    """On each row ranges lie inside each other or apart, but for those of Python that torch cuts short."""
+    """Ranges of a row are nested or disjoint, except for those of Python functions that torch cuts short."""
     rows = {}
     for r in trace.ranges:
         if r.cat == "python_function":
@@ -132,7 +132,7 @@ def whole(path):
 
 def chosen(n, wait=1, warmup=1, active=3, repeat=1):
     """The steps of `n` that torch's own schedule profiles."""
-    with warnings.catch_warnings(action="ignore"):  # that there is no warmup
+    with warnings.catch_warnings(action="ignore"):  # torch warns if there is no warmup
         plan = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
     return [k for k in range(n) if plan(k) in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)]
 

@@ -47,7 +47,7 @@ def traced(model, folder, n=4, **options):
 
 
 def forwards(trace, root):
-    """Of each step the layers' ranges as a tree, without what lies under other phases."""
+    """Ranges of the layers of each step as a tree, without those under other phases."""
     found = []
     for step in trace.steps.values():
         (forward,) = [r for r in trace.named("forward") if step.holds(r)]

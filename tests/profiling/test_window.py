@@ -590,7 +590,7 @@ def test_a_profiler_of_the_user_that_starts_before_the_window_goes_on():
     ("event", "batch"), [("before_batch", 1), ("before_batch", 2), ("after_loss", 3), ("after_batch", 4)]
 )
 def test_a_profiler_of_the_user_inside_the_window_does_not_crash_python(event, batch, tmp_path):
-    """Of two torch profilers at once the second takes all from the first, and reading that is a crash."""
+    """If two torch profilers run at once, the second takes all from the first; reading the first crashes."""
 
     def use(cb):
         if cb.train_iter == batch:

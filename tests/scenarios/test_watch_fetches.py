@@ -182,7 +182,7 @@ def test_step_timer_calls_what_lies_between_steps_other(clock):
 def test_step_timer_sees_the_fetches_of_a_loader(clock):
     timer = trained(loader(clock, 12, sleeps=3), StepTimer(), own=lambda step: clock.sleep()).step_timer
     assert {(round(step.data / SLEEP), round(step.other / SLEEP)) for step in timer.times[1:]} == {(3, 1)}
-    assert any("of the time goes into waiting for data" in line for line in timer.report().lines)
+    assert any("of the time is spent waiting for data" in line for line in timer.report().lines)
     for step in timer.times:
         phases = (step.data, step.forward, step.loss, step.backward, step.optimizer, step.callbacks)
         assert step.total == pytest.approx(sum(phases) + step.other)
@@ -209,7 +209,7 @@ def test_a_profile_does_not_call_what_lies_between_steps_data():
     phases = profiler.phases()
     assert phases["data"].seconds == 0
     assert phases["other"].seconds > 1e-3
-    assert "how long steps wait for the loader was not seen" in str(profiler.report())
+    assert "time spent waiting for data is unknown" in str(profiler.report())
 
 
 # ---- nothing stays

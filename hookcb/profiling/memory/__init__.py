@@ -1,1 +1,1 @@
-"""MemoryStats: which layer holds how much memory, and what grows."""
+"""MemoryStats: memory of each layer, and its growth."""

@@ -1,4 +1,4 @@
-"""What the allocator of CUDA tells, and the record it writes when memory has run out."""
+"""Statistics of CUDA's allocator, and its history when memory runs out."""
 
 import pickle
 import sys
@@ -17,13 +17,13 @@ from hookcb.core.torch_private import (
     stop_memory_history,
 )
 
-MOST_EVENTS = 100_000  # of the allocator's history, as in torch's own tutorial on it
+MAX_EVENTS = 100_000  # of the allocator's history, as in torch's tutorial on it
 
 
 class Allocator:
-    """Bytes that torch has allocated on some devices; its peak statistics stay as they are.
+    """Bytes allocated by torch on some devices; does not reset the peak statistics.
 
-    Reading waits for nothing: the allocator counts on the host.
+    Reading does not synchronize, because the allocator counts on the host.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -32,27 +32,27 @@ class Allocator:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> "Allocator | None":
-        """For the CUDA devices that tensors are on, None where they are on none."""
-        on = {x.device for x in tensors if x.is_cuda}
-        return cls(sorted(on, key=str)) if on else None
+        """Allocator of the CUDA devices of tensors; None if there are none."""
+        devices = {x.device for x in tensors if x.is_cuda}
+        return cls(sorted(devices, key=str)) if devices else None
 
     def counts(self) -> tuple[int, int]:
-        """Bytes allocated now, and the most since the statistics were last reset, by whoever did."""
-        of = [torch.cuda.memory_stats_as_nested_dict(device) for device in self.devices]
-        counts = [stats["allocated_bytes"]["all"] for stats in of if stats]
+        """Bytes allocated now, and the peak since the statistics were last reset, by anyone."""
+        by_device = [torch.cuda.memory_stats_as_nested_dict(device) for device in self.devices]
+        counts = [stats["allocated_bytes"]["all"] for stats in by_device if stats]
         return sum(x["current"] for x in counts), sum(x["peak"] for x in counts)
 
     def begin(self) -> tuple[int, int, int]:
-        """What `end` needs to tell what happens from now on."""
+        """Begins a measurement; returns what `end` needs."""
         now, peak = self.counts()
         mark = now, peak, self.most
         self.most = now
         return mark
 
     def end(self, mark: tuple[int, int, int]) -> tuple[int, int]:
-        """Bytes allocated now, and the most there were, less those there were at `begin`.
+        """Change of the bytes allocated since `begin`, and peak above those at `begin`.
 
-        The most is exact where the allocator's own peak has risen, else the most at any `begin` or `end`.
+        The peak is exact if the allocator's own peak has risen, else the largest value at a `begin` or `end`.
         """
         before, peak_before, most_outside = mark
         now, peak = self.counts()
@@ -62,10 +62,10 @@ class Allocator:
 
 
 def check_snapshot(snapshot: Any) -> Path | None:
-    """The path of a file to write, or None.
+    """Path of the file to write, or None.
 
     Raises:
-        TypeError: where it is neither.
+        TypeError: If it is neither.
     """
     if snapshot is not None and not isinstance(snapshot, str | Path):
         raise TypeError(f"snapshot is {snapshot!r}; give the path of a file to write, or None")
@@ -73,7 +73,7 @@ def check_snapshot(snapshot: Any) -> Path | None:
 
 
 class AllocatorHistory:
-    """Has CUDA's allocator remember what it does, from `start` to `stop`."""
+    """Records the history of CUDA's allocator from `start` to `stop`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,25 +81,25 @@ class AllocatorHistory:
         self._is_ours = False
 
     def start(self) -> None:
-        """Begins; a history that someone else has begun goes on as it is.
+        """Starts recording; a history that someone else has started goes on unchanged.
 
         Raises:
-            ValueError: where the path is a folder.
+            ValueError: If the path is a folder.
         """
         if self.path.is_dir():
             raise ValueError(f"snapshot is {str(self.path)!r}, a folder; give the path of a file to write")
-        self._outer = sys.exception()  # as where a fit is tried again after one that ran out of memory
+        self._outer = sys.exception()  # set if a fit is retried while handling an out-of-memory error
         self._is_ours = not is_memory_history_on()
         if self._is_ours:
-            start_memory_history(MOST_EVENTS)
+            start_memory_history(MAX_EVENTS)
 
     def stop(self) -> None:
-        """Ends, and writes the history where memory has run out, which the error then says."""
+        """Stops recording; if memory has run out, writes the history and adds a note to the error."""
         error, outer, self._outer = sys.exception(), self._outer, None
         try:
             if error is not outer and isinstance(error, torch.OutOfMemoryError):
                 self._write()
-                error.add_note(f"what the allocator did until then is in {self.path}")
+                error.add_note(f"the allocator's history until then is in {self.path}")
         finally:
             if self._is_ours:
                 stop_memory_history()

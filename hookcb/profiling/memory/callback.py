@@ -1,4 +1,4 @@
-"""MemoryStats: the memory of every layer, whether it grows, and what would free some."""
+"""MemoryStats: memory of every layer, its growth, and what to checkpoint."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,36 +10,37 @@ from hookcb.core.sampling import SamplingCallback
 from hookcb.hooks.coverage import Coverage, why_not_called
 from hookcb.hooks.modules import Where, find_modules, named_modules
 from hookcb.profiling.memory.allocator import AllocatorHistory, check_snapshot
-from hookcb.profiling.memory.readings import MemoryReadings
+from hookcb.profiling.memory.readings import MemoryRecords
 from hookcb.profiling.memory.sums import Params, param_layers
 from hookcb.profiling.memory.watch import MemoryWatch
+from hookcb.records.forward import forwarded, forwarded_property
 
 
-class MemoryStats(SamplingCallback, MemoryReadings):
-    """Tells which layers take the memory: kept for the backward, parameters, gradients, optimizer; and leaks.
+class MemoryStats(SamplingCallback):
+    """Memory by layer (kept for the backward, parameters, gradients, optimizer state), and its growth.
 
-    Looks at training batches 0, every, 2·every …; on those the layers have hooks, on others nothing. What is
-    kept for the backward is counted exactly, by the storages that autograd saves; on CUDA what is allocated
-    is asked of the allocator, whose peak statistics stay as they are, else it is what layers put out or save.
-    Forwards that activation checkpointing repeats and validations do not count. A compiled module counts as
-    one layer, and is not compiled anew.
+    Watches training batches 0, every, 2·every …; the layers have hooks on those batches only. Bytes kept for
+    the backward are counted exactly, by the storages that autograd saves. Allocated bytes come from the
+    allocator on CUDA, whose peak statistics are not reset; elsewhere they are the outputs and saved tensors
+    of layers. Validation and forwards repeated by activation checkpointing do not count. A compiled module
+    counts as one layer, and is not compiled again.
 
     Args:
-        modules: the layers, see `find_modules`; by default all modules, those that contain others too.
-        every: look at each so many-th training batch.
-        snapshot: a file for the history of CUDA's allocator, for pytorch.org/memory_viz; it is written where
-            the fit ends as memory has run out. Without CUDA it does nothing.
-        name: what the learner calls it.
+        modules: the layers, see `find_modules`; by default all modules, including containers.
+        every: number of training batches from one watched batch to the next.
+        snapshot: file for the history of CUDA's allocator, for pytorch.org/memory_viz; written if the fit
+            runs out of memory. Ignored without CUDA.
+        name: attribute of the learner.
 
     Attributes:
-        totals: what the watched batch that keeps most takes in all; `layers()` and `report()` tell of that.
-        advice: what to checkpoint first.
-        notes: what could not be counted, in words.
+        totals: memory of the watched batch that keeps most, which `layers()` and `report()` are about.
+        advice: layers to checkpoint first.
+        notes: sentences about what could not be counted.
         coverage: which layers were seen.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be.
-        LookupError: when a fit begins, where `modules` are not there.
+        TypeError, ValueError: If an argument is invalid.
+        LookupError: If the model has none of `modules`, when a fit begins.
 
     >>> from hookcb import MemoryStats, synth_learner
     >>> learn = synth_learner(bs=16)
@@ -48,10 +49,17 @@ class MemoryStats(SamplingCallback, MemoryReadings):
     >>> [(row.name, row.type, row.kept) for row in learn.memory_stats.layers()]
     [('', 'Sequential', 512), ('0', 'Linear', 0), ('1', 'ReLU', 512), ('2', 'Linear', 0)]
     >>> print(learn.memory_stats.growth())
-    memory does not grow
+    memory growth: 0 bytes per step (standard error 0 bytes)
     """
 
     run_lr_find = False
+
+    layers = forwarded(MemoryRecords.layers)
+    totals = forwarded_property(MemoryRecords.totals)
+    advice = forwarded_property(MemoryRecords.advice)
+    growth = forwarded(MemoryRecords.growth)
+    notes = forwarded_property(MemoryRecords.notes)
+    report = forwarded(MemoryRecords.report)
 
     def __init__(
         self,
@@ -65,15 +73,16 @@ class MemoryStats(SamplingCallback, MemoryReadings):
         self.modules, self.snapshot = modules, check_snapshot(snapshot)
         self._watch: MemoryWatch | None = None  # while a fit runs
         self._history: AllocatorHistory | None = None
-        self._params: Params = []  # of the batch in progress
+        self._params: Params = []  # parameters in the batch in progress
         self._silent: dict[str, str] = {}  # why each layer may not be called
-        self.clear({})
+        self.records = MemoryRecords({}, every)
 
     def before_fit(self) -> None:
         super().before_fit()
         named = named_modules(self.model)
         layers = named if self.modules is None else find_modules(self.model, self.modules, True)
-        self.clear({name: type(m).__name__ for name, m in layers.items()})
+        types = {name: type(m).__name__ for name, m in layers.items()}
+        self.records = MemoryRecords(types, self.every or 1)
         self._silent = {name: why_not_called(named, name) for name in layers}
         self._watch = MemoryWatch(layers, self._is_training)
         if self.snapshot is not None and torch.cuda.is_available():
@@ -91,29 +100,29 @@ class MemoryStats(SamplingCallback, MemoryReadings):
             self._watch.begin_loss(self.yb)
 
     def before_backward(self) -> None:
-        # a forward from here on is one that activation checkpointing repeats
+        # a forward after this is a repetition by activation checkpointing
         if self.is_looking and self._watch:
             self._watch.end(self.loss)
 
     def after_backward(self) -> None:
         if self.is_looking and self._watch and self._watch.seen:
-            self._params = param_layers(self.model, self.types)
-            self.note_params(self._params)
+            self._params = param_layers(self.model, self.records.types)
+            self.records.note_params(self._params)
 
     def after_cancel_batch(self) -> None:
         super().after_cancel_batch()
         if self._watch:
             self._watch.drop()
 
-    # where one of these has ended a batch, no `after_batch` comes
+    # after one of these there is no `after_batch`
     after_cancel_train = after_cancel_epoch = after_cancel_fit = after_cancel_batch
 
     def after_batch(self) -> None:
         if self._watch:
             super().after_batch()
             if self.is_looking and (seen := self._watch.take()):
-                self.add(self.train_iter, seen)
-                self.note_optimizer(self._params, self.opt)
+                self.records.add_batch(self.train_iter, seen)
+                self.records.note_optimizer(self._params, self.opt)
                 self._silent |= self._watch.inside
 
     def after_fit(self) -> None:
@@ -126,21 +135,20 @@ class MemoryStats(SamplingCallback, MemoryReadings):
 
     @property
     def coverage(self) -> Coverage:
-        """Which layers were seen in this fit, or in the last, and which hide their memory."""
-        labels = {name: name or kind for name, kind in self.types.items()}
-        fired = tuple(label for name, label in labels.items() if name in self.called)
-        silent = {label: self._silent[name] for name, label in labels.items() if name not in self.called}
-        return Coverage(
-            tuple(labels.values()), fired, silent, dict(self.hidden), {}, self.n_batches, self.n_skipped
-        )
+        """Layers that were seen in this fit or the last one, and layers that hide their memory."""
+        called = self.records.called
+        labels = {name: name or kind for name, kind in self.records.types.items()}
+        fired = tuple(label for name, label in labels.items() if name in called)
+        silent = {label: self._silent[name] for name, label in labels.items() if name not in called}
+        hidden = dict(self.records.hidden)
+        return Coverage(tuple(labels.values()), fired, silent, hidden, {}, self.n_batches, self.n_skipped)
 
     def _is_training(self) -> bool:
-        return (
-            self.learn.training and self.learn.in_loop_thread
-        )  # not in a validation in the middle of the batch
+        # not in a validation in the middle of the batch
+        return self.learn.training and self.learn.in_loop_thread
 
     def state_dict(self) -> dict[str, Any]:
-        return {}  # another process has memory of its own
+        return {}  # the memory of this process is of no use to another one
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

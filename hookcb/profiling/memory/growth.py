@@ -1,25 +1,23 @@
-"""Memory that stays from batch to batch: by how much, and whose it is."""
+"""Memory growth from batch to batch: bytes per step, and the layers that made what stays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
-from rich.filesize import decimal
-
+from hookcb.core.text import format_bytes
 from hookcb.profiling.memory.ledger import LOSS
 
-ENOUGH = 3  # looks; fewer make no line
-CERTAIN = 4.0  # times its own standard error: what the allocator shows is noisy, by the sizes of batches
+MIN_LOOKS = 3  # a line through fewer points has no standard error
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is alive at a watched batch.
+    """Memory in use at one watched batch.
 
     Attributes:
-        step: of the training, from 0.
-        old_bytes: of earlier watched batches.
-        allocated: bytes of CUDA's allocator when the batch began; None without CUDA.
+        step: training step, from 0.
+        old_bytes: bytes of earlier watched batches that are still alive.
+        allocated: bytes allocated by CUDA's allocator when the batch began; None without CUDA.
     """
 
     step: int
@@ -29,17 +27,17 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How memory grows from step to step.
+    """Growth of memory per step, as measured; whether that is too much is for `learn.diagnose()` to say.
 
     Attributes:
-        slope: bytes a step, by least squares over the later half of the looks, as the first ones fill caches;
-            on CUDA of what the allocator has given, else of tensors of earlier batches that are still alive,
-            where each watched batch stands for all those since the one before it.
-        error: its standard error.
-        layers: bytes of earlier watched batches still alive, by the layer that made them, the most first;
-            of layers of which two batches or more are.
+        slope: bytes per step, by least squares over the later half of the watched batches, because the first
+            ones fill caches. On CUDA, the slope of the bytes allocated; elsewhere, of the tensors of earlier
+            batches that are still alive, and each watched batch stands for all since the previous one.
+        error: standard error of `slope`, in bytes per step.
+        layers: bytes of earlier watched batches that are still alive, by the layer that made them, largest
+            first; only layers with bytes from two or more batches.
         n_looks: number of watched batches.
-        source: what `slope` is of, "allocator" or "tensors".
+        source: source of the numbers, "allocator" or "tensors".
     """
 
     slope: float = 0.0
@@ -48,26 +46,19 @@ class Growth:
     n_looks: int = 0
     source: str = "tensors"
 
-    @property
-    def is_growing(self) -> bool:
-        """Whether memory grows, and not by chance alone."""
-        return self.n_looks >= ENOUGH and self.slope > CERTAIN * self.error
-
     def __str__(self) -> str:
-        if self.n_looks < ENOUGH:
-            batches = "1 watched batch" if self.n_looks == 1 else f"{self.n_looks} watched batches"
-            return f"whether memory grows cannot be told from {batches}"
-        if not self.is_growing:
-            return "memory does not grow"
-        by = [f"{name} ({decimal(n)})" for name, n in list(self.layers.items())[:3]]
-        of = f"; what stays is of {', '.join(by)}" if by else ""
-        hint = "; a loss is kept with its graph, keep loss.item()" if LOSS in self.layers else ""
-        return f"memory grows by {decimal(max(1, round(self.slope)))} a step{of}{hint}"
+        if self.n_looks < MIN_LOOKS:
+            return f"memory growth is unknown: {self.n_looks} of {MIN_LOOKS} batches needed were watched"
+        stays = [f"{name} ({format_bytes(n)})" for name, n in list(self.layers.items())[:3]]
+        layers = f"; still alive from earlier batches: {', '.join(stays)}" if stays else ""
+        hint = "; a loss is kept with its graph, keep loss.item() instead" if LOSS in self.layers else ""
+        error = f"standard error {format_bytes(self.error)}"
+        return f"memory growth: {format_bytes(self.slope)} per step ({error}){layers}{hint}"
 
 
 def growth_of(looks: Sequence[Look], layers: Mapping[str, int]) -> Growth:
-    """The growth over some looks, of which the last has found `layers`."""
-    later = looks[len(looks) // 2 :] if len(looks) >= 2 * ENOUGH else looks
+    """Growth over `looks`; `layers` is what the last one found."""
+    later = looks[len(looks) // 2 :] if len(looks) >= 2 * MIN_LOOKS else looks
     by_allocator = [(float(look.step), float(look.allocated)) for look in later if look.allocated is not None]
     points = by_allocator or [(float(i), float(look.old_bytes)) for i, look in enumerate(later)]
     slope, error = fit_line(points)
@@ -75,9 +66,13 @@ def growth_of(looks: Sequence[Look], layers: Mapping[str, int]) -> Growth:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope of the line through points by least squares, and the standard error of that; 0 of one point.
+    """Slope of the least-squares line through points, and its standard error; 0 for fewer than two points.
 
-    Source: any book on regression; error² = residuals² / (n - 2) / Σ(x - mean x)².
+    The standard error of two points is 0, too. The report here and the check `memory.growth` share this.
+
+    error² = Σ residuals² / (n - 2) / Σ(x - mean x)².
+
+    Source: Draper & Smith, "Applied Regression Analysis", 1998.
     """
     n = len(points)
     if n < 2:

@@ -1,4 +1,4 @@
-"""What can be read of watched batches: memory by layer, how it grows, and what would free some."""
+"""MemoryRecords: memory of watched batches by layer, its growth, and what to checkpoint."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.filesize import decimal
 from rich.text import Text
 
-from hookcb.core.text import join_names
+from hookcb.core.text import format_bytes, join_names
 from hookcb.core.torch_private import CHECKPOINT_HOOKS
 from hookcb.profiling.memory.growth import Growth, Look, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
@@ -18,30 +17,30 @@ from hookcb.profiling.memory.watch import Forward
 from hookcb.records.printing import Printed
 from hookcb.records.tables import Column, LayerTable, Worst
 
-KEEP = 1000  # of the latest looks growth is told
+MAX_LOOKS = 1000  # the latest ones, from which growth is computed
 COMPILED = ", compiled"
-OF_ITS_OWN = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
-Bytes = Mapping[str | None, int]  # by layer; None is of none of them
+SELF_FIELDS = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
+Bytes = Mapping[str | None, int]  # by layer; None for outside the layers
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What a layer takes in one batch, in bytes.
+    """Memory of a layer in one batch, in bytes.
 
     Attributes:
-        name: qualified, empty for the whole model.
-        type: its class.
-        depth: how many of the other layers it is inside of.
-        calls: how often it was called.
-        allocated: alive when its calls ended less those when they began, over all calls.
-        peak: the most in one of its calls, less those when it began.
-        kept: for the backward, in it and the layers called in it; a storage counts once, for the first that
-            saved it, and neither parameters, buffers nor the batch count.
-        kept_self: of these, those that no layer called in it has saved.
+        name: qualified name, empty for the whole model.
+        type: class of the layer.
+        depth: number of other layers around it.
+        calls: number of calls.
+        allocated: bytes alive at the end of its calls minus those at the beginning, over all calls.
+        peak: peak in one of its calls, above the bytes at its beginning.
+        kept: bytes kept for the backward, by it and the layers called in it; a storage counts once, for the
+            layer that saved it first; parameters, buffers and the batch do not count.
+        kept_self: those of `kept` that no layer called in it has saved.
         output_bytes: size of its outputs.
-        param_bytes: of parameters of its own that no earlier row has counted.
-        grad_bytes: of their gradients, after the backward.
-        optimizer_bytes: of what the optimizer keeps for them, after its step.
+        param_bytes: size of its own parameters that no earlier row has counted.
+        grad_bytes: size of their gradients, after the backward.
+        optimizer_bytes: size of the optimizer state for them, after its step.
     """
 
     name: str
@@ -60,13 +59,13 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTotals:
-    """What a batch takes in all, in bytes.
+    """Memory of a whole batch, in bytes.
 
     Attributes:
-        kept: for the backward, by layers, by the loss and by what runs between.
-        kept_by_loss: of these, those that the loss was the first to save.
-        peak: the most of what the forward and the loss made that was alive at a time.
-        param_bytes, grad_bytes, optimizer_bytes: of all parameters.
+        kept: bytes kept for the backward, by layers, the loss and any code in between.
+        kept_by_loss: those of `kept` that the loss was the first to save.
+        peak: peak of the live bytes that the forward and the loss made.
+        param_bytes, grad_bytes, optimizer_bytes: sums over all parameters.
     """
 
     kept: int
@@ -79,15 +78,15 @@ class MemoryTotals:
 
 @dataclass(slots=True)
 class Watched:
-    """A watched batch, as it stays.
+    """Numbers of a watched batch.
 
     Attributes:
-        step: of the training, from 0.
-        kept, kept_by_loss, peak: as in `MemoryTotals`.
-        uses: by layer.
-        advice: what to checkpoint first.
-        other_hooks: layers that ran under someone else's hooks on saved tensors, with the name of these.
-        why_unknown: where what is kept could not be told, why.
+        step: training step, from 0.
+        kept, kept_by_loss, peak: see `MemoryTotals`.
+        uses: memory by layer.
+        advice: layers to checkpoint first.
+        other_hooks: name of foreign hooks on saved tensors, by layer that ran under them.
+        why_unknown: reason why the kept bytes are unknown, else empty.
     """
 
     step: int
@@ -101,25 +100,25 @@ class Watched:
 
     @classmethod
     def of(cls, step: int, seen: Forward, uses: dict[str, LayerUse], advice: tuple[Advice, ...]) -> Self:
-        """Of what was seen, without the calls and storages."""
+        """Numbers of a forward, without its calls and storages."""
         sums = seen.kept, seen.kept_by_loss, seen.peak
         return cls(step, *sums, uses, advice, seen.other_hooks, seen.why_unknown)
 
 
 class LayerMemories(LayerTable[LayerMemory]):
-    """The memory of layers, each under the one it is inside of; `totals` is of all."""
+    """Memory of layers, each under the one around it; `totals` is the memory of the whole batch."""
 
-    missing = "no layer was watched that is called"
+    missing = "no watched layer is named"
     columns = (
         Column("type", lambda row: row.type + (f" ×{row.calls}" if row.calls > 1 else ""), 1, is_text=True),
-        Column("kept", lambda row: bytes_text(row.kept)),
-        Column("self", lambda row: bytes_text(row.kept_self), 4),
-        Column("allocated", lambda row: bytes_text(row.allocated), 8),
-        Column("peak", lambda row: bytes_text(row.peak), 2),
-        Column("output", lambda row: bytes_text(row.output_bytes), 5),
-        Column("params", lambda row: bytes_text(row.param_bytes), 3),
-        Column("grads", lambda row: bytes_text(row.grad_bytes), 6),
-        Column("optimizer", lambda row: bytes_text(row.optimizer_bytes), 7),
+        Column("kept", lambda row: _cell(row.kept)),
+        Column("self", lambda row: _cell(row.kept_self), 4),
+        Column("allocated", lambda row: _cell(row.allocated), 8),
+        Column("peak", lambda row: _cell(row.peak), 2),
+        Column("output", lambda row: _cell(row.output_bytes), 5),
+        Column("params", lambda row: _cell(row.param_bytes), 3),
+        Column("grads", lambda row: _cell(row.grad_bytes), 6),
+        Column("optimizer", lambda row: _cell(row.optimizer_bytes), 7),
     )
 
     def __init__(
@@ -130,12 +129,12 @@ class LayerMemories(LayerTable[LayerMemory]):
 
     @staticmethod
     def size(row: LayerMemory) -> float:
-        """Bytes that it keeps for the backward, without those of the layers in it."""
+        """Bytes kept for the backward, without those of the layers called in it."""
         return row.kept_self
 
 
 class MemoryReport(Printed):
-    """The table of layers, and below it in words what it comes to."""
+    """The table of layers, and sentences below it."""
 
     def __init__(self, layers: LayerMemories, lines: Sequence[str]) -> None:
         self.layers, self.lines = layers, list(lines)
@@ -147,40 +146,40 @@ class MemoryReport(Printed):
 
 @dataclass(slots=True)
 class ParamBytes:
-    """Sizes by layer, and None for what is in no layer."""
+    """Bytes of parameters, gradients and optimizer state by layer; None for outside the layers."""
 
     params: Bytes = field(default_factory=Counter)
     grads: Bytes = field(default_factory=Counter)
     optimizer: Bytes = field(default_factory=Counter)
 
 
-class MemoryReadings:
-    """The readings of a callback that has watched batches.
+class MemoryRecords:
+    """Memory of the watched batches of a fit.
+
+    Args:
+        types: classes of the layers, by name.
+        every: number of training batches from one watched batch to the next.
 
     Attributes:
-        types: the classes of the layers, by name.
-        called: the layers that were called in a watched batch.
-        hidden: tensors whose memory could not be told, by layer, with their type or layout.
+        called: layers that were called in a watched batch.
+        hidden: type or layout of tensors whose memory is unknown, by layer.
+        n_watched: number of watched batches.
     """
 
-    every: int | None
-    n_batches: int
-    n_skipped: int
-
-    def clear(self, types: Mapping[str, str]) -> None:
-        """Forgets what was recorded; `types` are the classes of the layers, by name."""
-        self.types = dict(types)
+    def __init__(self, types: Mapping[str, str], every: int) -> None:
+        self.types, self.every, self.n_watched = dict(types), every, 0
         self.called: set[str] = set()
         self.hidden: dict[str, str] = {}
         self._fullest: Watched | None = None
-        self._looks = deque[Look](maxlen=KEEP)
+        self._looks = deque[Look](maxlen=MAX_LOOKS)
         self._stays: dict[str, int] = {}
         self._bytes = ParamBytes()
 
     # ---- records
 
-    def add(self, step: int, seen: Forward) -> None:
-        """Adds a watched batch; of its layers what it took stays if it keeps as much as any before."""
+    def add_batch(self, step: int, seen: Forward) -> None:
+        """Adds a watched batch; its layers are recorded if it keeps as much as any before."""
+        self.n_watched += 1
         for name in seen.compiled:
             if name in self.types and not self.types[name].endswith(COMPILED):
                 self.types[name] += COMPILED
@@ -192,82 +191,80 @@ class MemoryReadings:
         before = self._fullest
         if before is None or seen.kept > before.kept:
             self._fullest = Watched.of(step, seen, uses, advise(seen, self.types))
-        elif seen.kept == before.kept:  # the later, as on CUDA the first one allocates workspaces
+        elif seen.kept == before.kept:  # the later one, because on CUDA the first allocates workspaces
             self._fullest = Watched.of(step, seen, uses, before.advice)
 
     def note_params(self, params: Params) -> None:
-        """Notes how large parameters are, and their gradients, while these are there."""
+        """Records the size of parameters, and of their gradients while they exist."""
         self._bytes.params = bytes_by_layer(params, lambda p: [p])
         self._bytes.grads = bytes_by_layer(params, lambda p: [] if p.grad is None else [p.grad])
 
     def note_optimizer(self, params: Params, opt: object) -> None:
-        """Notes what the optimizer keeps for each parameter."""
+        """Records the size of the optimizer state of each parameter."""
         states = getattr(opt, "state", {})
         self._bytes.optimizer = bytes_by_layer(params, lambda p: tensors_in(states.get(p, {})))
 
     # ---- readings
 
     def layers(self, depth: int | None = None, *, worst: Worst = None) -> LayerMemories:
-        """What each layer takes in the watched batch that keeps most, in the order of the model.
+        """Memory of each layer in the watched batch that keeps most, in the order of the model.
 
         Args:
-            depth: how many levels of layers to show, by default all.
-            worst: how many layers to show, those first that keep most for the backward themselves; "auto" for
-                20 of more than 30.
+            depth: number of levels to show, by default all.
+            worst: number of layers to show, by `kept_self`, largest first; "auto" for 20 if there are more
+                than 30.
 
         Raises:
             TypeError, ValueError: If `worst` is invalid.
-            RuntimeError: where no batch was watched.
+            RuntimeError: If no batch was watched.
         """
         watched = self._watched()
         rows = list(self._rows(watched)) if depth is None else _folded(self._rows(watched), depth)
-        times = "1 watched batch" if self.n_batches == 1 else f"{self.n_batches} watched batches"
-        title = f"memory in step {watched.step}, the fullest of {times}"
+        batches = "1 watched batch" if self.n_watched == 1 else f"{self.n_watched} watched batches"
+        title = f"memory in step {watched.step}, the fullest of {batches}"
         return LayerMemories(rows, self.totals, title, worst)
 
     @property
     def totals(self) -> MemoryTotals:
-        """What that batch takes in all."""
-        watched, of = self._watched(), self._bytes
-        sums = (sum(x.values()) for x in (of.params, of.grads, of.optimizer))
+        """Memory of the watched batch that keeps most."""
+        watched, sizes = self._watched(), self._bytes
+        sums = (sum(x.values()) for x in (sizes.params, sizes.grads, sizes.optimizer))
         return MemoryTotals(watched.kept, watched.kept_by_loss, watched.peak, *sums)
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What to checkpoint first, see `torch.utils.checkpoint`; the best first."""
+        """Layers to checkpoint first, best first; see `torch.utils.checkpoint`."""
         return self._watched().advice
 
     def growth(self) -> Growth:
-        """How memory grows from step to step, and whose tensors stay."""
+        """Growth of memory per step, and the layers whose tensors stay alive."""
         return growth_of(list(self._looks), self._stays)
 
     @property
     def notes(self) -> list[str]:
-        """What could not be counted, in words."""
+        """Sentences about what could not be counted."""
         watched = self._watched()
-        unknown = f"what is kept for the backward is not known: {watched.why_unknown}"
+        unknown = f"bytes kept for the backward are unknown: {watched.why_unknown}"
         lines = [unknown] if watched.why_unknown else []
         for hooks in dict.fromkeys(watched.other_hooks.values()):
             names = join_names([name for name, other in watched.other_hooks.items() if other == hooks], 4)
             what = (
-                "computed again in the backward"
-                if hooks == CHECKPOINT_HOOKS
-                else f"not counted, kept by {hooks}"
+                "recomputed in the backward" if hooks == CHECKPOINT_HOOKS else f"not counted, kept by {hooks}"
             )
             lines.append(f"{what}: {names}")
         return lines
 
     def report(self, depth: int | None = None, *, worst: Worst = "auto") -> MemoryReport:
-        """The table of layers, what it comes to, how memory grows, and what to checkpoint first.
+        """The table of layers, with totals, growth of memory, and what to checkpoint first.
 
         Args:
-            depth: how many levels of layers to show, by default all.
-            worst: how many layers to show, those first that keep most for the backward themselves; None for
-                all, in the order of the model. By default all of up to 30, and the 20 worst of more.
+            depth: number of levels to show, by default all.
+            worst: number of layers to show, by `kept_self`, largest first; None for all, in the order of the
+                model. By default all of up to 30 layers, and the largest 20 of more.
 
         Raises:
             TypeError, ValueError: If `worst` is invalid.
-            RuntimeError: where no batch was watched.
+            RuntimeError: If no batch was watched.
         """
         layers = self.layers(depth, worst=worst)
         lines = [_totals_text(layers.totals), *self.notes, str(self.growth()), *_advice_lines(self.advice)]
@@ -275,15 +272,13 @@ class MemoryReadings:
 
     def _watched(self) -> Watched:
         if self._fullest is None:
-            every = self.every or 1
+            every = self.every
             which = "every batch" if every == 1 else f"batches 0, {every}, {2 * every} …"
-            raise RuntimeError(
-                f"no batch was watched; {which} of a training would be, and of {self.n_skipped} none was"
-            )
+            raise RuntimeError(f"no batch was watched; {which} of a training would be")
         return self._fullest
 
     def _rows(self, watched: Watched) -> Iterator[LayerMemory]:
-        of = self._bytes
+        sizes = self._bytes
         for name, kind in self.types.items():
             use = watched.uses.get(name) or LayerUse()
             yield LayerMemory(
@@ -296,9 +291,9 @@ class MemoryReadings:
                 kept=use.kept,
                 kept_self=use.kept_self,
                 output_bytes=use.output_bytes,
-                param_bytes=of.params.get(name, 0),
-                grad_bytes=of.grads.get(name, 0),
-                optimizer_bytes=of.optimizer.get(name, 0),
+                param_bytes=sizes.params.get(name, 0),
+                grad_bytes=sizes.grads.get(name, 0),
+                optimizer_bytes=sizes.optimizer.get(name, 0),
             )
 
 
@@ -307,28 +302,28 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _folded(rows: Iterable[LayerMemory], depth: int) -> list[LayerMemory]:
-    """The rows down to `depth`, the deepest with what is inside."""
+    """Rows down to `depth`; the deepest include the layers inside them."""
     kept: list[LayerMemory] = []
     for row in rows:
         if row.depth <= depth:
             kept.append(row)
         elif kept:
-            sums = {name: getattr(kept[-1], name) + getattr(row, name) for name in OF_ITS_OWN}
+            sums = {name: getattr(kept[-1], name) + getattr(row, name) for name in SELF_FIELDS}
             kept[-1] = replace(kept[-1], **sums)
     return kept
 
 
-def bytes_text(n: int) -> str:
-    """A number of bytes in three digits and a unit; 0 is nothing."""
-    return f"{'-' * (n < 0)}{decimal(abs(n))}" if n else ""
+def _cell(n: int) -> str:
+    """A number of bytes; empty for 0, as most layers have none of most kinds."""
+    return format_bytes(n or None)
 
 
 def _totals_text(totals: MemoryTotals) -> str:
     rest = (totals.param_bytes, totals.grad_bytes, totals.optimizer_bytes)
-    params, grads, optimizer = (bytes_text(n) or "none" for n in rest)
-    loss = f", {bytes_text(totals.kept_by_loss)} of it by the loss" if totals.kept_by_loss else ""
+    params, grads, optimizer = (_cell(n) or "none" for n in rest)
+    loss = f", {format_bytes(totals.kept_by_loss)} of it by the loss" if totals.kept_by_loss else ""
     return (
-        f"kept for the backward: {bytes_text(totals.kept) or 'nothing'}{loss}; "
+        f"kept for the backward: {_cell(totals.kept) or 'nothing'}{loss}; "
         f"parameters {params}, gradients {grads}, optimizer {optimizer}"
     )
 
@@ -339,5 +334,5 @@ def _advice_lines(advice: Sequence[Advice]) -> list[str]:
     lines = ["to checkpoint first:"]
     for x in advice:
         which = f"{x.layers} ({x.n_calls} × {x.type})" if x.n_calls > 1 else f"{x.layers} ({x.type})"
-        lines.append(f"  {which} frees {decimal(x.frees)}, lowers the peak by {decimal(x.lowers)}")
+        lines.append(f"  {which} frees {format_bytes(x.frees)}, lowers the peak by {format_bytes(x.lowers)}")
     return lines

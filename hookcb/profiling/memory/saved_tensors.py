@@ -1,4 +1,4 @@
-"""What autograd saves for a backward: hooks that tell of each such tensor and change nothing."""
+"""SavedTensors: hooks that report each tensor that autograd saves, and change nothing."""
 
 import threading
 import weakref
@@ -25,54 +25,54 @@ from hookcb.core.torch_private import (
 )
 
 See = Callable[[Tensor], str]
-_ON: list["SavedTensors"] = []  # those that are on, in any thread, the innermost last
+_ON: list["SavedTensors"] = []  # active ones in any thread, innermost last
 
 
 class Saved(NamedTuple):
-    """What stands in the graph for a saved tensor."""
+    """Stored in the graph in place of a saved tensor."""
 
     tensor: Tensor
-    version: int | None  # when it was saved; None where it has none
-    layer: str  # that saved it
+    version: int | None  # when it was saved; None for an inference tensor
+    layer: str  # layer that saved it
 
 
 class Pack:
-    """What autograd calls; a graph that is kept keeps this too, and must keep no more with it."""
+    """The pack hook; a graph keeps it alive, so it must not keep anything else alive."""
 
     def __init__(self, owner: "SavedTensors") -> None:
         self.owner = weakref.ref(owner)
 
     def __call__(self, x: Tensor) -> Saved:
-        """Called with what autograd saves."""
+        """Reports a tensor that autograd saves."""
         owner = self.owner()
         layer = owner.see(x) if owner is not None else ""
-        # not x itself: an output that its own node holds is a cycle that Python's collector cannot see
+        # not x itself: an output held by its own node is a cycle that Python's garbage collector cannot see
         return Saved(x.detach(), None if x.is_inference() else version_of(x), layer)
 
 
 class SavedTensors:
     """Calls `see` with each tensor that autograd saves in this thread, from `start` to `stop`.
 
-    While saved tensors have hooks, torch does not notice where one of them is changed in place before its
-    backward; these hooks do. They give way to hooks that are entered later, of `save_on_cpu` and activation
-    checkpointing among them, and while transforms of `torch.func` run, which refuse all such hooks.
+    While saved tensors have hooks, torch does not detect in-place changes of them before the backward; these
+    hooks do. They give way to hooks entered later, such as those of `save_on_cpu` and activation
+    checkpointing, and to transforms of `torch.func`, which refuse all such hooks.
 
     Args:
-        see: gives the name of the layer, for the error that tells of a change in place.
+        see: returns the name of the layer, for the error about an in-place change.
     """
 
     def __init__(self, see: See) -> None:
         self.see = see
         self.pack = Pack(self)
         self._thread = 0
-        self._aside_for: set[str] = set()  # why it lets others pass, who will say when they are done
+        self._aside_for: set[str] = set()  # reasons to stand aside, until `step_back`
 
     def start(self) -> str:
-        """Begins, and gives an empty text; where it cannot, as it would be in the way of others, why."""
+        """Adds the hooks; returns the reason if they would be in the way of others, else an empty string."""
         if not saved_hooks_enabled():
             return "hooks on saved tensors are switched off"
         if _are_others_on():
-            return f"hooks of someone else are on saved tensors around all{_in_brackets(_title(_top()))}"
+            return f"other hooks on saved tensors are active{_in_brackets(_title(_top()))}"
         self._thread, self._aside_for = threading.get_ident(), set()
         _ON.append(self)
         _listen_to_transforms(True)
@@ -80,7 +80,7 @@ class SavedTensors:
         return ""
 
     def stop(self) -> None:
-        """Ends; a second time does nothing, nor in a backward: autograd puts back what was on before."""
+        """Removes the hooks; does nothing the second time, or in a backward, which restores its hooks."""
         if not self.is_on or in_backward():
             return
         _ON.remove(self)
@@ -90,16 +90,16 @@ class SavedTensors:
 
     @property
     def is_on(self) -> bool:
-        """Whether it has begun."""
+        """Whether the hooks are active."""
         return self in _ON
 
     def other_hooks(self) -> str:
-        """The name of hooks that were entered later and act in place of these, empty where there are none."""
+        """Name of hooks that were entered later and act in place of these; empty if there are none."""
         pack = _top() if self.is_on else None
         return "" if pack is self.pack else _title(pack)
 
     def step_aside(self, reason: str) -> None:
-        """Lets code run that refuses such hooks, or would take them into what it compiles."""
+        """Removes the hooks for code that refuses them, or would compile them."""
         if not self.is_on or not self._is_here() or not (self._aside_for or self._is_top()):
             return
         if not self._aside_for:
@@ -107,14 +107,14 @@ class SavedTensors:
         self._aside_for.add(reason)
 
     def step_back(self, reason: str) -> None:
-        """That code is done."""
+        """Adds the hooks again after that code."""
         if reason in self._aside_for and self._is_here():
             self._aside_for.remove(reason)
             if not self._aside_for:
                 self._push()
 
     def see_graph(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-        """Sees what was saved between `inputs` and `outputs` while this stood aside."""
+        """Reports tensors saved between `inputs` and `outputs` while the hooks were removed."""
         for node in _nodes(outputs, inputs) if self.is_on else ():
             for saved in raw_saved(node):
                 self._see_saved(saved)
@@ -124,20 +124,20 @@ class SavedTensors:
             if saved.unpack_hook is None and isinstance(saved.data, Tensor):
                 self.see(saved.data)
             return
-        with suppress(RuntimeError):  # an older torch shows it to hooks alone; where it has some, they stay
+        with suppress(RuntimeError):  # an older torch shows it to hooks only; existing hooks stay
             saved.register_hooks(self.pack, unpack)
 
     def _is_here(self) -> bool:
         return self._thread == threading.get_ident()
 
     def _is_top(self) -> bool:
-        return not KNOWS_TOP or _top() is self.pack  # else these are taken to be the last
+        return not KNOWS_TOP or _top() is self.pack  # else these are assumed to be the top ones
 
     def _push(self) -> None:
         push_saved_hooks(self.pack, unpack)
 
     def _take_off(self) -> None:
-        """Leaves hooks on that were entered later and are still there, as where two callbacks have some."""
+        """Removes these hooks, but not those entered later, such as those of a second callback."""
         above = []
         while (top := top_saved_hooks()) is not None and top[0] is not self.pack:
             above.append(top)
@@ -152,7 +152,7 @@ def unpack(saved: Saved) -> Tensor:
     """The saved tensor, for its backward.
 
     Raises:
-        RuntimeError: where it was changed in place since, as torch does where no hooks are.
+        RuntimeError: If it was changed in place since, as torch does without hooks.
     """
     x, version, layer = saved
     if version is not None and version_of(x) != version:
@@ -166,7 +166,7 @@ def unpack(saved: Saved) -> Tensor:
 
 
 def _top() -> Any:
-    """The pack hook that would be called now, None where there is none or torch cannot tell."""
+    """The pack hook that would be called now; None if there is none or torch does not tell."""
     pair = top_saved_hooks()
     return None if pair is None else pair[0]
 
@@ -175,17 +175,17 @@ def _are_others_on() -> bool:
     if KNOWS_TOP:
         return _top() is not None
     with torch.enable_grad():
-        node = torch.ones(1, requires_grad=True).exp().grad_fn  # which must outlive what it has saved
+        node = torch.ones(1, requires_grad=True).exp().grad_fn  # which must outlive its saved tensors
         (saved,) = raw_saved(node)
     try:
         saved.register_hooks(torch.clone, torch.clone)
-    except RuntimeError:  # it has hooks
+    except RuntimeError:  # it has hooks already
         return True
     return False
 
 
 def _title(pack: Any) -> str:
-    """The name of what a pack hook is of, `save_on_cpu` say; empty of none."""
+    """Name of the owner of a pack hook, such as `save_on_cpu`; empty for None."""
     return "" if pack is None else getattr(pack, "__qualname__", type(pack).__name__).partition(".")[0]
 
 
@@ -193,7 +193,7 @@ def _in_brackets(text: str) -> str:
     return f" ({text})" if text else ""
 
 
-# ---- transforms of torch.func, which announce themselves by these two functions
+# ---- transforms of torch.func, which call these two functions
 
 
 def _disable_without_ours(*args: Any) -> None:
@@ -219,7 +219,7 @@ def _listen_to_transforms(on: bool) -> None:
 
 
 def _nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Node]:
-    """The nodes of the graph from `outputs` back to `inputs`, without those that made the inputs."""
+    """Nodes of the graph from `outputs` back to `inputs`, without those that made the inputs."""
     seen = {x.grad_fn for x in inputs}
     todo = [x.grad_fn for x in outputs]
     while todo:

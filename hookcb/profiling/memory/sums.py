@@ -1,4 +1,4 @@
-"""What the calls of a batch come to, layer by layer, and which layers activation checkpointing would free."""
+"""Memory of the calls of a batch by layer, and which layers to checkpoint."""
 
 import re
 from collections import Counter
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from hookcb.core.torch_private import parameters_of
 from hookcb.hooks.modules import named_modules
-from hookcb.profiling.memory.ledger import Call, Held
+from hookcb.profiling.memory.ledger import Call, LiveStorage
 from hookcb.profiling.memory.sizes import total_bytes
 from hookcb.profiling.memory.watch import Forward
 
-MOST_ADVICE = 3
-Params = list[tuple[str | None, nn.Parameter]]  # each with the name of its layer, None outside of all
-WORTH_IT = 0.01  # of what is kept; below, recomputing frees too little to be worth a line
+MAX_ADVICE = 3
+Params = list[tuple[str | None, nn.Parameter]]  # with the layer of each parameter, None outside the layers
+MIN_LOWERED = 0.01  # share of the kept bytes; recomputation that frees less is not worth a line
 
 
 @dataclass(slots=True)
 class LayerUse:
-    """What the calls of a layer took in one batch, in bytes; see `LayerMemory`."""
+    """Memory of the calls of a layer in one batch, in bytes; see `LayerMemory`."""
 
     calls: int = 0
     allocated: int = 0
@@ -33,16 +33,16 @@ class LayerUse:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Layers that would free memory if their activations were computed again in the backward.
+    """Layers that would free memory if their activations were recomputed in the backward.
 
     Attributes:
-        layers: a name, or a pattern of several, `blocks.*`.
-        type: their class.
-        n_calls: how many calls that is.
-        frees: bytes kept after the forward without it, less those with it: what only these calls keep,
-            their inputs excepted.
-        lowers: by how many bytes the most that is kept at a time becomes less, as in the backward one call
-            after another has its bytes again.
+        layers: name of a layer, or a pattern such as `blocks.*`.
+        type: class of the layers.
+        n_calls: number of their calls.
+        frees: bytes that the forward would no longer keep: those kept only by these calls, except for their
+            inputs.
+        lowers: bytes by which the peak of the kept bytes would fall; less than `frees`, because in the
+            backward one call after another has its bytes again.
     """
 
     layers: str
@@ -53,14 +53,14 @@ class Advice:
 
 
 def sum_layers(forward: Forward, layers: Iterable[str]) -> dict[str, LayerUse]:
-    """What each of `layers` took; what other layers did counts for those they were called in."""
+    """Memory of each of `layers`; that of other layers counts for the layers that called them."""
     uses = {name: LayerUse() for name in layers}
     for call in forward.calls:
         if (use := uses.get(call.layer)) is not None:
             _add_call(use, call)
     by_call: Counter[Call | None] = Counter()
-    for held in forward.saved:
-        by_call[held.saved_in] += held.n_bytes
+    for live in forward.saved:
+        by_call[live.saved_in] += live.n_bytes
     for innermost, n_bytes in by_call.items():
         around = [call.layer for call in _path(innermost) if call.layer in uses]
         for name in {outer for layer in around for outer in _with_lists(layer, uses)}:
@@ -73,13 +73,13 @@ def sum_layers(forward: Forward, layers: Iterable[str]) -> dict[str, LayerUse]:
 def _add_call(use: LayerUse, call: Call) -> None:
     use.calls += 1
     use.output_bytes += call.output_bytes
-    if not any(outer.layer == call.layer for outer in call.path()[:-1]):  # else the outer call has it all
+    if not any(outer.layer == call.layer for outer in call.path()[:-1]):  # else the outer call includes it
         use.allocated += call.allocated
         use.peak = max(use.peak, call.peak)
 
 
 def _with_lists(layer: str, uses: Mapping[str, LayerUse]) -> list[str]:
-    """A layer, and what it is in that is never called itself, such as a ModuleList."""
+    """A layer, and the containers around it that are never called, such as a ModuleList."""
     parts = layer.split(".")
     outer = [".".join(parts[:n]) for n in range(1, len(parts))]
     return [layer, *(name for name in outer if name in uses and not uses[name].calls)]
@@ -93,13 +93,13 @@ def _path(call: Call | None) -> list[Call]:
 
 
 def param_layers(model: nn.Module, layers: Iterable[str]) -> Params:
-    """Each parameter once, with the innermost of `layers` that its first owner is or is in."""
-    names, found = set(layers), dict[int, tuple[str | None, nn.Parameter]]()
+    """Each parameter once, with the innermost of `layers` that contains its first owner."""
+    names, params = set(layers), dict[int, tuple[str | None, nn.Parameter]]()
     for name, m in named_modules(model).items():
         for p in parameters_of(m).values():
             if p is not None:
-                found.setdefault(id(p), (_innermost(name, names), p))
-    return list(found.values())
+                params.setdefault(id(p), (_innermost(name, names), p))
+    return list(params.values())
 
 
 def _innermost(name: str, names: set[str]) -> str | None:
@@ -110,55 +110,56 @@ def _innermost(name: str, names: set[str]) -> str | None:
     return name
 
 
-def bytes_by_layer(params: Params, of: Callable[[nn.Parameter], Iterable[Tensor]]) -> Counter[str | None]:
-    """Size of the tensors that `of` gives for each parameter, by layer; 0 for those that hide it."""
-    found: Counter[str | None] = Counter()
+def bytes_by_layer(params: Params, get: Callable[[nn.Parameter], Iterable[Tensor]]) -> Counter[str | None]:
+    """Bytes of the tensors that `get` returns for each parameter, by layer; 0 if a subclass hides them."""
+    sizes: Counter[str | None] = Counter()
     for name, p in params:
-        with suppress(Exception):  # of a kind of tensor of the user's own
-            found[name] += total_bytes(of(p))
-    return found
+        with suppress(Exception):  # from a tensor subclass
+            sizes[name] += total_bytes(get(p))
+    return sizes
 
 
 # ---- checkpointing
 
 
 def advise(forward: Forward, types: Mapping[str, str]) -> tuple[Advice, ...]:
-    """What to checkpoint first, the best first; layers of one class whose names differ by number together.
+    """Layers to checkpoint, best first; layers of one class whose names differ by a number form a group.
 
-    Never the whole model, for which all would be there again at once. Of layers inside of one another only
-    the better; none where something is checkpointed already, which has all of it again in the backward.
+    Never the whole model, which would have all activations again at once. Of nested layers only the better;
+    none with checkpointed parts, because a nested recomputation has all of them again in the backward.
     """
     freed = _freed_by_call(forward)
     groups: dict[tuple[str, str], list[Call]] = {}
     for call in forward.calls:
-        if call.layer in types and freed[id(call)] > 0 and not _is_aside(call.layer, forward):
+        if call.layer in types and freed[id(call)] > 0 and not _is_ruled_out(call.layer, forward):
             groups.setdefault((_pattern(call.layer), types[call.layer]), []).append(call)
-    found = [(_advice(forward, calls, freed, types), calls) for calls in groups.values()]
-    found = [(advice, calls) for advice, calls in found if advice.lowers > WORTH_IT * forward.kept]
-    found.sort(key=lambda pair: (-pair[0].lowers, -pair[0].frees))
+    candidates = [(_advice(forward, calls, freed, types), calls) for calls in groups.values()]
+    least = MIN_LOWERED * forward.kept
+    candidates = [(advice, calls) for advice, calls in candidates if advice.lowers > least]
+    candidates.sort(key=lambda pair: (-pair[0].lowers, -pair[0].frees))
     chosen: list[tuple[Advice, list[Call]]] = []
-    for advice, calls in found:
+    for advice, calls in candidates:
         if not any(_overlap(calls, others) for _, others in chosen):
             chosen.append((advice, calls))
-    return tuple(advice for advice, _ in chosen[:MOST_ADVICE])
+    return tuple(advice for advice, _ in chosen[:MAX_ADVICE])
 
 
-def _is_aside(layer: str, forward: Forward) -> bool:
-    """Whether it is the whole model, or what it keeps is in other hands, in part: checkpointed, say."""
+def _is_ruled_out(layer: str, forward: Forward) -> bool:
+    """Whether it is the whole model, or overlaps layers under other hooks, such as checkpointing."""
     others = [f"{other}." for other in forward.other_hooks]
     return not layer or any(f"{layer}.".startswith(x) or x.startswith(f"{layer}.") for x in others)
 
 
 def _freed_by_call(forward: Forward) -> Counter[int]:
-    """Bytes that each call, by id, would no longer keep; those it would keep instead count against it."""
+    """Bytes that each call, by id, would no longer keep, minus those it would keep instead."""
     freed: Counter[int] = Counter()
-    for held in forward.saved:
-        for call in _path(held.within):
-            if not any(held is x for x in call.inputs):
-                freed[id(call)] += held.n_bytes
+    for live in forward.saved:
+        for call in _path(live.within):
+            if not any(live is x for x in call.inputs):
+                freed[id(call)] += live.n_bytes
     for call in forward.calls:
-        unsaved: dict[int, Held] = {id(held): held for held in call.inputs if not held.is_saved}
-        freed[id(call)] -= sum(held.n_bytes for held in unsaved.values())
+        unsaved: dict[int, LiveStorage] = {id(live): live for live in call.inputs if not live.is_saved}
+        freed[id(call)] -= sum(live.n_bytes for live in unsaved.values())
     return freed
 
 
@@ -167,7 +168,7 @@ def _advice(
 ) -> Advice:
     names = dict.fromkeys(call.layer for call in calls)
     frees, most = 0, 0
-    for call in calls:  # in its backward a call has its bytes again, on top of what was kept before it
+    for call in calls:  # in its backward a call has its bytes again, in addition to those kept before it
         most = max(most, call.kept_before - frees + freed[id(call)])
         frees += freed[id(call)]
     lowers = forward.kept - max(most, forward.kept - frees)

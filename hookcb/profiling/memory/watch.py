@@ -1,4 +1,4 @@
-"""Follows a forward through the layers of a model, and notes what memory each call takes."""
+"""MemoryWatch: memory of each call of a layer during a forward."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -15,7 +15,7 @@ from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import outermost_compiled, unwrapped
 from hookcb.profiling.memory.allocator import Allocator
-from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Call, Held, Ledger, innermost_around
+from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Call, Ledger, LiveStorage, innermost_around
 from hookcb.profiling.memory.saved_tensors import SavedTensors
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
 
@@ -24,27 +24,27 @@ COMPILED = "compiled"
 
 @dataclass(slots=True)
 class Forward:
-    """What was seen of the forward and the loss of a batch.
+    """Memory of the forward and the loss of a batch.
 
     Attributes:
-        calls: of layers, in the order in which they began.
-        saved: storages that the graph keeps, in the order in which they were saved.
-        kept: bytes of these.
-        n_before_loss: how many of them were saved before the model was done.
-        kept_by_loss: bytes of those that the loss was the first to save.
-        peak: the most alive at a time, less what was when it began.
-        other_hooks: layers that ran under someone else's hooks on saved tensors, with the name of these; of
-            layers inside of one another the outermost.
-        why_unknown: where what is kept could not be told, why.
-        allocated_before: bytes of CUDA's allocator before; None without CUDA.
-        old_bytes: of earlier watched batches that are still alive after it.
-        stays: how many of them each layer has made.
-        hidden: tensors whose memory could not be told, by layer, with their type or layout.
+        calls: calls of layers, in the order in which they began.
+        saved: storages kept by the graph, in the order in which they were saved.
+        kept: bytes of these storages.
+        n_before_loss: number of storages saved before the model's forward ended.
+        kept_by_loss: bytes of the storages that the loss was the first to save.
+        peak: peak of the bytes alive, above those at the beginning.
+        other_hooks: name of foreign hooks on saved tensors, by layer that ran under them; only the outermost
+            of nested layers.
+        why_unknown: reason why the kept bytes are unknown, else empty.
+        allocated_before: bytes allocated by CUDA's allocator before; None without CUDA.
+        old_bytes: bytes of earlier watched batches that are still alive after it.
+        stays: these bytes by the layer that made them.
+        hidden: type or layout of tensors whose memory is unknown, by layer.
         compiled: names of the compiled layers.
     """
 
     calls: list[Call] = field(default_factory=list)
-    saved: list[Held] = field(default_factory=list)
+    saved: list[LiveStorage] = field(default_factory=list)
     kept: int = 0
     n_before_loss: int = 0
     kept_by_loss: int = 0
@@ -59,50 +59,51 @@ class Forward:
 
 
 class MemoryWatch:
-    """Hooks on the layers of a model for one forward at a time, and on what it saves for the backward.
+    """Hooks on the layers of a model and on the tensors it saves, for one forward at a time.
 
-    Modules that torch.compile has compiled count as one layer: no hook goes inside, so that nothing is
-    compiled anew, and what their graph keeps is read from it.
+    A compiled module counts as one layer: there are no hooks inside, which would trigger a compilation, and
+    the tensors that its graph keeps are read from the graph.
 
     Args:
-        layers: by name, in their order.
-        is_open: asked at each call of a layer; while it says False, calls do not count.
+        layers: layers by name, in order.
+        is_open: called at each call of a layer, which does not count if it returns False.
 
     Attributes:
-        ledger: the storages that are alive.
-        seen: of a forward that has ended, until it is taken.
-        inside: the layers inside of compiled ones, with the reason why they are not called.
+        ledger: the live storages.
+        seen: memory of a forward that has ended, until `take`.
+        inside: layers inside compiled ones, with the reason why they are not called.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], is_open: Callable[[], bool]) -> None:
-        self.layers, self.is_open = WeakValueDictionary(layers), is_open  # a model may end before its watch
+        # weak, as the model may be freed before this
+        self.layers, self.is_open = WeakValueDictionary(layers), is_open
         self.ledger = Ledger()
         self.seen: Forward | None = None
         self.inside: dict[str, str] = {}
-        self._forward: Forward | None = None  # while one is followed
+        self._forward: Forward | None = None  # the one in progress
         self._saved = SavedTensors(self._see)
         self._names: dict[int, str] = {}
-        self._model = ""  # its class
+        self._model = ""  # class of the model
         self._running: list[Call] = []
         self._hooks: list[Hooks | CompiledTap] = []
         self._where = OUTSIDE
         self._meter: Ledger | Allocator = self.ledger
         self._mark: Any = None
 
-    # ---- from before the forward until the loss is there
+    # ---- from the beginning of the forward to the loss
 
     def begin(self, model: nn.Module, given: object, is_called: bool = False) -> None:
-        """Puts the hooks on; `given` holds the tensors of the batch.
+        """Adds the hooks; `given` contains the tensors of the batch.
 
-        Where the model `is_called` already, those on the model itself come too late for its beginning.
+        If the model `is_called` already, its own hooks are too late for its beginning.
         """
         self.drop()
-        own = [*model.parameters(), *model.buffers()]
-        allocator = Allocator.of(own)
+        state = [*model.parameters(), *model.buffers()]
+        allocator = Allocator.of(state)
         forward, self._where, self._meter = Forward(), OUTSIDE, allocator or self.ledger
         forward.allocated_before = allocator.counts()[0] if allocator else None
         self.ledger.begin_batch()
-        self._give([*own, *tensors_in(given)])
+        self._give([*state, *tensors_in(given)])
         try:
             self._attach(model, forward)
             forward.why_unknown = self._saved.start()
@@ -114,22 +115,22 @@ class MemoryWatch:
             self.enter(model, given, {})
 
     def begin_loss(self, given: object) -> None:
-        """The model is done; what is saved from now on is the loss's. `given` holds the targets."""
+        """Attributes tensors saved from now on to the loss; `given` contains the targets."""
         if self._forward is not None:
             self._where, self._forward.n_before_loss = LOSS, len(self._forward.saved)
             self._give(tensors_in(given))
 
     def end(self, loss: object) -> None:
-        """Takes the hooks off; what was seen is in `seen`. The graph of `loss` is followed on."""
+        """Removes the hooks and sets `seen`; the graph of `loss` is tracked until it is freed."""
         forward = self._forward
         if forward is None:
             return
         self._detach()
         _, forward.peak = self._meter.end(self._mark)
-        of_loss = [held for held in forward.saved[forward.n_before_loss :] if held.saved_in is None]
-        forward.saved = _alive(forward.saved)  # a graph may have been dropped meanwhile
-        forward.kept = sum(held.n_bytes for held in forward.saved)
-        forward.kept_by_loss = sum(held.n_bytes for held in _alive(of_loss))
+        of_loss = [live for live in forward.saved[forward.n_before_loss :] if live.saved_in is None]
+        forward.saved = _alive(forward.saved)  # a graph may have been freed meanwhile
+        forward.kept = sum(live.n_bytes for live in forward.saved)
+        forward.kept_by_loss = sum(live.n_bytes for live in _alive(of_loss))
         forward.old_bytes, forward.stays = self.ledger.older()
         forward.hidden = dict(self.ledger.hidden)
         for x in tensors_in(loss):
@@ -137,18 +138,18 @@ class MemoryWatch:
         self.seen = forward
 
     def take(self) -> Forward | None:
-        """What was seen, once."""
+        """Returns `seen` and forgets it."""
         seen = self.seen
         self.drop()
         return seen
 
     def drop(self) -> None:
-        """Takes the hooks off, and forgets the batch; a second time does nothing."""
+        """Removes the hooks and forgets the batch; does nothing the second time."""
         self._detach()
         self.seen = None
 
     def close(self) -> None:
-        """Takes the hooks off, and forgets all."""
+        """Removes the hooks and forgets everything."""
         self.drop()
         self.ledger.clear()
 
@@ -167,7 +168,10 @@ class MemoryWatch:
             for name, m in self.layers.items()
             if id(m) in inside and name not in compiled
         }
-        layers = {"": unwrapped(model), **self.layers}  # the model always, as it tells what is there before
+        layers = {
+            "": unwrapped(model),
+            **self.layers,
+        }  # with the model in any case: its inputs existed before
         plain = {
             name: m
             for name, m in layers.items()
@@ -177,7 +181,7 @@ class MemoryWatch:
         in_place = [m for m in compiled.values() if compiled_call(m) is not None]
         hooked = {name: m for name, m in (plain | compiled).items() if compiled_call(m) is None}
         enter = {"pre": True, "with_kwargs": True}
-        leave = {"prepend": True, "always_call": True}  # first, as others may allocate in theirs
+        leave = {"prepend": True, "always_call": True}  # before other hooks, which may allocate
         self._hooks += [Hooks(hooked, self.enter, detach=False, gate=self.acts, **enter)]
         self._hooks += [Hooks(hooked, self.leave, detach=False, gate=self.acts, **leave)]
         self._hooks += [
@@ -193,19 +197,21 @@ class MemoryWatch:
         self._running, self._hooks, self._names = [], [], {}
 
     def acts(self) -> bool:
-        """Whether calls count now; not where torch.compile looks at this code, which then leaves it out."""
+        """Whether calls count now; not while torch.compile traces, so that it leaves this code out."""
         return not torch.compiler.is_compiling() and self._forward is not None and self.is_open()
 
     def enter(self, m: nn.Module, args: Any, kwargs: Any) -> None:
-        """A layer is called."""
+        """Begins a call of a layer."""
         forward = self._forward
-        if forward is None or id(m) not in self._names:  # of a replica, in a thread of DataParallel
+        if forward is None or id(m) not in self._names:  # a replica of DataParallel
             return
         inputs, above = tensors_in((args, kwargs)), self._running[-1] if self._running else None
-        self._give(p for p in parameters_of(m).values() if p is not None)  # FSDP has put whole ones there
-        if above is None and not self._names[id(m)]:  # the model, whose batch others may have changed
+        self._give(
+            p for p in parameters_of(m).values() if p is not None
+        )  # FSDP replaces them by the full ones
+        if above is None and not self._names[id(m)]:  # the model; callbacks may have changed its batch
             self._give(inputs)
-        noted = [held for x in inputs for held in self._note(x, self._label(above))]
+        noted = [live for x in inputs for live in self._note(x, self._label(above))]
         call = Call(self._names[id(m)], above, noted, forward.kept, self._meter.begin())
         forward.calls.append(call)
         self._running.append(call)
@@ -217,10 +223,10 @@ class MemoryWatch:
             forward.other_hooks[self._label(call)] = other
 
     def leave(self, m: nn.Module, args: Any, output: Any) -> None:
-        """Its forward has ended; where it has raised, `output` is None."""
+        """Ends a call of a layer; `output` is None if it raised."""
         forward, layer = self._forward, self._names.get(id(m))
         call = next((call for call in reversed(self._running) if call.layer == layer), None)
-        if forward is None or call is None:  # as where a hook before ours has raised
+        if forward is None or call is None:  # a hook before ours raised, for example
             return
         outputs = tensors_in(output)
         if call.layer in forward.compiled:
@@ -229,7 +235,7 @@ class MemoryWatch:
             call.ends = []
         for x in outputs:
             self.ledger.note(x, self._label(call))
-            with suppress(Exception):  # the ledger has noted that it hides its memory
+            with suppress(Exception):  # the ledger has noted that its memory is hidden
                 call.output_bytes += n_bytes(x)
         done = None
         while done is not call:
@@ -240,28 +246,28 @@ class MemoryWatch:
         call = self._running[-1] if self._running else None
         layer = self._label(call)
         if self._forward is not None:
-            for held in self._note(x, layer):
-                self._keep(self._forward, held, call)
+            for live in self._note(x, layer):
+                self._keep(self._forward, live, call)
         return layer
 
-    def _note(self, x: Tensor, layer: str) -> list[Held]:
-        """The storages of a tensor, without those that were there before this batch."""
+    def _note(self, x: Tensor, layer: str) -> list[LiveStorage]:
+        """Storages of a tensor, without those that existed before this batch."""
         return [h for h in self.ledger.note(x, layer) if h.n_bytes and h.batch == self.ledger.batch]
 
-    def _keep(self, forward: Forward, held: Held, call: Call | None) -> None:
-        if held.is_saved:
-            held.within = innermost_around(held.within, call)
+    def _keep(self, forward: Forward, live: LiveStorage, call: Call | None) -> None:
+        if live.is_saved:
+            live.within = innermost_around(live.within, call)
             return
-        held.is_saved, held.saved_in, held.within = True, call, call
-        forward.saved.append(held)
-        forward.kept += held.n_bytes
+        live.is_saved, live.saved_in, live.within = True, call, call
+        forward.saved.append(live)
+        forward.kept += live.n_bytes
 
     def _label(self, call: Call | None) -> str:
-        """The name of its layer, which for the whole model is its class."""
+        """Name of the layer of a call; for the whole model, its class."""
         if call is None:
             return self._where
         return call.layer or self._model
 
 
-def _alive(held: Iterable[Held]) -> list[Held]:
-    return [one for one in held if one.ref() is not None]
+def _alive(storages: Iterable[LiveStorage]) -> list[LiveStorage]:
+    return [storage for storage in storages if storage.ref() is not None]

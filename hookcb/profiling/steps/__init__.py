@@ -1,1 +1,1 @@
-"""StepTimer: how long a step takes, and which part of it."""
+"""StepTimer: duration of each step, by phase."""

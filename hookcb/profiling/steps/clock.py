@@ -1,4 +1,4 @@
-"""StepClock: seconds of each phase of the steps of a fit, summed up as they pass."""
+"""StepClock: seconds of each phase of a step, summed up while it runs."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,19 +13,19 @@ import torch
 from hookcb.profiling.steps.store import StepStore
 from hookcb.profiling.steps.times import FIRST_BATCH, STEP_PHASES
 
-Marks = list[tuple[str, Any]]  # what begins, and its event
+Marks = list[tuple[str, Any]]  # the phase that begins, and its CUDA event
 ZEROS = dict.fromkeys(STEP_PHASES, 0.0)
 
 
 class StepClock:
-    """Adds up, while phases change, what each takes; puts every step that ends into a store.
+    """Sums up the time of each phase, and adds every step to a store when it ends.
 
-    A step is from the end of the one before, or from `start`, to its own `end`. All is summed up at once: to
-    write down times and work them out later takes twice as long.
+    A step lasts from the end of the previous one, or from `start`, to its own `end`. Sums are updated at
+    once; recording the times and summing them up later takes twice as long.
 
     Args:
-        store: where to.
-        between: the phase from the end of a step on: "data" if nothing but a fetch lies there.
+        store: receives the steps.
+        between: the phase after the end of a step: "data" if only a fetch happens there.
 
     >>> from hookcb.profiling.steps.clock import StepClock
     >>> from hookcb.profiling.steps.store import StepStore
@@ -42,47 +42,47 @@ class StepClock:
     def __init__(self, store: StepStore, between: str = "data") -> None:
         self._store, self._between = store, between
         self._sums = ZEROS.copy()
-        self._began = nan  # the step: at no time, as this may begin in the middle of one
+        self._began = nan  # start of the step; unknown, as the first may be in progress already
         self.phase, self._since = between, 0.0
         self._notes: list[str] = []
 
     def begin(self, phase: str) -> None:
-        """Another phase begins; it does so ten times a step, so that each look-up counts."""
+        """Begins another phase; called ten times per step, so each attribute look-up counts."""
         now = perf_counter()
         self._sums[self.phase] += now - self._since
         self.phase, self._since = phase, now
 
     def start(self) -> None:
-        """A training or validation begins: its first batch waits for the loader to start."""
+        """Begins a training or validation, whose first batch includes the start of the loader."""
         self._sums, self._notes = ZEROS.copy(), [FIRST_BATCH]
         self.phase, self._since = self._between, perf_counter()
         self._began = self._since
 
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
-        """The step ends."""
+        """Ends the step."""
         self.begin(self._between)
         total, self._began = self._since - self._began, self._since
         seconds, self._sums = tuple(self._sums.values()), ZEROS.copy()
-        if total == total:  # else its beginning was missed
+        if total == total:  # else its start is unknown
             self._store.add((total, seconds, epoch, step, n_samples), self._notes)
         if self._notes:
             self._notes = []
 
     def note(self, text: str) -> None:
-        """Something happens now, in the step in progress."""
+        """Adds a note to the step in progress."""
         self._notes.append(text)
 
     def read(self) -> None:
-        """Takes in what the device has come to; here there is none."""
+        """Collects the times that the device has finished; nothing without a device."""
 
 
 class CudaStepClock(StepClock):
-    """Has a CUDA device tell as well when it comes to each phase, by events that nothing waits for.
+    """A StepClock that also times the phases on a CUDA device, with CUDA events that nothing waits for.
 
     Args:
         store, between: see `StepClock`.
-        device: of the model.
-        event, stream: make an event, and give the stream to follow; by default CUDA's.
+        device: device of the model.
+        event, stream: functions that make an event and return the current stream; by default CUDA's.
     """
 
     def __init__(
@@ -98,24 +98,24 @@ class CudaStepClock(StepClock):
         self._device, self._current = device, stream
         self._new = event or partial(torch.cuda.Event, enable_timing=True)
         self._stream = stream(device)
-        self._marks: Marks = []  # of the step in progress
-        self._waiting: deque[tuple[int, Marks]] = deque()  # steps by their number in the store
-        self._free: list[Any] = []  # events to use again, as making one takes longer than recording it
+        self._marks: Marks = []  # events of the step in progress
+        self._waiting: deque[tuple[int, Marks]] = deque()  # unfinished steps, by index in the store
+        self._free: list[Any] = []  # events to reuse: creating one takes longer than recording it
 
     def begin(self, phase: str) -> None:
-        """Another phase begins."""
+        """Begins another phase."""
         self._mark(phase)
         super().begin(phase)
 
     def start(self) -> None:
-        """A training or validation begins."""
-        self._stream = self._current(self._device)  # here, as to ask each time would cost
+        """Begins a training or validation."""
+        self._stream = self._current(self._device)  # once, because asking at each phase costs time
         self._free += [event for _, event in self._marks]
         self._marks = []
         super().start()
 
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
-        """The step ends."""
+        """Ends the step."""
         number = self._store.n
         super().end(epoch, step, n_samples)
         marks, self._marks = self._marks, []  # the next step begins with the next phase
@@ -124,7 +124,7 @@ class CudaStepClock(StepClock):
         self.read()
 
     def read(self) -> None:
-        """Takes in the steps that the device has ended."""
+        """Collects the steps that the device has finished."""
         while self._waiting and self._waiting[0][1][-1][1].query():
             number, marks = self._waiting.popleft()
             if self._store.keeps(number):
@@ -138,33 +138,33 @@ class CudaStepClock(StepClock):
 
 
 class FetchPhase:
-    """Has a clock count each fetch as "data", in whatever phase it comes.
+    """Counts each fetch as "data", whatever the phase in which it happens.
 
     Args:
-        clock: gives the one that runs, None if none does.
+        clock: returns the clock that is running, or None.
     """
 
     def __init__(self, clock: Callable[[], StepClock | None]) -> None:
         self._clock, self._before = clock, ""
 
     def begin(self) -> None:
-        """A fetch begins."""
+        """Begins a fetch."""
         if (clock := self._clock()) is not None:
             self._before = clock.phase
             clock.begin("data")
 
     def end(self) -> None:
-        """It has ended."""
+        """Ends the fetch, and returns to the phase before it."""
         if (clock := self._clock()) is not None and self._before:
             clock.begin(self._before)
             self._before = ""
 
 
 def device_seconds(marks: Marks) -> tuple[float, ...]:
-    """Seconds of each phase between events that the device has come to.
+    """Seconds of each phase between events that the device has finished.
 
     Args:
-        marks: what begins, and its event, in their order.
+        marks: phases with the events at their beginning, in order.
     """
     sums = ZEROS.copy()
     for (phase, event), (_, following) in pairwise(marks):

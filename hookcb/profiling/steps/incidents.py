@@ -1,4 +1,4 @@
-"""Incidents: what happens during a step that is no part of it, and may take long."""
+"""Incidents: events outside the training itself that may slow down a step."""
 
 import gc
 import time
@@ -9,22 +9,22 @@ from typing import Any
 from hookcb.core.text import duration
 from hookcb.core.torch_private import compile_counts
 
-# what callbacks count of themselves: attributes, each with what is told when it changes
+# attributes in which callbacks count what they do, and the note to add when one changes
 COUNTS = {"n_written": "checkpoint written", "n_switched": "profiler switched on or off"}
-LONG_COLLECTION = 1e-3  # seconds; of the youngest objects there is one every few steps, and it takes 0.1 ms
+LONG_COLLECTION = 1e-3  # seconds; collections of the youngest generation take 0.1 ms, every few steps
 
 
 class Incidents:
-    """Says in words what happens: a collection of garbage, a compilation, a file written by a callback.
+    """Reports garbage collections, compilations, and files written by callbacks.
 
-    Collections are told while `open`, those of all objects and those that take a millisecond or more.
+    Collections are reported between `open` and `close`, if they are full or take a millisecond or more.
 
     Args:
-        tell: called with each.
+        report: called with a description of each.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self._counted: list[tuple[Any, str]] = []
         self._counts: list[int] = []
         self._compiled: Counter[str] = Counter()
@@ -32,30 +32,30 @@ class Incidents:
         self._began: float | None = None
 
     def open(self) -> None:
-        """Begins to listen to the garbage collector."""
+        """Starts listening to the garbage collector."""
         gc.callbacks.append(self._at_collection)
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         if self._at_collection in gc.callbacks:
             gc.callbacks.remove(self._at_collection)
 
     def follow(self, callbacks: Iterable[Any]) -> None:
-        """Counts from now on what is compiled, and what `callbacks` do that count it, see `COUNTS`."""
+        """Starts counting compilations, and what `callbacks` count themselves, see `COUNTS`."""
         self._counted = [(cb, count) for cb in callbacks for count in COUNTS if hasattr(cb, count)]
         self._counts = self._count()
         self._compiled = compile_counts("frames")
         self._n_compiled = self._compiled["total"]
 
-    def look(self) -> None:
-        """Tells what was compiled and done since the last look."""
+    def report_changes(self) -> None:
+        """Reports what was compiled and counted since the last call."""
         if (n := self._compiled["total"]) != self._n_compiled:
             self._n_compiled = n
-            self._tell("compilation")
+            self._report("compilation")
         if self._counted and (counts := self._count()) != self._counts:
             for (_, name), before, now in zip(self._counted, self._counts, counts, strict=True):
                 if before != now:
-                    self._tell(COUNTS[name])
+                    self._report(COUNTS[name])
             self._counts = counts
 
     def _count(self) -> list[int]:
@@ -67,4 +67,4 @@ class Incidents:
         elif self._began is not None:
             took, self._began = time.perf_counter() - self._began, None
             if took >= LONG_COLLECTION or info["generation"] == 2:
-                self._tell(f"garbage collection of {duration(took)}")
+                self._report(f"garbage collection of {duration(took)}")

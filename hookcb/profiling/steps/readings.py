@@ -1,8 +1,9 @@
-"""StepReadings: what was taken down of steps, in bounded memory, and what can be read of it."""
+"""StepRecords: times of the steps of a fit, in bounded memory, and statistics of them."""
 
-from abc import ABC, abstractmethod
+from typing import Any
 
 from hookcb.core.arguments import check_number
+from hookcb.profiling.steps.clock import StepClock
 from hookcb.profiling.steps.store import StepStore
 from hookcb.profiling.steps.times import (
     Outlier,
@@ -14,94 +15,102 @@ from hookcb.profiling.steps.times import (
     samples_per_second,
 )
 
-PARTS = {"train": "training", "valid": "validation"}  # of a fit
+PARTS = {"train": "training", "valid": "validation"}  # parts of a fit
 
 
-class StepReadings(ABC):
-    """Reads what was taken down of the steps of a fit, in training or, by `part="valid"`, in validation."""
+class StepRecords:
+    """Times of the steps of a fit, in training or, with `part="valid"`, in validation.
 
-    def _set_up(self, keep: int) -> None:
-        """Begins with nothing; see `StepStore` for `keep`."""
-        self.keep = keep
-        self.clear()
+    Args:
+        keep: number of steps to keep, see `StepStore`.
 
-    def clear(self) -> None:
-        """Forgets all."""
-        self._stores = {part: StepStore(self.keep) for part in PARTS}
+    Attributes:
+        stores: the store of each part of a fit.
+        clocks: the clocks that add to these stores.
+    """
 
-    @abstractmethod
-    def _read_device(self) -> None:
-        """Has the stores take in what the device has come to."""
+    def __init__(self, keep: int) -> None:
+        self.stores = {part: StepStore(keep) for part in PARTS}
+        self.clocks: dict[str, StepClock] = {}
 
     @property
     def times(self) -> list[StepTime]:
-        """What training steps took, `keep` of them evenly over the fit."""
+        """Times of training steps, `keep` of them evenly spaced over the fit."""
         return self._store("train").times()
 
     @property
     def valid_times(self) -> list[StepTime]:
-        """What the steps of validation took, likewise; none without `on_valid`."""
+        """Times of validation steps, likewise; empty without `on_valid`."""
         return self._store("valid").times()
 
     @property
     def samples_per_second(self) -> float | None:
-        """Of training, the median over its steps; None where no batch tells how many samples it has.
+        """Median over training steps; None if no batch has a known number of samples.
 
         Raises:
-            RuntimeError: where no step was timed.
+            RuntimeError: If no step was timed.
         """
         return samples_per_second(self._times("train"))
 
     def percentiles(self, part: str = "train") -> dict[str, Percentiles]:
-        """How long each phase takes, and "total": `percentiles()["data"].p90`; on CUDA "device_data" … too.
+        """Percentiles by phase, with "total": `percentiles()["data"].p90`; on CUDA also "device_data" ….
 
         Args:
-            part: of the fit, "train" or "valid".
+            part: "train" or "valid".
 
         Raises:
-            RuntimeError: where no step was timed.
+            RuntimeError: If no step was timed.
         """
-        return percentiles(self._times(part), self._stores[part].times_and_slowest())
+        return percentiles(self._times(part), self.stores[part].times_and_slowest())
 
     def outliers(self, factor: float = 3.0, part: str = "train") -> list[Outlier]:
-        """The steps that took more than `factor` times the median, with what happened then; in their order.
+        """Steps that took more than `factor` times the median, in order, with their incidents.
 
-        They are looked for among the steps that stay, and the slowest 100 of all.
+        The search covers the steps that are kept, and the slowest 100 of all.
 
         Args:
-            factor: above 1.
-            part: of the fit, "train" or "valid".
+            factor: multiple of the median, above 1.
+            part: "train" or "valid".
 
         Raises:
-            RuntimeError: where no step was timed.
-            TypeError, ValueError: for a factor that cannot be.
+            RuntimeError: If no step was timed.
+            TypeError, ValueError: If `factor` is invalid.
         """
         check_number("factor", factor, 1.0)
         usual = self._times(part)
-        return outliers(self._stores[part].times_and_slowest(), factor, usual)
+        return outliers(self.stores[part].times_and_slowest(), factor, usual)
 
     def report(self, part: str = "train", factor: float = 3.0) -> StepReport:
-        """A table of the phases, with outliers in words, to print.
+        """A table of the phases, with sentences about outliers.
 
         Args:
-            part: of the fit, "train" or "valid".
-            factor: from which multiple of the median a step is an outlier.
+            part: "train" or "valid".
+            factor: multiple of the median from which a step is an outlier.
 
         Raises:
-            RuntimeError: where no step was timed.
+            RuntimeError: If no step was timed.
         """
-        found, rate = self.outliers(factor, part), samples_per_second(self._times(part))
-        what = f"{self._stores[part].n:,} steps of {PARTS[part]}"
-        return StepReport(self.percentiles(part), rate, found, factor, what)
+        slow, rate = self.outliers(factor, part), samples_per_second(self._times(part))
+        steps = f"{self.stores[part].n:,} steps of {PARTS[part]}"
+        return StepReport(self.percentiles(part), rate, slow, factor, steps)
+
+    def read_device(self) -> None:
+        """Collects the device times that are available by now."""
+        for clock in self.clocks.values():
+            clock.read()
 
     def _store(self, part: str) -> StepStore:
         if part not in PARTS:
             raise ValueError(f"part is {part!r}; give {' or '.join(map(repr, PARTS))}")
-        self._read_device()
-        return self._stores[part]
+        self.read_device()
+        return self.stores[part]
 
     def _times(self, part: str) -> list[StepTime]:
         if times := self._store(part).times():
             return times
         hint = "train for a step first" if part == "train" else "on_valid=True times them"
         raise RuntimeError(f"no step of {PARTS[part]} has ended while this was attached; {hint}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.read_device()
+        return self.__dict__ | {"clocks": {}}

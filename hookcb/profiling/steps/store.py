@@ -1,4 +1,4 @@
-"""StepStore: the steps of a run, in bounded memory."""
+"""StepStore: times of the steps of a run, in bounded memory."""
 
 from collections.abc import Mapping, Sequence
 from heapq import heappush, heappushpop
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class StepStore:
-    """Keeps what steps took: evenly over the run, and the slowest.
+    """Times of up to `keep` steps evenly spaced over the run, and of the slowest 100.
 
-    Never more than `keep` stay: when there would be more, every second one is dropped, and from then on every
-    second (fourth, eighth …) is kept, and the newest, as in a `StatStore`. The slowest 100 stay besides,
-    without those that begin an epoch, of which each is slow.
+    When there would be more than `keep`, every second one is dropped, and from then on only every second
+    (fourth, eighth …) step is kept, plus the newest, as in a `StatStore`. First steps of an epoch are not
+    among the slowest 100, because each of them is slow.
 
     Args:
-        keep: how many stay, 2 or more.
+        keep: number of steps to keep, 2 or more.
 
     >>> from hookcb.profiling.steps.store import StepStore
     >>> store = StepStore(keep=4)
@@ -35,13 +35,13 @@ class StepStore:
         self._rows: dict[int, Row] = {}
         self._newest: Row | None = None
         self._slowest: dict[int, Row] = {}
-        self._heap: list[tuple[float, int]] = []  # of these, by what they took
-        self._least = 0.0  # what a step has to exceed to be one of them
+        self._heap: list[tuple[float, int]] = []  # the slowest, by time
+        self._least = 0.0  # time that a step must exceed to be one of the slowest
         self._notes: dict[int, tuple[str, ...]] = {}
         self._on_device: dict[int, tuple[float, ...]] = {}
 
     def add(self, row: Row, notes: Sequence[str] = ()) -> None:
-        """Takes in a step, and what happened in it."""
+        """Adds a step with its notes."""
         i = self.n
         if len(self._rows) == self.keep:
             self._thin()
@@ -55,20 +55,20 @@ class StepStore:
             self._notes = self._pruned(self._notes)
 
     def add_device(self, i: int, seconds: tuple[float, ...]) -> None:
-        """Takes in what each phase of the step of that number took on the device."""
+        """Adds the device seconds of each phase of step `i`."""
         self._on_device[i] = seconds
         self._on_device = self._pruned(self._on_device)
 
     def keeps(self, i: int) -> bool:
-        """Whether the step of that number stays."""
+        """Whether step `i` is kept."""
         return i in self._rows or i in self._slowest or i == self.n - 1
 
     def times(self) -> list[StepTime]:
-        """Those that stay evenly, in their order."""
+        """The evenly spaced steps, in order."""
         return self._read(self._rows | self._last())
 
     def times_and_slowest(self) -> list[StepTime]:
-        """All that stay, in their order."""
+        """All steps that are kept, in order."""
         return self._read(self._all())
 
     def _add_slow(self, row: Row, i: int) -> None:
@@ -89,11 +89,11 @@ class StepStore:
     def _all(self) -> dict[int, Row]:
         return dict(sorted((self._rows | self._last() | self._slowest).items()))
 
-    def _pruned(self, of: dict[int, T]) -> dict[int, T]:
-        """What is of steps that stay, once there is much of others."""
-        if len(of) <= 2 * (self.keep + N_SLOWEST):
-            return of
-        return {i: of[i] for i in self._all() if i in of}
+    def _pruned(self, by_step: dict[int, T]) -> dict[int, T]:
+        """The items of steps that are kept, once there are many of others."""
+        if len(by_step) <= 2 * (self.keep + N_SLOWEST):
+            return by_step
+        return {i: by_step[i] for i in self._all() if i in by_step}
 
     def _read(self, rows: Mapping[int, Row]) -> list[StepTime]:
         return [step_time(row, self._notes.get(i, ()), self._on_device.get(i, ())) for i, row in rows.items()]

@@ -1,4 +1,4 @@
-"""StepTimer: what each step takes, phase by phase, at hardly any cost."""
+"""StepTimer: times every step by phase, at almost no cost."""
 
 from typing import Any
 
@@ -7,39 +7,40 @@ from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_samples
 from hookcb.core.callback import Callback
 from hookcb.hooks.modules import device_of
-from hookcb.profiling.phases import Edge, follow_phases, leave_phases
+from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
 from hookcb.profiling.steps.clock import CudaStepClock, FetchPhase, StepClock
 from hookcb.profiling.steps.incidents import Incidents
-from hookcb.profiling.steps.readings import StepReadings
+from hookcb.profiling.steps.readings import StepRecords
+from hookcb.records.forward import forwarded, forwarded_property
 
 
-class StepTimer(Callback, StepReadings):
+class StepTimer(Callback):
     """Times every step: waiting for data, forward, loss, backward, optimizer and callbacks.
 
-    For a whole training, to see whether it waits for its data, and which steps took long and why. A step is
-    from the end of the one before, with the fetch of its batch and its move to the device, to its own
-    `after_batch`; an epoch's first begins with the start of the loader. Between epochs there is none. Batches
-    that are cancelled are in, with a note; those whose training was cancelled, or died, are not. Nothing
-    waits for a GPU, whose own times come by CUDA events.
+    Use it for a whole training, to see how much of it waits for data, and which steps took long and why. A
+    step lasts from the end of the previous one to its own `after_batch`, including the fetch of its batch and
+    the move to the device; the first of an epoch includes the start of the loader. Time between epochs is not
+    counted. Cancelled batches are included, with a note, unless the training ended in them. Nothing waits for
+    a GPU; its times come from CUDA events.
 
-    In a loop that is not a Learner's, under `watch` or an adapter, waiting for data is the time in fetches of
-    a DataLoader, in the thread that trains; what else lies between two batches is `other`.
+    In a loop that is not a Learner's, under `watch` or an adapter, `data` is the time in fetches of a
+    DataLoader in the training thread; the rest of the time between two batches is `other`.
 
     Args:
-        keep: number of steps that stay; of more every second, fourth … is kept, and the newest. The slowest
-            100 stay too, for `outliers`.
-        on_valid: time the steps of validation as well, in `valid_times`; not of one in the middle of a batch.
-        name: what the learner calls it.
+        keep: number of steps to keep; of more, every second, fourth … is kept, and the newest. The slowest
+            100 are kept too, for `outliers`.
+        on_valid: whether to time validation as well, in `valid_times`; one in the middle of a batch is not.
+        name: attribute of the learner.
 
     Attributes:
         times: a `StepTime` for each step: `epoch`, `step`, seconds of `data`, `forward`, `loss`, `backward`,
             `optimizer`, `callbacks`, `other` and `total`, `n_samples`, and `notes`: "first batch of an
             epoch", "cancelled", "validation" (in the middle of the batch), "checkpoint written",
-            "compilation", "garbage collection of 12 ms". On CUDA `device_forward` … too. A resumed fit times
-            its own steps.
+            "compilation", "garbage collection of 12 ms". On CUDA also `device_forward` …. A resumed fit
+            has only its own steps.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be.
+        TypeError, ValueError: If an argument is invalid.
 
     >>> from hookcb import StepTimer, synth_learner
     >>> learn = synth_learner()
@@ -54,30 +55,35 @@ class StepTimer(Callback, StepReadings):
     order = orders.STEP_TIMER
     run_lr_find = False
 
+    times = forwarded_property(StepRecords.times)
+    valid_times = forwarded_property(StepRecords.valid_times)
+    samples_per_second = forwarded_property(StepRecords.samples_per_second)
+    percentiles = forwarded(StepRecords.percentiles)
+    outliers = forwarded(StepRecords.outliers)
+    report = forwarded(StepRecords.report)
+
     def __init__(self, keep: int = 5_000, on_valid: bool = False, *, name: str | None = None) -> None:
         super().__init__(name=name)
         check_count("keep", keep, "steps", least=2)
-        self.run_valid = on_valid
-        self._set_up(keep)
-        self._clocks: dict[str, StepClock] = {}
-        self._clock: StepClock | None = None  # of the training or validation in progress
-        self._edges: list[Edge] = []
+        self.run_valid, self.keep = on_valid, keep
+        self.records = StepRecords(keep)
+        self._clock: StepClock | None = None  # for the training or validation in progress
+        self._markers: list[PhaseMarker] = []
         self._incidents: Incidents | None = None  # while a fit runs
-        self._fetches: FetchPhase | None = None  # while one in a loop that is not a Learner's runs
+        self._fetches: FetchPhase | None = None  # during a fit in an external loop
 
     def before_fit(self) -> None:
-        self.clear()
-        self._clocks = {}
+        self.records = StepRecords(self.keep)
         device = device_of(self.model, None)
         for part in ("train", "valid") if self.run_valid else ("train",):
-            store, between = self._stores[part], self.learn.between_batches
+            store, between = self.records.stores[part], self.learn.between_batches
             is_cuda = device.type == "cuda"
             clock = CudaStepClock(store, device, between=between) if is_cuda else StepClock(store, between)
             follows = part == "train", part == "valid"
             name = f"{self.name}_{part}"
-            self._edges += follow_phases(self.learn, name, clock.begin, *follows, last=self.order)
-            self._clocks[part] = clock
-        self._clock = self._clocks.get("train" if self.training else "valid")  # where it joins a running fit
+            self._markers += track_phases(self.learn, name, clock.begin, *follows, last=self.order)
+            self.records.clocks[part] = clock
+        self._clock = self.records.clocks.get("train" if self.training else "valid")  # if added during a fit
         self._incidents = Incidents(self._note)
         self._incidents.open()
         if self.learn.between_batches != "data":
@@ -94,7 +100,7 @@ class StepTimer(Callback, StepReadings):
             self._begin("valid")
 
     def _begin(self, part: str) -> None:
-        self._clock = self._clocks.get(part) if self._incidents is not None else None
+        self._clock = self.records.clocks.get(part) if self._incidents is not None else None
         if self._incidents is not None and self._clock is not None:
             self._incidents.follow(self.learn.cbs)
             self._clock.start()
@@ -107,7 +113,7 @@ class StepTimer(Callback, StepReadings):
         learn, clock, incidents = self.learn, self._clock, self._incidents
         if clock is None or incidents is None or (not learn.training and learn.is_nested):
             return  # outside a fit, or in a validation in the middle of a batch
-        incidents.look()
+        incidents.report_changes()
         step = learn.train_iter if learn.training else learn.iter
         clock.end(self.epoch, step, n_samples(learn.xb))
 
@@ -115,7 +121,7 @@ class StepTimer(Callback, StepReadings):
         if self._fetches is not None:
             self.learn.leave_fetches(self._fetches)
             self._fetches = None
-        leave_phases(self.learn, self._edges)
+        untrack_phases(self.learn, self._markers)
         if self._incidents is not None:
             self._incidents.close()
         self._incidents = self._clock = None
@@ -124,16 +130,6 @@ class StepTimer(Callback, StepReadings):
         if self._clock is not None:
             self._clock.note(text)
 
-    def _read_device(self) -> None:
-        for clock in self._clocks.values():
-            clock.read()
-
     def __getstate__(self) -> dict[str, Any]:
-        self._read_device()
-        return super().__getstate__() | {
-            "_clocks": {},
-            "_clock": None,
-            "_edges": [],
-            "_incidents": None,
-            "_fetches": None,
-        }
+        of_a_fit: dict[str, Any] = {"_clock": None, "_markers": [], "_incidents": None, "_fetches": None}
+        return super().__getstate__() | of_a_fit

@@ -1,4 +1,4 @@
-"""What steps took, phase by phase: percentiles, samples a second, and the steps that took much longer."""
+"""Statistics of step times: percentiles by phase, samples per second, and outliers."""
 
 import math
 import statistics
@@ -19,37 +19,34 @@ FIRST_BATCH = "first batch of an epoch"
 STEP_PHASES = (*PHASES, "other")
 DEVICE_PHASES = tuple(f"device_{phase}" for phase in STEP_PHASES)
 DEVICE_TOTAL = "device_total"
-# share of the time that steps wait for data, from which reports say so; above it TensorBoard's plugin for
-# profiles recommends more workers (torch_tb_profiler 0.4.3, profiler/data.py)
-MUCH_DATA = 0.05
 N_SHOWN = 5  # outliers in the report
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step took, in seconds by the host's clock.
+    """Time of a step, in seconds by the host's clock.
 
-    On CUDA work is handed over and goes on later: there the host's seconds are those of handing it over, and
-    of waiting where it waits. The device's are between events on its stream, idle time included.
+    CUDA runs asynchronously: there, the host's seconds are the time to launch the work, and to wait if the
+    host waits. Device seconds are the time between events on the device's stream, including idle time.
 
     Attributes:
-        epoch: in this fit, from 0.
-        step: number of training batches before this one; in validation, of its own batches.
-        data: the fetch of the batch, from the end of the last step to `before_batch`.
-        forward: the model.
-        loss: the loss function.
-        backward: the backward pass.
-        optimizer: the step of the optimizer, and `zero_grad`.
-        callbacks: what callbacks do at all events.
-        other: what a loop that is not a Learner's does between its batches; 0 in a Learner. In such a loop
+        epoch: epoch of this fit, from 0.
+        step: number of training batches before this one; in validation, of validation batches.
+        data: fetch of the batch, from the end of the previous step to `before_batch`.
+        forward: forward pass of the model.
+        loss: loss function.
+        backward: backward pass.
+        optimizer: step of the optimizer, and `zero_grad`.
+        callbacks: callbacks, at all events.
+        other: time between the batches of a loop that is not a Learner's; 0 in a Learner. In such a loop
             `data` is the time in fetches of a DataLoader, and 0 if batches come from elsewhere.
-        total: all of these.
-        n_samples: in the batch, None where there is no tensor to tell.
-        notes: what happened: "first batch of an epoch", "cancelled", "validation", "compilation" …
+        total: sum of the phases.
+        n_samples: number of samples in the batch; None if it has no tensor.
+        notes: incidents of the step: "first batch of an epoch", "cancelled", "validation", "compilation" …
         device_data, device_forward, device_loss, device_backward, device_optimizer, device_callbacks,
-            device_other: seconds of the same phases by the device's clock; None without CUDA, or until it has
-            come to that.
-        device_total: all of these.
+            device_other: seconds of the same phases on the device; None without CUDA, or until the device has
+            finished the step.
+        device_total: sum of these.
     """
 
     epoch: int
@@ -76,12 +73,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """How long a phase takes.
+    """Distribution of the time of a phase over steps.
 
     Attributes:
-        p50, p90, p99: seconds that half, 90 % and 99 % of the steps do not exceed, interpolated.
-        max, mean: seconds.
-        share: of the time of all steps, 0..1.
+        p50, p90, p99: percentiles in seconds, interpolated.
+        max, mean: maximum and mean in seconds.
+        share: share of the time of all steps, in 0..1.
     """
 
     p50: float
@@ -94,15 +91,15 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A step that took much longer than others; it prints as a sentence.
+    """A step that took much longer than the median; prints as a sentence.
 
     Attributes:
-        epoch, step: which one.
-        seconds: what it took.
-        ratio: to the median step.
-        phase: the one that took most more than its own median.
-        extra: how many seconds more.
-        notes: what happened then.
+        epoch, step: position of the step.
+        seconds: time of the step.
+        ratio: time relative to the median step.
+        phase: the phase that exceeded its own median by most.
+        extra: by how many seconds.
+        notes: incidents of the step.
     """
 
     epoch: int
@@ -122,17 +119,17 @@ class Outlier:
         )
 
 
-# a step as it is kept: its total and the seconds of each of STEP_PHASES, then epoch, step and n_samples
+# a step as it is stored: its total and the seconds of each of STEP_PHASES, then epoch, step and n_samples
 Row = tuple[float, tuple[float, ...], int, int, int | None]
 
 
 def step_time(row: Row, notes: Sequence[str] = (), on_device: Sequence[float] = ()) -> StepTime:
-    """A step as it is read.
+    """StepTime of a stored step.
 
     Args:
-        row: as it is kept.
-        notes: what happened.
-        on_device: seconds of each phase by the device's clock, if they are there.
+        row: the step as stored.
+        notes: incidents of the step.
+        on_device: seconds of each phase on the device, if known.
     """
     total, seconds, epoch, step, n_samples = row
     named: dict[str, Any] = dict(zip(STEP_PHASES, seconds, strict=True))
@@ -142,34 +139,34 @@ def step_time(row: Row, notes: Sequence[str] = (), on_device: Sequence[float] = 
 
 
 def percentiles(steps: Sequence[StepTime], slowest: Sequence[StepTime] = ()) -> dict[str, Percentiles]:
-    """Of each phase, of "total" and, where the device has a clock, of the same on it, "device_forward" ….
+    """Percentiles by phase, with "total"; with device times also "device_forward" ….
 
     Args:
-        steps: one or more.
-        slowest: others, that count for the longest only.
+        steps: one or more steps.
+        slowest: more steps, which only count for the maximum.
     """
-    found = _percentiles(steps, slowest, (*STEP_PHASES, "total"))
-    timed, slow = ([x for x in of if x.device_total is not None] for of in (steps, slowest))
-    return found | (_percentiles(timed, slow, (*DEVICE_PHASES, DEVICE_TOTAL)) if timed else {})
+    on_host = _percentiles(steps, slowest, (*STEP_PHASES, "total"))
+    timed, slow = ([x for x in group if x.device_total is not None] for group in (steps, slowest))
+    return on_host | (_percentiles(timed, slow, (*DEVICE_PHASES, DEVICE_TOTAL)) if timed else {})
 
 
 def _percentiles(
     steps: Sequence[StepTime], slowest: Sequence[StepTime], names: Sequence[str]
 ) -> dict[str, Percentiles]:
-    """Of fields, of which the last is the sum of the others."""
+    """Percentiles of the fields `names`; the last one is the sum of the others."""
     whole = math.fsum(getattr(step, names[-1]) for step in steps)
-    found = {}
+    by_name = {}
     for name in names:
         seconds = sorted(getattr(step, name) for step in steps)
         p50, p90, p99 = (quantile(seconds, q) for q in (0.5, 0.9, 0.99))
         longest = max(seconds[-1], *(getattr(step, name) for step in slowest), 0.0)
         mean, share = math.fsum(seconds) / len(seconds), math.fsum(seconds) / whole if whole else math.nan
-        found[name] = Percentiles(p50, p90, p99, longest, mean, share)
-    return found
+        by_name[name] = Percentiles(p50, p90, p99, longest, mean, share)
+    return by_name
 
 
 def quantile(ascending: Sequence[float], q: float) -> float:
-    """What a share `q` of the numbers does not exceed, interpolated between neighbours as numpy does.
+    """The `q`-quantile of sorted numbers, interpolated linearly like `numpy.quantile`.
 
     >>> quantile([1.0, 2.0, 4.0], 0.75)
     3.0
@@ -181,21 +178,20 @@ def quantile(ascending: Sequence[float], q: float) -> float:
 
 
 def samples_per_second(steps: Sequence[StepTime]) -> float | None:
-    """The median over steps; None where no batch tells how many samples it has."""
+    """Median over steps; None if no batch has a known number of samples."""
     rates = [step.n_samples / step.total for step in steps if step.n_samples is not None and step.total]
     return statistics.median(rates) if rates else None
 
 
 def outliers(steps: Sequence[StepTime], factor: float, usual: Sequence[StepTime] = ()) -> list[Outlier]:
-    """The steps that took more than `factor` times the median, in their order.
+    """Steps that took more than `factor` times the median, in order.
 
-    A multiple of the median does not move with the outliers themselves, as one of a standard deviation would.
-    How large it is, is a choice.
+    The median is robust to the outliers themselves, unlike the standard deviation. The factor is a choice.
 
     Args:
-        steps: to look at.
-        factor: above 1.
-        usual: steps to take the medians of, by default `steps`.
+        steps: steps to search.
+        factor: multiple of the median, above 1.
+        usual: steps whose medians to compare with, by default `steps`.
     """
     usual = usual or steps
     medians = {name: statistics.median(getattr(x, name) for x in usual) for name in (*STEP_PHASES, "total")}
@@ -210,31 +206,31 @@ def _outlier(step: StepTime, medians: Mapping[str, float]) -> Outlier:
 
 
 class StepReport(Printed):
-    """A table of the phases, with what is to be said about them.
+    """A table of the phases, and sentences about data and outliers.
 
     Args:
-        of: by phase, see `percentiles`.
-        rate: samples a second.
-        found: the outliers among all steps.
-        factor: from which multiple of the median they are.
-        what: the steps are, for the title.
+        phases: percentiles by phase, see `percentiles`.
+        rate: samples per second.
+        slow: the outliers among all steps.
+        factor: multiple of the median from which a step is an outlier.
+        steps: which steps these are, for the title.
     """
 
     def __init__(
         self,
-        of: Mapping[str, Percentiles],
+        phases: Mapping[str, Percentiles],
         rate: float | None,
-        found: Sequence[Outlier],
+        slow: Sequence[Outlier],
         factor: float,
-        what: str,
+        steps: str,
     ) -> None:
-        self.of, self.title = of, what if rate is None else f"{what}, {rate:,.0f} samples a second"
-        self.lines = findings(of, found, factor)
+        self.phases = phases
+        self.title = steps if rate is None else f"{steps}, {rate:,.0f} samples per second"
+        self.lines = findings(phases, slow, factor)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = [
-            name for name in STEP_PHASES if self.of[name].max
-        ]  # as of backward in validation there is none
+        # validation has no backward, for example
+        shown = [name for name in STEP_PHASES if self.phases[name].max]
         names = [*shown, "total"]
         table = fitted(names, names, self._columns(), options, title=self.title, head="phase")
         if shown:
@@ -243,12 +239,12 @@ class StepReport(Printed):
         yield Text("\n".join(self.lines))
 
     def _columns(self) -> list[Column[Any]]:
-        def seconds(title: str, rank: int, field: str, of: str = "") -> Column[Any]:
-            return Column(title, lambda name: duration(getattr(self.of[f"{of}{name}"], field)), rank)
+        def seconds(title: str, rank: int, field: str, prefix: str = "") -> Column[Any]:
+            return Column(title, lambda name: duration(getattr(self.phases[f"{prefix}{name}"], field)), rank)
 
-        device = [seconds("on the device", 2, "p50", "device_")] if DEVICE_TOTAL in self.of else []
+        device = [seconds("on the device", 2, "p50", "device_")] if DEVICE_TOTAL in self.phases else []
         return [
-            Column("share", lambda name: f"{self.of[name].share:.0%}"),
+            Column("share", lambda name: f"{self.phases[name].share:.0%}"),
             seconds("median", 1, "p50"),
             seconds("90 %", 4, "p90"),
             seconds("99 %", 5, "p99"),
@@ -257,21 +253,21 @@ class StepReport(Printed):
         ]
 
 
-def findings(of: Mapping[str, Percentiles], found: Sequence[Outlier], factor: float) -> list[str]:
-    """What the numbers say, in words.
+def findings(phases: Mapping[str, Percentiles], slow: Sequence[Outlier], factor: float) -> list[str]:
+    """Sentences about waiting for data and about outliers.
 
     Args:
-        of: by phase, see `percentiles`.
-        found: the outliers.
-        factor: from which multiple of the median they are.
+        phases: percentiles by phase, see `percentiles`.
+        slow: the outliers.
+        factor: multiple of the median from which a step is an outlier.
     """
-    share = of.get("device_data", of["data"]).share  # idle time, on a device
-    lines = [f"{share:.0%} of the time goes into waiting for data"] if share > MUCH_DATA else []
-    if not found:
+    share = phases.get("device_data", phases["data"]).share  # idle time, on a device
+    lines = [f"{share:.0%} of the time is spent waiting for data"] if share else []  # 0: no fetch was seen
+    if not slow:
         return [*lines, f"no step took more than {factor:g} times the median"]
-    first = sum(FIRST_BATCH in outlier.notes for outlier in found)
-    steps = f"{len(found)} step{'s' * (len(found) > 1)} took more than {factor:g} times the median"
+    first = sum(FIRST_BATCH in outlier.notes for outlier in slow)
+    steps = f"{len(slow)} step{'s' * (len(slow) > 1)} took more than {factor:g} times the median"
     lines.append(f"{steps}, {first} of them the first of an epoch" if first else steps)
-    longest = sorted(found, key=lambda outlier: -outlier.seconds)[:N_SHOWN]
+    longest = sorted(slow, key=lambda outlier: -outlier.seconds)[:N_SHOWN]
     lines += [f"- {outlier}" for outlier in longest]
-    return [*lines, f"- and {len(found) - N_SHOWN} more"] if len(found) > N_SHOWN else lines
+    return [*lines, f"- and {len(slow) - N_SHOWN} more"] if len(slow) > N_SHOWN else lines

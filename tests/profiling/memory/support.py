@@ -1,4 +1,4 @@
-"""Nets whose memory can be told by hand, and a fit that watches it."""
+"""Nets whose memory can be computed by hand, and a fit that watches it."""
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ def learner_for(
 
 
 def watch(model, batches=None, cbs=(), every=1, modules=None, n_epoch=1, **options):
-    """What a `MemoryStats` has seen of a fit of the model."""
+    """The `MemoryStats` of a fit of the model."""
     stats = MemoryStats(modules, every)
     learn = learner_for(model, batches, **options)
     with learn.no_logging():

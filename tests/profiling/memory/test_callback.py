@@ -106,7 +106,7 @@ def test_each_fit_begins_anew():
         learn.fit(2, cbs=stats)
     assert stats.n_batches == 10
     assert stats.growth().n_looks == 10
-    assert not stats.growth().is_growing
+    assert stats.growth().slope == 0
 
 
 def test_what_is_done_beside_a_fit_leaves_results_alone():
@@ -154,7 +154,7 @@ def test_what_checkpointing_repeats_does_not_count(use_reentrant):
     inputs = 4 * BS * 16 * FLOAT
     assert stats.layers()[""].kept == inputs + BS * 16 * FLOAT  # and that of the head
     if KNOWS_TOP and not use_reentrant:
-        assert stats.notes == ["computed again in the backward: blocks.0, blocks.1, blocks.2, blocks.3"]
+        assert stats.notes == ["recomputed in the backward: blocks.0, blocks.1, blocks.2, blocks.3"]
 
 
 class OnCpu(nn.Module):
@@ -180,7 +180,7 @@ def test_hooks_that_are_switched_off_are_told():
     with disable_saved_tensors_hooks("none, please"):
         stats = watch(mlp())
     assert stats.totals.kept == 0
-    why = "what is kept for the backward is not known: hooks on saved tensors are switched off"
+    why = "bytes kept for the backward are unknown: hooks on saved tensors are switched off"
     assert stats.notes == [why]
     assert why in " ".join(str(stats.report()).split())
 

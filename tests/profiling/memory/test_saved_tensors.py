@@ -36,7 +36,7 @@ def saved(seen):
 
 
 def nothing_is_on():
-    """What is saved with hooks that someone has left on."""
+    """Tensors saved under hooks that someone has left active."""
     x = torch.ones(2, requires_grad=True)
     return KNOWS_TOP and x.exp().grad_fn._raw_saved_result.unpack_hook is not None
 
@@ -159,7 +159,7 @@ def test_hooks_around_all_are_not_put_out_of_action(saved, seen):
         why = saved.start()
         leaf().exp()
         saved.stop()
-    assert why == "hooks of someone else are on saved tensors around all" + " (save_on_cpu)" * KNOWS_TOP
+    assert why == "other hooks on saved tensors are active" + " (save_on_cpu)" * KNOWS_TOP
     assert seen == []
 
 
@@ -190,7 +190,7 @@ def test_hooks_that_are_entered_between_stay_on(saved, seen):
 def test_of_two_at_once_the_first_counts(saved, seen):
     second = SavedTensors(lambda x: seen.append("second") or "")
     saved.start()
-    assert "someone else" in second.start()
+    assert "other hooks" in second.start()
     leaf().exp()
     second.stop()
     leaf().exp()

@@ -41,7 +41,7 @@ def test_a_conv_net_keeps_what_its_layers_need():
         "0": 0,  # its input is the batch's
         "1": image + 2 * 8 * FLOAT,  # its input, and mean and inverse deviation of 8 channels
         "2": image,  # its output
-        "3": pooled * LONG,  # where the largest were; its input is the ReLU's output
+        "3": pooled * LONG,  # indices of the maxima; its input is the ReLU's output
         "4": 0,
         "5": pooled * FLOAT,  # its input, flattened without a copy
         "6": out,  # its output

@@ -25,7 +25,7 @@ from hookcb import (
     GradientAccumulation,
     Learner,
 )
-from hookcb.profiling.phases import PHASES, Edge
+from hookcb.profiling.phases import PHASES, PhaseMarker
 from hookcb.profiling.steps import clock as step_clock
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.profiling.steps.times import FIRST_BATCH, STEP_PHASES
@@ -46,7 +46,7 @@ from tests.support import (
 
 @pytest.fixture(autouse=True)
 def no_collection_of_its_own():
-    """Garbage is collected only where a test asks for it, as a collection would be noted."""
+    """Garbage is collected only if a test asks for it, because a collection would be noted."""
     gc.disable()
     yield
     gc.enable()
@@ -451,7 +451,7 @@ def test_a_batch_that_dies_is_out_and_what_was_before_can_be_read(clock):
     with pytest.raises(SaysSo):
         fit(make_learner(), cbs=[timer, spy([], "a", {("after_loss", 2): SaysSo(1, 2)})])
     assert [step.step for step in timer.times] == [0, 1]
-    assert len(timer.report().of) == len(STEP_PHASES) + 1
+    assert len(timer.report().phases) == len(STEP_PHASES) + 1
 
 
 def test_a_fit_forgets_the_one_before():
@@ -533,7 +533,10 @@ def test_it_is_copied_in_the_middle_of_a_fit():
     assert [step.step for step in pickled.times] == [step.step for step in copied.times] == [0, 1]
     assert [step.step for step in timer.times] == [0, 1, 2, 3, 4]
     loaded.validate()
-    assert [cb.begin for cb in loaded.cbs if isinstance(cb, Edge)] == [None, None]  # and not another's clock
+    assert [cb.begin for cb in loaded.cbs if isinstance(cb, PhaseMarker)] == [
+        None,
+        None,
+    ]  # and not another's clock
     assert loaded.step_timer.times == copied.times
 
 

@@ -1,4 +1,4 @@
-"""What steps took, with made-up times: phases, percentiles, outliers, and what stays of a long run."""
+"""Statistics of made-up step times: phases, percentiles, outliers, and the steps kept of a long run."""
 
 import copy
 import gc
@@ -172,7 +172,7 @@ def test_the_report_says_it_in_a_table_and_in_words():
     steps = [made_up(0.01, step=i, data=0.004, n_samples=64) for i in range(99)]
     steps.append(made_up(0.2, step=99, data=0.004, notes=[FIRST_BATCH]))
     text = shown(StepReport(percentiles(steps), 6_400.0, outliers(steps, 3.0), 3.0, "100 steps of training"))
-    assert "100 steps of training, 6,400 samples a second" in text
+    assert "100 steps of training, 6,400 samples per second" in text
     assert "backward" not in text  # which took nothing
     assert "on the device" not in text
     row = next(line for line in text.splitlines() if "data" in line)
@@ -184,7 +184,7 @@ def test_the_report_says_it_in_a_table_and_in_words():
         "4 ms",
         "4 ms",
     ]
-    assert " ".join(text.split()).count("34% of the time goes into waiting for data") == 1
+    assert " ".join(text.split()).count("34% of the time is spent waiting for data") == 1
     assert "1 step took more than 3 times the median, 1 of them the first of an epoch" in " ".join(
         text.split()
     )
@@ -206,7 +206,9 @@ def test_findings_are_few():
     assert [line.split(",")[0] for line in lines[1:6]] == [f"- step {i}" for i in (27, 26, 25, 24, 23)]
     assert lines[6:] == ["- and 3 more"]
     quiet = [made_up(1.0, data=0.04)]
-    assert findings(percentiles(quiet), [], 2.5) == ["no step took more than 2.5 times the median"]
+    none = "no step took more than 2.5 times the median"
+    assert findings(percentiles(quiet), [], 2.5) == ["4% of the time is spent waiting for data", none]
+    assert findings(percentiles([made_up(1.0)]), [], 2.5) == [none]
 
 
 # ---- what stays
@@ -335,7 +337,7 @@ def test_notes_are_of_the_step_in_progress(now):
 
 
 class Device:
-    """A device that comes to its events later than the host, and whose events refuse to be waited for."""
+    """A device that finishes its events later than the host, and whose events fail if waited for."""
 
     def __init__(self, now):
         self.now, self.made, self.is_done = now, 0, True
@@ -463,19 +465,19 @@ def test_what_is_written_and_compiled_is_told_once(monkeypatch):
     told, writer = [], SimpleNamespace(n_written=5)
     listener = Incidents(told.append)
     listener.follow([object(), writer])
-    listener.look()
+    listener.report_changes()
     assert told == []
     writer.n_written += 1
-    listener.look()
-    listener.look()
+    listener.report_changes()
+    listener.report_changes()
     assert told == ["checkpoint written"]
     frames["total"] += 2
-    listener.look()
-    listener.look()
+    listener.report_changes()
+    listener.report_changes()
     assert told == ["checkpoint written", "compilation"]
     writer.n_written += 1
     listener.follow([writer])  # written between two steps
-    listener.look()
+    listener.report_changes()
     assert len(told) == 2
 
 
@@ -484,6 +486,6 @@ def test_a_torch_that_has_compiled_nothing_is_left_alone(monkeypatch):
     told = []
     listener = Incidents(told.append)
     listener.follow([])
-    listener.look()
+    listener.report_changes()
     assert told == []
     assert "torch._dynamo.utils" not in sys.modules
