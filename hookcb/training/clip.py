@@ -1,5 +1,6 @@
 """GradientClip: gradients that are not too large."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from hookcb.core import orders
+from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 
 Norms = list[Tensor]  # of one step's gradients before clipping; with `value` also after it
@@ -128,10 +130,8 @@ class GradientClip(Callback):
 
 
 def _check_positive(argument: str, given: Any) -> None:
-    if not isinstance(given, int | float) or isinstance(given, bool):
-        raise TypeError(f"{argument} is {given!r}; give a number above 0")
-    if not given > 0:
-        raise ValueError(f"{argument} is {given!r}; give a number above 0")
+    if given != math.inf:  # only records, or is the norm of the largest absolute value
+        check_number(argument, given)
 
 
 def _on(device: torch.device, norm: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Freeze(Callback):
     ) -> None:
         super().__init__(name=name)
         if until is not None:
-            check_count("until", until, "epochs", least=0, hint=", after which it is trained, or None")
+            check_count("until", until, "epochs", least=0, hint=", or None for the whole fit")
         self.where = list(where) if isinstance(where, Iterator) else where  # each fit looks it up anew
         self.until = until
         self._forget()

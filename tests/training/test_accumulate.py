@@ -328,7 +328,7 @@ def test_numbers_below_one_are_refused(n):
 
 @pytest.mark.parametrize("n", [2.0, "2", None, True])
 def test_what_is_no_number_is_refused(n):
-    with pytest.raises(TypeError, match="give a whole number of batches"):
+    with pytest.raises(TypeError, match="must be a whole number of batches"):
         GradientAccumulation(n)
 
 

@@ -145,7 +145,7 @@ def test_what_cannot_be_frozen_is_refused_before_training():
         assert learn.train_iter == 0
         assert all(required(learn.model))
     for until, error in ((-1, ValueError), (1.0, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="until is "):
+        with pytest.raises(error, match="until must be "):
             Freeze("body", until=until)
 
 
