@@ -114,8 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser(
         "explain",
         help="explain the check behind a finding",
-        description="Print what a check looks for, its formula and limit, their source, and what a finding may "
-        "lead to. CODE is in the first line of a finding, such as unit.dead.",
+        description="Print what a check looks for, its formula and limit, their source, and what a finding "
+        "may lead to. CODE is in the first line of a finding, such as unit.dead.",
     )
     check.add_argument("text", type=_explained, metavar="CODE", help="code of a finding, such as unit.dead")
     return parser

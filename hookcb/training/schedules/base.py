@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hookcb.core import orders
 from hookcb.core.batch import n_batches
 from hookcb.core.callback import Callback
-from hookcb.core.optim import Settings, _copied, group_settings, set_groups
+from hookcb.core.optim import Settings, copied_setting, group_settings, set_groups
 from hookcb.core.torch_private import OPT_CALLED, mark_stepped
 
 MADE_BY_TORCH = ("step", OPT_CALLED)  # what a scheduler sets on the optimizer itself
@@ -71,7 +71,7 @@ class RateCallback(Callback, ABC):
             "kind": type(self.scheduler).__name__,
             "scheduler": state,
             "groups": group_settings(self.learn.opt),
-            "before": [{k: _copied(v) for k, v in group.items()} for group in self._before or []],
+            "before": [{k: copied_setting(v) for k, v in group.items()} for group in self._before or []],
             **horizon,
         }
 
