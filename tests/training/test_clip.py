@@ -138,7 +138,7 @@ def test_numbers_that_are_not_above_zero_are_refused(wrong):
 def test_other_arguments_are_refused():
     with pytest.raises(TypeError, match="max_norm must be a number above 0, got '1'"):
         GradientClip("1")
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="give only one of them"):
         GradientClip(max_norm=1.0, value=0.5)
 
 

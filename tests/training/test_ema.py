@@ -218,7 +218,7 @@ def raise_(error):
 
 
 def test_of_two_only_one_may_be_validated():
-    with pytest.raises(ValueError, match="give the other EMA validate=False"):
+    with pytest.raises(ValueError, match="only one average; give the other EMA validate=False"):
         fit(learner([EMA(0.8), EMA(0.5, name="fast")]))
     learn = fit(learner([EMA(0.5, validate=False, name="fast"), EMA(0.8)]), 2)
     model, average, losses = by_hand()

@@ -135,7 +135,7 @@ def test_shared_weights_are_frozen_for_all_who_share_them():
 def test_what_cannot_be_frozen_is_refused_before_training():
     for where, error, message in (
         ("bodi", LookupError, "did you mean 'body'"),
-        ("*", ValueError, "leaves nothing to train of Body"),
+        ("*", ValueError, "leaves nothing to train in Body"),
         (None, ValueError, "leaves nothing to train"),
         (3, TypeError, "3 selects no modules"),
     ):
