@@ -109,8 +109,8 @@ class Metrics(Callback):
                 )
             if inspect.isclass(metric) or not (callable(metric) or isinstance(metric, Metric)):
                 raise TypeError(
-                    "a metric must be a function (pred, *yb) -> scalar, or an object with update, compute and "
-                    f"reset, not a class, got {metric!r:.80}"
+                    "a metric must be a function (pred, *yb) -> scalar, or an object, not a class, with "
+                    f"update, compute and reset, got {metric!r:.80}"
                 )
         self._metrics = [metric if isinstance(metric, Metric) else Mean(metric) for _, metric in named]
 

@@ -99,8 +99,8 @@ class Resume:
         """Shows in the learner's `Progress` what is resumed; warns if nothing is left to train."""
         if self.phase == "epoch" and self.epoch >= learn.n_epoch:
             warn(
-                f"nothing left to train: {self.file} is of {self._place(learn.n_epoch)}; to train longer, give "
-                "a larger n_epoch; to begin anew, leave out resume="
+                f"nothing left to train: {self.file} is of {self._place(learn.n_epoch)}; to train longer, "
+                "give a larger n_epoch; to begin anew, leave out resume="
             )
             return
         for cb in learn.cbs:
@@ -133,8 +133,8 @@ class Resume:
         needed = {name for name, x in self._state["cbs"].items() if "random_of_phase" not in x}
         if missing := sorted(needed - attached):
             warn(
-                f"{file} has the state of callbacks that are not attached, {', '.join(missing)}; without them, "
-                "the fit does not continue as it would have",
+                f"{file} has the state of callbacks that are not attached, {', '.join(missing)}; without "
+                "them, the fit does not continue as it would have",
                 stacklevel=2,
             )
 
