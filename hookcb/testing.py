@@ -1,4 +1,4 @@
-"""For tests of callbacks: a small learner, counting of hooks, and the contract every callback must pass."""
+"""Helpers for testing callbacks: a small learner, counting hooks, and the contract of callbacks."""
 
 import copy
 import gc
@@ -31,16 +31,16 @@ def synth_learner(
     cbs: Callbacks = (),
     **kwargs: Any,
 ) -> Learner:
-    """A learner for a small regression, `y = 3x + 2` with noise, trained in milliseconds.
+    """Creates a learner for a small regression, `y = 3x + 2` with noise, that trains in milliseconds.
 
     Args:
         n_train: number of training batches.
-        n_valid: number of validation batches; 0 leaves out the validation.
+        n_valid: number of validation batches; 0 for no validation.
         bs: samples in a batch; inputs and targets are float32 `(bs, 1)`.
         lr: learning rate of plain SGD.
-        seed: of data and weights; torch's own generator stays as it is.
+        seed: seed of data and weights; torch's global generator is not changed.
         cbs: callbacks.
-        **kwargs: for `Learner`, in place of the model and functions here.
+        **kwargs: arguments of `Learner` that replace the defaults here.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -57,37 +57,37 @@ def synth_learner(
 
 
 def count_hooks(model: nn.Module) -> int:
-    """Number of hooks on the modules of `model` and on its parameters, of every kind PyTorch has."""
+    """Number of hooks of all kinds on the modules and parameters of `model`."""
     holders: list[Any] = [*model.modules(), *model.parameters()]
     return sum(len(getattr(holder, kind, None) or ()) for holder in holders for kind in HOOK_KINDS)
 
 
 def assert_no_hooks(model: nn.Module) -> None:
-    """Raises an AssertionError that names the modules and parameters of `model` that carry hooks."""
+    """Raises an AssertionError if there are hooks on modules or parameters of `model`; names each of them."""
     named: list[tuple[str, Any]] = [*model.named_modules(), *model.named_parameters()]
-    left = [
+    hooked = [
         f"{name or type(holder).__name__}{kind}"
         for name, holder in named
         for kind in HOOK_KINDS
         if getattr(holder, kind, None)
     ]
-    if left:
-        raise AssertionError(f"{count_hooks(model)} hooks are still on: {', '.join(left)}")
+    if hooked:
+        raise AssertionError(f"{count_hooks(model)} hooks are still on: {', '.join(hooked)}")
 
 
 def check_callback(make: Callable[[], Callback], alters_training: bool = False) -> None:
-    """Checks that a callback keeps the contract; in a test suite: `check_callback(MyCallback)`.
+    """Checks that a callback keeps the contract; in a test suite, call `check_callback(MyCallback)`.
 
-    It can be made, shown, fitted twice, pickled and copied. However a fit ends, it is detached afterwards,
-    leaves no hook behind and keeps neither learner nor model alive. Weights, random state and modes are to
-    the bit what they are without it.
+    It can be created, printed, used in two fits, pickled and copied. However a fit ends, the callback is
+    detached afterwards, leaves no hook behind, and keeps neither learner nor model alive. Weights, random
+    state and modes are bit-identical with and without it.
 
     Args:
-        make: gives a new callback at each call: its class, or a function.
+        make: returns a new callback at each call: its class, or a function.
         alters_training: True for one that is meant to change the weights; then they are not compared.
 
     Raises:
-        AssertionError: that says which of these it breaks.
+        AssertionError: If it breaks one of these; the message says which.
     """
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), redirect_stdout(io.StringIO()):
         checks = [_check_made, _check_refits, _check_copies, _check_released, _check_ends]
@@ -106,7 +106,7 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 
 def _learner_for(cb: Callback | None) -> Learner:
-    """A learner with dropout and batch norm, without a default callback that has the name of `cb`."""
+    """Creates a learner with dropout and batch norm, without a default callback that has the name of `cb`."""
     torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
     learn = Learner(_data(), model, nn.functional.mse_loss, torch.optim.SGD, lr=0.05)
@@ -122,8 +122,8 @@ def _data() -> Any:
 
 def _check_made(make: Callable[[], Callback]) -> None:
     cb = make()
-    _expect(isinstance(cb, Callback), f"make() gave {cb!r}, no Callback")
-    _expect(make() is not cb, "make() gave the same instance twice; it must make a new one")
+    _expect(isinstance(cb, Callback), f"make() must return a Callback, got {cb!r}")
+    _expect(make() is not cb, "make() returned the same instance twice; it must create a new one")
     _expect(isinstance(repr(cb), str) and bool(repr(cb)), "repr() is empty")
 
 
@@ -146,25 +146,25 @@ def _check_released(make: Callable[[], Callback]) -> None:
     cb = make()
     learn = _learner_for(cb)
     learn.fit(1, cbs=cb)
-    held: dict[str, weakref.ref[Any]] = {"learner": weakref.ref(learn), "model": weakref.ref(learn.model)}
+    refs: dict[str, weakref.ref[Any]] = {"learner": weakref.ref(learn), "model": weakref.ref(learn.model)}
     del learn
-    for generation in (1, 2):  # a collection of what is young is mostly enough, and much cheaper
-        if any(ref() is not None for ref in held.values()):
+    for generation in (1, 2):  # collecting young objects is usually enough, and much cheaper
+        if any(ref() is not None for ref in refs.values()):
             gc.collect(generation)
-    for what, ref in held.items():
-        _expect(ref() is None, f"{cb!r} keeps the {what} alive after the fit")
+    for name, ref in refs.items():
+        _expect(ref() is None, f"{cb!r} keeps the {name} alive after the fit")
 
 
 def _check_ends(make: Callable[[], Callback]) -> None:
     cancels = [level.cancel for level in LEVELS.values()]
-    # a cancel all callbacks see, so that it makes no difference who raises it
+    # a cancel is seen by all callbacks, so it makes no difference which one raises it
     raised: list[tuple[type[BaseException], int]] = [(cancel, -1000) for cancel in cancels]
     raised += product((_Planted, KeyboardInterrupt), (-1000, 1000))
     for event, (error, order) in product(Event, raised):
         cb = make()
         learn = _learner_for(cb)
         hooks = count_hooks(learn.model)
-        where = f"after {error.__name__} at {event}"
+        case = f"after {error.__name__} at {event}"
         try:
             learn.fit(2, cbs=[cb, *_saboteurs(event, error, order)])
         except (_Planted, KeyboardInterrupt):
@@ -173,14 +173,14 @@ def _check_ends(make: Callable[[], Callback]) -> None:
             pass_on = error in cancels and isinstance(stray.__cause__, error)
         else:
             pass_on = error in cancels
-        _expect(pass_on, f"with {cb!r} the fit ends in another way than without it {where}")
-        _expect(not hasattr(cb, "learn"), f"{cb!r} is still attached {where}")
+        _expect(pass_on, f"{case}, the fit ends differently with {cb!r} than without it")
+        _expect(not hasattr(cb, "learn"), f"{cb!r} is still attached {case}")
         left = count_hooks(learn.model) - hooks
-        _expect(left == 0, f"{cb!r} leaves {left} hooks on the model {where}")
+        _expect(left == 0, f"{cb!r} leaves {left} hooks on the model {case}")
 
 
 class _Planted(Exception):
-    """What goes wrong on purpose."""
+    """An error raised on purpose."""
 
 
 def _saboteurs(event: Event, error: type[BaseException], order: int) -> list[Callback]:
@@ -201,8 +201,8 @@ def _saboteurs(event: Event, error: type[BaseException], order: int) -> list[Cal
 
 def _check_unperturbed(make: Callable[[], Callback]) -> None:
     without, with_it = _trained(None), _trained(make())
-    for what, plain in without.items():
-        _expect(_same(plain, with_it[what]), f"{make()!r} changes the {what}")
+    for name, plain in without.items():
+        _expect(_same(plain, with_it[name]), f"{make()!r} changes the {name}")
 
 
 def _trained(cb: Callback | None) -> dict[str, Any]:
@@ -214,10 +214,10 @@ def _trained(cb: Callback | None) -> dict[str, Any]:
         "random state of torch": [torch.get_rng_state()],
         "random state of Python": random.getstate(),
         "weights": list(learn.model.state_dict().values()),
-        "optimizer's state": [v for state in learn.opt.state.values() for v in state.values()],
+        "state of the optimizer": [v for state in learn.opt.state.values() for v in state.values()],
         "gradients": [p.grad for p in learn.model.parameters()],
         "grad mode": torch.is_grad_enabled(),
-        "modes of the model": [m.training for m in learn.model.modules()],
+        "train and eval modes": [m.training for m in learn.model.modules()],
     }
 
 

@@ -3,7 +3,6 @@
 import collections
 import gc
 import io
-import math
 import multiprocessing
 import random
 from contextlib import ExitStack, contextmanager
@@ -324,18 +323,6 @@ def in_terminal(summary, width=200):
 def attention(b, q, k, d, dv=None):
     """Multiply-adds of `b` times `q` queries of width `d` on `k` keys, with values of width `dv`."""
     return b * q * k * (d + (d if dv is None else dv))
-
-
-def layer_oracle(x, eps=0.05):
-    """What `hookcb.activations.stats.LAYER_STATS` names, of all elements of x, in plain float64."""
-    values = x.detach().double().flatten()
-    n, finite = len(values), values[values.isfinite()]
-    mean = values.sum() / n
-    std = ((values - mean) ** 2).sum().div(n - 1).sqrt() if n > 1 else math.nan
-    low, high, largest = (finite.min(), finite.max(), finite.abs().max()) if len(finite) else [math.nan] * 3
-    stats = {"mean": mean, "std": std, "min": low, "max": high, "abs_max": largest}
-    shares = {"near_zero": (values.abs() <= eps).sum() / n, "zeros": (values == 0).sum() / n}
-    return {stat: float(value) for stat, value in {**stats, **shares, "nonfinite": n - len(finite)}.items()}
 
 
 def start(*argv, log):

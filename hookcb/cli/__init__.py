@@ -1,1 +1,1 @@
-"""The command `hookcb`: demo, demo --fault, diagnose."""
+"""The command `hookcb` with its subcommands demo, diagnose and explain."""

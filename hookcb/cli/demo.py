@@ -1,4 +1,4 @@
-"""The main job on real data: a small network learns handwritten digits, and shows what its layers do."""
+"""The demo: a small network learns handwritten digits, and shows what its layers do."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -24,17 +24,17 @@ from hookcb.training.metrics import accuracy
 
 
 def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
-    """Scikit-learn's 1,797 handwritten digits, of which every fifth, 360, are held out.
+    """Scikit-learn's 1,797 handwritten digits; every fifth one is held out, 360 in all.
 
     Args:
-        batch_size: of training batches.
-        seed: of the split and the order of training batches.
+        batch_size: samples in a training batch.
+        seed: seed of the split and of the order of training batches.
 
     Returns:
-        Loaders of `(x, y)`: x float32 `(N, 1, 8, 8)` standardised by the training part, y int64 `(N,)`.
+        Loaders of `(x, y)`: x float32 `(N, 1, 8, 8)`, standardized by the training part, y int64 `(N,)`.
 
     Raises:
-        ModuleNotFoundError: without scikit-learn; the message says how to get it.
+        ModuleNotFoundError: If scikit-learn is not installed; the message says how to get it.
     """
     try:
         with random_kept():
@@ -56,10 +56,10 @@ def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
 
 
 def build_model(kind: str = "cnn") -> nn.Sequential:
-    """A classifier of `(N, 1, 8, 8)` images, `"cnn"` or `"mlp"`; the output is scores `(N, 10)`.
+    """Builds a classifier of `(N, 1, 8, 8)` images, `"cnn"` or `"mlp"`; its output is scores `(N, 10)`.
 
     Raises:
-        ValueError: for another kind.
+        ValueError: If `kind` is neither.
     """
     if kind == "mlp":
         layers = {
@@ -76,7 +76,7 @@ def build_model(kind: str = "cnn") -> nn.Sequential:
             "head": nn.Linear(32 * 2 * 2, 10),
         }
     else:
-        raise ValueError(f"model is {kind!r}; there are 'cnn' and 'mlp'")
+        raise ValueError(f"model must be 'cnn' or 'mlp', got {kind!r}")
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -89,40 +89,38 @@ def train_digits(
     trace: str | Path | None = None,
     fault: Fault | None = None,
 ) -> Learner:
-    """Trains in one cycle, on a GPU where there is one, with `Diagnose` and what it reads.
+    """Trains for one cycle, on a GPU if there is one, with `Diagnose` and the callbacks that it reads.
 
     Args:
         model: see `build_model`.
-        epochs: how many, with those that a resumed training has made.
-        seed: of weights, split and order of batches.
-        folder: for the checkpoint after each epoch.
-        resume: whether to go on from the newest checkpoint there.
+        epochs: number of epochs, including those before a resume.
+        seed: seed of the weights, the split and the order of batches.
+        folder: folder for the checkpoint after each epoch.
+        resume: whether to continue from the newest checkpoint in `folder`.
         trace: profile some steps, and write a Chrome trace of them to this file; see `ProfilerCallback`.
-        fault: what to do wrong; such a training writes no checkpoint.
+        fault: a fault to plant; such a training writes no checkpoint.
 
     Returns:
         The learner, whose `recorder`, `activation_stats` and `gradient_health` have the numbers.
 
     Raises:
-        ValueError, FileNotFoundError: where there is nothing to resume, or not this training.
+        ValueError, FileNotFoundError: If there is nothing to resume, or the checkpoint does not fit.
     """
     if fault is not None and resume:
-        raise ValueError("a training with a fault begins anew; leave out --resume, or the fault")
+        raise ValueError("a training with a fault always starts afresh; leave out --resume or --fault")
     setup = Setup(digits(seed=seed), _seeded_model(model, seed), torch.optim.AdamW, lr=1e-2)
     if fault is not None:
         fault.plant(setup)
     device = "cuda" if torch.cuda.is_available() else None
     learn = Learner(setup.dls, setup.model, F.cross_entropy, setup.opt_func, metrics=accuracy, device=device)
     cbs: list[Callback] = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth()]
-    if (
-        not resume
-    ):  # of one that goes on the others have all records, from its beginning, and Diagnose has not
+    if not resume:  # in a resumed fit the others have the records from its beginning, but Diagnose does not
         cbs.append(Diagnose(show=False))
     if fault is None:
         cbs.append(Checkpoint(folder))
     if trace is not None:
         cbs.append(ProfilerCallback(wait=5, warmup=2, active=10, trace=trace))
-    if device and torch.cuda.is_bf16_supported():  # on a CPU it takes longer than float32
+    if device and torch.cuda.is_bf16_supported():  # on a CPU it is slower than float32
         cbs.append(MixedPrecision())
     learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
     return learn

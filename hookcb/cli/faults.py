@@ -1,4 +1,4 @@
-"""Typical faults, to be planted into the demo's training, so that one sees what a verdict says of them."""
+"""Typical faults, planted into the training of the demo to show what the verdict says about them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import nn
 
 @dataclass
 class Setup:
-    """What the demo trains, before it does.
+    """What the demo is about to train.
 
     Attributes:
         dls: loaders of `(x, y)`, see `hookcb.cli.demo.digits`.
         model: the classifier, an `nn.Sequential` whose last layer is the head.
-        opt_func: makes the optimizer.
+        opt_func: creates the optimizer.
         lr: the highest learning rate of the cycle.
     """
 
@@ -31,8 +31,8 @@ class Fault:
 
     Attributes:
         about: what is wrong, in a line.
-        code: of the finding that names it.
-        plant: changes the setup.
+        code: code of the finding that names it.
+        plant: function that changes the setup.
     """
 
     about: str
@@ -50,7 +50,7 @@ def _low_rate(setup: Setup) -> None:
 
 def _dead_units(setup: Setup) -> None:
     first = next(m for m in setup.model if getattr(m, "bias", None) is not None)
-    nn.init.constant_(first.bias, -10)  # type: ignore[arg-type]  # of a layer that has one
+    nn.init.constant_(first.bias, -10)  # type: ignore[arg-type]  # a layer that has a bias
 
 
 def _sigmoids(setup: Setup) -> None:
@@ -95,24 +95,24 @@ def _nan(setup: Setup) -> None:
 FAULTS: Mapping[str, Fault] = {
     "lr-too-high": Fault("the learning rate is 10, not 0.01", "update.too_large", _high_rate),
     "lr-too-low": Fault("the learning rate is 1e-8, not 0.01", "update.too_small", _low_rate),
-    "dead-relu": Fault("a bias of -10 before a ReLU leaves its units at zero", "unit.dead", _dead_units),
+    "dead-relu": Fault("a bias of -10 before a ReLU keeps its units at zero", "unit.dead", _dead_units),
     "sigmoid-stack": Fault(
-        "ten sigmoid layers in series, where a gradient fades", "grad.attenuated", _sigmoids
+        "ten sigmoid layers in a row, through which gradients vanish", "grad.attenuated", _sigmoids
     ),
     "softmax-before-loss": Fault(
-        "the model ends in a softmax, and cross_entropy applies its own", "head.activation", _softmax
+        "the model ends in a softmax, but cross_entropy applies one itself", "head.activation", _softmax
     ),
-    "no-zero-grad": Fault("gradients are never set to zero, and add up", "grad.stale", _kept_gradients),
-    "not-in-optimizer": Fault("the optimizer was given the head alone", "param.not_in_optimizer", _head_only),
+    "no-zero-grad": Fault("gradients are never zeroed, so they add up", "grad.stale", _kept_gradients),
+    "not-in-optimizer": Fault("the optimizer was given only the head", "param.not_in_optimizer", _head_only),
     "nan-input": Fault("one pixel of one image is NaN", "input.nonfinite", _nan),
 }
 
 
 def find_fault(name: str) -> Fault:
-    """The fault of that name.
+    """Returns the fault of that name.
 
     Raises:
-        LookupError: where there is none; the message says which there are.
+        LookupError: If there is no such fault; the message lists those there are.
     """
     if name not in FAULTS:
         raise LookupError(f"there is no fault {name!r}; there are: {', '.join(FAULTS)}")
@@ -120,6 +120,6 @@ def find_fault(name: str) -> Fault:
 
 
 def fault_lines() -> list[str]:
-    """A line for each fault, its name and what it is."""
+    """One line for each fault: its name, and what is wrong."""
     width = max(map(len, FAULTS))
     return [f"{name:{width}}  {fault.about}" for name, fault in FAULTS.items()]

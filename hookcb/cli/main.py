@@ -21,15 +21,15 @@ FOLDER = "hookcb-demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command in `argv`, by default the process's own.
+    """Runs the command in `argv`, by default `sys.argv`.
 
     Returns:
-        Exit code: 0, or 1 where something needed is not installed; a wrong option exits with 2 at once. Of
-        `diagnose` see `run_script`.
+        Exit code: 0, or 1 if the demo cannot run, say, as a package is missing; for `diagnose` see
+        `run_script`. An invalid option exits with 2 at once.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(given)
-    if args.command == "diagnose":  # argparse would leave out a first "--" of the script's arguments
+    if args.command == "diagnose":  # argparse would drop a leading "--" of the script's arguments
         return run_script(args.script, given[given.index(args.script, 1) + 1 :])
     if args.command == "explain":
         show(args.text, soft_wrap=True, highlight=False, markup=False)
@@ -50,7 +50,7 @@ def _demo(args: argparse.Namespace) -> int:
         show_error(f"hookcb {args.command}: {error}")  # as argparse does
         return 1
     if args.fault is not None:
-        show(f"planted: {args.fault.about}; the verdict:", soft_wrap=True, highlight=False)
+        show(f"planted fault: {args.fault.about}; the verdict:", soft_wrap=True, highlight=False)
         show(learn.diagnose(), soft_wrap=True)
         return 0
     show(learn.activation_stats.report())
@@ -69,7 +69,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _picture(stats: ActivationStats) -> str:
     if find_spec("matplotlib") is None:
-        return f"no {PICTURE}, as matplotlib is not installed; pip install 'hookcb[plot]'"
+        return f"{PICTURE} was not drawn, because matplotlib is not installed; pip install 'hookcb[plot]'"
     stats.color_dim().savefig(PICTURE)
     return f"histograms of every layer, batch by batch: {PICTURE}"
 
@@ -83,39 +83,41 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo = commands.add_parser(
         "demo",
-        help="train on real handwritten digits and show what each layer does",
+        help="train on real handwritten digits, and show what each layer does",
         description="Train a small network on 1,437 real handwritten digits, validate it on 360 others after "
-        "each epoch, and show tables of what its layers put out and of their gradients; with matplotlib also "
-        "draw activations.png. Checkpoints go to hookcb-demo/.",
+        "each epoch, and show tables of its activations and gradients; if matplotlib is installed, also draw "
+        "activations.png. Checkpoints are written to hookcb-demo/.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--model", choices=["mlp", "cnn"], default="cnn", help="what to train")
     demo.add_argument("--epochs", type=_positive, default=10, help="passes over the training digits")
-    demo.add_argument("--resume", action="store_true", help="go on from the last checkpoint in hookcb-demo/")
     demo.add_argument(
-        "--profile", action="store_true", help="tell what each layer and phase takes; write a trace.json"
+        "--resume", action="store_true", help="continue from the last checkpoint in hookcb-demo/"
     )
-    demo.add_argument("--seed", type=_seed, default=0, help="of weights, split and order of batches")
     demo.add_argument(
-        "--fault", type=_fault, metavar="NAME", help="do something wrong, and show the verdict on that"
+        "--profile", action="store_true", help="show the time of each layer and phase, and write trace.json"
     )
-    demo.add_argument("--list-faults", action="store_true", help="say which faults there are")
+    demo.add_argument("--seed", type=_seed, default=0, help="seed of the weights, split and order of batches")
+    demo.add_argument(
+        "--fault", type=_fault, metavar="NAME", help="plant a fault, and show the verdict on it"
+    )
+    demo.add_argument("--list-faults", action="store_true", help="list the faults, and exit")
     script = commands.add_parser(
         "diagnose",
-        help="run a training script, and say whether what it trains is healthy",
-        description="Run a training script as `python SCRIPT ARGS...` does, watch each model that is trained "
-        "in it, and print the verdicts: sick, suspect, healthy or unknown, the cause, and what to do. The "
-        "exit code is 0 if all are healthy, else 1; the script's own if that is not 0.",
+        help="run a training script, and report whether its models train well",
+        description="Run a training script as `python SCRIPT ARGS...` does, watch each model that it trains, "
+        "and print the verdicts: sick, suspect, healthy or unknown, the cause, and what to do. The exit code "
+        "is 0 if all models are healthy, 1 if not, or the script's own if that is not 0.",
     )
-    script.add_argument("script", type=_file, help="the script, which need not know of hookcb")
-    script.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    script.add_argument("script", type=_file, help="the script; it does not have to import hookcb")
+    script.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     check = commands.add_parser(
         "explain",
-        help="say what a check looks for, as the code of a finding names it",
-        description="Print what a check looks for, its formula and limit, where they come from, and what may "
-        "follow from what it finds. CODE is in the head of a finding: unit.dead.",
+        help="explain the check behind a finding",
+        description="Print what a check looks for, its formula and limit, their source, and what a finding "
+        "may lead to. CODE is in the first line of a finding, such as unit.dead.",
     )
-    check.add_argument("text", type=_explained, metavar="CODE", help="of a finding, unit.dead")
+    check.add_argument("text", type=_explained, metavar="CODE", help="code of a finding, such as unit.dead")
     return parser
 
 
@@ -141,13 +143,13 @@ def _file(path: str) -> str:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of epochs; give a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"epochs must be a whole number, 1 or more, got {text!r}")
     return int(text)
 
 
 def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no seed; give a whole number from 0 to 2**63 - 1")
+        raise argparse.ArgumentTypeError(f"seed must be a whole number from 0 to 2**63 - 1, got {text!r}")
     return int(text)
 
 

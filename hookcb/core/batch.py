@@ -1,4 +1,4 @@
-"""What a loop is fed: loaders, batches and the tensors in them."""
+"""Data loading: loaders, batches, and the tensors in them."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-MAX_DEPTH = 50  # levels of nesting that are looked into
+MAX_DEPTH = 50  # levels of nesting
 
 
 def n_batches(loader: Iterable[Any]) -> int | None:
-    """Number of batches of a loader, None where it has no length."""
+    """Number of batches of a loader, None if it has no length."""
     try:
-        return len(loader)  # type: ignore[arg-type]  # what has no length is the case below
+        return len(loader)  # type: ignore[arg-type]  # a loader without a length is handled below
     except TypeError:
         return None
 
 
 def map_tensors(f: Callable[[Tensor], Tensor], item: Any) -> Any:
-    """`item` with `f` of every tensor in it; tuples, lists, dicts and dataclasses keep their kind."""
+    """Applies `f` to every tensor in `item`; tuples, lists, dicts and dataclasses keep their type."""
     return map_leaves(f, item, _is_tensor)
 
 
@@ -30,10 +30,10 @@ def _is_tensor(x: Any) -> bool:
 
 
 def to_device(item: Any, device: torch.device) -> Any:
-    """`item` with every tensor in it on `device`, see `map_tensors`; what has a method `to` moves itself.
+    """Moves every tensor in `item` to `device`, see `map_tensors`; other objects by their method `to`.
 
-    What is there already is returned as it is. Copies to a GPU are `non_blocking`: from pinned memory they
-    overlap with the computation.
+    Tensors already on the device are returned as they are. Copies to a GPU are `non_blocking`: from pinned
+    memory they overlap with computation.
     """
 
     def move(x: Any) -> Any:
@@ -41,25 +41,25 @@ def to_device(item: Any, device: torch.device) -> Any:
             return x.to(device)
         return x if x.device == device else x.to(device, non_blocking=True)
 
-    # not tensors alone: a PackedSequence keeps a part on the CPU, a tokenizer's BatchEncoding keeps its kind
+    # not only tensors: a PackedSequence keeps a part on the CPU, a tokenizer's BatchEncoding keeps its type
     return map_leaves(move, item, lambda x: hasattr(x, "to"))
 
 
 def map_leaves(
     f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool], depth: int = MAX_DEPTH
 ) -> Any:
-    """`item` with `f` of every leaf in it; tuples, lists, dicts and dataclasses keep their kind.
+    """Applies `f` to every leaf in `item`; tuples, lists, dicts and dataclasses keep their type.
 
-    What lies deeper than `depth`, as in a list that contains itself, is left as it is.
+    Items nested deeper than `depth`, as in a list that contains itself, are left as they are.
     """
     if is_leaf(item):
         return f(item)
     if depth == 0:
         return item
-    if type(item) is tuple:  # the usual case, without the slower checks
+    if type(item) is tuple:  # the usual case, without the slower checks below
         return tuple([map_leaves(f, x, is_leaf, depth - 1) for x in item])
     if is_dataclass(item) and not isinstance(item, type):
-        if isinstance(item, Mapping):  # a ModelOutput, whose keys are the fields that are not None
+        if isinstance(item, Mapping):  # a ModelOutput; its keys are the fields that are not None
             return type(item)(**{str(key): map_leaves(f, x, is_leaf, depth - 1) for key, x in item.items()})
         mapped = copy.copy(item)
         for field in fields(item):
@@ -75,28 +75,28 @@ def map_leaves(
 
 def is_container(item: Any) -> bool:
     """Whether `map_leaves` looks inside `item`."""
-    if isinstance(item, Tensor):  # the usual case, without the slower checks
+    if isinstance(item, Tensor):  # the usual case, without the slower checks below
         return False
     return isinstance(item, tuple | list | Mapping) or (is_dataclass(item) and not isinstance(item, type))
 
 
 def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> tuple[Any, tuple[Any, ...]]:
-    """A batch on `device` as `(xb, yb)`: what the model is called with, and what the loss compares with.
+    """Splits a batch into `(xb, yb)` on `device`: the inputs of the model, and the targets of the loss.
 
     Args:
         batch: a tensor (an input without target), a tuple or list `(*xb, *yb)`, a mapping of keyword
-            arguments, or an object of one's own that the model takes.
-        device: where to put every tensor in it, see `to_device`.
-        n_inp: how many items of a tuple or mapping are inputs; by default all but the last, of a mapping all.
+            arguments, or any object that the model accepts.
+        device: device for every tensor in the batch, see `to_device`.
+        n_inp: number of items that are inputs; by default all but the last of a tuple, all of a mapping.
 
     Returns:
-        `xb`, a tuple or, for a mapping, a mapping; and `yb`, a tuple, empty where there is no target.
+        `xb`, a tuple or, for a mapping, a mapping; and `yb`, a tuple, empty if there is no target.
 
     Raises:
-        ValueError: where the batch has fewer than `n_inp` items.
+        ValueError: If the batch has fewer than `n_inp` items.
     """
     if type(batch) in (tuple, list) and len(batch) == 2 and n_inp is None:
-        x, y = batch  # the usual case without a walk: that is 2 % of a tiny step
+        x, y = batch  # the usual case without recursion, which would take 2 % of a tiny step
         if type(x) is Tensor is type(y) and x.device == device == y.device:
             return (x,), (y,)
     batch = to_device(batch, device)
@@ -112,14 +112,14 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
     else:
         return (batch,), ()
     if n > len(items):
-        raise ValueError(f"n_inp is {n_inp}, and a batch has only {len(items)} items")
+        raise ValueError(f"n_inp is {n_inp}, but a batch has only {len(items)} items")
     return xb, yb
 
 
 def parts(item: Any, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[str, Any]]:
-    """What is in nested tuples, lists, mappings and dataclasses, each with its path: `[0].data`.
+    """Yields the parts of nested tuples, lists, mappings and dataclasses, each with its path: `[0].data`.
 
-    What lies deeper than `depth` counts as one part.
+    Anything nested deeper than `depth` counts as one part.
     """
     if depth == 0:
         yield path, item
@@ -139,15 +139,15 @@ def parts(item: Any, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[s
 
 
 def batch_size(item: Any) -> int:
-    """Number of samples: the length of the first tensor in `item`, 1 where there is none."""
+    """Number of samples: the length of the first tensor in `item`, 1 if there is none."""
     size = n_samples(item)
     return 1 if size is None else size
 
 
 def n_samples(item: Any) -> int | None:
-    """Number of samples: the length of the first tensor in `item`, None where there is none."""
+    """Number of samples: the length of the first tensor in `item`, None if there is none."""
     if type(item) is tuple and item and type(item[0]) is Tensor and (shape := item[0].shape):
-        return shape[0]  # the usual case without the slower checks
+        return shape[0]  # the usual case, without the slower checks below
     if isinstance(item, Tensor):
         return item.shape[0] if item.ndim else 1
     if isinstance(item, PackedSequence):
@@ -162,7 +162,7 @@ def n_samples(item: Any) -> int | None:
 
 
 def describe(item: Any) -> str:
-    """Dtypes and shapes of what is in `item`, for a message: `(float32[64, 1, 8, 8])`."""
+    """Dtypes and shapes of the tensors in `item`, for a message: `(float32[64, 1, 8, 8])`."""
     if isinstance(item, Tensor):
         return f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
     if isinstance(item, tuple | list):
@@ -173,12 +173,12 @@ def describe(item: Any) -> str:
 
 
 def concat(items: list[Any]) -> Any:
-    """What several batches gave, as if it were one: tensors joined along their first dimension.
+    """Joins the results of several batches into one; tensors are concatenated along their first dimension.
 
-    Tensors without dimensions are stacked, mappings and tuples joined item by item, anything else listed.
+    0-d tensors are stacked, mappings and tuples joined item by item, anything else is put in a list.
 
     Raises:
-        ValueError: where tensors differ in the other dimensions.
+        ValueError: If tensors differ in the other dimensions.
     """
     first = items[0]
     if first is None:
@@ -193,18 +193,18 @@ def concat(items: list[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: concat([item[key] for item in items]) for key in first}
     if isinstance(first, list) and not any(isinstance(x, Tensor | tuple | list | Mapping) for x in first):
-        return [x for item in items for x in item]  # strings, say, one a sample
+        return [x for item in items for x in item]  # such as one string per sample
     if isinstance(first, tuple | list):
         return _like(first, [concat(list(parts)) for parts in zip(*items, strict=True)])
     return items
 
 
 def _like(kind: Any, items: Any) -> Any:
-    """`items` as the kind of tuple, list or mapping that `kind` is, a plain one where that cannot be made."""
+    """Converts `items` to the type of `kind`, or to a plain tuple, list or dict if that fails."""
     plain = dict if isinstance(kind, Mapping) else tuple if isinstance(kind, tuple) else list
     if type(kind) is plain or (isinstance(kind, PackedSequence) and not isinstance(items[0], Tensor)):
         return plain(items)
     try:
         return type(kind)(*items) if hasattr(kind, "_fields") else type(kind)(items)
-    except Exception:  # whatever a class of the user's own raises, it must not reach the user's forward
+    except Exception:  # an error of a user's class must not surface in the user's forward
         return plain(items)

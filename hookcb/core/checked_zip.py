@@ -1,4 +1,4 @@
-"""Whether a file of `torch.save` is as it was written: `torch.load` compares no checksums."""
+"""Detects damage to a file of `torch.save`; `torch.load` does not compare checksums."""
 
 import os
 import re
@@ -12,19 +12,19 @@ from torch import Tensor, strided
 
 from hookcb.core.torch_private import storage_id
 
-START, END = b"PK\x03\x04", b"PK\x05\x06"  # of the first part's header, and of the record at the end
-END_SIZE = 22  # bytes; a comment may follow, which torch never writes
+START, END = b"PK\x03\x04", b"PK\x05\x06"  # magic numbers of the first header, and of the record at the end
+END_SIZE = 22  # bytes; a comment could follow, but torch never writes one
 BLOCK = 1 << 20
 
 
 def compare_storages(opened: BinaryIO, file: str | Path) -> dict[int, bool]:
-    """Compares every part of a file with its CRC-32; that a file has none is told in a warning.
+    """Compares every part of a file with its CRC-32; warns if the file has no checksums.
 
     Returns:
-        For each storage of a tensor, by its number, whether it is as it was written.
+        Whether each storage of a tensor is intact, by its number.
 
     Raises:
-        ValueError: If the file is truncated, has bytes of others at its end, is not a file of `torch.save`,
+        ValueError: If the file is truncated, has foreign bytes at its end, was not written by `torch.save`,
             or is damaged in a part that is not a storage; the message names the file and the part.
     """
     _check_ends(opened, file)
@@ -34,11 +34,11 @@ def compare_storages(opened: BinaryIO, file: str | Path) -> dict[int, bool]:
             if min(part.header_offset for part in parts) > 0:
                 raise ValueError("there are bytes before the first part")
             damages = {part.filename.partition("/")[2]: _damage(archive, part) for part in parts}
-    except Exception as error:  # zipfile raises many kinds for a table of contents that is damaged
+    except Exception as error:  # zipfile raises errors of many types for a damaged table of contents
         raise ValueError(f"{file} is damaged in its table of contents: {error}") from error
-    storages = {int(found[1]): name for name in damages if (found := re.fullmatch(r"data/(\d+)", name))}
+    storages = {int(match[1]): name for name in damages if (match := re.fullmatch(r"data/(\d+)", name))}
     if not any(part.CRC for part in parts):  # torch.serialization.set_crc32_options(False)
-        warnings.warn(f"{file} has no checksums: whether it is damaged cannot be told", stacklevel=4)
+        warnings.warn(f"{file} has no checksums, so damage to it cannot be detected", stacklevel=4)
         return dict.fromkeys(storages, True)
     for name, damage in damages.items():
         if damage and name not in storages.values():
@@ -48,7 +48,7 @@ def compare_storages(opened: BinaryIO, file: str | Path) -> dict[int, bool]:
 
 def _check_ends(opened: BinaryIO, file: str | Path) -> None:
     if opened.read(len(START)) != START:
-        raise ValueError(f"{file} is not a file of torch.save, or is damaged at its beginning")
+        raise ValueError(f"{file} was not written by torch.save, or is damaged at its beginning")
     opened.seek(-min(END_SIZE, opened.seek(0, os.SEEK_END)), os.SEEK_END)
     end = opened.read()
     if not end.startswith(END) or not end.endswith(b"\0\0"):  # the length of a comment
@@ -57,29 +57,29 @@ def _check_ends(opened: BinaryIO, file: str | Path) -> None:
 
 def _damage(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> str:
     """What is wrong with a part; empty if nothing."""
-    # else torch reads nothing, without an error, of what is marked as a folder, for example
+    # else torch silently reads nothing, for example of a part that is marked as a folder
     if part.external_attr or part.compress_type != zipfile.ZIP_STORED or part.compress_size != part.file_size:
-        return "it is not marked as a part that torch.save has written"
+        return "it is not marked as a part written by torch.save"
     try:
         with archive.open(part) as opened:
             while opened.read(BLOCK):
                 pass
-    except Exception as error:  # zipfile raises many kinds for a header that is damaged
+    except Exception as error:  # zipfile raises errors of many types for a damaged header
         return str(error) or repr(error)
     return ""
 
 
 def names_of_changed(storages: Mapping[int, bool], state: Any) -> str:
-    """The storages that have changed, by the tensors in `state` that they belong to.
+    """Names of the storages that have changed, which are those of the tensors in `state`, joined by commas.
 
     Args:
-        storages: what `compare_storages` gave.
-        state: what `torch.load` gave.
+        storages: result of `compare_storages`.
+        state: result of `torch.load`.
     """
-    owners: dict[int, str] = {}  # in the order in which torch numbers them
+    owners: dict[int, str] = {}  # in the order in which torch numbers storages
     for path, tensor in _tensors(state, ()):
         owners.setdefault(storage_id(tensor.untyped_storage()), path)
-    # else there are tensors that are not found so, sparse ones for example
+    # else there are tensors that `_tensors` does not find, such as sparse ones
     names = list(owners.values()) if len(owners) == len(storages) else None
     changed = [number for number, is_same in storages.items() if not is_same]
     return ", ".join(names[number] if names else f"data/{number}" for number in sorted(changed))

@@ -1,4 +1,4 @@
-"""Printing that never ends a training: what an output lacks is spelled in ASCII, what fails is a warning."""
+"""Printing that never ends a training: missing characters are spelled in ASCII, errors become warnings."""
 
 import copy
 import io
@@ -13,8 +13,8 @@ from typing import IO, Any, cast
 import rich
 from rich.console import Console, RenderableType
 
-OURS = (str(Path(__file__).parents[1]), str(Path(rich.__file__).parent))  # whose frames no warning names
-BARS = dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))  # of a sparkline, from the lowest
+OURS = (str(Path(__file__).parents[1]), str(Path(rich.__file__).parent))  # warnings never point there
+BARS = dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))  # bars of a sparkline, lowest first
 SPELLED = BARS | dict(
     pair.split(" ")
     for pair in (
@@ -22,16 +22,16 @@ SPELLED = BARS | dict(
         *("· *", "• *", "… ...", "µ u", "‖ ||", "Δ d", "√ sqrt", "² ^2", "³ ^3"),
     )
 )
-BY_CATEGORY = {"Pd": "-", "Pi": "'", "Pf": "'"}  # dashes and quotation marks, of which there are many
+BY_CATEGORY = {"Pd": "-", "Pi": "'", "Pf": "'"}  # dashes and quotation marks; there are many of each
 
 
 def encoding_of(file: object) -> str:
-    """The encoding of a stream; UTF-8 if it names none."""
+    """Encoding of a stream; UTF-8 if it names none."""
     return getattr(file, "encoding", None) or "utf-8"
 
 
 def spelled(text: str, encoding: str) -> str:
-    """`text` in the characters that an encoding has: "->" for an arrow, an escape for a Chinese letter.
+    """Spells `text` in the characters of an encoding: "->" for an arrow, an escape for a Chinese letter.
 
     >>> spelled("64→64, ×3 ≤ 1 µs – café", "ascii")
     '64->64, x3 <= 1 us - cafe'
@@ -40,7 +40,7 @@ def spelled(text: str, encoding: str) -> str:
         text.encode(encoding)
     except UnicodeEncodeError:
         return "".join(c if _has(encoding, c) else _spelled(c, encoding) for c in text)
-    except LookupError:  # an encoding of the user's own, which its stream knows how to write
+    except LookupError:  # an encoding that Python does not know; the stream that names it does
         return text
     return text
 
@@ -61,10 +61,10 @@ def _spelled(c: str, encoding: str) -> str:
 
 
 class SafeFile:
-    """Stands before the file of a console: spells what that lacks, and makes one warning of its errors.
+    """Wraps the file of a console: spells characters that it lacks, and warns once of its errors.
 
     Args:
-        console: whose file, at the time of each write.
+        console: the console; its file is looked up at each write.
     """
 
     def __init__(self, console: Console) -> None:
@@ -72,7 +72,7 @@ class SafeFile:
 
     @property
     def encoding(self) -> str:
-        """That of the file."""
+        """Encoding of the file."""
         return encoding_of(self._console.file)
 
     def write(self, text: str) -> int:
@@ -87,13 +87,13 @@ class SafeFile:
     def _try(self, act: Callable[[IO[str]], object]) -> None:
         try:
             act(self._console.file)
-        except Exception as error:  # closed, a broken pipe, a full disk, or a class of the user's
+        except Exception as error:  # it is closed, a broken pipe, on a full disk, or a class of the user
             if not self._has_warned:
                 self._has_warned = True
                 warn(f"the output could not be written: {error!r}")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # else a copy, which has nothing yet, would look for ever
+        if name.startswith("_"):  # else a copy that has no attributes yet would recurse forever
             raise AttributeError(name)
         return getattr(self._console.file, name)
 
@@ -101,31 +101,31 @@ class SafeFile:
 def _write(file: IO[str], text: str) -> None:
     try:
         file.write(spelled(text, encoding_of(file)))
-    except UnicodeEncodeError:  # of a stream that writes to others, and names no encoding or another
+    except UnicodeEncodeError:  # a stream that writes to others may name the wrong encoding, or none
         file.write(spelled(text, "ascii"))
 
 
 def safe_console(console: Console | None = None) -> Console:
-    """A console like `console`, by default of standard output, whose file may fail and lack characters."""
-    own = Console() if console is None else console
-    safe = copy.copy(own)
-    safe.file = cast(IO[str], SafeFile(own))
+    """Copy of `console`, by default of standard output, that survives errors and missing characters."""
+    original = Console() if console is None else console
+    safe = copy.copy(original)
+    safe.file = cast(IO[str], SafeFile(original))
     return safe
 
 
 def show(*objects: RenderableType, console: Console | None = None, **options: Any) -> None:
-    """Prints as `Console.print` does, by default to standard output; whatever fails is a warning."""
+    """Prints as `Console.print` does, by default to standard output; an error becomes a warning."""
     attempt(lambda: safe_console(console).print(*objects, **options))
 
 
 def show_error(text: str) -> None:
-    """Writes a line to standard error, if there is one that takes it."""
+    """Writes a line to standard error, if that is possible."""
     with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or not a stream
         sys.stderr.write(f"{spelled(text, encoding_of(sys.stderr))}\n")
 
 
 def attempt(act: Callable[[], object]) -> bool:
-    """Does what only shows something, and makes a warning of its error; whether there was none."""
+    """Calls `act`, which only shows something; an error becomes a warning. Returns whether there was none."""
     try:
         act()
     except Exception as error:
@@ -138,35 +138,35 @@ class _Lines(io.StringIO):
     """Text in memory, in the characters of standard output."""
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # which typeshed has as a plain attribute
+    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in typeshed
         return encoding_of(sys.stdout)
 
 
 def as_text(renderable: Any) -> str:
-    """What rich prints, as wide as the terminal and in the characters of standard output."""
+    """Text that rich prints, as wide as the terminal and in the characters of standard output."""
     lines = _Lines()
     Console(file=lines, color_system=None, force_jupyter=False).print(renderable)
     return "\n".join(line.rstrip() for line in printable(lines.getvalue()).splitlines())
 
 
 def printable(text: str) -> str:
-    """`text` in the characters of standard output, so that `print` does not raise."""
+    """Spells `text` in the characters of standard output, so that `print` does not raise."""
     return spelled(text, encoding_of(sys.stdout))
 
 
 def warn(text: str, stacklevel: int | None = None) -> None:
-    """Warns as `warnings.warn` does, by default in the user's line; without a standard error it is lost.
+    """Warns as `warnings.warn` does, by default at the user's line; lost if there is no standard error.
 
     Raises:
-        Warning: if the user's filter makes errors of warnings.
+        Warning: If the user's filters turn warnings into errors.
     """
-    level = _frames_of_ours() if stacklevel is None else stacklevel + 1
+    level = _users_stacklevel() if stacklevel is None else stacklevel + 1
     with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or not a stream
         warnings.warn(spelled(text, encoding_of(sys.stderr)), stacklevel=level)
 
 
-def _frames_of_ours() -> int:
-    """How many frames up from the caller the first is that is neither of this package nor of rich."""
+def _users_stacklevel() -> int:
+    """Number of frames from the caller up to the first that is neither in this package nor in rich."""
     frame, n = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
         frame, n = frame.f_back, n + 1

@@ -1,4 +1,4 @@
-"""Fetches of batches, told as they begin and end: what a training waits for, and nothing else."""
+"""Fetches of batches: the time for which a training waits for data."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,17 +12,17 @@ T = TypeVar("T")
 
 
 class FetchListener(Protocol):
-    """Who is told of fetches."""
+    """Is notified of fetches."""
 
     def begin(self) -> None:
-        """A fetch begins."""
+        """Called when a fetch begins."""
 
     def end(self) -> None:
-        """It has ended, also by an error."""
+        """Called when the fetch has ended, also by an error."""
 
 
 class FetchTimer:
-    """Adds up the seconds that pass in fetches.
+    """Adds up the time spent in fetches.
 
     >>> from hookcb.core.fetches import FetchTimer
     >>> timer = FetchTimer()
@@ -36,25 +36,25 @@ class FetchTimer:
         self._seconds = self._began = 0.0
 
     def begin(self) -> None:
-        """A fetch begins."""
+        """Starts the clock."""
         self._began = perf_counter()
 
     def end(self) -> None:
-        """It has ended."""
+        """Stops the clock."""
         self._seconds += perf_counter() - self._began
 
     def take(self) -> float:
-        """The seconds since this was asked last; 0.0 if there was no fetch."""
+        """Returns the seconds in fetches since the last call, and sets them to 0."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
-class ToldFetches(Iterator[T]):
-    """Gives what `batches` gives, and tells listeners of each fetch; it keeps no batch alive.
+class ObservedFetches(Iterator[T]):
+    """Iterates over batches, and notifies listeners of each fetch; keeps no batch alive.
 
     Args:
-        batches: to iterate over.
-        listeners: who is told.
+        batches: iterable of batches.
+        listeners: notified of each fetch.
     """
 
     def __init__(self, batches: Iterable[T], listeners: Sequence[FetchListener]) -> None:
@@ -73,18 +73,18 @@ class ToldFetches(Iterator[T]):
                 listener.end()
 
 
-# ---- DataLoaders, in loops that are not ours
+# ---- DataLoaders, in loops that hookcb does not run
 
 
 class _Follower:
-    """Follows the fetches of one thread; of those inside one another the outermost."""
+    """Notifies a listener of the fetches of one thread; of nested fetches, only of the outermost."""
 
     def __init__(self, listener: FetchListener) -> None:
         self.listener = listener
         self._thread, self._depth = threading.get_ident(), 0
 
     def in_loop_thread(self) -> bool:
-        """Whether this is the thread that it follows."""
+        """Whether the current thread is the one that is followed."""
         return threading.get_ident() == self._thread
 
     def begin(self) -> None:
@@ -99,47 +99,47 @@ class _Follower:
 
 
 _lock = threading.Lock()
-_followers: tuple[_Follower, ...] = ()  # replaced whole, as fetches in other threads read it
-_own: Callable[[Any], Any] | None = None  # what stands in for torch's method while there are followers
+_followers: tuple[_Follower, ...] = ()  # replaced as a whole, as fetches in other threads read it
+_wrapper: Callable[[Any], Any] | None = None  # takes the place of torch's method while there are followers
 
 
 def follow_loaders(listener: FetchListener) -> None:
-    """Tells `listener` of each fetch from a DataLoader in this thread, until `leave_loaders`.
+    """Notifies `listener` of each fetch from a DataLoader in this thread, until `leave_loaders`.
 
-    A DataLoader has no hook. While somebody listens, the `__next__` of all its iterators is one that tells of
-    it; afterwards it is torch's own again.
+    A DataLoader has no hooks. While there are listeners, the `__next__` of its iterators is wrapped;
+    afterwards it is torch's own again.
     """
-    global _followers, _own
+    global _followers, _wrapper
     with _lock:
         _followers = (*_followers, _Follower(listener))
-        if _own is None:
-            _own = _telling(DataLoaderIter.__next__)
-            DataLoaderIter.__next__ = _own  # type: ignore[method-assign, assignment]
+        if _wrapper is None:
+            _wrapper = _notifying(DataLoaderIter.__next__)
+            DataLoaderIter.__next__ = _wrapper  # type: ignore[method-assign, assignment]
 
 
 def leave_loaders(listener: FetchListener) -> None:
-    """Ends what `follow_loaders` began; a second time does nothing."""
-    global _followers, _own
+    """Undoes `follow_loaders`; a second call does nothing."""
+    global _followers, _wrapper
     with _lock:
         _followers = tuple(x for x in _followers if x.listener is not listener)
-        # if somebody has replaced it since, ours is called by theirs and cannot be taken out
-        if not _followers and _own is not None and DataLoaderIter.__next__ is _own:
-            DataLoaderIter.__next__ = _own.__wrapped__  # type: ignore[attr-defined, method-assign]
-            _own = None
+        # if other code has wrapped it since, ours is called by theirs and cannot be removed
+        if not _followers and _wrapper is not None and DataLoaderIter.__next__ is _wrapper:
+            DataLoaderIter.__next__ = _wrapper.__wrapped__  # type: ignore[attr-defined, method-assign]
+            _wrapper = None
 
 
-def _telling(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _notifying(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(fetch)
     def __next__(self: Any) -> Any:
-        told: list[_Follower] = []
+        notified: list[_Follower] = []
         try:
             for follower in _followers:
                 if follower.in_loop_thread():
-                    told.append(follower)
+                    notified.append(follower)
                     follower.begin()
             return fetch(self)
         finally:
-            for follower in told:
+            for follower in notified:
                 follower.end()
 
     return __next__

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and are read only if nothing in them has changed."""
+"""Files that are written whole or not at all, and are read only if they are intact."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ from hookcb.core.checked_zip import compare_storages, names_of_changed
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 SUFFIX = ".partial"
-_NUMBERS = count()  # of the files that this process has begun
+_NUMBERS = count()  # number the files that this process writes
 
 
 def save_whole(state: Any, file: str | Path) -> Path:
@@ -30,10 +30,10 @@ def save_whole(state: Any, file: str | Path) -> Path:
 
 
 def write_whole(file: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
-    """Has `write` write a file; until it is on the disk whole, one that is there stays as it is.
+    """Has `write` write a file; an existing one stays unchanged until the new one is complete on the disk.
 
     Args:
-        file: the path; its folder is made if it is missing.
+        file: the path; its folder is created if it is missing.
         write: called with an open file.
 
     Returns:
@@ -58,20 +58,20 @@ def write_whole(file: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
 
 
 def _write_partial(partial: Path, path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    with partial.open("wb", buffering=0) as opened:  # a buffer would fail a second time when it is closed
+    with partial.open("wb", buffering=0) as opened:  # a buffer would fail again when it is closed
         counted = _Counted(opened)
-        write(counted)  # type: ignore[arg-type]  # torch.save and pickle.dump ask for no more
+        write(counted)  # type: ignore[arg-type]  # torch.save and pickle.dump need no other methods
         try:
             if counted.error is not None:
                 raise counted.error
-            os.fsync(opened.fileno())  # else after a power failure the name may be there and the content not
+            os.fsync(opened.fileno())  # else after a power failure the name may exist without the content
         except OSError as error:
-            opened.truncate(0)  # else what is there of it would not count as free
+            opened.truncate(0)  # else the bytes written so far would not count as free
             raise _with_bytes(error, path, counted.n_bytes) from error
 
 
 class _Counted:
-    """Writes to a file until that fails, and from there on only counts, to know how much was needed."""
+    """Writes to a file until that fails, and then only counts, to find out how many bytes are needed."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -79,30 +79,30 @@ class _Counted:
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Takes all of `data`; an error is noted, as torch would replace one that is raised here."""
+        """Writes all of `data`; an error is stored, as torch would replace one that is raised here."""
         left = memoryview(data)
         n_bytes = left.nbytes
         self.n_bytes += n_bytes
         try:
             while left and self.error is None:
-                left = left[self.file.write(left) :]  # a write may take a part
+                left = left[self.file.write(left) :]  # a call may write only a part
         except OSError as error:
             self.error = error
         return n_bytes
 
     def flush(self) -> None:
-        """Has nothing to pass on."""
+        """Does nothing: nothing is buffered."""
 
 
 def _with_bytes(error: OSError, path: Path, n_bytes: int) -> OSError:
-    """The error with what one needs to make room."""
-    said = f"{error.strerror}; {n_bytes:,} bytes are needed, and {disk_usage(path.parent).free:,} are free"
-    return OSError(error.errno, said, str(path))
+    """Adds the bytes that are needed, and those that are free, to the message of an error."""
+    message = f"{error.strerror}; {n_bytes:,} bytes are needed, and {disk_usage(path.parent).free:,} are free"
+    return OSError(error.errno, message, str(path))
 
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Has torch write them, also if its option `set_crc32_options` is off."""
+    """Has torch write checksums, even if its option `set_crc32_options` is off."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -112,17 +112,17 @@ def _checksums() -> Iterator[None]:
 
 
 def remove_partials(folder: Path, name: str) -> None:
-    """Removes what processes of this host have left of the file `name` when they were killed."""
+    """Removes what killed processes of this host left of the file `name`."""
     start = f"{name}.{socket.gethostname()}-"
     for left in os.listdir(folder):
         pid, _, rest = left.removeprefix(start).partition("-")
         if left.startswith(start) and rest.endswith(SUFFIX) and pid.isdecimal() and not _runs(int(pid)):
-            with suppress(OSError):  # another process was quicker, or on Windows the file is open
+            with suppress(OSError):  # another process was faster, or on Windows the file is open
                 (folder / left).unlink()
 
 
 def _runs(pid: int) -> bool:
-    """Whether there is such a process; on Windows, where asking would end it, an open file says it."""
+    """Whether a process is running; on Windows, where `os.kill` would end it, only this one counts."""
     if os.name != "posix":
         return pid == os.getpid()
     try:
@@ -130,12 +130,12 @@ def _runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # of another user
+        return True  # it belongs to another user
     return True
 
 
 def _sync_folder(folder: Path) -> None:
-    """Has the new name on the disk too."""
+    """Makes sure that the new name is on the disk too."""
     if os.name == "posix":  # elsewhere a folder cannot be opened
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -145,9 +145,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def as_plain(item: Any) -> Any:
-    """`item` of plain values only, as `torch.load(weights_only=True)` reads them; what has none as its repr.
+    """Converts `item` to values that `torch.load(weights_only=True)` reads; other objects become their repr.
 
-    Tensors are taken to the CPU; arrays of NumPy become lists, mappings and dataclasses dicts.
+    Tensors are moved to the CPU; NumPy arrays become lists, mappings and dataclasses become dicts.
     """
     if isinstance(item, Tensor):
         return item.detach().cpu()
@@ -163,23 +163,23 @@ def as_plain(item: Any) -> Any:
 
 
 def read_saved(file: str | Path, device: torch.device) -> Any:
-    """Reads what `save_whole` has written, its tensors to `device`; no code in it is run.
+    """Reads a file of `save_whole`, with its tensors on `device`; runs no code from the file.
 
-    All of it is compared with its checksums before.
+    The whole file is compared with its checksums first.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is truncated, damaged, or something else; the message names the file, and what in
-            it is damaged.
+        ValueError: If it is truncated, damaged, or another kind of file; the message names the file, and the
+            part that is damaged.
     """
     with Path(file).open("rb") as opened:
         storages = compare_storages(opened, file)
         opened.seek(0)
-        # the warnings are of a foreign file, of which the error below says enough
+        # torch warns about foreign files; the error below says enough
         with warnings.catch_warnings(action="ignore"):
             try:
                 state = torch.load(opened, map_location=device, weights_only=True, mmap=False)
-            except Exception as error:  # torch's unpickler raises anything
+            except Exception as error:  # torch's unpickler may raise any error
                 raise ValueError(f"{file} cannot be read; it is damaged, or not a file of weights") from error
     if not all(storages.values()):
         changed = names_of_changed(storages, state)
@@ -188,11 +188,11 @@ def read_saved(file: str | Path, device: torch.device) -> Any:
 
 
 def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[str, Any]:
-    """Reads a dict that `save_whole` has written, its tensors to `device`; no code in it is run.
+    """Reads a dict from a file of `save_whole`, with its tensors on `device`; runs no code from the file.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: where it is truncated or damaged, or has other keys; the message names the file.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is truncated or damaged, or has other keys; the message names the file.
     """
     state: dict[str, Any] = read_saved(file, device)
     check_saved(state, file, keys)
@@ -200,10 +200,10 @@ def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[s
 
 
 def check_saved(state: Any, file: str | Path, keys: set[str]) -> None:
-    """Refuses what is no dict with these keys.
+    """Checks that `state` is a dict with these keys.
 
     Raises:
-        ValueError: that names the file it is of.
+        ValueError: If it is not; the message names the file.
     """
     if not isinstance(state, dict) or set(state) != keys:
         raise ValueError(f"{file} was not written by save; read it with torch.load")

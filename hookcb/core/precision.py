@@ -1,4 +1,4 @@
-"""How precisely a device can count."""
+"""The highest floating-point precision of a device, and norms that neither overflow nor underflow."""
 
 from functools import cache
 
@@ -9,10 +9,10 @@ WIDE = (torch.float32, torch.float64)
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Float64, or float32 on devices that lack it, as Apple's do."""
+    """Float64, or float32 on devices without it, such as Apple's."""
     if device.type in ("cpu", "cuda"):
         return torch.float64
-    if torch.compiler.is_compiling():  # which cannot try
+    if torch.compiler.is_compiling():  # compiled code cannot try it out
         return torch.float32
     return torch.float64 if _has_float64(device) else torch.float32
 
@@ -21,38 +21,38 @@ def widest(device: torch.device) -> torch.dtype:
 def _has_float64(device: torch.device) -> bool:
     try:
         torch.zeros(1, dtype=torch.float64, device=device)
-    except (TypeError, RuntimeError):  # of MPS, and of others
+    except (TypeError, RuntimeError):  # TypeError on MPS, RuntimeError on others
         return False
     return True
 
 
 def widened(x: Tensor) -> Tensor:
-    """As precisely as its device can count: float64, or float32."""
+    """Converts `x` to the widest dtype of its device, float64 or float32."""
     return x.to(widest(x.device))
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """On `device`, as precisely as it can count, and without float64 on one that lacks it."""
+    """Moves `x` to `device` in that device's widest dtype, never as float64 to a device without it."""
     wide = widest(device)
     return (x.float() if wide is torch.float32 else widened(x)).to(device).to(wide)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Float32 and float64 as they are, others as float32."""
+    """Converts `x` to float32 unless it is float32 or float64."""
     return x if x.dtype in WIDE else x.float()
 
 
 def scale_of(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """The largest magnitude along `dim`, which is kept; 1 where that is 0, NaN or infinite.
+    """Largest magnitude along `dim`, which is kept; 1 where that is 0, NaN or infinite.
 
-    Divided by it, elements can be squared and summed without leaving the range of their dtype.
+    Elements divided by it can be squared and summed without leaving the range of their dtype.
     """
     size = x.abs().amax(dim, keepdim=True)
     return size.where((size > 0) & size.isfinite(), 1.0)
 
 
 def scaled_norm(x: Tensor, dim: int) -> Tensor:
-    """L2 norm along `dim`, also of elements whose squares are too small or too large for their dtype."""
+    """L2 norm along `dim`, even if squares of the elements are out of the range of their dtype."""
     if not x.shape[dim]:
         return x.sum(dim)
     scale = scale_of(x, dim)

@@ -1,4 +1,4 @@
-"""The state of random numbers and data: of the process, and of generators that loaders and datasets keep."""
+"""State of the random number generators of the process, and of those in loaders and datasets."""
 
 import random
 import sys
@@ -14,53 +14,53 @@ from torch import Tensor, nn
 from hookcb.core.files import as_plain
 from hookcb.core.torch_private import DataLoaderIter
 
-MAX_DEPTH = 8  # levels of attributes that are looked into
+MAX_DEPTH = 8  # levels of attributes
 NO_PARTS = (Tensor, nn.Module, ModuleType, type, str, bytes)
-NOT_OF_DATA = (*NO_PARTS, DataLoaderIter)  # whose workers persist, and begin each pass anew
-MOST_ITEMS = 100  # of a list that is looked into; what is longer is data
+NOT_OF_DATA = (*NO_PARTS, DataLoaderIter)  # an iterator that persists restarts at each pass
+MAX_ITEMS = 100  # a longer list or dict is data, and holds no generators
 
 
 def random_state(*loaders: Any) -> dict[str, Any]:
-    """What the next random numbers depend on: of Python, NumPy where it is imported, torch and its GPUs.
+    """State of the generators of Python, NumPy if it is imported, torch, and its GPUs.
 
     Args:
-        *loaders: whose generators count too, and those of what they consist of: samplers, datasets,
-            transforms. A part that has `state_dict` and `load_state_dict` is asked for its state.
+        *loaders: loaders whose generators are included, with those of their samplers, datasets and
+            transforms. A part with `state_dict` and `load_state_dict` is saved by these.
 
     Returns:
         Plain values and tensors on the CPU, for `set_random_state`.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
-        state["numpy"] = _of(numpy.random.mtrand._rand)
+        state["numpy"] = _state_of(numpy.random.mtrand._rand)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
-    state["loaders"] = [_of(part) for part in _stateful(loaders)]
+    state["loaders"] = [_state_of(part) for part in _stateful(loaders)]
     return state
 
 
 def set_random_state(state: dict[str, Any], *loaders: Any) -> None:
-    """Has the random numbers go on as they did when `random_state` gave `state` for the same loaders."""
+    """Restores the result of `random_state`, which was called with the same loaders."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
-        import numpy  # which draws numbers of its own only where it is used
+        import numpy
 
-        _set(numpy.random.mtrand._rand, state["numpy"])
+        _set_state(numpy.random.mtrand._rand, state["numpy"])
     if "cuda" in state and len(state["cuda"]) <= torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-    for part, own in zip(_stateful(loaders), state["loaders"], strict=False):
-        _set(part, own)
+    for part, saved in zip(_stateful(loaders), state["loaders"], strict=False):
+        _set_state(part, saved)
 
 
 @contextmanager
 def random_kept() -> Iterator[None]:
-    """Has a `with` block change no random numbers: one around an import, as some packages draw in theirs.
+    """Keeps the random state in a `with` block around an import, as some packages draw numbers in theirs.
 
-    That is of Python, NumPy and torch's on the CPU; no device is waited for.
+    Covers Python, NumPy, and torch on the CPU; does not wait for a device.
     """
     python, torchs = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy.random")  # if it is imported in the block, it has no state to keep
+    numpy = sys.modules.get("numpy.random")  # if it is imported only in the block, there is no state to keep
     numpys = numpy and numpy.get_state()
     try:
         yield
@@ -72,25 +72,25 @@ def random_kept() -> Iterator[None]:
 
 
 def _stateful(loaders: tuple[Any, ...]) -> list[Any]:
-    """The generators, and other things with a state, that loaders consist of, each once."""
+    """The generators and other stateful objects inside loaders, each once."""
     seen: set[int] = set()
-    asked = [loader for loader in loaders if not saves_itself(loader)]  # the others have all in their state
-    return [part for loader in asked for part in _parts(loader, seen, MAX_DEPTH)]
+    plain = [loader for loader in loaders if not saves_itself(loader)]  # the others save their parts
+    return [part for loader in plain for part in _stateful_parts(loader, seen, MAX_DEPTH)]
 
 
-def _parts(x: Any, seen: set[int], depth: int) -> Iterator[Any]:
+def _stateful_parts(x: Any, seen: set[int], depth: int) -> Iterator[Any]:
     if id(x) in seen or depth == 0 or x is None or isinstance(x, NO_PARTS):
         return
     seen.add(id(x))
-    if isinstance(x, torch.Generator | random.Random) or _of_numpy(x) or saves_itself(x):
+    if isinstance(x, torch.Generator | random.Random) or _is_numpy_generator(x) or saves_itself(x):
         yield x
         return
     for inner in _inside(x):
-        yield from _parts(inner, seen, depth - 1)
+        yield from _stateful_parts(inner, seen, depth - 1)
 
 
 def parts_of(loader: Any) -> Iterator[Any]:
-    """A loader, and the objects that it consists of, each once: samplers, datasets, transforms, lists."""
+    """Yields a loader and the objects inside it, each once: samplers, datasets, transforms, lists."""
     seen: set[int] = set()
     waiting = [(loader, MAX_DEPTH)]
     while waiting:
@@ -103,9 +103,9 @@ def parts_of(loader: Any) -> Iterator[Any]:
 
 def _inside(x: Any) -> list[Any]:
     if isinstance(x, list | tuple):
-        return list(x) if len(x) <= MOST_ITEMS else []
+        return list(x) if len(x) <= MAX_ITEMS else []
     if isinstance(x, dict):
-        return list(x.values()) if len(x) <= MOST_ITEMS else []
+        return list(x.values()) if len(x) <= MAX_ITEMS else []
     if isinstance(x, partial):
         return [x.func, x.args, x.keywords]
     if isinstance(x, MethodType):
@@ -118,17 +118,17 @@ def _inside(x: Any) -> list[Any]:
 def _content(cell: CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # it has none yet
+    except ValueError:  # it is still empty
         return []
 
 
 def saves_itself(x: Any) -> bool:
-    """Whether a part of a loader, or a loader, has a state of its own."""
+    """Whether a loader, or a part of one, has `state_dict` and `load_state_dict`."""
     return hasattr(x, "state_dict") and hasattr(x, "load_state_dict")
 
 
-def _of_numpy(x: Any) -> bool:
-    """Whether it is a `Generator` of NumPy, or an older `RandomState`."""
+def _is_numpy_generator(x: Any) -> bool:
+    """Whether `x` is a NumPy `Generator`, or an older `RandomState`."""
     return type(x).__module__.startswith("numpy.random") and hasattr(_numpy_bits(x), "state")
 
 
@@ -136,23 +136,23 @@ def _numpy_bits(x: Any) -> Any:
     return getattr(x, "bit_generator", None) or getattr(x, "_bit_generator", None)
 
 
-def _of(part: Any) -> Any:
+def _state_of(part: Any) -> Any:
     if isinstance(part, torch.Generator):
         return part.get_state()
     if isinstance(part, random.Random):
         return part.getstate()
-    if _of_numpy(part):
-        older = hasattr(part, "get_state")
-        return as_plain(part.get_state(legacy=False) if older else part.bit_generator.state)
+    if _is_numpy_generator(part):
+        is_old = hasattr(part, "get_state")
+        return as_plain(part.get_state(legacy=False) if is_old else part.bit_generator.state)
     return part.state_dict()
 
 
-def _set(part: Any, state: Any) -> None:
+def _set_state(part: Any, state: Any) -> None:
     if isinstance(part, torch.Generator):
         part.set_state(state)
     elif isinstance(part, random.Random):
         part.setstate(state)
-    elif not _of_numpy(part):
+    elif not _is_numpy_generator(part):
         part.load_state_dict(state)
     elif hasattr(part, "set_state"):
         part.set_state(state)

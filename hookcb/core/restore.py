@@ -1,4 +1,4 @@
-"""Putting things back as they were after a `with` block: one context manager for each kind of state."""
+"""Context managers that restore state after a `with` block, one for each kind of state."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -15,17 +15,17 @@ from hookcb.core.optim import group_settings, set_groups
 from hookcb.core.randomness import random_state, set_random_state
 from hookcb.core.torch_private import buffers_of, unsaved_buffer_names, version_of
 
-SMALL = 65_536  # elements up to which a buffer is copied at each batch, larger ones where they have changed
-COUNTS = (bool, int, float, str)  # what modules count with, in attributes that are no buffers
-Place = tuple[dict[str, Tensor | None], str, Tensor]  # where a module has a buffer: among its own, as what
+SMALL = 65_536  # elements; smaller buffers are copied at each batch, larger ones only if they have changed
+COUNTS = (bool, int, float, str)  # types of the counters that modules keep in plain attributes
+Place = tuple[dict[str, Tensor | None], str, Tensor]  # the buffers of a module, a name in them, the buffer
 
 
 @contextmanager
 def preserve_state(*modules: nn.Module, opt: Optimizer | None = None) -> Iterator[None]:
-    """Lets modules be trained in a `with` block, and puts them back as they were.
+    """Lets modules be trained in a `with` block, and restores everything afterwards.
 
-    That is parameters, buffers, gradients, modes, what modules count in attributes, random numbers, and what
-    the optimizer keeps.
+    Restores parameters, buffers, gradients, modes, counters in attributes of modules, random state, and the
+    optimizer.
     """
     with ExitStack() as stack:
         if opt is not None:
@@ -43,7 +43,7 @@ def preserve_state(*modules: nn.Module, opt: Optimizer | None = None) -> Iterato
 
 @contextmanager
 def preserve_attribute(objects: Iterable[Any], name: str, *inside: Any) -> Iterator[None]:
-    """Puts back an attribute of each object; with a value `inside` it has this in the block."""
+    """Restores an attribute of each object; with a value `inside`, the attribute has it in the block."""
     before = [(x, getattr(x, name)) for x in objects]
     try:
         for x, _ in before:
@@ -51,59 +51,60 @@ def preserve_attribute(objects: Iterable[Any], name: str, *inside: Any) -> Itera
                 setattr(x, name, value)
         yield
     finally:
-        for x, own in before:
-            setattr(x, name, own)
+        for x, value in before:
+            setattr(x, name, value)
 
 
 def preserve_modes(model: nn.Module) -> AbstractContextManager[None]:
-    """Puts back which modules are in train mode, not by `train()`, which some override."""
+    """Restores which modules are in train mode, without `train()`, which some override."""
     return preserve_attribute(model.modules(), "training")
 
 
 @contextmanager
 def preserve_contents(*containers: Any) -> Iterator[None]:
-    """Puts back what is in dicts and sets, such as the attributes of an object, `vars(x)`."""
+    """Restores the contents of dicts and sets, such as the attributes of an object, `vars(x)`."""
     before = [copy.copy(container) for container in containers]
     try:
         yield
     finally:
-        for container, own in zip(containers, before, strict=True):
+        for container, contents in zip(containers, before, strict=True):
             container.clear()
-            container.update(own)
+            container.update(contents)
 
 
 @contextmanager
 def preserve_random(*loaders: Any) -> Iterator[None]:
-    """Has random numbers go on as if nothing was; those of `loaders` too, see `random_state`."""
-    numbers = random_state(*loaders)
+    """Restores the random state, and that of `loaders`, see `random_state`."""
+    state = random_state(*loaders)
     try:
         yield
     finally:
-        set_random_state(numbers, *loaders)
+        set_random_state(state, *loaders)
 
 
 @contextmanager
 def preserve_values(tensors: Iterable[Tensor], only_changed: bool = False) -> Iterator[None]:
-    """Puts back the values of tensors; they wait on the CPU, as an accelerator may have no room for both.
+    """Restores the values of tensors; the copies are on the CPU, as an accelerator may lack the memory.
 
-    With `only_changed` the others are not written to, whose memory may be read-only; all have to be dense.
+    With `only_changed`, unchanged tensors are not written to, as their memory may be read-only; then all
+    tensors must be dense.
     """
-    # those of inference mode cannot have changed, and those on meta have none
-    own = [x for x in tensors if not (is_lazy(x) or x.is_inference() or x.is_meta)]
-    values = [x.detach().to("cpu", copy=True) for x in own]
+    # inference tensors cannot have changed, and meta tensors have no values
+    saved = [x for x in tensors if not (is_lazy(x) or x.is_inference() or x.is_meta)]
+    values = [x.detach().to("cpu", copy=True) for x in saved]
     try:
         yield
     finally:
         with torch.no_grad():
-            for x, value in zip(own, values, strict=True):
+            for x, value in zip(saved, values, strict=True):
                 if not (only_changed and same_bits(x, value.to(x.device))):
-                    # by `data` no graph counts it as a change; a sparse one has indices of its own there
+                    # through `data`, no graph counts it as a change; that of a sparse x has its own indices
                     (x.data if x.layout is torch.strided else x).copy_(value)
 
 
 @contextmanager
 def preserve_optimizer(opt: Optimizer) -> Iterator[None]:
-    """Puts back the state of an optimizer, what its groups are set to, and its attributes."""
+    """Restores the state of an optimizer, the settings of its groups, and its attributes."""
     settings, groups = group_settings(opt), [(group, list(group["params"])) for group in opt.param_groups]
     leaves: list[Tensor] = []
 
@@ -111,7 +112,7 @@ def preserve_optimizer(opt: Optimizer) -> Iterator[None]:
         leaves.append(x)
         return x
 
-    state = {p: map_tensors(noted, own) for p, own in opt.state.items()}
+    state = {p: map_tensors(noted, values) for p, values in opt.state.items()}
     with preserve_values(leaves):
         try:
             with preserve_contents(vars(opt)):
@@ -127,9 +128,9 @@ def preserve_optimizer(opt: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Has a model work on copies of its buffers: a graph may have saved one itself for its backward.
+    """Has a model use copies of its buffers, as a graph may have saved the originals for its backward.
 
-    Only a buffer that was written to all the same, through another reference, gets its value back.
+    Only a buffer that was written to nevertheless, through another reference, gets its value back.
     """
     copies = BufferCopies()
     copies.take(model)
@@ -142,25 +143,25 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_counts(model: nn.Module) -> Iterator[None]:
-    """Puts back what modules count in attributes that are no buffers."""
-    kept = [(m, {key: x for key, x in vars(m).items() if type(x) in COUNTS}) for m in model.modules()]
+    """Restores counters that modules keep in plain attributes."""
+    before = [(m, {key: x for key, x in vars(m).items() if type(x) in COUNTS}) for m in model.modules()]
     try:
         yield
     finally:
-        for m, counts in kept:
+        for m, counts in before:
             vars(m).update(counts)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN among it."""
+    """Whether two tensors have equal elements; NaN equals NaN."""
     return bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 class BufferCopies:
-    """What the buffers of a model hold at some moment.
+    """Copies of the buffers of a model, to be updated at each batch.
 
-    Taken at each batch, a large buffer is copied only where torch says that it has changed. A change made
-    past autograd, by `buffer.data`, it does not see in buffers of more than 65,536 elements.
+    A buffer of more than 65,536 elements is copied again only if its version counter has changed; a change
+    through `buffer.data`, which autograd does not count, is missed there.
     """
 
     def __init__(self) -> None:
@@ -168,12 +169,12 @@ class BufferCopies:
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: the buffer, its version, the copy
 
     def take(self, model: nn.Module) -> None:
-        """Copies what the buffers of `model` hold now."""
+        """Copies the current values of the buffers of `model`."""
         holders = filter(None, map(buffers_of, model.modules()))
         self.places = [
             (buffers, name, x)
             for buffers in holders
-            if isinstance(buffers, dict)  # those of TorchScript are not
+            if isinstance(buffers, dict)  # not of a TorchScript module
             for name, x in buffers.items()
             if x is not None and not is_lazy(x)
         ]
@@ -189,17 +190,18 @@ class BufferCopies:
         return x, version, x.detach().clone()
 
     def put_back(self) -> None:
-        """Gives buffers that were written to since their values back."""
+        """Restores the values of buffers that were written to since `take`."""
         for x, version, value in self._copies.values():
             if version >= 0 and version_of(x) != version:
                 x.detach().copy_(value)
 
     @contextmanager
     def swapped_in(self, model: nn.Module) -> Iterator[None]:
-        """Has the model work on copies for the length of a block; its own buffers are not touched."""
+        """Has the model use copies in a `with` block; its own buffers are not touched."""
         plain = [m for m in model.modules() if isinstance(buffers_of(m), dict)]
         registers: list[Any] = [x for m in plain for x in (buffers_of(m), unsaved_buffer_names(m))]
-        fresh = {key: value.clone() for key, (_, _, value) in self._copies.items()}  # a replay changes them
+        # the block may change them, and it may be entered again
+        fresh = {key: value.clone() for key, (_, _, value) in self._copies.items()}
         with preserve_contents(*registers):
             for buffers, name, x in self.places:
                 buffers[name] = fresh[id(x)]

@@ -1,8 +1,8 @@
-"""All private names of torch that hookcb uses, each in one place; no other file uses any.
+"""All private names of torch that hookcb uses; no other file uses any.
 
-If a docstring says no more, then the name is in torch 2.6 already, the oldest that hookcb supports, nothing
-public gives the same, and without it the call raises an AttributeError that names it. What each gives is
-tested by `test_<name>` in tests/core/test_torch_private.py.
+Unless a docstring says otherwise, the name exists since torch 2.6, the oldest version that hookcb supports,
+torch has no public equivalent, and without it the call raises an AttributeError that names it. Each function
+is tested by `test_<name>` in tests/core/test_torch_private.py.
 """
 
 import sys
@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 Hooks = dict[int, Callable[..., Any]]
 SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
 
-# looked up once, as hooks call these at each call of a layer
+# looked up once, as hooks call these for each call of a layer
 _task_id: Callable[[], int] = torch._C._current_graph_task_id
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
 _will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
@@ -34,36 +34,36 @@ _is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
 DispatchMode = TorchDispatchMode
-"""Base of modes that see each operation; without it `import hookcb` fails, as it is a base of classes."""
+"""Base class of modes that see each operation; without it `import hookcb` fails."""
 
 DataLoaderIter = _BaseDataLoaderIter
-"""Base of the iterators of DataLoaders; without it `import hookcb` fails."""
+"""Base class of the iterators of DataLoaders; without it `import hookcb` fails."""
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
-"""Base of all batch norms, SyncBatchNorm too; to be replaced by a tuple of the public classes."""
+"""Base class of all batch norms, SyncBatchNorm included; a tuple of the public classes could replace it."""
 
 Dropout = nn.modules.dropout._DropoutNd
-"""Base of all dropouts; to be replaced by a tuple of the public classes."""
+"""Base class of all dropouts; a tuple of the public classes could replace it."""
 
 Convolution = nn.modules.conv._ConvNd
-"""Base of all convolutions, transposed too; to be replaced by a tuple of the public classes."""
+"""Base class of all convolutions, transposed included; a tuple of the public classes could replace it."""
 
 
 # ---- modules
 
 
 def parameters_of(m: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name, None among them; reads no attribute, which may be computed."""
+    """A module's own parameters by name, some may be None; reads no attribute, which could be a property."""
     return m._parameters
 
 
 def buffers_of(m: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers by name, in the dict that the module uses; no dict for TorchScript."""
+    """A module's own buffers by name, in the dict that the module uses; not a dict for TorchScript."""
     return m._buffers
 
 
 def unsaved_buffer_names(m: nn.Module) -> set[str]:
-    """Names of a module's own buffers that are not in its `state_dict`, in the set that the module uses."""
+    """Names of a module's own non-persistent buffers, in the set that the module uses."""
     return m._non_persistent_buffers_set
 
 
@@ -88,58 +88,58 @@ HOOK_KINDS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Attributes of modules and tensors that hold hooks; a name that is gone counts as no hooks."""
+"""Attributes of modules and tensors that hold hooks; a name that torch drops counts as no hooks."""
 
 
 def plain_call(m: nn.Module) -> Callable[..., Any]:
-    """The call of a module with its hooks, uncompiled even if the module is compiled in place."""
+    """A module's call including its hooks, uncompiled even if the module is compiled in place."""
     return m._call_impl
 
 
 CALL_NAME = "_wrapped_call_impl"
-"""Name of the function in whose frame a module's call runs; without it nested calls count as one."""
+"""Name of the function that runs a module's call; if torch renames it, nested calls count as one."""
 
 
 # ---- torch.compile
 
 
 def compiled_call(m: nn.Module) -> Any:
-    """What a module's call runs after `m.compile()`, None if the module is not compiled in place."""
+    """The function that a module's call runs after `m.compile()`, None if it is not compiled in place."""
     return m._compiled_call_impl
 
 
 def set_compiled_call(m: nn.Module, call: Any) -> None:
-    """Has a module's call run `call`, with the arguments of the call and no hooks but those in `call`."""
+    """Has a module's call run `call` with the same arguments; its hooks run only if `call` runs them."""
     m._compiled_call_impl = call
 
 
 def undo_compile(m: nn.Module) -> None:
-    """Takes `m.compile()` back; does nothing if the module is not compiled in place."""
+    """Undoes `m.compile()`; does nothing if the module is not compiled in place."""
     m.__dict__.pop("_compiled_call_impl", None)
 
 
 COMPILED_NAME = "_orig_mod"
-"""Part that the wrapper of `torch.compile(m)` adds to the names of parameters and modules."""
+"""Attribute in which the wrapper of `torch.compile(m)` has `m`; part of the names of parameters in it."""
 
 
 def is_compile_wrapper(m: nn.Module) -> bool:
-    """Whether a module is what `torch.compile(m)` returned; by name, as its import takes a second."""
+    """Whether a module was returned by `torch.compile(m)`; checks names, as importing its class takes 1 s."""
     return type(m).__name__ == "OptimizedModule" and COMPILED_NAME in m._modules
 
 
 def without_compile_wrapper(m: nn.Module) -> nn.Module:
-    """The module inside the wrapper of `torch.compile(m)`, `m` itself if it is no wrapper."""
-    inside: nn.Module = getattr(m, "_orig_mod", m)
+    """The module inside the wrapper of `torch.compile(m)`, `m` itself if it is not a wrapper."""
+    inside: nn.Module = getattr(m, COMPILED_NAME, m)
     return inside
 
 
 def is_dynamo_imported() -> bool:
-    """Whether anything can be compiled yet; by name, as the import takes a second."""
+    """Whether anything can have been compiled yet."""
     return "torch._dynamo" in sys.modules
 
 
 def compile_counts(kind: str) -> Counter[str]:
-    """What torch.compile counts, of `kind` "frames" or "stats"; empty if dynamo is not imported, or gone."""
+    """Counters of torch.compile, of `kind` "frames" or "stats"; empty if dynamo is not imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     counts: Counter[str] = Counter() if utils is None else utils.counters[kind]
     return counts
@@ -149,12 +149,12 @@ def compile_counts(kind: str) -> Counter[str]:
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor was changed in place; RuntimeError for an inference tensor."""
+    """Number of in-place changes of a tensor; RuntimeError for an inference tensor."""
     return x._version
 
 
 def is_view(x: Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another."""
+    """Whether autograd treats a tensor as a view of another."""
     return x._is_view()
 
 
@@ -164,33 +164,33 @@ def tensor_hooks(x: Tensor) -> Hooks:
 
 
 def coo_indices(x: Tensor) -> Tensor:
-    """The indices of a sparse COO tensor, also if it is not coalesced."""
+    """Indices of a sparse COO tensor, coalesced or not."""
     return x._indices()
 
 
 def coo_values(x: Tensor) -> Tensor:
-    """The values of a sparse COO tensor, also if it is not coalesced."""
+    """Values of a sparse COO tensor, coalesced or not."""
     return x._values()
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """The address of the storage itself, which each Python object of it shares; `data_ptr` may be 0."""
+    """Address of the storage object, the same for all its Python wrappers; `data_ptr` may be 0."""
     return int(storage._cdata)
 
 
 def flattened(xs: list[Tensor]) -> Tensor:
-    """All elements in one row, a view if there is one tensor; several times as fast as `torch.cat`."""
+    """All elements in one dimension, a view of a single tensor; several times as fast as `torch.cat`."""
     flat: Tensor = torch._C._nn.flatten_dense_tensors(xs)
     return flat
 
 
 def norms_of(xs: list[Tensor]) -> list[Tensor]:
-    """The L2 norm of each tensor, in a few kernels; `torch.linalg.vector_norm` of each gives the same."""
+    """L2 norm of each tensor, in a few kernels; `torch.linalg.vector_norm` of each gives the same."""
     return list(torch._foreach_norm(xs))
 
 
 def operator_schema(func: Any) -> Any:
-    """The schema of an operator as modes get it, with `name` and `is_mutable`."""
+    """Schema of an operator that is passed to a mode, with `name` and `is_mutable`."""
     return func._schema
 
 
@@ -208,80 +208,80 @@ def cpu_attention() -> Any:
 
 
 def in_backward() -> bool:
-    """Whether autograd is in a backward, in this thread or in one of its own that this is."""
+    """Whether a backward is running in this thread, which may be one of autograd's own."""
     return _task_id() != -1
 
 
 def running_node() -> Any:
-    """The node whose backward is running in this thread, None outside of backwards."""
+    """The node that a backward is running in this thread, None outside of backwards."""
     return _running_node()
 
 
 def will_run(node: Node) -> bool:
-    """Whether the backward that is running will run a node; RuntimeError outside of backwards."""
+    """Whether the running backward will run a node; RuntimeError outside of backwards."""
     return _will_run(node)
 
 
 def after_backward(call: Callable[[], Any]) -> None:
-    """Calls `call` at the end of the backward that is running; RuntimeError outside of backwards."""
+    """Calls `call` at the end of the running backward; RuntimeError outside of backwards."""
     Variable._execution_engine.queue_callback(call)
 
 
 def sequence_nr(node: Any) -> int:
-    """Number of a node, larger for nodes that were made later in the same thread."""
+    """Sequence number of a node, larger for nodes created later in the same thread."""
     number: int = node._sequence_nr()
     return number
 
 
 def input_shape(node: Any) -> tuple[int, ...]:
-    """Shape of the first gradient that a node is given, which is that of its first output."""
+    """Shape of the first gradient that a node receives, which is the shape of its first output."""
     return tuple(node._input_metadata[0].shape)
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:
-    """What a node has saved by a name of its own, such as "reduction"; RuntimeError if it is freed.
+    """An argument that a node has saved for its backward, such as "reduction"; RuntimeError if it is freed.
 
-    The default if it saves nothing of that name, also as torch has renamed it.
+    The default if the node saves nothing of that name, or torch has renamed it.
     """
     return getattr(node, f"_saved_{name}", default)
 
 
 def raw_saved(node: Any) -> list[Any]:
-    """The `SavedTensor` objects of a node, for use while it lives; none that torch refuses."""
-    found: list[Any] = []
+    """The `SavedTensor` objects of a node, valid while it lives; those already freed are left out."""
+    saved_tensors: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             with suppress(RuntimeError):  # its backward has run
                 value = getattr(node, name)
-                found += value if isinstance(value, tuple) else [value]
-    return [x for x in found if x is not None]
+                saved_tensors += value if isinstance(value, tuple) else [value]
+    return [x for x in saved_tensors if x is not None]
 
 
 # ---- hooks on saved tensors
 
 
 def saved_hooks_enabled() -> bool:
-    """Whether hooks on saved tensors are allowed now; transforms of torch.func do not allow them."""
-    autograd: Any = torch._C._autograd  # whose stub lacks it
+    """Whether hooks on saved tensors are allowed now; transforms of torch.func disable them."""
+    autograd: Any = torch._C._autograd  # its stub lacks the function
     return bool(autograd._saved_tensors_hooks_is_enabled())
 
 
 def push_saved_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Puts hooks on all tensors that autograd saves in this thread; the last ones pushed act."""
+    """Puts hooks on all tensors that autograd saves in this thread; only the last ones pushed are called."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def pop_saved_hooks() -> None:
-    """Takes off the hooks that were pushed last."""
+    """Removes the hooks on saved tensors that were pushed last."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 KNOWS_TOP = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-"""Whether torch tells which hooks on saved tensors act; since 2.8."""
+"""Whether torch can tell which hooks on saved tensors are active; since 2.8."""
 
 
 def top_saved_hooks() -> SavedHooks | None:
-    """The hooks on saved tensors that act now; None if there are none, or torch cannot tell, before 2.8."""
+    """The active hooks on saved tensors; None if there are none, or before torch 2.8."""
     if not KNOWS_TOP:
         return None
     top: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -289,27 +289,27 @@ def top_saved_hooks() -> SavedHooks | None:
 
 
 disable_saved_hooks: Callable[..., None] = torch._C._autograd._saved_tensors_hooks_disable
-"""Forbids hooks on saved tensors, with the text of the error; a transform of torch.func calls it."""
+"""Disables hooks on saved tensors, with an error message; a transform of torch.func calls it."""
 
 enable_saved_hooks: Callable[[], None] = torch._C._autograd._saved_tensors_hooks_enable
-"""Allows hooks on saved tensors again; a transform of torch.func calls it as it ends."""
+"""Enables hooks on saved tensors again; a transform of torch.func calls it at its end."""
 
 
 def replace_saved_hooks_switch(disable: Callable[..., None], enable: Callable[[], None]) -> None:
-    """Has transforms of torch.func call these two in place of torch's own, to hear of transforms."""
+    """Has transforms of torch.func call these two functions, to be notified of transforms."""
     torch._C._autograd._saved_tensors_hooks_disable = disable
     torch._C._autograd._saved_tensors_hooks_enable = enable
 
 
 CHECKPOINT_HOOKS = "_checkpoint_hook"
-"""Name of the hooks on saved tensors of activation checkpointing without reentry; for a text alone."""
+"""Name of the hooks on saved tensors of non-reentrant activation checkpointing; used for a message only."""
 
 
 # ---- transforms and traces
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func is at work, whose tensors must not outlive it."""
+    """Whether a transform of torch.func is active; its tensors must not outlive it."""
     return _interpreters() is not None
 
 
@@ -319,19 +319,19 @@ def is_transform_tensor(x: Tensor) -> bool:
 
 
 def without_transform(x: Tensor) -> Tensor:
-    """The tensor inside one that belongs to a transform of torch.func, one level."""
+    """The tensor inside a tensor of a torch.func transform, one level down."""
     return torch._C._functorch.get_unwrapped(x)
 
 
 def transforms_left() -> AbstractContextManager[Any]:
-    """Leaves all transforms of torch.func for a `with` block; to be used inside of one."""
+    """Leaves all transforms of torch.func for a `with` block; only valid inside a transform."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
 
 
 def is_jit_tracing() -> bool:
-    """Whether torch.jit.trace records; the public `torch.jit.is_tracing` is a scripted function's."""
+    """Whether torch.jit.trace is recording; the public `torch.jit.is_tracing` is for scripted functions."""
     return _is_jit_tracing()
 
 
@@ -339,40 +339,40 @@ def is_jit_tracing() -> bool:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of torch is running."""
+    """Whether a torch profiler is running."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def start_memory_history(max_entries: int) -> None:
-    """Has CUDA's allocator remember what it does, with Python stacks; torch's own tutorial calls it too."""
+    """Starts recording the CUDA allocator's history, with Python stacks; torch's tutorial calls it too."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
 
 
 def stop_memory_history() -> None:
-    """Has CUDA's allocator remember no more."""
+    """Stops recording the CUDA allocator's history."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def memory_history() -> Any:
-    """What CUDA's allocator remembers, to be pickled for pytorch.org/memory_viz."""
+    """Recorded history of the CUDA allocator, to be pickled for pytorch.org/memory_viz."""
     return torch.cuda.memory._snapshot()
 
 
 def is_memory_history_on() -> bool:
-    """Whether CUDA's allocator remembers what it does; False without a GPU, or if torch cannot tell."""
-    asked: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return bool(asked and torch.cuda.is_available() and asked())  # without a driver it raises
+    """Whether the CUDA allocator's history is recorded; False without a GPU, or if torch cannot tell."""
+    is_enabled: Any = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return bool(is_enabled and torch.cuda.is_available() and is_enabled())  # raises without a driver
 
 
 OPT_CALLED = "_opt_called"
-"""Attribute that a scheduler has `step` set on the optimizer, and looks at before it warns."""
+"""Attribute of an optimizer that its `step` sets and a scheduler checks before it warns."""
 
 
 def mark_stepped(opt: Optimizer) -> None:
-    """Says that an optimizer has made a step, so that no scheduler warns; no effect if torch drops it."""
+    """Marks an optimizer as stepped, so that no scheduler warns; no effect if torch drops the attribute."""
     setattr(opt, OPT_CALLED, True)
 
 
 def scaler_stage(scaler: GradScaler, opt: Optimizer) -> Any:
-    """Where a GradScaler is with an optimizer, an `OptState`: READY, UNSCALED or STEPPED."""
+    """Stage of a GradScaler for an optimizer, an `OptState`: READY, UNSCALED or STEPPED."""
     return scaler._per_optimizer_states[id(opt)]["stage"]

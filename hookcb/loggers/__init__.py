@@ -1,4 +1,4 @@
-"""Where the numbers of a training go: files, TensorBoard, MLflow, whatever has a `log(values, step=…)`."""
+"""Loggers of a training: files, TensorBoard, MLflow, or any object with a `log(values, step=…)`."""
 
 from hookcb.loggers.adapt import as_logger
 from hookcb.loggers.base import Histogram, Logger

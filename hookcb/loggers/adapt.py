@@ -1,4 +1,4 @@
-"""What can be logged to."""
+"""Makes loggers of paths and of other libraries' runs."""
 
 import inspect
 from collections.abc import Callable
@@ -17,11 +17,11 @@ POSSIBLE = (
 
 
 def as_logger(thing: Any) -> Logger:
-    """A logger of what was given: of a path one that writes there, otherwise the object itself.
+    """Returns a logger: for a path one that writes to it, otherwise the object itself.
 
     Raises:
-        TypeError: where nothing can be logged to it.
-        ValueError: for a path to something else.
+        TypeError: If it is neither a path nor a logger.
+        ValueError: If the path has another suffix than .jsonl or .csv.
 
     >>> from hookcb.loggers import as_logger
     >>> as_logger("runs/first.csv").path.name
@@ -30,7 +30,7 @@ def as_logger(thing: Any) -> Logger:
     if isinstance(thing, str | Path):
         path = Path(thing)
         if path.suffix not in FILES:
-            raise ValueError(f"{str(thing)!r} ends in neither of {', '.join(FILES)}; {POSSIBLE}")
+            raise ValueError(f"{str(thing)!r} does not end in {' or '.join(FILES)}; {POSSIBLE}")
         return FILES[path.suffix](path)
     if isinstance(thing, type) or not _takes_values(getattr(thing, "log", None)):
         hint = "an instance, not the class" if isinstance(thing, type) else _hint(thing)
@@ -40,9 +40,9 @@ def as_logger(thing: Any) -> Logger:
 
 
 def _takes_values(log: Any) -> bool:
-    """Whether it can be called as `log({}, step=0)`."""
+    """Whether `log` can be called as `log({}, step=0)`."""
     try:
-        inspect.signature(log, follow_wrapped=False).bind({}, step=0)  # some wrap what takes a `self` too
+        inspect.signature(log, follow_wrapped=False).bind({}, step=0)  # what is wrapped may take a `self` too
     except (TypeError, ValueError):  # ValueError: a function written in C, such as math.log
         return False
     return True
@@ -50,5 +50,5 @@ def _takes_values(log: Any) -> bool:
 
 def _hint(thing: Any) -> str:
     if hasattr(thing, "add_scalar"):
-        return "of a SummaryWriter give the folder, TensorBoardLogger(folder)"
-    return "of MLflow give a run, MLflowLogger(run)" if hasattr(thing, "log_metric") else ""
+        return "instead of a SummaryWriter, give TensorBoardLogger(folder)"
+    return "for MLflow, give MLflowLogger(run)" if hasattr(thing, "log_metric") else ""

@@ -1,4 +1,4 @@
-"""What takes the numbers of a training: the protocol of a logger, and what it may do besides."""
+"""The protocol of a logger, and what it may support besides numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from hookcb.core.randomness import random_kept
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How values are spread over bins of equal width.
+    """A histogram with bins of equal width.
 
     Args:
         low: lower edge of the first bin, in the unit of the values.
-        high: upper edge of the last.
+        high: upper edge of the last bin.
         counts: number of values in each bin.
         below: number of values below `low`.
         above: number of values above `high`.
-        min: smallest finite value, NaN where there is none.
-        max: largest finite value.
+        min: smallest finite value, NaN if there is none.
+        max: largest finite value, NaN if there is none.
 
     >>> from hookcb.loggers import Histogram
     >>> Histogram(low=0.0, high=1.0, counts=(3, 1), below=0, above=2, min=0.1, max=4.0).edges
@@ -36,15 +36,15 @@ class Histogram:
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """Of the bins, one more than there are bins."""
+        """Edges of the bins, one more than there are bins."""
         n = len(self.counts)
         return tuple(self.low + (self.high - self.low) * i / n for i in range(n + 1))
 
 
 class Logger(Protocol):
-    """Takes numbers under their names: all that `Log` needs.
+    """Logs named numbers; all that `Log` needs.
 
-    So do a run of wandb, trackio or swanlab, Accelerate's Accelerator, and any object of your own.
+    A run of wandb, trackio or swanlab and Accelerate's Accelerator are loggers too.
 
     >>> from hookcb import Log, synth_learner
     >>> class Largest:
@@ -59,45 +59,45 @@ class Logger(Protocol):
     """
 
     def log(self, values: Mapping[str, float], /, step: int) -> object:
-        """Takes numbers, NaN and infinities among them.
+        """Logs numbers, including NaN and infinities.
 
         Args:
-            values: by name.
-            step: of the training they are of; never less than the one before, but where a fit begins anew,
-                or goes on from a checkpoint.
+            values: the numbers by name.
+            step: the training step they belong to; it never decreases, unless a fit begins anew or is
+                resumed from a checkpoint.
         """
 
 
 @runtime_checkable
 class TakesHistograms(Protocol):
-    """A logger that takes histograms too."""
+    """A logger that also logs histograms."""
 
     def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> object:
-        """Takes histograms by name, of the training's step `step`."""
+        """Logs the histograms of a training step, by name."""
 
 
 @runtime_checkable
 class Opens(Protocol):
-    """A logger that opens something when it first logs, and again when it logs after `close`."""
+    """A logger that opens a resource when it first logs, and again when it logs after `close`."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to close."""
+        """Whether the resource is open."""
 
     def close(self) -> None:
-        """Gives back what it has opened."""
+        """Closes the resource."""
 
 
 def import_extra(module: str, package: str, extra: str) -> Any:
-    """A module of an optional package.
+    """Imports a module of an optional package.
 
     Args:
-        module: which.
-        package: what a user knows it as.
-        extra: of hookcb, that installs it.
+        module: name of the module.
+        package: name of the package, for the message.
+        extra: the extra of hookcb that installs it.
 
     Raises:
-        ModuleNotFoundError: that says how to get it.
+        ModuleNotFoundError: If it is not installed; the message says how to install it.
     """
     try:
         with random_kept():

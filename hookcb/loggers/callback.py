@@ -1,4 +1,4 @@
-"""Log: what a training comes to, to where it is kept."""
+"""Log: writes the numbers of a training to loggers."""
 
 import copy
 from collections.abc import Mapping
@@ -20,27 +20,27 @@ from hookcb.loggers.newest import Newest
 
 
 class Log(Callback):
-    """Writes loss, learning rate and what is recorded to a file, TensorBoard, MLflow, wandb or trackio.
+    """Logs loss, learning rate and statistics to a file, TensorBoard, MLflow, wandb or trackio.
 
-    Every `every` training batches it logs `loss` and `lr` of the batch, and of each recorder that is attached
-    the newest record, under the step it is of: `activations/<layer>/<stat>` of `ActivationStats`, with its
+    Every `every` training batches it logs `loss` and `lr` of the batch, and the newest record of each
+    recorder under the step of that record: `activations/<layer>/<stat>` of `ActivationStats`, with its
     histograms; `gradients/<parameter>/<stat>` and `gradients/step/<stat>` of `GradientHealth`;
-    `time/<phase>`, in seconds, of `StepTimer`. After an epoch it logs its row, `epoch/<column>`, and new
-    records. Those of a recorder with a name of its own have that in front.
+    `time/<phase>`, in seconds, of `StepTimer`. After an epoch it logs the row of the epoch, `epoch/<column>`,
+    and new records. If a recorder was given a name, that takes the place of the first part.
 
-    In between nothing is read. To read loss and records waits for the device. Steps count the training
-    batches of the fit from 0; a resumed fit goes on with its own, and logs again what came after its
-    checkpoint. A logger that raises is told of in a warning, and is left out for the rest of the fit.
+    Reading the loss and the records waits for the device; between these batches nothing is read. Steps count
+    the training batches of the fit from 0; a resumed fit continues the count, and logs the steps since its
+    checkpoint again. If a logger raises, there is a warning, and it is left out for the rest of the fit.
 
     Args:
-        logger: where to: a path that ends in .jsonl or .csv, a logger of `hookcb.loggers`, or an object with
-            a method `log(values, step=…)`, such as a run of wandb; or a list of these.
-        every: log batches 0, every, 2·every … of the training.
+        logger: a path that ends in .jsonl or .csv, a logger of `hookcb.loggers`, or an object with a method
+            `log(values, step=…)`, such as a run of wandb; or a list of these.
+        every: log training batches 0, every, 2·every …
         on_epoch: log after each epoch too.
-        name: what the learner calls it.
+        name: name of the callback in the learner.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be.
+        TypeError, ValueError: If an argument is invalid.
 
     >>> from tempfile import mkdtemp
     >>> from hookcb import synth_learner
@@ -70,19 +70,19 @@ class Log(Callback):
         super().__init__(name=name)
         given = logger if isinstance(logger, list | tuple) else [logger]
         if not given:
-            raise ValueError(f"logger is {logger!r}; give one, or a list of them")
+            raise ValueError(f"logger must be a logger, or a list of at least one, got {logger!r}")
         self.every, self.on_epoch = check_count("every", every, "training batches"), on_epoch
         self._group = LoggerGroup([as_logger(thing) for thing in given])
         self._begin()
 
     @property
     def loggers(self) -> tuple[Logger, ...]:
-        """Where to it logs."""
+        """The loggers that it logs to."""
         return self._group.loggers
 
     def _begin(self) -> None:
         self._newest = Newest()
-        self._batch: dict[str, float | Tensor] | None = None  # loss and rate of the batch, where it is due
+        self._batch: dict[str, float | Tensor] | None = None  # loss and rate, if the batch is to be logged
         self._is_cancelled = False
 
     def before_fit(self) -> None:
@@ -91,7 +91,7 @@ class Log(Callback):
 
     def after_loss(self) -> None:
         if self._is_due:  # now, as the rate may be stepped before the batch ends
-            self._batch = self._of_batch()
+            self._batch = self._loss_and_rate()
 
     def after_cancel_batch(self) -> None:
         self._is_cancelled = True
@@ -100,8 +100,10 @@ class Log(Callback):
         batch, is_cancelled = self._batch, self._is_cancelled
         self._batch, self._is_cancelled = None, False
         if self._is_due and not is_cancelled:
-            of_batch = self._of_batch() if batch is None else batch  # some loops tell of the loss in the end
-            self._log({name: float(x) for name, x in of_batch.items()}, self.train_iter)
+            values = (
+                self._loss_and_rate() if batch is None else batch
+            )  # some loops report the loss at the end
+            self._log({name: float(x) for name, x in values.items()}, self.train_iter)
 
     def after_epoch(self) -> None:
         if self.on_epoch:
@@ -118,7 +120,7 @@ class Log(Callback):
         learn = self.learn
         return learn.fitting and learn.train_iter % self.every == 0
 
-    def _of_batch(self) -> dict[str, float | Tensor]:
+    def _loss_and_rate(self) -> dict[str, float | Tensor]:
         learn = self.learn
         lr = learn.opt.param_groups[-1].get("lr") if learn.opt is not None else None
         return {
@@ -126,17 +128,17 @@ class Log(Callback):
         }
 
     def _log(self, values: Mapping[str, float], now: int) -> None:
-        """Logs these, and with them what is new, in the order of steps."""
+        """Logs `values` of step `now`, and new records, in the order of steps."""
         by_step: dict[int, tuple[dict[str, float], dict[str, Histogram]]] = {now: (dict(values), {})}
         for reading in self._newest.read(self.learn.cbs):
-            of_step = by_step.setdefault(min(reading.step, now), ({}, {}))
-            of_step[0].update(reading.values)
-            of_step[1].update(reading.hists)
-        for step, of_step in sorted(by_step.items(), key=itemgetter(0)):
-            self._group.log(step, *of_step)
+            numbers, hists = by_step.setdefault(min(reading.step, now), ({}, {}))
+            numbers.update(reading.values)
+            hists.update(reading.hists)
+        for step, (numbers, hists) in sorted(by_step.items(), key=itemgetter(0)):
+            self._group.log(step, numbers, hists)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Log":
         copied = copy.copy(self)
-        copied._group = LoggerGroup(self.loggers)  # the same: a run of wandb, say, is there once
+        copied._group = LoggerGroup(self.loggers)  # the same loggers: a run of wandb, say, cannot be copied
         copied._begin()
         return copied

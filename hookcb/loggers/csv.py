@@ -1,4 +1,4 @@
-"""CSVLogger: a line for each number."""
+"""CSVLogger: a file with a line for each number."""
 
 import csv
 import io
@@ -14,15 +14,15 @@ HEADER = b"step,name,value\n"
 class CSVLogger:
     """Writes each number as a line `step,name,value`, so that names may come and go.
 
-    The lines of a record are with the operating system when `log` returns, so that they stay if the process
-    is killed. A file that is there goes on. NaN and infinities are `nan`, `inf` and `-inf`, as Python, pandas
-    and spreadsheets read them.
+    When `log` returns, the operating system has the lines, so they survive if the process is killed. An
+    existing file is continued. NaN and infinities are `nan`, `inf` and `-inf`, as Python, pandas and
+    spreadsheets read them.
 
     Args:
-        path: of the file; its folder is made where it is missing.
+        path: path of the file; its folder is created if it is missing.
 
     Raises:
-        ValueError: where there is another file, or a folder.
+        ValueError: If the path is a folder, or a file that a `CSVLogger` did not write.
 
     >>> from tempfile import mkdtemp
     >>> from hookcb.loggers import CSVLogger, read_csv
@@ -42,11 +42,11 @@ class CSVLogger:
         """Appends a line for each value.
 
         Raises:
-            ValueError: where a name has a line break.
-            OSError: where it cannot be written.
+            ValueError: If a name has a line break.
+            OSError: If the file cannot be written.
         """
         if broken := [name for name in values if not {"\n", "\r", "\0"}.isdisjoint(name)]:
-            raise ValueError(f"a value is named {broken[0]!r}; give it a name without line breaks")
+            raise ValueError(f"a value is named {broken[0]!r}; give it a name without line breaks or null")
         text = io.StringIO()
         rows = ((int(step), name, float(value)) for name, value in values.items())
         csv.writer(text, lineterminator="\n").writerows(rows)
@@ -57,14 +57,14 @@ class CSVLogger:
 
 
 def read_csv(path: str | Path) -> list[dict[str, Any]]:
-    """What a `CSVLogger` has written: a dict for each number, `{"step": 50, "name": "loss", "value": 0.25}`.
+    """Reads a file of `CSVLogger`: a dict for each number, `{"step": 50, "name": "loss", "value": 0.25}`.
 
-    The last line is left out where it was never finished. A resumed fit writes the steps since its
-    checkpoint a second time.
+    The last line is left out if it is incomplete. A resumed fit writes the steps since its checkpoint a
+    second time.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: for another file; it names the line that cannot be read.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is another kind of file, or a line cannot be read; the message names the line.
     """
     rows, file = [], _file(Path(path))
     for number, line in file.read():

@@ -1,4 +1,4 @@
-"""LoggerGroup: several loggers, none of which can do harm."""
+"""LoggerGroup: several loggers, whose errors do not end a training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,13 +9,13 @@ from hookcb.loggers.base import Histogram, Logger, Opens, TakesHistograms
 
 
 class LoggerGroup:
-    """Logs to several, from `begin` to `end`.
+    """Logs to several loggers, from `begin` to `end`.
 
-    One that raises is told of in a warning, and left out until the next `begin`. What a logger does with
-    random numbers changes none of those that come after it.
+    If one raises, there is a warning, and it is left out until the next `begin`. Random numbers that a logger
+    draws do not change those of the training.
 
     Args:
-        loggers: to log to; a copy of the group logs to the same.
+        loggers: the loggers; a copy of the group logs to the same ones.
     """
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
@@ -23,12 +23,12 @@ class LoggerGroup:
         self.begin()
 
     def begin(self) -> None:
-        """All take part, and those that are open now will stay so."""
+        """Includes all loggers again, and notes those that are already open, which `end` will not close."""
         self._failed: set[int] = set()
         self._were_open = {i for i, logger in enumerate(self.loggers) if _is_open(logger)}
 
     def log(self, step: int, values: Mapping[str, float], hists: Mapping[str, Histogram]) -> None:
-        """Logs what there is of a step."""
+        """Logs the numbers and histograms of a step, if there are any."""
         acts: list[tuple[int, Callable[[], object]]] = []
         for i, logger in enumerate(self.loggers):
             if values:
@@ -38,7 +38,7 @@ class LoggerGroup:
         self._guarded(acts)
 
     def end(self) -> None:
-        """Closes those that were opened since `begin`."""
+        """Closes the loggers that were opened since `begin`."""
         self._guarded(
             [
                 (i, logger.close)
@@ -67,7 +67,7 @@ class LoggerGroup:
         if i not in self._failed:
             self._failed.add(i)
             warn(
-                f"{self.loggers[i]!r:.80} has failed with {error!r:.200}; training goes on, and nothing more "
+                f"{self.loggers[i]!r:.80} failed with {error!r:.200}; the training goes on, but nothing more "
                 "is logged there in this fit",
                 stacklevel=2,
             )

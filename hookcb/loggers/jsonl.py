@@ -1,4 +1,4 @@
-"""JSONLLogger: a line of JSON for each record."""
+"""JSONLLogger: a file with a line of JSON for each record."""
 
 import json
 import math
@@ -15,17 +15,17 @@ START = '{"step": '
 
 
 class JSONLLogger:
-    """Writes each record as a line of JSON: `{"step": 50, "loss": 0.25}`; made for reading after a crash.
+    """Writes each record as a line of JSON, `{"step": 50, "loss": 0.25}`; readable even after a crash.
 
-    Each record is with the operating system when `log` returns, so that it stays if the process is killed.
-    A file that is there goes on. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", as
-    JSON has no numbers for them; `read_jsonl` makes numbers of them again.
+    When `log` returns, the operating system has the record, so it survives if the process is killed. An
+    existing file is continued. NaN and infinities are written as the strings "NaN", "Infinity" and
+    "-Infinity", as JSON has no numbers for them; `read_jsonl` converts them back.
 
     Args:
-        path: of the file; its folder is made where it is missing.
+        path: path of the file; its folder is created if it is missing.
 
     Raises:
-        ValueError: where there is another file, or a folder.
+        ValueError: If the path is a folder, or a file that a `JSONLLogger` did not write.
 
     >>> from tempfile import mkdtemp
     >>> from hookcb.loggers import JSONLLogger, read_jsonl
@@ -46,13 +46,13 @@ class JSONLLogger:
         """Appends a line.
 
         Raises:
-            ValueError: where a value is named "step".
-            OSError: where it cannot be written.
+            ValueError: If a value is named "step".
+            OSError: If the file cannot be written.
         """
         self._append(step, {name: float(value) for name, value in values.items()})
 
     def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
-        """Appends a line of histograms: each an object of `low`, `high`, `counts` and the others."""
+        """Appends a line of histograms, each an object with the fields of `Histogram`."""
         self._append(step, {name: asdict(hist) for name, hist in hists.items()})
 
     def _append(self, step: int, values: Mapping[str, Any]) -> None:
@@ -66,14 +66,14 @@ class JSONLLogger:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """What a `JSONLLogger` has written: a dict for each record, `{"step": 50, "loss": 0.25}`.
+    """Reads a file of `JSONLLogger`: a dict for each record, `{"step": 50, "loss": 0.25}`.
 
-    The last line is left out where it was never finished. A resumed fit writes the steps since its
-    checkpoint a second time.
+    The last line is left out if it is incomplete. A resumed fit writes the steps since its checkpoint a
+    second time.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: for another file; it names the line that cannot be read.
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is another kind of file, or a line cannot be read; the message names the line.
     """
     rows: list[dict[str, Any]] = []
     file = _file(Path(path))
@@ -81,7 +81,12 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         try:
             row = _decoded(json.loads(line))
             rows.append({"step": row.pop("step"), **row})
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:  # TypeError: of a list
+        except (
+            json.JSONDecodeError,
+            AttributeError,
+            KeyError,
+            TypeError,
+        ) as error:  # TypeError: the line is a list
             raise file.broken(number) from error
     return rows
 

@@ -1,4 +1,4 @@
-"""LineFile: a file that grows by whole lines, and can be read however its writer ended."""
+"""LineFile: a file that grows by whole lines, and stays readable if its writer is killed."""
 
 import os
 from collections.abc import Iterator
@@ -11,17 +11,16 @@ BLOCK = 65_536
 
 @dataclass(frozen=True, slots=True)
 class LineFile:
-    """A file of lines, to which are added whole ones only.
+    """A text file that grows by whole lines only.
 
-    It is opened for each addition, so that there is nothing to close, to copy or to lose: what `append` has
-    written is with the operating system, and stays there if the process is killed; after a power failure the
-    last seconds may be missing. What is left of a line that was never finished is cut off when the file goes
-    on, and not read.
+    It is opened for each addition, so there is nothing to close or to copy: when `append` returns, the
+    operating system has the lines, and they survive if the process is killed; after a power failure the last
+    seconds may be missing. An incomplete last line is not read, and is cut off by the next `append`.
 
     Args:
-        path: of the file; its folder is made where it is missing.
-        start: what such a file begins with, by which a foreign one is told.
-        header: its first line, where it has one.
+        path: path of the file; its folder is created if it is missing.
+        start: first bytes of such a file, to recognize foreign ones.
+        header: the first line, if there is one.
     """
 
     path: Path
@@ -29,10 +28,10 @@ class LineFile:
     header: bytes = b""
 
     def check(self) -> None:
-        """Refuses what is there already, if it is something else.
+        """Checks that an existing file can be continued.
 
         Raises:
-            ValueError: for a folder, or a file that begins otherwise.
+            ValueError: If the path is a folder, or a file with another start.
         """
         if self.path.is_dir():
             raise ValueError(f"{self.path} is a folder; give a file")
@@ -41,7 +40,7 @@ class LineFile:
                 self._check_start(file)
 
     def append(self, lines: str) -> None:
-        """Adds `lines`, each with its line break, in one write."""
+        """Appends `lines`, which end in a line break, in one write."""
         try:
             file = self.path.open("a+b", buffering=0)
         except FileNotFoundError:
@@ -50,21 +49,21 @@ class LineFile:
         with file:
             size = _cut_half_line(file)
             left = (lines if size else self.header.decode() + lines).encode()
-            while left:  # a write may take a part, as on a disk that is nearly full
+            while left:  # a call may write only a part, as on a disk that is nearly full
                 left = left[file.write(left) :]
 
     def read(self) -> Iterator[tuple[int, str]]:
-        """The whole lines and their numbers, from 1, without the header.
+        """Yields the number, from 1, and the text of each complete line, without the header.
 
         Raises:
-            FileNotFoundError: where there is none.
-            ValueError: where it is something else.
+            FileNotFoundError: If there is no such file.
+            ValueError: If it is another kind of file, or a line cannot be read.
         """
         with self.path.open("rb") as file:
             self._check_start(file)
             for number, line in enumerate(file, 1):
                 if line.endswith(b"\n") and (number > 1 or not self.header):
-                    if b"\0" in line:  # as of a block that was never written, or is lost
+                    if b"\0" in line:  # a block that was never written, or is lost
                         raise self.broken(number)
                     try:
                         yield number, line.decode()
@@ -72,20 +71,20 @@ class LineFile:
                         raise self.broken(number) from error
 
     def broken(self, number: int) -> ValueError:
-        """The error that a line is not as it was written."""
+        """The error to raise for a damaged line."""
         return ValueError(f"line {number} of {self.path} cannot be read; delete it to read the others")
 
     def _check_start(self, file: BinaryIO) -> None:
-        there = file.read(len(self.start))
+        beginning = file.read(len(self.start))
         file.seek(0)
-        if not self.start.startswith(there):  # less than that is a first line that was never finished
+        if not self.start.startswith(beginning):  # a shorter one is an incomplete first line
             raise ValueError(
-                f"{self.path} was not written by this logger, it begins with {there!r}; give another path"
+                f"{self.path} was not written by this logger, it begins with {beginning!r}; give another path"
             )
 
 
 def _cut_half_line(file: BinaryIO) -> int:
-    """Ends `file` behind its last line break; its size."""
+    """Truncates `file` after its last line break; returns its size."""
     size = end = file.seek(0, os.SEEK_END)
     if size:
         file.seek(-1, os.SEEK_END)

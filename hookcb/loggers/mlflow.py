@@ -1,4 +1,4 @@
-"""MLflowLogger: numbers for a run of MLflow."""
+"""MLflowLogger: numbers as metrics of an MLflow run."""
 
 import re
 import time
@@ -8,28 +8,29 @@ from typing import Any
 
 from hookcb.loggers.base import import_extra
 
-MOST_VALUES = 1_000  # that MLflow takes at once
-FOREIGN = re.compile(r"[^\w. /-]")  # characters that it does not take in a name on every system
+MAX_VALUES = 1_000  # that MLflow accepts at once
+INVALID = re.compile(r"[^\w. /-]")  # characters that MLflow does not accept in names on every system
 
 
 class MLflowLogger:
-    """Writes numbers as metrics of a run of MLflow, wherever `mlflow.set_tracking_uri` says.
+    """Writes numbers as metrics of an MLflow run, to the store set by `mlflow.set_tracking_uri`.
 
-    A name has "-" for characters that MLflow refuses: `lstm[0]` becomes `lstm-0-`. What an infinity becomes
-    is up to the store: a database has the largest number for it.
+    Characters that MLflow does not accept in names become "-": `lstm[0]` is `lstm-0-`. How an infinity is
+    stored depends on the store: a database has the largest number in its place.
 
     Args:
-        run: to write to: its id, or what `mlflow.start_run` gives; whoever started it ends it.
-        experiment: name of the one in which a run is begun when something is first logged, and ended by
-            `close`; made where it is missing. With neither it is the active run.
+        run: the run, by its id or as returned by `mlflow.start_run`; it is not ended here. By default the
+            active run.
+        experiment: name of an experiment, in place of `run`; created if it is missing. A run in it is started
+            at the first log, and ended by `close`.
 
     Attributes:
-        run_id: of the run; None before it is begun.
+        run_id: id of the run; None before it is started.
 
     Raises:
-        ModuleNotFoundError: without mlflow.
-        RuntimeError: with neither, where no run is active.
-        ValueError: for both.
+        ModuleNotFoundError: If mlflow is not installed.
+        RuntimeError: If neither is given and no run is active.
+        ValueError: If both are given.
 
     >>> from hookcb.loggers import Log, MLflowLogger
     >>> log = Log(MLflowLogger(experiment="digits"))  # doctest: +SKIP
@@ -43,28 +44,28 @@ class MLflowLogger:
             run = mlflow.active_run()
             if run is None:
                 raise RuntimeError(
-                    "no run is active; give run= or experiment=, or begin one with mlflow.start_run()"
+                    "no run is active; give run= or experiment=, or start one with mlflow.start_run()"
                 )
         self.experiment = experiment
         self.run_id: str | None = run if run is None or isinstance(run, str) else run.info.run_id
         self._client: Any = None
-        self._is_running = False  # a run that was begun here
+        self._is_running = False  # whether a run that was started here is running
 
     @property
     def is_open(self) -> bool:
-        """Whether a run that was begun here is running."""
+        """Whether a run that was started here is running."""
         return self._is_running
 
     def log(self, values: Mapping[str, float], /, step: int) -> None:
         """Writes metrics."""
         now = int(time.time() * 1_000)
         client, metric = self._opened(), _mlflow().entities.Metric
-        metrics = (metric(FOREIGN.sub("-", name), float(x), now, int(step)) for name, x in values.items())
-        while some := list(islice(metrics, MOST_VALUES)):
+        metrics = (metric(INVALID.sub("-", name), float(x), now, int(step)) for name, x in values.items())
+        while some := list(islice(metrics, MAX_VALUES)):
             client.log_batch(self.run_id, metrics=some)
 
     def close(self) -> None:
-        """Ends a run that was begun here; what is logged later goes on with it."""
+        """Ends a run that was started here; a later log continues it."""
         if self._is_running:
             self._is_running = False
             self._client.set_terminated(self.run_id)
@@ -81,12 +82,12 @@ class MLflowLogger:
         return self._client
 
     def _experiment_id(self, name: str) -> Any:
-        there = self._client.get_experiment_by_name(name)
-        return self._client.create_experiment(name) if there is None else there.experiment_id
+        experiment = self._client.get_experiment_by_name(name)
+        return self._client.create_experiment(name) if experiment is None else experiment.experiment_id
 
     def __repr__(self) -> str:
-        what = f"experiment={self.experiment!r}" if self.experiment is not None else f"{self.run_id!r}"
-        return f"MLflowLogger({what})"
+        target = f"experiment={self.experiment!r}" if self.experiment is not None else f"{self.run_id!r}"
+        return f"MLflowLogger({target})"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_client": None, "_is_running": False}  # a copy ends no run

@@ -1,4 +1,4 @@
-"""Newest: what the recorders of a fit have recorded last, under names that stay the same."""
+"""Newest: the latest records of the recorders of a fit, under stable names."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -15,12 +15,12 @@ from hookcb.profiling.steps.timer import StepTimer
 from hookcb.records.readings import LayerReadings
 from hookcb.records.records import LayerRecords
 
-# what names begin with, by the name of the callback; of another name they begin with that
+# first part of the names, by the name of the callback; else it is that name
 PREFIXES = {"activation_stats": "activations", "gradient_health": "gradients", "step_timer": "time"}
 
 
 class Reading(NamedTuple):
-    """What was recorded at a step."""
+    """The numbers and histograms recorded at a step."""
 
     step: int
     values: dict[str, float]
@@ -28,31 +28,31 @@ class Reading(NamedTuple):
 
 
 class Newest:
-    """Reads each record once, and only the newest; made when a fit begins.
+    """Reads the newest record of each recorder, and no record twice; created when a fit begins.
 
-    To read has what waits reduced, and on a GPU waits for it.
+    Reading reduces what is waiting to be reduced, and on a GPU waits for the result.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, int] = {}  # the record, by prefix
-        self._ranges: dict[str, tuple[float, float]] = {}  # of histograms, by name: they stay the same
+        self._seen: dict[str, int] = {}  # the last record read, by prefix
+        self._ranges: dict[str, tuple[float, float]] = {}  # of histograms, by name; they are fixed
 
     def read(self, cbs: Iterable[Callback]) -> Iterator[Reading]:
-        """The newest records of these callbacks, without those that were read before."""
+        """Yields the newest record of each callback, unless it was read before."""
         for cb in cbs:
             prefix = PREFIXES.get(cb.name, cb.name)
             if isinstance(cb, ActivationStats):
-                yield from self._of_layers(prefix, cb.records)
+                yield from self._read_layers(prefix, cb.records)
             elif isinstance(cb, GradientHealth):
-                for reading in self._of_layers(prefix, cb):
+                for reading in self._read_layers(prefix, cb):
                     steps = {f"{prefix}/step/{stat}": cb.step_series(stat)[-1] for stat in STEP_STATS}
                     yield reading._replace(values=reading.values | steps)
                 if cb.output_stats is not None:
-                    yield from self._of_layers(f"{prefix}_of_outputs", cb.output_stats)
+                    yield from self._read_layers(f"{prefix}_of_outputs", cb.output_stats)
             elif isinstance(cb, StepTimer):
-                yield from self._of_times(prefix, cb)
+                yield from self._read_times(prefix, cb)
 
-    def _of_layers(self, prefix: str, readings: LayerReadings | LayerRecords) -> Iterator[Reading]:
+    def _read_layers(self, prefix: str, readings: LayerReadings | LayerRecords) -> Iterator[Reading]:
         store = readings.store_of("train")
         if not store.infos or self._seen.get(prefix) == store.infos[-1].record:
             return
@@ -65,13 +65,13 @@ class Newest:
                 continue  # it was not called
             stats = dict(zip(readings.columns, numbers, strict=False))
             if isinstance(readings, GradientReadings) and readings.about[name][1] < 2:
-                del stats["zero_rows"]  # which it has none of
+                del stats["zero_rows"]  # a parameter with fewer than 2 dimensions has no rows
             reading.values.update({f"{prefix}/{name}/{stat}": x for stat, x in stats.items()})
             if isinstance(readings, ActivationRecords) and readings.with_hist:
                 below, *counts, above = numbers[len(readings.columns) :]
                 low, high = self._range(f"{prefix}/{name}", readings, name)
-                of_bins = Histogram(low, high, tuple(counts), below, above, stats["min"], stats["max"])
-                reading.hists[f"{prefix}/{name}"] = of_bins
+                hist = Histogram(low, high, tuple(counts), below, above, stats["min"], stats["max"])
+                reading.hists[f"{prefix}/{name}"] = hist
         yield reading
 
     def _range(self, key: str, readings: ActivationRecords, name: str) -> tuple[float, float]:
@@ -79,7 +79,7 @@ class Newest:
             self._ranges[key] = readings.buffer.range_of("train", name)
         return self._ranges[key]
 
-    def _of_times(self, prefix: str, timer: StepTimer) -> Iterator[Reading]:
+    def _read_times(self, prefix: str, timer: StepTimer) -> Iterator[Reading]:
         if not (times := timer.times) or self._seen.get(prefix) == times[-1].step:
             return
         newest = times[-1]

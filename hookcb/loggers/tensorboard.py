@@ -11,17 +11,16 @@ PROTOS = "tensorboard.compat.proto"
 
 
 class TensorBoardLogger:
-    """Writes numbers and histograms to a folder that TensorBoard shows: `tensorboard --logdir FOLDER`.
+    """Writes numbers and histograms to a folder for TensorBoard: `tensorboard --logdir FOLDER`.
 
-    Each record is with the operating system when `log` returns, so that it stays if the process is killed.
-    Where a training goes on in a folder that has events, TensorBoard leaves out those of later steps, which a
-    crash had left there.
+    When `log` returns, the operating system has the record, so it survives if the process is killed. If a
+    training is resumed in a folder with events, TensorBoard discards those of later steps, left by a crash.
 
     Args:
-        folder: made where it is missing; one for each run.
+        folder: the folder, one for each run; created if it is missing.
 
     Raises:
-        ModuleNotFoundError: without the package tensorboard.
+        ModuleNotFoundError: If the package tensorboard is not installed.
 
     >>> from hookcb.loggers import Log, TensorBoardLogger
     >>> log = Log(TensorBoardLogger("runs/first"))  # doctest: +SKIP
@@ -29,8 +28,8 @@ class TensorBoardLogger:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
-        self._writer: Any = None  # once something is logged
-        self._goes_on = False  # with what it has written itself
+        self._writer: Any = None  # opened at the first log
+        self._has_written = False  # then events in the folder are its own
         _import("torch.utils.tensorboard")
 
     @property
@@ -47,7 +46,7 @@ class TensorBoardLogger:
         self._write([{"tag": name, "histo": _histo(hist)} for name, hist in hists.items()], step)
 
     def close(self) -> None:
-        """Closes the file of events; what is logged later goes to another one in the same folder."""
+        """Closes the file of events; a later log opens another one in the same folder."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -55,14 +54,14 @@ class TensorBoardLogger:
     def _write(self, values: list[dict[str, Any]], step: int) -> None:
         if self._writer is None:
             self._open(step)
-        # all in one event, as each takes 0.1 ms on its way
+        # all in one event, as each event takes 0.1 ms
         self._writer.add_summary(_import(f"{PROTOS}.summary_pb2").Summary(value=values), step)
         self._writer.flush()
 
     def _open(self, step: int) -> None:
-        is_resumed = not self._goes_on and step > 0 and any(self.folder.glob("events.out.tfevents.*"))
+        is_resumed = not self._has_written and step > 0 and any(self.folder.glob("events.out.tfevents.*"))
         self._writer = _import("torch.utils.tensorboard").FileWriter(str(self.folder))
-        self._goes_on = True
+        self._has_written = True
         if is_resumed:
             events = _import(f"{PROTOS}.event_pb2")
             self._writer.add_event(events.Event(step=step, session_log={"status": "START"}))
@@ -71,7 +70,7 @@ class TensorBoardLogger:
         return f"TensorBoardLogger({str(self.folder)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_writer": None}  # a copy opens a file of its own
+        return self.__dict__ | {"_writer": None}  # a copy opens its own file
 
 
 def _import(module: str) -> Any:
@@ -79,7 +78,7 @@ def _import(module: str) -> Any:
 
 
 def _histo(hist: Histogram) -> dict[str, Any]:
-    """As TensorBoard has histograms: by upper edges; below the first it reaches down to min."""
+    """Fields of TensorBoard's histogram: buckets by their upper edge; the first one begins at `min`."""
     edges, counts = hist.edges, [hist.below, *hist.counts, hist.above]
     low, high = (edge if math.isnan(x) else x for x, edge in ((hist.min, hist.low), (hist.max, hist.high)))
     middles = [(a + b) / 2 for a, b in zip((low, *edges), (*edges, high), strict=True)]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hookcb.core.batch import describe, n_batches, split_batch
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
-from hookcb.core.fetches import FetchListener, ToldFetches
+from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
 from hookcb.core.loop import Loop, stray_cancels_as_errors
 from hookcb.diagnosis.callback import diagnose_loop
@@ -225,7 +225,7 @@ class Learner(Loop):
     def _told(self, batches: Iterable[T]) -> Iterable[T]:
         """The batches of a training or validation, as who listens is told of fetches."""
         listeners = tuple(self._fetch_listeners) if self.training else ()
-        return ToldFetches(batches, listeners) if listeners else batches
+        return ObservedFetches(batches, listeners) if listeners else batches
 
     def follow_fetches(self, listener: FetchListener) -> None:
         """Tells `listener` of each fetch of a training batch, from the next epoch on."""

@@ -58,7 +58,7 @@ def _check(learn: Loop, start_lr: float, end_lr: float, num_it: int) -> None:
     check_number("end_lr", end_lr)
     if start_lr >= end_lr:
         raise ValueError(f"start_lr is {start_lr} and end_lr {end_lr}; give a lower and a higher rate")
-    check_count("num_it", num_it, "batches", least=2, hint="; 100 are usual")
+    check_count("num_it", num_it, "batches", least=2, hint=" (100 is usual)")
     if isinstance(learn.dls.train, Iterator):
         raise ValueError(
             f"the training loader is a {type(learn.dls.train).__name__}, which can be read once, and lr_find "

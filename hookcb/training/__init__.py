@@ -1,1 +1,1 @@
-"""Callbacks that take part in the training: precision, clipping, averages, metrics, progress."""
+"""Callbacks that take part in training: precision, clipping, averages, metrics, progress."""

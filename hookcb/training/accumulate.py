@@ -1,4 +1,4 @@
-"""GradientAccumulation: one step for several batches."""
+"""GradientAccumulation: one optimizer step for several batches."""
 
 import warnings
 from contextlib import suppress
@@ -18,28 +18,26 @@ from hookcb.training.reductions import reduction_of
 class GradientAccumulation(Callback):
     """Adds up the gradients of `n` batches before each step, for large batches on little memory.
 
-    The step is that of one batch with all the samples of the group. If the loss is a mean over samples,
-    batches weigh by their size; if it is a sum, gradients are summed as they are. Layers that look at a batch
-    as a whole, such as batch norm, still see the small ones.
+    The step is that of one batch with all samples of the group. If the loss is a mean over samples, batches
+    are weighted by their size; if it is a sum, gradients are added as they are. Layers that compute over a
+    whole batch, such as batch norm, still see the small batches.
 
-    `before_step` and `after_step` come once a group. The last group of an epoch may be smaller. Where only
-    the end of the training shows which is the last (a loader without a length, batches that were cancelled),
-    its step is made in `after_train`. A batch that was cancelled before its backward does not count. What a
-    group has when the epoch or the fit is cancelled goes into the next group, or is not used.
+    `before_step` and `after_step` are called once per group. The last group of an epoch may be smaller. If it
+    is only known at the end of the training (a loader without a length, cancelled batches), its step is made
+    in `after_train`. A batch cancelled before its backward does not count. If the epoch or the fit is
+    cancelled, the gradients of an open group go into the next group, or are not used.
 
-    In between `learn.loss` is scaled, from `before_backward` to `after_backward`: a penalty is to be added in
-    `after_loss`.
+    `learn.loss` is scaled from `before_backward` to `after_backward`, so add penalties in `after_loss`.
 
     Args:
-        n: number of batches of a group, 1 or more.
-        reduction: "mean" or "sum", what the loss of a batch is of the losses of its samples. By default it is
-            what `loss_func.reduction` says, or the default of the function's parameter `reduction`, or the
-            operation that the first loss was made by. A function of which none of these tells is taken for a
-            mean, with a warning.
-        name: what the learner calls it.
+        n: number of batches in a group, 1 or more.
+        reduction: "mean" or "sum", how the loss reduces the losses of samples. By default it is
+            `loss_func.reduction`, the default of the function's parameter `reduction`, or the last operation
+            in the graph of the first loss; if none of these tells, "mean", with a warning.
+        name: name of the callback in the learner.
 
     Raises:
-        TypeError, ValueError: if an argument is invalid.
+        TypeError, ValueError: If an argument is invalid.
 
     >>> from hookcb import Callback, GradientAccumulation, synth_learner
     >>> steps = Callback(after_step=lambda cb: print("step after batch", cb.iter))
@@ -57,11 +55,11 @@ class GradientAccumulation(Callback):
         super().__init__(name=name)
         check_count("n", n, "batches", hint=" (fastai's n_acc counts samples)")
         if reduction not in ("mean", "sum", None):
-            raise ValueError(f"reduction is {reduction!r}; give 'mean', 'sum', or None to find out")
+            raise ValueError(f"reduction must be 'mean', 'sum', or None to detect it, got {reduction!r}")
         self.n, self.reduction = n, reduction
-        self._is_mean: bool | None = None  # of this fit, once it is known
-        self._loss: Tensor | None = None  # of the batch, while learn.loss is scaled
-        self._size: int | None = None  # of the batch, until its backward has added its gradients
+        self._is_mean: bool | None = None  # whether the loss is a mean, once it is known
+        self._loss: Tensor | None = None  # unscaled loss, while learn.loss is scaled
+        self._size: int | None = None  # samples in the batch, until its backward has added its gradients
         self._begin_group()
 
     def _begin_group(self) -> None:
@@ -74,7 +72,7 @@ class GradientAccumulation(Callback):
     def before_backward(self) -> None:
         learn = self.learn
         size = batch_size((*learn.yb, learn.xb))
-        if not self._n_batches:  # a guess of how many samples there will be, right as a rule
+        if not self._n_batches:  # a guess of the samples in the group, usually right
             left = (learn.n_iter or 0) - learn.iter
             self._unit = (min(self.n, left) if left > 0 else self.n) * max(1, size)
         self._loss, self._size = learn.loss, size
@@ -98,7 +96,7 @@ class GradientAccumulation(Callback):
         if self._loss is not None:
             self.learn.loss, self._loss = self._loss, None
 
-    # where the batch ended before its backward
+    # if the batch ended before its backward
     after_cancel_batch = after_cancel_train = after_cancel_epoch = after_cancel_fit = _restore_loss
 
     def before_step(self) -> None:
@@ -110,7 +108,7 @@ class GradientAccumulation(Callback):
         learn = self.learn
         learn.accumulating = False
         if self._n_batches:
-            with suppress(CancelBatchException):  # there is no batch here that it could end
+            with suppress(CancelBatchException):  # there is no batch to cancel here
                 if learn.within("step", learn.step):
                     learn.opt.zero_grad()
 
@@ -125,20 +123,20 @@ class GradientAccumulation(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._n_batches, self._n_samples, self._unit = state["n_batches"], state["n_samples"], state["unit"]
-        self._is_mean = state.get("is_mean")  # which older files do not have
+        self._is_mean = state.get("is_mean")  # missing in older files
 
     def _find_reduction(self) -> str:
         loss_func = getattr(self.learn, "loss_func", None)
-        found = self.reduction or reduction_of(loss_func, self.learn.loss)
-        if found is None and loss_func is not None and self.n > 1:
+        reduction = self.reduction or reduction_of(loss_func, self.learn.loss)
+        if reduction is None and loss_func is not None and self.n > 1:
             title = getattr(loss_func, "__qualname__", type(loss_func).__name__)
             warnings.warn(
-                f"whether the loss of {title} is a mean or a sum over the samples of a batch is not known; "
-                "it is taken for a mean: say GradientAccumulation(…, reduction='mean'), or 'sum'",
+                f"cannot tell whether the loss of {title} is a mean or a sum over the samples of a batch; "
+                "assuming a mean; give GradientAccumulation(…, reduction='mean'), or 'sum'",
                 stacklevel=2,
             )
-        return found or "mean"
+        return reduction or "mean"
 
     def _is_whole(self, n_batches: int) -> bool:
-        is_last = self.learn.n_iter == self.learn.iter + 1  # a loader may give more batches than it says
+        is_last = self.learn.n_iter == self.learn.iter + 1  # a loader may have more batches than its length
         return n_batches >= self.n or (is_last and n_batches > 0)

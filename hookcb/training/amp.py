@@ -1,4 +1,4 @@
-"""MixedPrecision: predictions and losses in half precision, weights in full."""
+"""MixedPrecision: predictions and losses in half precision, weights in full precision."""
 
 from collections.abc import Generator
 from typing import Any
@@ -15,22 +15,22 @@ DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.floa
 
 
 class MixedPrecision(Callback):
-    """Computes predictions and losses under autocast: less memory, and faster on hardware made for it.
+    """Computes predictions and losses under autocast: less memory, and faster on hardware that supports it.
 
-    Autocast lasts from `before_batch` to `after_loss`, in training and validation, also outside a fit. With
-    float16 a fit scales its losses, so that small gradients do not vanish: `learn.scaler` is a
-    `torch.amp.GradScaler`, which unscales gradients in `before_step` and skips the step where they have
+    Autocast is on from `before_batch` to `after_loss`, in training and validation, also outside a fit. With
+    float16, a fit scales its losses so that small gradients do not underflow: `learn.scaler` is a
+    `torch.amp.GradScaler`, which unscales gradients in `before_step` and skips the step if they have
     overflowed. Each step then waits for the device, unless the optimizer is fused. A step without any
-    gradient is cancelled; gradients that stay after a cancelled step are scaled again for the next backward.
+    gradient is cancelled; gradients left by a cancelled step are scaled again for the next backward.
 
     Args:
         dtype: torch.bfloat16 or torch.float16, or "bf16" or "fp16".
-        name: what the learner calls it.
-        **scaler_options: with float16, for `torch.amp.GradScaler`: `init_scale`, `growth_interval` ….
+        name: name of the callback in the learner.
+        **scaler_options: options of `torch.amp.GradScaler`, with float16 only: `init_scale` …
 
     Raises:
-        ValueError, TypeError: for another dtype, and options that a GradScaler does not take.
-        RuntimeError: when a fit begins, where the device has no autocast, or there is a scaler already.
+        ValueError, TypeError: If `dtype` is another one, or GradScaler does not accept the options.
+        RuntimeError: When a fit begins, if the device has no autocast, or `learn.scaler` is set already.
 
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 
@@ -50,14 +50,15 @@ class MixedPrecision(Callback):
         super().__init__(name=name)
         self.dtype: Any = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
         if self.dtype not in DTYPES.values():
-            raise ValueError(f"dtype is {dtype!r}; give torch.bfloat16, torch.float16, 'bf16' or 'fp16'")
+            raise ValueError(f"dtype must be torch.bfloat16, torch.float16, 'bf16' or 'fp16', got {dtype!r}")
         _check_options(self.dtype, scaler_options)
         self._options, self._skipped = scaler_options, torch.zeros((), dtype=torch.int64)
-        self._owns = self._unscaled = False  # learn.scaler is of this; gradients that stay are unscaled
+        self._owns = False  # whether learn.scaler was set here
+        self._unscaled = False  # whether the gradients left by a cancelled step are unscaled
 
     @property
     def skipped(self) -> int:
-        """Number of steps skipped in this fit; to look waits for the device."""
+        """Number of steps skipped in this fit; reading it waits for the device."""
         return int(self._skipped)
 
     @property
@@ -67,15 +68,17 @@ class MixedPrecision(Callback):
     def before_fit(self) -> None:
         device = device_of(self.model, None)
         self._skipped, self._unscaled = torch.zeros((), dtype=torch.int64, device=device), False
-        torch.autocast(device.type, self.dtype)  # what it refuses, it refuses before training
+        torch.autocast(device.type, self.dtype)  # raises before training, not in it
         if self.dtype is torch.float16:
             if self.learn.scaler is not None:
                 raise RuntimeError("learn.scaler is set already; use one MixedPrecision, or one GradScaler")
             self.learn.scaler, self._owns = torch.amp.GradScaler(device.type, **self._options), True
-            self.learn.scaler.scale(torch.ones((), device=device))  # else it has no scale before a backward
+            self.learn.scaler.scale(
+                torch.ones((), device=device)
+            )  # else it has no scale before a backward ends
 
     def before_batch(self) -> None:
-        # of the phase: it ends with it, by an error too, and a validation inside has one of its own
+        # in the phase's state: it ends with the phase, even by an error, and a nested validation has its own
         self.phase_state["autocast"] = context = _autocast(device_of(self.model, None).type, self.dtype)
         next(context)
 
@@ -87,9 +90,9 @@ class MixedPrecision(Callback):
     after_cancel_epoch = after_cancel_fit = after_loss
 
     def before_backward(self) -> None:
-        if self._unscaled and (scaler := self._scaler):  # what this backward adds is scaled
+        if self._unscaled and (scaler := self._scaler):  # the gradients that this backward adds are scaled
             self._unscaled, scale = False, scaler.get_scale()
-            scaler.update(scale)  # forgets that it has unscaled
+            scaler.update(scale)  # resets its stage to READY
             scale_gradients(self.opt, scale)
 
     def before_step(self) -> None:
@@ -130,8 +133,8 @@ class MixedPrecision(Callback):
 
 
 def _autocast(device_type: str, dtype: torch.dtype) -> Generator[None, None, None]:
-    """Autocast from `next` to `close`, or until nobody holds it any more."""
-    # inside another autocast its cache would give casts of weights that have changed since, or keep ours
+    """Autocast from `next` to `close`, or until the generator is garbage-collected."""
+    # inside another autocast, the cache would return casts of weights that have changed since, or keep ours
     torch.clear_autocast_cache()
     try:
         with torch.autocast(device_type, dtype):
@@ -142,10 +145,10 @@ def _autocast(device_type: str, dtype: torch.dtype) -> Generator[None, None, Non
 
 def _check_options(dtype: torch.dtype, options: dict[str, Any]) -> None:
     if options and dtype is not torch.float16:
-        raise TypeError(f"{[*options]} are for a GradScaler, which bfloat16 does without; leave them out")
+        raise TypeError(f"{[*options]} are for a GradScaler, which bfloat16 does not need; leave them out")
     try:
         torch.amp.GradScaler("cpu", **options)
     except TypeError as refused:
         raise TypeError(f"{refused}; see torch.amp.GradScaler for what is possible") from None
     except AssertionError as refused:
-        raise ValueError(f"a GradScaler refuses {options}: {refused}") from refused
+        raise ValueError(f"GradScaler does not accept {options}: {refused}") from refused

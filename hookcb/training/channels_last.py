@@ -1,4 +1,4 @@
-"""ChannelsLast: model and images with the channels innermost in memory."""
+"""ChannelsLast: a model and its inputs with the channels innermost in memory."""
 
 from itertools import chain
 from typing import Any
@@ -15,15 +15,15 @@ from hookcb.core.callback import Callback
 class ChannelsLast(Callback):
     """Lays out a convolutional model and its inputs as `torch.channels_last`.
 
-    Faster convolutions on GPUs with tensor cores, mostly under `MixedPrecision`, and on many CPUs; measure it
-    on your model. Shapes and values stay: four-dimensional weights, buffers and inputs of floating dtypes,
-    `(N, C, H, W)`, get other strides. So does the optimizer's state that belongs to these weights, as fused
-    optimizers go through all of them in the order of memory.
+    Convolutions are faster on GPUs with tensor cores, mostly under `MixedPrecision`, and on many CPUs;
+    measure it on your model. Only strides change, of 4-d weights, buffers and inputs of floating dtypes,
+    `(N, C, H, W)`, and of the optimizer's state for these weights, as fused optimizers iterate over both in
+    memory order.
 
-    The model stays so after the fit. Inputs are laid out in training, validation and `get_preds`.
+    The model keeps this layout after the fit. Inputs are laid out in training, validation and `get_preds`.
 
     Args:
-        name: what the learner calls it.
+        name: name of the callback in the learner.
 
     Source: PyTorch tutorial "Channels Last Memory Format".
 
@@ -39,13 +39,13 @@ class ChannelsLast(Callback):
     """
 
     order = orders.CHANNELS_LAST
-    run_lr_find = False  # which leaves everything as it was
+    run_lr_find = False  # lr_find restores everything
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
 
     def before_fit(self) -> None:
-        # not model.to(memory_format=…), which raises where a weight has five dimensions
+        # not model.to(memory_format=…), which raises if a weight has five dimensions
         for tensor in chain(self.model.parameters(), self.model.buffers()):
             if not is_lazy(tensor):
                 tensor.data = channels_last(tensor.data)
@@ -64,10 +64,10 @@ class ChannelsLast(Callback):
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """`x` with its channels innermost in memory, where it is a dense `(N, C, H, W)` of a floating dtype."""
+    """Lays out `x` with its channels innermost if it is a dense `(N, C, H, W)` of a floating dtype."""
     if x.layout != torch.strided or x.ndim != 4 or not x.is_floating_point():
         return x
-    return x.to(memory_format=torch.channels_last)  # not contiguous(…), which leaves one channel as it is
+    return x.to(memory_format=torch.channels_last)  # not contiguous(…), which does nothing for one channel
 
 
 def _is_like(value: Any, p: Any) -> bool:

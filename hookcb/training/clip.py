@@ -1,5 +1,6 @@
-"""GradientClip: gradients that are not too large."""
+"""GradientClip: limits the size of gradients."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,32 +8,33 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from hookcb.core import orders
+from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 
-Norms = list[Tensor]  # of one step's gradients before clipping; with `value` also after it
+Norms = list[Tensor]  # norm of a step's gradients before clipping; with `value` also after it
 
 
 class GradientClip(Callback):
-    """Limits the gradients before each step, so that a rare large one does not throw the weights off.
+    """Clips the gradients before each step, so that a rare large one does not throw the weights off.
 
-    Limits the norm of all gradients together, or with `value` each number by itself. Callbacks of an `order`
-    below 20 see the gradients as they were, those above as they are used. What was done waits on the device
-    until it is read or the epoch's training ends.
+    Limits the norm of all gradients together, or with `value` the absolute value of each element. Callbacks
+    with an `order` below 20 see the gradients before clipping, those above see them clipped. The records stay
+    on the device until they are read, or the training of the epoch ends.
 
     Args:
-        max_norm: the largest norm; 1.0 where no `value` is given. `float("inf")` only records.
-        norm_type: which norm: 2.0, `float("inf")` for the largest absolute value, or another p of a p-norm.
-        value: the largest absolute value of each number, in place of a norm.
-        name: what the learner calls it.
+        max_norm: the largest norm; 1.0 if no `value` is given. `float("inf")` only records.
+        norm_type: the p of the p-norm; `float("inf")` for the largest absolute value.
+        value: the largest absolute value of each element, in place of a norm.
+        name: name of the callback in the learner.
 
     Attributes:
-        norms: of all gradients before clipping, of each step: the norm that is limited, with `value` L2.
-        coefs: what gradients were multiplied by at each step, 1.0 where nothing was clipped; with `value` the
-            share of the norm that was left.
+        norms: norm of all gradients before clipping, at each step; with `value`, the L2 norm.
+        coefs: factor that gradients were multiplied by at each step, 1.0 if nothing was clipped; with
+            `value`, the share of the norm that was left.
 
     Raises:
-        TypeError: where one of these is no number.
-        ValueError: where one is not above 0, or both `max_norm` and `value` are given.
+        TypeError: If an argument is not a number.
+        ValueError: If one is not above 0, or both `max_norm` and `value` are given.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013.
 
@@ -57,7 +59,7 @@ class GradientClip(Callback):
     ) -> None:
         super().__init__(name=name)
         if max_norm is not None and value is not None:
-            raise ValueError(f"max_norm is {max_norm!r} and value is {value!r}; give one of them")
+            raise ValueError(f"max_norm is {max_norm!r} and value is {value!r}; give only one of them")
         if value is None:
             max_norm = 1.0 if max_norm is None else max_norm
         for argument, given in (("max_norm", max_norm), ("norm_type", norm_type), ("value", value)):
@@ -69,16 +71,16 @@ class GradientClip(Callback):
     def before_fit(self) -> None:
         self._read: list[list[float]] = []  # norm and coefficient of each step
         self._waiting: list[Norms] = []
-        self._last: Norms | None = None  # of a step that has yet to be made
+        self._last: Norms | None = None  # of a step that is still to be made
 
     @property
     def norms(self) -> list[float]:
-        """Of all gradients before clipping, of each step."""
+        """Norm of all gradients before clipping, at each step."""
         return [norm for norm, _ in self._steps()]
 
     @property
     def coefs(self) -> list[float]:
-        """What gradients were multiplied by at each step."""
+        """Factor that gradients were multiplied by, at each step."""
         return [coef for _, coef in self._steps()]
 
     def before_step(self) -> None:
@@ -116,7 +118,7 @@ class GradientClip(Callback):
             norms = torch.stack([_on(waiting[-1][0].device, norm) for step in waiting for norm in step])
             before, *after = norms.reshape(len(waiting), -1).unbind(1)
             if self.max_norm is not None:
-                coefs = (self.max_norm / (before + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+                coefs = (self.max_norm / (before + 1e-6)).clamp(max=1.0)  # the formula of clip_grad_norm_
             else:
                 coefs = torch.where(before == 0, 1.0, after[0] / before)
             self._read += torch.stack([before, coefs], 1).tolist()
@@ -128,13 +130,11 @@ class GradientClip(Callback):
 
 
 def _check_positive(argument: str, given: Any) -> None:
-    if not isinstance(given, int | float) or isinstance(given, bool):
-        raise TypeError(f"{argument} is {given!r}; give a number above 0")
-    if not given > 0:
-        raise ValueError(f"{argument} is {given!r}; give a number above 0")
+    if given != math.inf:  # only records, or is the norm of the largest absolute value
+        check_number(argument, given)
 
 
 def _on(device: torch.device, norm: Tensor) -> Tensor:
-    """On `device`, which that of a step without gradients is not; of all ranks, where it is a DTensor."""
+    """Moves a norm to `device`, as that of a step without gradients is on the CPU; gathers a DTensor."""
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole.float().to(device)

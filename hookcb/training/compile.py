@@ -21,21 +21,21 @@ from hookcb.hooks.modules import is_compiled
 
 
 class Compile(Callback):
-    """Compiles the model when a fit begins, and takes that back when the fit ends.
+    """Compiles the model when a fit begins, and undoes it when the fit ends.
 
-    In place: the model is the same object, and the names in its `state_dict` stay. The first batch and the
-    first validation take long, and so does a batch of another shape: have the loader drop a shorter last
-    one. Hooks that are on when an epoch begins are compiled along, those of callbacks among them; what else
-    of the process is compiled is then compiled again. A model that is compiled already stays as it is. Only
-    the call of the model is compiled, none of its other methods.
+    The model is compiled in place: it stays the same object, with the same names in its `state_dict`. The
+    first batch and the first validation take long, and so does a batch of another shape: have the loader drop
+    a shorter last one. Hooks on the model when an epoch begins, including those of callbacks, are compiled
+    too; then all other compiled code of the process is compiled again. A model that is already compiled stays
+    as it is. Only the call of the model is compiled, not its other methods.
 
     Args:
-        name: what the learner calls it.
-        **options: those of `torch.compile`: `mode`, `backend`, `dynamic`, `fullgraph`, `options` …
+        name: name of the callback in the learner.
+        **options: options of `torch.compile`: `mode`, `backend`, `dynamic`, `fullgraph`, `options` …
 
     Raises:
-        TypeError: where torch.compile has no such option.
-        Exception: of torch, before training, for a value that an option cannot have.
+        TypeError: If torch.compile has no such option.
+        Exception: Raised by torch before training, if the value of an option is invalid.
 
     >>> from hookcb import Compile, synth_learner
     >>> learn = synth_learner()
@@ -66,7 +66,7 @@ class Compile(Callback):
             _compile(self.model, self.options)
 
     def before_train(self) -> None:
-        # code compiled in an earlier fit may be run again, and knows no hook added since (pytorch#117758)
+        # code compiled in an earlier fit may be reused, without the hooks added since (pytorch#117758)
         if self._on and not self._hooked and _has_hooks(self.model):
             self._hooked = True
             torch.compiler.reset()
@@ -80,7 +80,7 @@ class Compile(Callback):
 def _compile(model: nn.Module, options: dict[str, Any]) -> None:
     model.compile(**options)
     if type(model).forward.__module__.startswith("torch.nn.modules."):
-        # as of a Sequential: a forward in torch's own files is silently left uncompiled (pytorch#150915)
+        # torch silently does not compile a forward in its own files, such as Sequential's (pytorch#150915)
         set_compiled_call(model, torch.compile(_traceable(plain_call(model)), **options))
 
 

@@ -1,4 +1,4 @@
-"""Where a running fit is shown: plain rows, a terminal's bar, or a table in a notebook."""
+"""Displays of a running fit: plain rows, a progress bar in a terminal, or a table in a notebook."""
 
 import html
 import time
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """Where progress is shown."""
+    """Shows the progress of a fit."""
 
     def advance(self, doing: str, done: int, total: int | None) -> None:
-        """Shows that `done` of `total` batches are done."""
+        """Shows that `done` of `total` batches of the phase `doing` are done."""
 
     def add_row(self, row: Mapping[str, float]) -> None:
-        """Shows what an epoch came to."""
+        """Shows the row of an epoch."""
 
     def add_line(self, line: str) -> None:
         """Shows a line of text."""
 
     def close(self) -> None:
-        """Leaves the screen as it shall stay."""
+        """Removes the progress bar; rows stay on the screen."""
 
 
 def open_display(console: Console, bar: bool) -> Display:
-    """The display that suits `console`; in a file or pipe a bar would show up at the end only."""
+    """Opens the display that suits `console`; in a file or pipe, a bar would only show up at the end."""
     if console.is_jupyter:
         return _NotebookTable(bar)
     if console.is_interactive and bar:
@@ -40,14 +40,14 @@ def open_display(console: Console, bar: bool) -> Display:
 
 
 class _PlainRows:
-    """A line per epoch under a line of names."""
+    """A line per epoch, under a line of column names."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.names: list[str] = []
 
     def advance(self, doing: str, done: int, total: int | None) -> None:
-        """Says nothing between rows."""
+        """Shows nothing between rows."""
 
     def add_row(self, row: Mapping[str, float]) -> None:
         if self.names != list(row):
@@ -62,7 +62,7 @@ class _PlainRows:
         self.console.print("  ".join(cells), soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Has nothing to give back."""
+        """Does nothing."""
 
 
 class _TerminalBar(_PlainRows):
@@ -92,7 +92,7 @@ class _TerminalBar(_PlainRows):
     def add_row(self, row: Mapping[str, float]) -> None:
         if self.task is not None:
             self.live.remove_task(self.task)
-            self.live.refresh()  # else the old bar is drawn again below the row
+            self.live.refresh()  # else the old bar would be drawn again below the row
             self.task = None
         super().add_row(row)
 
@@ -101,7 +101,7 @@ class _TerminalBar(_PlainRows):
 
 
 class _NotebookTable:
-    """An HTML table that grows, kept in the saved notebook; rich's own live display leaves nothing there."""
+    """An HTML table that grows and is saved with the notebook; rich's live display would not be saved."""
 
     def __init__(self, bar: bool) -> None:
         with random_kept():

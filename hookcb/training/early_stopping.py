@@ -1,4 +1,4 @@
-"""EarlyStopping: ends a fit that does not get better."""
+"""EarlyStopping: ends a fit that no longer improves."""
 
 from typing import Any
 
@@ -11,27 +11,27 @@ from hookcb.training.monitor import check_monitor, check_patience, improves, mon
 class EarlyStopping(Callback):
     """Ends the fit after `patience` epochs in a row without an improvement.
 
-    The epoch in which that shows is complete: validated, recorded, and saved by a `Checkpoint`. The weights
-    stay those of the last epoch; for the best ones take `Checkpoint(monitor=…)` or `EMA`. NaN is never an
-    improvement. An epoch that was cancelled before there was a value counts neither way. A fit resumed from
-    where it was stopped ends at once, unless it is given more patience.
+    The last epoch is complete: validated, recorded, and saved by a `Checkpoint`. The weights stay those of
+    the last epoch; for the best ones, use `Checkpoint(monitor=…)` or `EMA`. NaN is never an improvement. An
+    epoch that was cancelled before it had a value does not count. A fit resumed from where it was stopped
+    ends at once, unless it is given more patience.
 
     Args:
         monitor: a column of the epoch's row: `valid_loss`, `train_loss`, or the name of a metric.
-        mode: "min" or "max", what is better; by default "min" where the name has "loss" or "error" in it.
-        min_delta: by how much more than this a value must be better than the best, in its unit.
+        mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".
+        min_delta: a value must be better than the best by more than this, in the unit of `monitor`.
         patience: number of epochs without an improvement that end the fit.
-        name: what the learner calls it.
+        name: name of the callback in the learner.
 
     Attributes:
         best: the best value so far; None before the first.
-        best_epoch: the epoch it is of, from 0; None before the first.
+        best_epoch: epoch of the best value, from 0; None before the first.
         wait: number of epochs since then.
-        reason: why the fit was ended, None where it was not.
+        reason: why the fit was ended, None if it was not.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be.
-        LookupError: where there is no such column, before training if its name is almost that of one.
+        TypeError, ValueError: If an argument is invalid.
+        LookupError: If there is no such column; before training, if the name looks like a typo.
 
     >>> from hookcb import EarlyStopping, synth_learner
     >>> learn = synth_learner(lr=0.0)
@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
         check_monitor(self.learn, self.monitor)
 
     def before_epoch(self) -> None:
-        self._stop_if_due()  # resumed from where it had been stopped
+        self._stop_if_due()  # a fit may be resumed from where it was stopped
 
     def after_epoch(self) -> None:
         value = monitored(self.learn, self.monitor)
@@ -85,10 +85,10 @@ class EarlyStopping(Callback):
     def _stop_if_due(self) -> None:
         if self.wait < self.patience:
             return
-        best = "has never been a number"
+        trend = "has not been a number"
         if self.best is not None:
-            best = f"is not better than {self.best:.6g}, of epoch {self.best_epoch}"
-        self.reason = f"{self.monitor} {best}, since {self.wait} epoch{'s' if self.wait > 1 else ''}"
+            trend = f"has not been better than {self.best:.6g}, of epoch {self.best_epoch},"
+        self.reason = f"{self.monitor} {trend} for {self.wait} epoch{'s' if self.wait > 1 else ''}"
         raise CancelFitException
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""EMA: a model whose weights are the average of those along the training."""
+"""EMA: a model whose weights are a moving average of those during training."""
 
 from functools import partial
 from itertools import chain
@@ -17,28 +17,27 @@ from hookcb.hooks.own import register
 class EMA(Callback):
     """Keeps a copy of the model with an exponential moving average of its weights, often the better model.
 
-    After each step `average = decay · average + (1 - decay) · weights`; after the first it is the weights.
+    After each step, `average = decay · average + (1 - decay) · weights`; the first step copies the weights.
     Floating-point buffers, such as the statistics of batch norm, are averaged too, others are copied (torch's
-    `AveragedModel(use_buffers=True)` would round an average of counters). Steps that were cancelled or that
-    a GradScaler has skipped do not count; to know that of a fused optimizer, it waits for the device.
+    `AveragedModel(use_buffers=True)` would round an average of counters). Steps that were cancelled, or that
+    a GradScaler skipped, do not count; with a fused optimizer, checking that waits for the device.
 
-    The training is to the bit what it is without. The validations of a fit are made with the average, whose
-    values the model has from `before_validate` to `after_validate`; a `learn.validate()` in the events of the
-    training, or outside a fit, is of the plain weights. It takes the memory of one more model, and of two
-    while it validates.
+    Training is bit-identical with and without it. Validations of a fit use the average, which the model holds
+    from `before_validate` to `after_validate`; a `learn.validate()` during training, or outside a fit, uses
+    the plain weights. Needs the memory of one more model, and of two during validation.
 
     Args:
-        decay: how much of the average stays at each step, 0..1. About 1 / (1 - decay) steps make it up.
+        decay: share of the average that is kept at each step, 0..1; it averages about 1 / (1 - decay) steps.
         validate: whether the fit validates the average; else the plain weights.
-        name: what the learner calls it.
+        name: name of the callback in the learner.
 
     Attributes:
-        model: the averaged model, in eval mode; each fit makes a new one. Its names are those of the model
-            trained, so that `learn.model.load_state_dict(learn.ema.model.state_dict())` takes it over.
+        model: the averaged model, in eval mode; each fit creates a new one. It has the same names as the
+            trained model, so `learn.model.load_state_dict(learn.ema.model.state_dict())` works.
 
     Raises:
-        ValueError, TypeError: where `decay` is no number of 0..1, and when a fit would validate the averages
-            of two of them.
+        ValueError, TypeError: If `decay` is not a number from 0 to 1; when a fit begins, if two of them are
+            to validate their average.
 
     Source: Polyak & Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
         `torch.optim.swa_utils`.
@@ -61,10 +60,10 @@ class EMA(Callback):
         self.decay, self.validate, self._stepped = decay, validate, False
         self._averaged: AveragedModel | None = None
         self._handle: Any = None
-        self._plain: list[tuple[Tensor, Tensor]] = []  # what the model has in place of its own, and its own
+        self._plain: list[tuple[Tensor, Tensor]] = []  # tensors that hold averages, and their plain values
 
     @property
-    def model(self) -> nn.Module:  # type: ignore[override]  # elsewhere it is that being trained
+    def model(self) -> nn.Module:  # type: ignore[override]  # elsewhere it is the trained model
         """The averaged model."""
         if self._averaged is None:
             raise AttributeError(f"{type(self).__name__} has no averaged model before its first fit")
@@ -74,7 +73,7 @@ class EMA(Callback):
     def before_fit(self) -> None:
         others = [cb for cb in self.learn.cbs if isinstance(cb, EMA) and cb is not self]
         if self.validate and any(cb.validate for cb in others):
-            raise ValueError("a fit can validate one average; give the other EMA validate=False")
+            raise ValueError("a fit can validate only one average; give the other EMA validate=False")
         average = partial(_average, decay=self.decay)
         self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
         self._stepped = False
@@ -83,7 +82,7 @@ class EMA(Callback):
         self._handle = register(self.opt.register_step_post_hook, self._note_step)
 
     def _note_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
-        # a GradScaler calls no step that it skips, but that of a fused optimizer, which looks at this itself
+        # a GradScaler does not call a step that it skips, except of a fused optimizer, which checks found_inf
         found_inf = getattr(opt, "found_inf", None)
         self._stepped = found_inf is None or not bool(found_inf)
 
@@ -96,9 +95,9 @@ class EMA(Callback):
 
     def before_validate(self) -> None:
         if self.validate and self._averaged is not None and self.learn.fitting and not self.learn.is_nested:
-            own, averages = _named(self.learn.model), _named(self.model)
-            self._plain = [(x, x.clone()) for x in own.values()]  # whole before the first is overwritten
-            for name, x in own.items():
+            plain, averages = _named(self.learn.model), _named(self.model)
+            self._plain = [(x, x.clone()) for x in plain.values()]  # all, before the first is overwritten
+            for name, x in plain.items():
                 x.copy_(averages[name])
 
     def after_validate(self) -> None:
@@ -110,7 +109,7 @@ class EMA(Callback):
             x.copy_(plain)
         self._plain = []
 
-    after_cancel_epoch = after_cancel_fit = _restore  # then there is no after_validate
+    after_cancel_epoch = after_cancel_fit = _restore  # there is no after_validate then
 
     def after_fit(self) -> None:
         self._restore()
@@ -135,7 +134,7 @@ class EMA(Callback):
 
 
 def _average(averages: list[Tensor], now: list[Tensor], n_averaged: Any, decay: float) -> None:
-    """Takes in tensors of one dtype."""
+    """Updates averages, all of one dtype."""
     if averages[0].is_floating_point() or averages[0].is_complex():
         get_ema_multi_avg_fn(decay)(averages, now, n_averaged)  # type: ignore[no-untyped-call]
     else:
@@ -144,6 +143,6 @@ def _average(averages: list[Tensor], now: list[Tensor], n_averaged: Any, decay: 
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers, a shared one under each of its names; no graph sees what is written."""
+    """Parameters and buffers by name, a shared one under each of its names; writes bypass autograd."""
     names = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {name: x.data for name, x in names}

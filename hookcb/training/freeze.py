@@ -1,4 +1,4 @@
-"""Freeze: a part of the model that is not trained, for a fit or its first epochs."""
+"""Freeze: keeps a part of the model untrained, for a fit or its first epochs."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,23 +12,23 @@ from hookcb.hooks.modules import Where, find_modules
 
 
 class Freeze(Callback):
-    """Keeps the weights of the modules that `where` selects, and of all in them, as they are.
+    """Freezes the modules that `where` selects, and all modules in them.
 
-    For transfer learning: train a new head on a frozen body, then `until` lets the body go along. Layers
-    with running statistics in there, such as batch norm, are in eval mode while frozen, so that these stay
-    too; dropout goes on. No optimizer moves a frozen weight, by weight decay or momentum neither: it has no
-    gradient. A weight that a layer outside shares is frozen for both. After the fit each parameter requires
-    its gradient, or does not, as before; one that was frozen already stays so. Of several `Freeze`, a
-    parameter waits for the last that holds it. Acts in a fit only; `hookcb.freeze` does it for good.
+    For transfer learning: train a new head on a frozen body, then let the body train too after `until`.
+    Layers with running statistics, such as batch norm, are in eval mode while frozen, so that these stay the
+    same; dropout stays on. Frozen weights have no gradient, so neither weight decay nor momentum moves them.
+    A weight shared with a layer outside is frozen for both. After the fit, `requires_grad` of each parameter
+    is as before; one that was frozen already stays frozen. If several `Freeze` select a parameter, it is
+    frozen until the last one releases it. Acts in a fit only; for permanent freezing, use `hookcb.freeze`.
 
     Args:
         where: see `find_modules`: a glob such as `"body.*"`, a type, a predicate, a module, or several.
-        until: the epoch, from 0, from which on they train again; by default frozen for the whole fit.
-        name: what the learner calls it.
+        until: the epoch, from 0, from which they train again; by default they are frozen for the whole fit.
+        name: name of the callback in the learner.
 
     Raises:
-        TypeError, ValueError: for an `until` that is no epoch, and before training, where nothing is left.
-        LookupError: before training, where nothing is selected; the message lists what there is.
+        TypeError, ValueError: If `until` is invalid; before training, if nothing is left to train.
+        LookupError: Before training, if `where` selects nothing; the message lists the possible names.
 
     >>> from hookcb import Freeze, synth_learner
     >>> learn = synth_learner()
@@ -46,30 +46,30 @@ class Freeze(Callback):
     ) -> None:
         super().__init__(name=name)
         if until is not None:
-            check_count("until", until, "epochs", least=0, hint=", after which it is trained, or None")
-        self.where = list(where) if isinstance(where, Iterator) else where  # each fit looks it up anew
+            check_count("until", until, "epochs", least=0, hint=", or None for the whole fit")
+        self.where = list(where) if isinstance(where, Iterator) else where  # it is used in each fit
         self.until = until
         self._forget()
 
     def _forget(self) -> None:
-        self._held: list[nn.Parameter] = []  # those that required a gradient before
+        self._frozen: list[nn.Parameter] = []  # those that required a gradient before
         self._norms: list[nn.Module] = []
 
     def before_fit(self) -> None:
         self._forget()
-        modules, held_by_others = modules_of(self.model, self.where), self._held_by_others()
+        modules, frozen_by_others = modules_of(self.model, self.where), self._frozen_by_others()
         self._norms = [m for m in modules if isinstance(getattr(m, "running_mean", None), Tensor)]
         if self.until == 0:
             return
         params = {id(p): p for m in modules for p in m.parameters(recurse=False)}.values()
-        self._held = [p for p in params if p.requires_grad or id(p) in held_by_others]
-        for p in self._held:
+        self._frozen = [p for p in params if p.requires_grad or id(p) in frozen_by_others]
+        for p in self._frozen:
             p.requires_grad = False
-            p.grad = None  # what an optimizer finds there it goes on with
+            p.grad = None  # else an optimizer would keep using it
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError(
-                f"Freeze({self.where!r:.80}) leaves nothing to train of {type(self.model).__name__}; "
-                "select a part of it"
+                f"Freeze({self.where!r:.80}) leaves nothing to train in {type(self.model).__name__}; "
+                "select only a part of it"
             )
 
     def before_epoch(self) -> None:
@@ -84,34 +84,34 @@ class Freeze(Callback):
         self._thaw()
 
     def _thaw(self) -> None:
-        held_by_others = self._held_by_others()
-        for p in self._held:
-            if id(p) not in held_by_others:
+        frozen_by_others = self._frozen_by_others()
+        for p in self._frozen:
+            if id(p) not in frozen_by_others:
                 p.requires_grad = True
         self._forget()
 
-    def _held_by_others(self) -> set[int]:
+    def _frozen_by_others(self) -> set[int]:
         others = [cb for cb in self.learn.cbs if isinstance(cb, Freeze) and cb is not self]
-        return {id(p) for cb in others for p in cb._held}
+        return {id(p) for cb in others for p in cb._frozen}
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_held": [], "_norms": []}  # the model is not its to take along
+        return super().__getstate__() | {"_frozen": [], "_norms": []}  # a copy does not contain the model
 
 
 def freeze(model: nn.Module, where: Where | Iterable[Where] | None) -> None:
-    """Stops the training of the parameters of the modules that `where` selects, and of all modules in them.
+    """Freezes the parameters of the modules that `where` selects, and of all modules in them.
 
-    For good, or until `unfreeze`; for the length of a fit take the callback `Freeze`. Their gradients are
-    dropped, as an optimizer would go on with those that are left. Running statistics, as of batch norm, go on
-    changing in train mode.
+    They stay frozen until `unfreeze`; to freeze them during a fit, use the callback `Freeze`. Their gradients
+    are dropped, as an optimizer would keep using them. Running statistics, such as those of batch norm, still
+    change in train mode.
 
     Args:
-        model: where to look.
+        model: the model.
         where: see `find_modules`; None for the whole model.
 
     Raises:
-        LookupError: where it selects nothing; the message lists what there is.
-        TypeError: where it is of another kind.
+        LookupError: If `where` selects nothing; the message lists the possible names.
+        TypeError: If `where` has an invalid type.
 
     >>> import torch
     >>> from hookcb import freeze, total_params
@@ -126,15 +126,15 @@ def freeze(model: nn.Module, where: Where | Iterable[Where] | None) -> None:
 
 
 def unfreeze(model: nn.Module, where: Where | Iterable[Where] | None = None) -> None:
-    """Makes the parameters of the modules that `where` selects trainable; those of integers cannot be.
+    """Makes the parameters of the modules that `where` selects trainable, except those of integer dtypes.
 
     Args:
-        model: where to look.
+        model: the model.
         where: see `find_modules`; by default the whole model.
 
     Raises:
-        LookupError: where it selects nothing; the message lists what there is.
-        TypeError: where it is of another kind.
+        LookupError: If `where` selects nothing; the message lists the possible names.
+        TypeError: If `where` has an invalid type.
 
     >>> import torch
     >>> from hookcb import freeze, total_params, unfreeze
@@ -150,11 +150,11 @@ def unfreeze(model: nn.Module, where: Where | Iterable[Where] | None = None) -> 
 
 
 def params_of(model: nn.Module, where: Where | Iterable[Where] | None) -> list[nn.Parameter]:
-    """The parameters of the modules that `where` selects and of all in them, each once; None for all."""
+    """Parameters of the modules that `where` selects and of all modules in them, each once; None for all."""
     return list({id(p): p for m in modules_of(model, where) for p in m.parameters(recurse=False)}.values())
 
 
 def modules_of(model: nn.Module, where: Where | Iterable[Where] | None) -> list[nn.Module]:
-    """The modules that `where` selects, and all in them, each once; None for all."""
-    found = [model] if where is None else find_modules(model, where).values()
-    return list({id(m): m for outer in found for m in outer.modules()}.values())
+    """The modules that `where` selects and all modules in them, each once; None for all."""
+    selected = [model] if where is None else find_modules(model, where).values()
+    return list({id(m): m for outer in selected for m in outer.modules()}.values())

@@ -1,32 +1,33 @@
-"""MaxTime: ends a fit after so many seconds."""
+"""MaxTime: ends a fit after a time limit."""
 
 import math
 import time
 from datetime import timedelta
 
 from hookcb.core import orders
+from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelFitException
 
 
 class MaxTime(Callback):
-    """Ends the fit when it has taken longer than it may, as on a machine that is lent by the hour.
+    """Ends the fit after a time limit, such as that of a machine rented by the hour.
 
-    The training batch in progress is finished, its epoch is not: it gets no validation and no row. Where the
-    validation took the time, the epoch is complete. With a `Checkpoint` the fit can be resumed from there; a
-    resumed fit has the whole time again.
+    The training batch in progress is finished, its epoch is not: it gets no validation and no row. If the
+    time runs out in the validation, the epoch is completed. With a `Checkpoint` the fit can be resumed from
+    there; a resumed fit has the whole time again.
 
     Args:
-        seconds: how long, as a number of seconds or a `datetime.timedelta`, counted from `before_fit` by a
-            clock that is never set back.
-        name: what the learner calls it.
+        seconds: the time limit, in seconds or as a `datetime.timedelta`, counted from `before_fit` by a clock
+            that is never set back.
+        name: name of the callback in the learner.
 
     Attributes:
-        stopped_at: when the fit was ended, in seconds since it began; None where it was not.
+        stopped_at: when the fit was ended, in seconds since it began; None if it was not.
 
     Raises:
-        TypeError: where `seconds` is neither.
-        ValueError: where it is 0, negative or NaN.
+        TypeError: If `seconds` is neither.
+        ValueError: If it is 0, negative or NaN.
 
     >>> from hookcb import MaxTime, synth_learner
     >>> learn = synth_learner()
@@ -43,10 +44,8 @@ class MaxTime(Callback):
     def __init__(self, seconds: float | timedelta, *, name: str | None = None) -> None:
         super().__init__(name=name)
         amount = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
-        if not isinstance(amount, int | float) or isinstance(amount, bool):
-            raise TypeError(f"seconds is {seconds!r}; give a number, or a datetime.timedelta")
-        if math.isnan(amount) or amount <= 0:
-            raise ValueError(f"seconds is {seconds!r}; give how long the fit may take, more than 0")
+        if amount != math.inf:
+            check_number("seconds", amount, hint=", or a datetime.timedelta")
         self.seconds = float(amount)
         self.stopped_at: float | None = None
 

@@ -1,4 +1,4 @@
-"""Metrics: how good the predictions of a validation are."""
+"""Metrics: quality of the predictions in a validation."""
 
 import copy
 import inspect
@@ -19,23 +19,23 @@ COLUMNS = ("epoch", "train_loss", "valid_loss", "time")
 
 @runtime_checkable
 class Metric(Protocol):
-    """What accumulates over batches, as the metrics of torchmetrics do."""
+    """A metric that accumulates over batches, such as those of torchmetrics."""
 
     def update(self, pred: Any, target: Any) -> Any:
-        """Takes in a batch."""
+        """Adds a batch."""
 
     def compute(self) -> Any:
-        """The value over all batches since the last reset."""
+        """Returns the value over all batches since the last reset."""
 
     def reset(self) -> Any:
         """Forgets all batches."""
 
 
 class Mean:
-    """A function's average over samples; its values stay on their device until `compute`.
+    """Average of a function over samples; its values stay on their device until `compute`.
 
     Args:
-        function: called as `function(pred, *yb)`, gives a scalar.
+        function: called as `function(pred, *yb)`; returns a scalar.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -43,22 +43,22 @@ class Mean:
         self.reset()
 
     def update(self, pred: Any, *yb: Any) -> None:
-        """Takes in a batch, which weighs by its size.
+        """Adds a batch, weighted by its size.
 
         Raises:
-            ValueError: if the function gives a tensor of more than one element, or of none.
+            ValueError: If the function does not return exactly one number.
         """
         value = self.function(pred, *yb)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
-                f"metric {metric_name(self.function)!r} gave a tensor of shape {tuple(value.shape)}; "
+                f"metric {metric_name(self.function)!r} returned a tensor of shape {tuple(value.shape)}; "
                 "reduce it to one number, as with .mean()"
             )
         self.values.append(value.detach() if isinstance(value, Tensor) else torch.tensor(float(value)))
         self.sizes.append(batch_size((*yb, pred)))
 
     def compute(self) -> float:
-        """The average over samples since the last reset."""
+        """Returns the average over samples since the last reset."""
         values = torch.stack([value.reshape(()).cpu().double() for value in self.values])
         sizes = torch.tensor(self.sizes, dtype=torch.float64)
         return float(values @ sizes / sizes.sum())
@@ -72,17 +72,17 @@ class Mean:
 class Metrics(Callback):
     """Computes metrics in every validation, for the epoch's row; attached by `Learner(metrics=…)`.
 
-    A function's values are averaged over samples: batches weigh by their size. That is exact for a mean over
-    samples, such as accuracy, and not for others, such as F1: for these give an object that accumulates.
+    Values of a function are averaged over batches, weighted by batch size. That is exact for a mean over
+    samples, such as accuracy, but not for others, such as F1; for these, use an object that accumulates.
 
     Args:
         metrics: functions `(pred, *yb) -> scalar`, or objects with `update(pred, *yb)`, `compute()` and
-            `reset()`; one, several, none, or a mapping from name to metric.
-        name: what the learner calls this callback.
+            `reset()`; one, several, none, or a dict of names and metrics.
+        name: name of the callback in the learner.
 
     Raises:
-        TypeError: where one is neither.
-        ValueError: where two have the same name, or one that of a column of the Recorder.
+        TypeError: If a metric is neither.
+        ValueError: If two metrics have the same name, or one has the name of a column of the Recorder.
 
     >>> from hookcb import Metrics, accuracy
     >>> Metrics({"top1": accuracy}).names
@@ -104,23 +104,23 @@ class Metrics(Callback):
         for name, metric in named:
             if self.names.count(name) > 1 or name in COLUMNS:
                 raise ValueError(
-                    f"a metric cannot be named {name!r}, as another column is; name it in a mapping, "
-                    "metrics={'my_name': metric}"
+                    f"a metric cannot be named {name!r}, as another column has that name; rename it, "
+                    "as in metrics={'my_name': metric}"
                 )
             if inspect.isclass(metric) or not (callable(metric) or isinstance(metric, Metric)):
                 raise TypeError(
-                    f"metric {metric!r:.80} is no function (pred, *yb) -> scalar, and no object with update, "
-                    "compute and reset; of a class give an instance"
+                    "a metric must be a function (pred, *yb) -> scalar, or an object, not a class, with "
+                    f"update, compute and reset, got {metric!r:.80}"
                 )
         self._metrics = [metric if isinstance(metric, Metric) else Mean(metric) for _, metric in named]
 
     @property
     def has_all_names(self) -> bool:
-        """Whether `names` are all columns that this adds; an object may compute several."""
+        """Whether `names` has all columns that this adds; an object may compute several."""
         return all(isinstance(metric, Mean) for metric in self._metrics)
 
     def before_validate(self) -> None:
-        # a validation inside another must not reset what that one has
+        # a nested validation must not reset the metrics of the outer one
         metrics = copy.deepcopy(self._metrics) if self.learn.is_nested else self._metrics
         for metric in metrics:
             metric.reset()
@@ -131,7 +131,7 @@ class Metrics(Callback):
 
     def after_batch(self) -> None:
         if self.phase_state.pop("cancelled", False) or "metrics" not in self.phase_state:
-            return  # the latter where it was attached in the middle of a validation
+            return  # the latter if it was attached in the middle of a validation
         self.phase_state["seen"] = True
         for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
             try:
@@ -145,7 +145,7 @@ class Metrics(Callback):
             return
         for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
             value = metric.compute()
-            # a MetricCollection of torchmetrics gives a dict
+            # a MetricCollection of torchmetrics returns a dict
             values = value if isinstance(value, Mapping) else {name: value}
             self.learn.row.update({key: float(v) for key, v in values.items()})
 
@@ -163,7 +163,7 @@ def _on_device(metric: Any, pred: Any) -> Any:
 
 
 def metric_name(metric: Any) -> str:
-    """A function's own name, also through `functools.partial`; an object's class in snake case."""
+    """Name of a function, also inside a `functools.partial`; for an object, its class in snake case."""
     while isinstance(metric, partial):
         metric = metric.func
     name = str(getattr(metric, "__name__", camel2snake(type(metric).__name__)))

@@ -1,4 +1,4 @@
-"""GatherPreds: what `Learner.get_preds` collects."""
+"""GatherPreds: collects the predictions for `Learner.get_preds`."""
 
 import copy
 import inspect
@@ -13,15 +13,15 @@ from hookcb.core.events import CancelBatchException
 
 
 class GatherPreds(Callback):
-    """Keeps predictions and what else is asked for, on the CPU; needs no loss, so it ends the batch there.
+    """Collects predictions and targets on the CPU; cancels each batch after that, as it needs no loss.
 
     Args:
-        loss_func: gives each sample's loss once its `reduction` is "none".
-        with_input, with_loss: what to keep beside predictions and targets.
-        name: what the learner calls it.
+        loss_func: a loss function with a `reduction`, for the loss of each sample.
+        with_input, with_loss: whether to collect these too.
+        name: name of the callback in the learner.
 
     Raises:
-        ValueError: with `with_loss`, where `loss_func` has no `reduction`.
+        ValueError: If `with_loss` is set and `loss_func` has no `reduction`.
 
     >>> from hookcb import synth_learner
     >>> preds, targets = synth_learner().get_preds()
@@ -47,18 +47,18 @@ class GatherPreds(Callback):
     def after_pred(self) -> None:
         inputs = [self.x] if self.with_input else []
         losses = [self.loss_func(self.pred, *self.yb)] if self.loss_func else []
-        kept = (*inputs, self.pred, self.y if self.yb else None, *losses)
+        items = (*inputs, self.pred, self.y if self.yb else None, *losses)
         # a copy, as a model may write its next output to the same memory
-        self.batches.append(map_tensors(lambda x: x.detach().to("cpu", copy=True), kept))
+        self.batches.append(map_tensors(lambda x: x.detach().to("cpu", copy=True), items))
         raise CancelBatchException
 
     def results(self) -> tuple[Any, ...]:
-        """`(inputs, preds, targets, losses)`, as far as asked for, each over all batches."""
+        """Returns `(inputs, preds, targets, losses)` over all batches; inputs and losses if requested."""
         return tuple(concat(list(items)) for items in zip(*self.batches, strict=True))
 
 
 def _unreduced(loss_func: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`loss_func` without its last step, the average over samples."""
+    """Returns `loss_func` with the reduction "none"."""
     if isinstance(getattr(loss_func, "reduction", None), str):
         unreduced: Any = copy.copy(loss_func)
         unreduced.reduction = "none"
@@ -66,6 +66,6 @@ def _unreduced(loss_func: Callable[..., Any] | None) -> Callable[..., Any]:
     if loss_func is not None and "reduction" in inspect.signature(loss_func).parameters:
         return partial(loss_func, reduction="none")
     raise ValueError(
-        f"with_loss needs each sample's loss, and loss_func {loss_func!r:.80} has no 'reduction'; "
+        f"with_loss needs the loss of each sample, but loss_func {loss_func!r:.80} has no 'reduction'; "
         "use one of torch.nn or torch.nn.functional, or add a reduction argument to yours"
     )

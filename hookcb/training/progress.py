@@ -1,4 +1,4 @@
-"""Progress: a bar per epoch and a table row per epoch, wherever the training is watched."""
+"""Progress: a progress bar and a table row for each epoch."""
 
 import time
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from hookcb.training.display import Display, open_display
 
 
 class Progress(Callback):
-    """Shows how far a fit is: in a terminal or notebook a bar with loss and time left, and a row per epoch.
+    """Shows the progress of a fit: a bar with loss and remaining time, and a row per epoch.
 
-    Where the output is no terminal there are plain rows, one as soon as its epoch ends. What is shown is
-    `learn.row`, so a number that any callback puts there gets a column.
+    If the output is neither a terminal nor a notebook, there are only rows, printed as each epoch ends. A row
+    shows `learn.row`, so every number that a callback puts there gets a column.
 
     Args:
         bar: False for rows only.
-        console: where to print, by default the terminal's standard output.
-        name: what the learner calls it.
+        console: where to print, by default standard output.
+        name: name of the callback in the learner.
 
     >>> from hookcb import Progress, synth_learner
     >>> learn = synth_learner(cbs=Progress(bar=False))
@@ -69,7 +69,7 @@ class Progress(Callback):
             self._display = None
 
     def _shown(self, act: Callable[[], object]) -> None:
-        """Shows something; after an error nothing more in this fit."""
+        """Shows something; after an error, nothing more is shown in this fit."""
         if not attempt(act) and (display := self._display) is not None:
             self._display = None
             attempt(display.close)

@@ -14,16 +14,16 @@ from hookcb.core.optim import detached_scalar
 
 
 class Recorder(Callback):
-    """Keeps what every training comes down to; attached to each `Learner` by itself.
+    """Records losses and learning rates, and a row for each epoch; every `Learner` has one.
 
-    Losses wait on their device until they are read or the epoch ends, so that no batch waits for a GPU.
-    A cancelled batch leaves nothing. Validating or predicting outside a fit changes nothing here.
+    Losses stay on their device until they are read or the epoch ends, so that no batch waits for a GPU. A
+    cancelled batch is not recorded, and neither is validating or predicting outside a fit.
 
     Attributes:
         losses: the loss of each training batch, in the loss function's unit.
-        lrs: the learning rate each of these batches was trained with, of the optimizer's last group.
+        lrs: the learning rate of each of these batches, from the optimizer's last parameter group.
         rows: a dict per epoch: `epoch`, `train_loss`, `valid_loss`, what other callbacks put into
-            `learn.row`, and `time` in seconds. Losses are averages over samples: batches weigh by their size.
+            `learn.row`, and `time` in seconds. Losses are averages over samples.
 
     >>> from hookcb import synth_learner
     >>> learn = synth_learner()
@@ -43,7 +43,7 @@ class Recorder(Callback):
         self.rows = L()
         self._train = _Losses()
         self._lrs: list[float | Tensor] = []
-        self._first = 0  # batch of this epoch's training
+        self._first = 0  # first batch of this epoch
 
     @property
     def losses(self) -> list[float]:
@@ -63,8 +63,8 @@ class Recorder(Callback):
 
     def after_loss(self) -> None:
         learn = self.learn
-        # kept now, as the loss may be scaled for backward, and the rate stepped before the batch ends
-        has_rate = learn.training and learn.opt is not None  # a loop that is watched may have none yet
+        # copied now: the loss may be scaled for backward, and the rate may change before the batch ends
+        has_rate = learn.training and learn.opt is not None  # a watched loop may have no optimizer yet
         lr = detached_scalar(learn.opt.param_groups[-1]["lr"]) if has_rate else float("nan")
         self.phase_state["batch"] = detached_scalar(self.loss), lr, batch_size((*learn.yb, learn.xb))
 
@@ -108,7 +108,7 @@ class Recorder(Callback):
 
 
 class _Losses:
-    """The losses of batches, and how many samples each stands for."""
+    """Losses of batches, and the number of samples in each."""
 
     def __init__(self) -> None:
         self.values: list[float | Tensor] = []
@@ -119,14 +119,14 @@ class _Losses:
         self.sizes.append(size)
 
     def mean(self, first: int = 0) -> float:
-        """Average over samples from batch `first` on, NaN where there are none."""
+        """Average over samples from batch `first` on, NaN if there are none."""
         values, sizes = _read(self.values, first)[first:], self.sizes[first:]
         total = sum(sizes)
         return sum(v * n for v, n in zip(values, sizes, strict=True)) / total if total else float("nan")
 
 
 def _read(values: list[float | Tensor], first: int = 0) -> list[float]:
-    """`values`, from `first` on in place as plain numbers; what is on a device comes in one transfer."""
+    """Converts `values` from `first` on to plain numbers, in place; those on a device in one transfer."""
     waiting = {i: value for i, value in enumerate(values[first:], first) if isinstance(value, Tensor)}
     if waiting:
         numbers = torch.stack([value.flatten()[0].float() for value in waiting.values()]).tolist()

@@ -43,7 +43,7 @@ def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monke
 def test_a_fault_is_told_with_its_verdict_and_leaves_no_checkpoint(capsys, tmp_path):
     assert main(["demo", "--model", "mlp", "--epochs", "2", "--fault", "dead-relu"]) == 0
     shown = capsys.readouterr().out
-    assert "planted: a bias of -10" in shown
+    assert "planted fault: a bias of -10" in shown
     assert "SICK unit.dead in hidden" in " ".join(shown.split())
     assert not list(tmp_path.iterdir())
 
@@ -68,4 +68,4 @@ def test_a_fault_that_there_is_not_is_told_with_those_that_there_are(capsys):
 
 def test_a_fault_is_not_planted_into_a_training_that_goes_on(capsys):
     assert main(["demo", "--fault", "nan-input", "--resume"]) == 1
-    assert "begins anew" in capsys.readouterr().err
+    assert "starts afresh" in capsys.readouterr().err

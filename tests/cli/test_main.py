@@ -84,11 +84,11 @@ def test_the_same_seed_gives_the_same_numbers(capsys, without_matplotlib):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["demo", "--epochs", "0"], "'0' is no number of epochs"),
-        (["demo", "--epochs", "some"], "'some' is no number of epochs"),
+        (["demo", "--epochs", "0"], "epochs must be a whole number, 1 or more, got '0'"),
+        (["demo", "--epochs", "some"], "epochs must be a whole number, 1 or more, got 'some'"),
         (["demo", "--epochs", "-1"], "--epochs"),
         (["demo", "--model", "rnn"], "'mlp', 'cnn'"),
-        (["demo", "--seed", "x"], "'x' is no seed"),
+        (["demo", "--seed", "x"], "seed must be a whole number from 0 to 2**63 - 1, got 'x'"),
         (["demo", "--sed", "1"], "--sed"),
         (["demon"], "demon"),
         ([], "command"),
@@ -134,7 +134,7 @@ def test_the_held_out_digits_are_real_and_never_trained_on():
 
 
 def test_a_model_that_there_is_not_is_told():
-    with pytest.raises(ValueError, match="'cnn' and 'mlp'"):
+    with pytest.raises(ValueError, match="must be 'cnn' or 'mlp', got "):
         hookcb.cli.demo.build_model("rnn")
 
 

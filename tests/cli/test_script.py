@@ -15,7 +15,7 @@ from torch.optim import optimizer
 
 from hookcb import Learner
 from hookcb.cli.main import main
-from hookcb.cli.script import MOST
+from hookcb.cli.model_tracker import MAX_MODELS
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.recorder import GradientRecorder
 
@@ -114,8 +114,8 @@ def test_each_model_has_a_verdict_and_one_that_is_sick_decides(run):
 
 
 def test_more_models_than_are_watched_at_a_time_all_have_verdicts(run):
-    _, out, _ = run(HEALTHY * (MOST + 2))
-    assert len(titles(out)) == MOST + 2
+    _, out, _ = run(HEALTHY * (MAX_MODELS + 2))
+    assert len(titles(out)) == MAX_MODELS + 2
 
 
 @pytest.mark.parametrize("lines", ["print('no model here')", "with torch.no_grad():\n    make()[0](W.T)"])
@@ -145,7 +145,7 @@ def test_weights_that_are_moved_by_hand_are_a_training(run, write):
 def test_an_optimizer_of_another_copy_is_noticed(run):
     code, out, _ = run("net, opt = make()\ntrain(make()[0], opt)")
     assert code == 1
-    assert "Sequential got gradients, and its parameters were not moved" in out
+    assert "Sequential got gradients, but its parameters were not moved" in out
 
 
 SWAPPED = """
@@ -353,16 +353,16 @@ for i in range(40):
 @pytest.fixture
 def told(monkeypatch):
     """The losses that watches were told, by the number of parameters of their model."""
-    from hookcb.cli.script import _ScriptWatch
+    from hookcb.cli.tracked_model import ScriptWatch
 
     told = {}
-    tell = _ScriptWatch.tell
+    tell = ScriptWatch.tell
 
     def note(watch, loss):
         told.setdefault(sum(p.numel() for p in watch.model.parameters()), []).append(loss.item())
         tell(watch, loss)
 
-    monkeypatch.setattr(_ScriptWatch, "tell", note)
+    monkeypatch.setattr(ScriptWatch, "tell", note)
     return told
 
 

@@ -172,7 +172,7 @@ class EndsTheFit(Callback):
         (FitsOnce, "fitted"),
         (CannotPickle, "pickle"),
         (CannotBeShown, "check_made fails: ZeroDivisionError"),
-        (EndsTheFit, "in another way"),
+        (EndsTheFit, "ends differently"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hookcb.core.fetches import FetchTimer, ToldFetches, follow_loaders, leave_loaders
+from hookcb.core.fetches import FetchTimer, ObservedFetches, follow_loaders, leave_loaders
 from tests.support import SLEEP, Clock
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
@@ -148,7 +148,7 @@ def test_told_fetches_keep_no_batch_alive():
             yield x
             del x
 
-    batches = ToldFetches(generate(), [FetchTimer()])
+    batches = ObservedFetches(generate(), [FetchTimer()])
     first = next(batches)
     assert made[0]() is first
     del first

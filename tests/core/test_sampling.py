@@ -54,5 +54,5 @@ def test_validations_are_looked_at_only_if_a_subclass_says_so():
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
 def test_what_is_no_number_of_batches_is_refused(every):
-    with pytest.raises((TypeError, ValueError), match="every is"):
+    with pytest.raises((TypeError, ValueError), match="every must be a whole number"):
         SamplingCallback(every)

@@ -916,9 +916,9 @@ def test_nothing_of_the_training_is_kept_after_an_alarm():
     ("arguments", "error", "says"),
     [
         ({"bundle": 3}, TypeError, "bundle must be .*got 3"),
-        ({"last": 0}, ValueError, "last is 0"),
-        ({"last": "5"}, TypeError, "last is '5'"),
-        ({"last": True}, TypeError, "last is True"),
+        ({"last": 0}, ValueError, "last must be a whole number"),
+        ({"last": "5"}, TypeError, "last must be a whole number of .*, got .5."),
+        ({"last": True}, TypeError, "last must be a whole number of .*, got True"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, says):

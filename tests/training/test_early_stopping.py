@@ -65,7 +65,7 @@ def test_the_epoch_that_shows_it_is_complete_and_the_next_fit_begins_anew():
         assert "time" in learn.recorder.rows[-1]
         assert log[-1] == ("late", "after_fit")
         assert log[-3] == ("late", "after_epoch")
-        assert "valid_loss is not better than" in learn.early_stopping.reason
+        assert "valid_loss has not been better than" in learn.early_stopping.reason
 
 
 def test_a_cancelled_epoch_counts_neither_way():

@@ -218,7 +218,7 @@ def raise_(error):
 
 
 def test_of_two_only_one_may_be_validated():
-    with pytest.raises(ValueError, match="give the other EMA validate=False"):
+    with pytest.raises(ValueError, match="only one average; give the other EMA validate=False"):
         fit(learner([EMA(0.8), EMA(0.5, name="fast")]))
     learn = fit(learner([EMA(0.5, validate=False, name="fast"), EMA(0.8)]), 2)
     model, average, losses = by_hand()
@@ -290,13 +290,13 @@ def test_copies_have_the_average_and_each_fit_makes_a_new_one():
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
 def test_a_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match="give a number from 0 to 1"):
+    with pytest.raises(ValueError, match="must be a number from 0 to 1"):
         EMA(decay)
 
 
 @pytest.mark.parametrize("decay", ["0.9", None, True])
 def test_a_decay_that_is_no_number_is_refused(decay):
-    with pytest.raises(TypeError, match="give a number from 0 to 1"):
+    with pytest.raises(TypeError, match="must be a number from 0 to 1"):
         EMA(decay)
 
 

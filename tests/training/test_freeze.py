@@ -135,7 +135,7 @@ def test_shared_weights_are_frozen_for_all_who_share_them():
 def test_what_cannot_be_frozen_is_refused_before_training():
     for where, error, message in (
         ("bodi", LookupError, "did you mean 'body'"),
-        ("*", ValueError, "leaves nothing to train of Body"),
+        ("*", ValueError, "leaves nothing to train in Body"),
         (None, ValueError, "leaves nothing to train"),
         (3, TypeError, "where must be a glob.*got 3"),
     ):
@@ -145,7 +145,7 @@ def test_what_cannot_be_frozen_is_refused_before_training():
         assert learn.train_iter == 0
         assert all(required(learn.model))
     for until, error in ((-1, ValueError), (1.0, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="until is "):
+        with pytest.raises(error, match="until must be "):
             Freeze("body", until=until)
 
 

@@ -81,8 +81,8 @@ def test_time_counts_in_a_fit_only(clock):
 @pytest.mark.parametrize(
     ("seconds", "error"), [(0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("1h", TypeError)]
 )
-def test_a_time_that_cannot_be_is_refused(seconds, error):
-    with pytest.raises(error, match="seconds is"):
+def test_an_invalid_time_is_refused(seconds, error):
+    with pytest.raises(error, match="seconds must be a number above 0"):
         MaxTime(seconds)
 
 

@@ -150,7 +150,9 @@ def test_a_metric_that_gives_a_vector_is_named_in_its_first_batch():
         return (pred - target).abs().mean(dim=1)
 
     learn = make_learner(metrics=per_sample)
-    with pytest.raises(ValueError, match=r"metric 'per_sample' gave a tensor of shape \(\d+,\); reduce it"):
+    with pytest.raises(
+        ValueError, match=r"metric 'per_sample' returned a tensor of shape \(\d+,\); reduce it"
+    ):
         fit(learn)
     learn = make_learner(metrics=lambda pred, target: (pred - target).abs().mean().reshape(1, 1))
     fit(learn)

@@ -1,1 +1,1 @@
-"""Checkpoint: the whole state of a fit in a file, and going on from it."""
+"""Checkpoint: saves the whole state of a fit to a file, and resumes from it."""

@@ -1,4 +1,4 @@
-"""Checkpoint: files from which a fit can go on to the bit."""
+"""Checkpoint: files from which a fit can be resumed bit-identically."""
 
 from contextlib import closing
 from pathlib import Path
@@ -17,27 +17,27 @@ from hookcb.training.monitor import check_monitor, improves, monitored, resolve_
 
 
 class Checkpoint(Callback):
-    """Writes all it takes to go on with a fit: `learn.fit(…, cbs=Checkpoint(folder), resume="latest")`.
+    """Saves all that is needed to resume a fit: `learn.fit(…, cbs=Checkpoint(folder), resume="latest")`.
 
-    A resumed fit ends with the very weights of one that was never interrupted: model, optimizer, gradients
-    that wait, random numbers, order of the data and callbacks' state are restored, also in mid-epoch. Of a
-    loader with a state of its own that is what its `state_dict` gives.
+    A resumed fit ends with exactly the weights of one that was never interrupted: model, optimizer,
+    accumulated gradients, random state, data order and the state of callbacks are restored, also within an
+    epoch. A loader with a `state_dict` is restored by that.
 
-    A file is written after each epoch, and when a fit is cancelled between batches; it gets its name when it
-    is on the disk whole. On Ctrl-C and SIGTERM the batch in progress is finished, a file written, and then
+    A file is written after each epoch, and when a fit is cancelled between batches; it gets its name once it
+    is complete on the disk. On Ctrl-C and SIGTERM the batch in progress is finished, a file is written, and
     the fit ends with KeyboardInterrupt or SystemExit(143); a second Ctrl-C ends it at once.
 
     Args:
-        folder: made if it is missing, and for one fit at a time. Files of the same name are replaced.
-        every: also after so many training batches.
-        keep: how many of the newest files of this fit stay.
-        monitor: a column of the epoch's row; the best epoch's file stays as `best.pt`.
-        mode: what is best, "min" or "max"; by default "min" where the name has "loss" or "error" in it.
-        name: what the learner calls it.
+        folder: created if it is missing; used by one fit at a time. Files of the same name are replaced.
+        every: also write a file every so many training batches.
+        keep: number of files of this fit to keep, the newest ones.
+        monitor: a column of the epoch's row; the file of the best epoch is kept as `best.pt`.
+        mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".
+        name: name of the callback in the learner.
 
     Attributes:
         best: the best value of `monitor` so far.
-        n_written: how often this fit has written; `StepTimer` tells by it which step that was in.
+        n_written: number of files written in this fit; `StepTimer` uses it to find the steps with a write.
 
     Raises:
         TypeError, ValueError: If an argument is invalid; `monitor` when the fit begins, or LookupError.
@@ -77,7 +77,7 @@ class Checkpoint(Callback):
 
     @property
     def files(self) -> list[Path]:
-        """The checkpoints in the folder, oldest first, without the best."""
+        """Checkpoints in the folder, oldest first, without `best.pt`."""
         return checkpoints_in(self.folder)
 
     def before_fit(self) -> None:
@@ -98,20 +98,20 @@ class Checkpoint(Callback):
 
     def before_batch(self) -> None:
         if self.training:
-            self._unsaved = False  # in the middle of a batch there is nothing to go on from
+            self._unsaved = False  # a fit cannot be resumed from the middle of a batch
 
     def after_batch(self) -> None:
         if not self.training or not self.learn.fitting:
-            if self._stop.asked and not self.learn.is_nested:
+            if self._stop.requested and not self.learn.is_nested:
                 raise CancelValidException
             return
         self._unsaved = True
-        if self._stop.asked or (self.every is not None and (self.train_iter + 1) % self.every == 0):
+        if self._stop.requested or (self.every is not None and (self.train_iter + 1) % self.every == 0):
             self._write("train", f"-batch-{self.iter + 1:06d}")
         self._stop.obey()
 
     def after_validate(self) -> None:
-        if self._stop.asked and not self.learn.is_nested:
+        if self._stop.requested and not self.learn.is_nested:
             self._write("validate", "-trained")
             self._stop.obey()
 
@@ -127,8 +127,9 @@ class Checkpoint(Callback):
             self._write("train", f"-batch-{self.iter + 1:06d}")
 
     def after_fit(self) -> None:
-        with closing(self._lock), closing(self._stop):  # which obeys a signal
-            if self._stop.asked:  # since the last batch; or the loader has failed, as its workers were told
+        with closing(self._lock), closing(self._stop):  # close obeys a signal
+            # since the last batch, or the loader failed because its workers got the signal too
+            if self._stop.requested:
                 self.after_cancel_fit()
 
     def state_dict(self) -> dict[str, Any]:

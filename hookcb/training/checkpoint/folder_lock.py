@@ -15,7 +15,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def _lock(file: int) -> None:
-        # behind what is written, as nobody else can read a locked byte
+        # beyond the text, as no other process can read a locked byte
         os.lseek(file, 1 << 30, os.SEEK_SET)
         msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
         os.lseek(file, 0, os.SEEK_SET)
@@ -24,30 +24,30 @@ else:
     import fcntl
 
     def _lock(file: int) -> None:
-        # unlike flock's, these locks are not inherited: after a kill a loader's worker may live for seconds
+        # unlike those of flock, not inherited: a loader's worker may outlive a killed process by seconds
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class FolderLock:
     """Marks a folder as in use, for other processes, other hosts, and other fits of this process.
 
-    The lock is the operating system's, on a file that names the process and its host: it ends with the
-    process, however that ends, and a file that is left behind by a kill locks nothing.
+    It is a lock of the operating system, on a file that names the process and its host: it ends with the
+    process, however that ends, and a file left behind by a kill does not lock anything.
     """
 
     def __init__(self) -> None:
-        self._key = (0, "")  # the process and folder of a lock that is held
+        self._key = (0, "")  # process and folder of the lock, while it is held
         self._file = Path()
         self._opened = -1
 
     def open(self, folder: Path) -> bool:
-        """Takes the lock of a folder, and so finds out whether the folder can be written to.
+        """Takes the lock of a folder, which also checks that the folder can be written to.
 
         Args:
-            folder: it is made if it is missing.
+            folder: created if it is missing.
 
         Returns:
-            Whether it is certain that nobody else has it. If not, a warning has said why.
+            Whether it is certain that no one else uses the folder. If not, there was a warning.
 
         Raises:
             RuntimeError: If the folder is in use; the message says by whom.
@@ -65,30 +65,30 @@ class FolderLock:
             return self._note_owner(is_locked)
         except OSError as error:
             self.close()
-            message = f"no checkpoint can be written there, as a first try has failed: {error.strerror}"
+            message = f"cannot write checkpoints there: {error.strerror}"
             raise OSError(error.errno, message, error.filename or str(self._file)) from error
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Gives the lock back, if it is held, and removes its file."""
-        if _HELD.get(self._key) is not self:  # it is not held, or this is a copy
+        """Releases the lock if it is held, and removes its file."""
+        if _HELD.get(self._key) is not self:  # the lock is not held, or this is a copy
             return
         if self._opened >= 0:
-            # before it is closed, as after that it might be the next one's; what stays locks nothing
+            # before it is closed, as then it may be another's; a file that is left does not lock anything
             with suppress(OSError):
                 if os.name == "posix" and _is_at(self._opened, self._file):
                     self._file.unlink()
             os.close(self._opened)
-            with suppress(OSError):  # Windows removes no file that is open, here or by the next one
+            with suppress(OSError):  # Windows cannot remove a file that is open, here or in another process
                 if os.name != "posix":
                     self._file.unlink()
         del _HELD[self._key]
         self._key, self._opened = (0, ""), -1
 
     def _open_locked(self) -> bool:
-        """Opens the file and locks it; False if this file system has no locks."""
+        """Opens the file and locks it; returns False if the file system has no locks."""
         while True:
             opened = os.open(self._file, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
             try:
@@ -103,16 +103,17 @@ class FolderLock:
             if not is_locked or _is_at(opened, self._file):
                 self._opened = opened
                 return is_locked
-            os.close(opened)  # its owner has removed it since we opened it
+            os.close(opened)  # its owner has removed the file since we opened it
 
     def _note_owner(self, is_locked: bool) -> bool:
-        """Writes this process into the file; whether the one it finds there has surely ended."""
-        host, left = socket.gethostname(), _read(self._opened)
-        is_certain = not left or (is_locked and f" on {host} " in left)
+        """Writes this process into the file; returns whether the previous owner has certainly ended."""
+        host, previous = socket.gethostname(), _read(self._opened)
+        is_certain = not previous or (is_locked and f" on {host} " in previous)
         if not is_certain:
             warnings.warn(
-                f"{self._file} says that {left} writes into this folder, and from here it cannot be told "
-                "whether that run has ended; it is taken as ended. If it still runs, end one of the two",
+                f"{self._file} says that {previous} writes into this folder, and there is no way to check "
+                "from here whether that run has ended; assuming that it has. If it still runs, end one of "
+                "the two",
                 stacklevel=2,
             )
         now = datetime.now().isoformat(" ", "seconds")
@@ -122,18 +123,18 @@ class FolderLock:
         return is_certain
 
 
-# by process and folder; the process, as a fork inherits these and not the locks
+# by process and folder; the process, because a fork inherits this dict but not the locks
 _HELD: dict[tuple[int, str], FolderLock] = {}
 
 
 def _read(opened: int) -> str:
-    """What the file says of its owner; by another descriptor the lock would end, when that is closed."""
+    """Owner that the file names; through the same descriptor, as closing another would release the lock."""
     os.lseek(opened, 0, os.SEEK_SET)
     return os.read(opened, 1000).decode(errors="replace").strip()
 
 
 def _is_at(opened: int, file: Path) -> bool:
-    """Whether the open file is the one of that name."""
+    """Whether the open file is still the one at that path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(opened), file.stat())
     return False
@@ -141,6 +142,6 @@ def _is_at(opened: int, file: Path) -> bool:
 
 def _in_use(folder: Path, owner: str) -> str:
     return (
-        f"{folder} is in use by {owner}; give this run a folder of its own, or wait for the other's end "
-        "(in distributed training, attach Checkpoint on one rank, or give each rank a folder)"
+        f"{folder} is in use by {owner}; give this run its own folder, or wait until the other one ends "
+        "(in distributed training, attach Checkpoint on one rank, or give each rank its own folder)"
     )

@@ -1,4 +1,4 @@
-"""Resume: a fit that goes on where a checkpoint was written."""
+"""Resume: continues a fit from a checkpoint."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -17,15 +17,15 @@ LATEST = "latest"
 
 
 class Resume:
-    """The state in a checkpoint, of which it is known that it fits a learner.
+    """The state in a checkpoint, which was checked to fit a learner.
 
     Args:
-        file: what `Checkpoint` has written.
-        state: what it holds.
+        file: the file of a `Checkpoint`.
+        state: the state in it.
         learn: the learner, with the callbacks of the fit.
 
     Raises:
-        ValueError: where it is of another model or optimizer, or of more epochs than this fit.
+        ValueError: If it is of another model or optimizer, or of more epochs than this fit.
     """
 
     def __init__(self, file: Path, state: dict[str, Any], learn: TrainingState) -> None:
@@ -39,42 +39,42 @@ class Resume:
         self.train_iter: int = self._state["train_iter"] - self._state["iter"]  # when the epoch began
         if self.epoch + (self.phase != "epoch") > learn.n_epoch:
             raise ValueError(
-                f"{file} is of epoch {self.epoch}, counted from 0, and n_epoch is {learn.n_epoch}; give the "
-                "number of all epochs, with those made before"
+                f"{file} is of epoch {self.epoch}, counted from 0, but n_epoch is {learn.n_epoch}; give the "
+                "total number of epochs, including those already trained"
             )
         self._check_callbacks(file, learn)
 
     @classmethod
     def find(cls, resume: "str | Path | None", learn: TrainingState) -> Self | None:
-        """Of what `Learner.fit(resume=…)` was given; None where there is nothing to go on with.
+        """Finds the checkpoint that `Learner.fit(resume=…)` asks for; None if there is nothing to resume.
 
         Raises:
-            FileNotFoundError: where there is none.
-            ValueError: If it is truncated, damaged, foreign, or of another version of hookcb; for "latest"
-                without a `Checkpoint`, or if none of its files is whole.
+            FileNotFoundError: If there is no such file, or no checkpoint in the folder.
+            ValueError: If it is truncated, damaged, another kind of file, or from another version of hookcb;
+                for "latest", if no `Checkpoint` is attached, or all its files are damaged.
         """
         if resume is None:
             return None
         if not isinstance(resume, str | Path):
-            raise TypeError(f"resume is {resume!r}; give a checkpoint's path, a folder of them, or 'latest'")
+            raise TypeError(f"resume must be the path of a checkpoint or folder, or 'latest', got {resume!r}")
         if resume != LATEST:
             file = Path(resume)
             if not file.exists():
                 raise FileNotFoundError(
-                    f"there is no {file}; resume goes on from what a Checkpoint has written"
+                    f"there is no {file}; give a file that a Checkpoint has written, or a folder of them"
                 )
             return cls._newest(file, learn) if file.is_dir() else cls(file, _read(file), learn)
         folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
         if not folders:
             raise ValueError(
-                "resume is 'latest', and no Checkpoint is attached; add one, cbs=Checkpoint(folder), "
+                "resume is 'latest', but no Checkpoint is attached; add one, cbs=Checkpoint(folder), "
                 "or give a path"
             )
         return cls._newest(folders[0], learn) if checkpoints_in(folders[0]) else None
 
     @classmethod
     def _newest(cls, folder: Path, learn: TrainingState) -> Self:
-        """Of the newest file that can be read whole."""
+        """Returns the state of the newest intact file."""
         broken = []
         for file in reversed(checkpoints_in(folder)):
             try:
@@ -82,25 +82,25 @@ class Resume:
             except ValueError as error:
                 broken.append(str(error))
                 continue
-            except FileNotFoundError:  # its fit, which may be running, keeps newer ones
+            except FileNotFoundError:  # a running fit may remove old files
                 continue
             if broken:
                 warn(f"{'; '.join(broken)}: resuming from {file}", stacklevel=2)
             return cls(file, state, learn)
         if broken:
-            raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(broken)}")
+            raise ValueError(f"no checkpoint in {folder} is intact: {'; '.join(broken)}")
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
 
     def restore(self, learn: TrainingState) -> "enumerate[Any] | None":
-        """Puts everything as it was; in the middle of a training gives the batches still to come."""
+        """Restores everything; in the middle of a training, returns the remaining batches, else None."""
         return restore(learn, self._state)
 
     def tell(self, learn: TrainingState) -> None:
-        """Shows what is resumed, as the learner's `Progress` does; warns if nothing is left to train."""
+        """Shows in the learner's `Progress` what is resumed; warns if nothing is left to train."""
         if self.phase == "epoch" and self.epoch >= learn.n_epoch:
             warn(
-                f"nothing left to train: {self.file} is of {self._place(learn.n_epoch)}; to train on, give a "
-                "larger n_epoch; to begin anew, leave out resume="
+                f"nothing left to train: {self.file} is of {self._place(learn.n_epoch)}; to train longer, "
+                "give a larger n_epoch; to begin anew, leave out resume="
             )
             return
         for cb in learn.cbs:
@@ -118,34 +118,32 @@ class Resume:
 
     def _losses(self) -> list[str]:
         row = self._state["row"]
-        # callbacks may put anything there
+        # callbacks may put other objects there
         shown = {name: row.get(name) for name in ("train_loss", "valid_loss")}
         if losses := [f"{name} {x:.4g}" for name, x in shown.items() if isinstance(x, int | float)]:
             return losses
-        recorded = [of.get("losses") for of in self._state["cbs"].values() if isinstance(of, dict)]
+        recorded = [x.get("losses") for x in self._state["cbs"].values() if isinstance(x, dict)]
         return [
             f"loss {x[-1].item():.4g}" for x in recorded if isinstance(x, Tensor) and x.ndim == 1 and len(x)
         ]
 
     def _check_callbacks(self, file: Path, learn: TrainingState) -> None:
         attached = {cb.name for cb in learn.cbs}
-        # what a Checkpoint notes for itself nothing else needs
-        needed = {name for name, of in self._state["cbs"].items() if "random_of_phase" not in of}
+        # no other callback needs the state of a Checkpoint
+        needed = {name for name, x in self._state["cbs"].items() if "random_of_phase" not in x}
         if missing := sorted(needed - attached):
             warn(
-                f"{file} has the state of callbacks that are not attached, {', '.join(missing)}: "
-                "without them the fit will not go on as it was",
+                f"{file} has the state of callbacks that are not attached, {', '.join(missing)}; without "
+                "them, the fit does not continue as it would have",
                 stacklevel=2,
             )
 
 
 def validated_weights(state: Any) -> dict[str, Any] | None:
-    """Of what a checkpoint holds the weights that its fit validated, an average by `EMA` too; else None."""
+    """Weights that the fit of a checkpoint validated, also an average of `EMA`; None for another state."""
     if not isinstance(state, dict) or set(state) != KEYS:
         return None
-    average: dict[str, Any] = next(
-        (of["averaged"] for of in state["cbs"].values() if of.get("validated")), {}
-    )
+    average: dict[str, Any] = next((x["averaged"] for x in state["cbs"].values() if x.get("validated")), {})
     return {name: average.get(name, x) for name, x in state["model"].items()}
 
 
@@ -153,9 +151,9 @@ def _read(file: Path) -> dict[str, Any]:
     state = read_saved(file, torch.device("cpu"))
     if isinstance(state, dict) and "format" in state and state["format"] != FORMAT:
         raise ValueError(
-            f"{file} was written by another version of hookcb, in format {state['format']!r}, and this one "
+            f"{file} was written by another version of hookcb, in format {state['format']!r}, but this one "
             f"reads format {FORMAT}; resume with the version that wrote it"
         )
     if not isinstance(state, dict) or set(state) != KEYS:
-        raise ValueError(f"{file} is no checkpoint of a fit; Checkpoint writes them, in its folder")
+        raise ValueError(f"{file} is not a checkpoint of a fit; give a file that a Checkpoint has written")
     return state

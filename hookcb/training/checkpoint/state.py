@@ -1,4 +1,4 @@
-"""The state of a fit: all it takes to go on with it to the bit, in this process or another."""
+"""The state of a fit: all that is needed to resume it bit-identically, in this process or another."""
 
 import copy
 from collections import Counter, OrderedDict
@@ -18,22 +18,21 @@ from hookcb.core.state import TrainingState
 from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
 
-FORMAT = 1  # of the file; a change that older versions cannot read counts it up
+FORMAT = 1  # version of the file format; increased by a change that older versions cannot read
 KEYS = {"format", "torch", "phase", "epoch", "iter", "n_epoch", "train_iter", "row", "model", "buffers"}
 KEYS |= {"loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
 
 
 def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
-    """The state of the fit that is running, to be saved at once: its tensors are those in use.
+    """State of the running fit, to be saved at once, as its tensors are those in use.
 
     Args:
         learn: the learner.
-        phase: what has just ended: a batch of "train", all training of an epoch ("validate" comes next), or
-            an "epoch".
-        random_of_phase: `random_state` when this training or validation began.
+        phase: "train" after a batch, "validate" after the training of an epoch, "epoch" after an epoch.
+        random_of_phase: `random_state` at the start of this training or validation.
 
     Raises:
-        TypeError: where a callback's state, say, could not be read again; it says which.
+        TypeError: If the state of a callback, say, could not be read again; the message says which.
     """
     in_train, model = phase == "train", learn.model.state_dict()
     state = {
@@ -54,23 +53,23 @@ def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -
         "random": random_of_phase if phase == "validate" else random_state(*loaders_of(learn)),
         "random_of_phase": random_of_phase,
         "loaders": [dl.state_dict() if saves_itself(dl) else None for dl in loaders_of(learn)],
-        "cbs": {cb.name: of for cb in learn.cbs if (of := cb.state_dict())},
+        "cbs": {cb.name: cb_state for cb in learn.cbs if (cb_state := cb.state_dict())},
     }
     plain: dict[str, Any] = _plain(state, "the state of the fit")
     return plain
 
 
 def restore(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any] | None":
-    """Puts everything as it was when `capture` gave `state`.
+    """Restores the result of `capture`.
 
     Returns:
-        In the middle of a training the batches that are still to come, with their numbers.
+        In the middle of a training, the remaining batches with their numbers; else None.
     """
     batches = None
     _start_workers(learn, state)
-    for dl, own in zip(loaders_of(learn), state["loaders"], strict=False):
-        if own is not None:
-            dl.load_state_dict(own)
+    for dl, saved in zip(loaders_of(learn), state["loaders"], strict=False):
+        if saved is not None:
+            dl.load_state_dict(saved)
     if state["phase"] == "train":
         batches = _batches_left(learn, state)
     learn.model.load_state_dict(state["model"])
@@ -90,29 +89,29 @@ def restore(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any] | No
 
 
 def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
-    """Refuses the state of another model or optimizer.
+    """Checks that a state is of this model and optimizer.
 
     Raises:
-        ValueError: that says what differs.
+        ValueError: If it is not; the message says what differs.
     """
-    own, saved = learn.model.state_dict(), state["model"]
+    current, saved = learn.model.state_dict(), state["model"]
     kind = type(learn.model).__name__
-    if odd := sorted(own.keys() ^ saved.keys()):
-        where = f"only in {kind}" if odd[0] in own else f"not in {kind}"
+    if odd := sorted(current.keys() ^ saved.keys()):
+        where = f"only in {kind}" if odd[0] in current else f"not in {kind}"
         raise ValueError(f"is of another model: {odd[0]!r} is {where}, {len(odd)} names differ")
-    if foreign := [name for name in state["buffers"] if not _takes_buffer(learn.model, name)]:
+    if foreign := [name for name in state["buffers"] if not _accepts_buffer(learn.model, name)]:
         raise ValueError(f"is of another model: {kind} has no buffer {foreign[0]!r}")
-    for name, x in own.items():
+    for name, x in current.items():
         if isinstance(x, Tensor) and x.shape != saved[name].shape:
             shapes = f"{tuple(saved[name].shape)}, in {kind} {tuple(x.shape)}"
             raise ValueError(f"is of another model: {name!r} has shape {shapes}")
     if state["opt_kind"] != type(learn.opt).__name__:
-        raise ValueError(f"is of a training with {state['opt_kind']}, and this is {type(learn.opt).__name__}")
-    sizes, own_sizes = map(_group_sizes, (state["opt"]["param_groups"], learn.opt.param_groups))
-    if sizes != own_sizes:
+        raise ValueError(f"is of a training with {state['opt_kind']}, not {type(learn.opt).__name__}")
+    saved_sizes, sizes = map(_group_sizes, (state["opt"]["param_groups"], learn.opt.param_groups))
+    if saved_sizes != sizes:
         raise ValueError(
-            f"has parameter groups of {sizes} parameters, and this optimizer has {own_sizes}; "
-            "make it with the same groups"
+            f"has parameter groups of {saved_sizes} parameters, but this optimizer has {sizes}; "
+            "create it with the same groups"
         )
 
 
@@ -120,8 +119,8 @@ def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def _takes_buffer(model: nn.Module, name: str) -> bool:
-    """Whether it has that buffer, or may yet make it."""
+def _accepts_buffer(model: nn.Module, name: str) -> bool:
+    """Whether the model has a buffer, or may still create it."""
     owner, _, last = name.rpartition(".")
     m = dict(model.named_modules()).get(owner)
     return m is not None and (last in buffers_of(m) or not hasattr(m, last))
@@ -130,10 +129,10 @@ def _takes_buffer(model: nn.Module, name: str) -> bool:
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     owner, _, last = name.rpartition(".")
     m = model.get_submodule(owner)
-    there = buffers_of(m).get(last)
-    if there is not None and there.shape == value.shape:
-        there.copy_(value)
-    else:  # it is made, or grows, on the way
+    buffer = buffers_of(m).get(last)
+    if buffer is not None and buffer.shape == value.shape:
+        buffer.copy_(value)
+    else:  # the model creates it, or lets it grow, during training
         device = next((x.device for x in model.parameters()), value.device)
         m.register_buffer(last, value.to(device), persistent=False)
 
@@ -142,35 +141,35 @@ def _load_opt(opt: Optimizer, state: dict[str, Any]) -> None:
     opt.load_state_dict(state)
     params = [p for group in opt.param_groups for p in group["params"]]
     for i, values in state["state"].items():
-        own = opt.state[params[i]] if isinstance(i, int) else opt.state[i]
+        loaded = opt.state[params[i]] if isinstance(i, int) else opt.state[i]
         for key, value in values.items():
-            if isinstance(value, Tensor) and own[key].dtype != value.dtype:
-                own[key] = value.to(own[key].device)  # torch has rounded it to the parameter's precision
+            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)  # torch has cast it to the parameter's dtype
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The files that `Checkpoint` has written into a folder, oldest first, without the best."""
+    """Files written by `Checkpoint` into a folder, oldest first, without `best.pt`."""
     ages = {}
     for file in folder.glob("epoch-*.pt"):
-        with suppress(FileNotFoundError):  # its fit, which may be running, keeps newer ones
+        with suppress(FileNotFoundError):  # a running fit may remove old files
             ages[file] = file.stat().st_mtime_ns, file.name
     return sorted(ages, key=ages.__getitem__)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what a `Checkpoint` that was killed has left; only for who has the folder to itself."""
+    """Removes incomplete files of a killed `Checkpoint`; only safe if no one else uses the folder."""
     for kind in ("epoch-*.pt*.partial", "best.pt*.partial"):
         for left in folder.glob(kind):
             left.unlink()
 
 
 def loaders_of(learn: Any) -> list[Any]:
-    """Those of training and validation, as far as there are."""
+    """The loaders of training and validation, if there are any."""
     return [dl for dl in (learn.dls.train, getattr(learn.dls, "valid", None)) if dl is not None]
 
 
 def _start_workers(learn: TrainingState, state: dict[str, Any]) -> None:
-    """Has those that stay from epoch to epoch draw now the seed that they drew at their first."""
+    """Has persistent workers draw their seed now, as they did in their first epoch."""
     for dl in loaders_of(learn):
         began = state["epoch"] > 0 or (dl is learn.dls.train and state["phase"] == "validate")
         if began and getattr(dl, "persistent_workers", False):
@@ -178,26 +177,26 @@ def _start_workers(learn: TrainingState, state: dict[str, Any]) -> None:
 
 
 def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any]":
-    """Begins the epoch's training as it began, and passes over the batches that were trained on."""
+    """Begins the epoch's training again, and skips the batches that were trained on."""
     done = state["iter"]
     learn.iter = done - 1
-    if state["loaders"][0] is not None:  # it goes on by itself
+    if state["loaders"][0] is not None:  # its `load_state_dict` has skipped them
         return enumerate(learn.dl, done)
     set_random_state(state["random_of_phase"], *loaders_of(learn))
     batches = enumerate(learn.dl)
-    if (passed := sum(1 for _ in islice(batches, done))) < done:
+    if (skipped := sum(1 for _ in islice(batches, done))) < done:
         raise ValueError(
-            f"the checkpoint is of batch {done} of an epoch, and the training loader gave {passed} batches; "
-            "resume with the data it was written with"
+            f"the checkpoint is of batch {done} of an epoch, but the training loader has only {skipped} "
+            "batches; resume with the data it was written with"
         )
     return batches
 
 
 def _plain(value: Any, where: str) -> Any:
-    """`value` in types that `torch.load(weights_only=True)` reads.
+    """Converts `value` to types that `torch.load(weights_only=True)` reads.
 
     Raises:
-        TypeError: where there is something that has none; it says where, and what is possible.
+        TypeError: If that is not possible; the message says where, and which types are.
     """
     if type(value) in (dict, OrderedDict, Counter):
         plain = copy.copy(value)  # not a new one, as the state of a model has attributes
@@ -206,7 +205,7 @@ def _plain(value: Any, where: str) -> Any:
             plain[_plain(key, f"a key of {where}")] = _plain(item, f"{where}[{key!r}]")
         return plain
     if type(value) in (list, tuple):
-        if set(map(type, value)) <= {int, float}:  # long lists are of numbers
+        if set(map(type, value)) <= {int, float}:  # faster for long lists, which are of numbers
             return value
         return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
     if type(value) in PLAIN or isinstance(value, Tensor):
@@ -215,9 +214,9 @@ def _plain(value: Any, where: str) -> Any:
     for kind in kinds:
         if isinstance(value, kind):  # an IntEnum, a float64 of NumPy
             return kind(value)
-    if isinstance(value, Number) and hasattr(value, "item"):  # NumPy's others
+    if isinstance(value, Number) and hasattr(value, "item"):  # other numbers of NumPy
         return value.item()
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give None, bool, int, "
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot contain; use None, bool, int, "
         "float, str, a tensor, or lists, tuples and dicts of these"
     )

@@ -1,1 +1,1 @@
-"""Learning rates and other settings of the optimizer over a fit."""
+"""Schedules of the learning rate over a fit."""

@@ -1,4 +1,4 @@
-"""Learning rates and the rest of what an optimizer's groups are set to: kept, changed in a fit, put back."""
+"""Base classes of callbacks that schedule the learning rate."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -10,24 +10,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from hookcb.core import orders
 from hookcb.core.batch import n_batches
 from hookcb.core.callback import Callback
-from hookcb.core.optim import Settings, _copied, group_settings, set_groups
+from hookcb.core.optim import Settings, copied_setting, group_settings, set_groups
 from hookcb.core.torch_private import OPT_CALLED, mark_stepped
 
-MADE_BY_TORCH = ("step", OPT_CALLED)  # what a scheduler sets on the optimizer itself
+MADE_BY_TORCH = ("step", OPT_CALLED)  # attributes of the optimizer that a scheduler sets
 
 
 class RateCallback(Callback, ABC):
-    """Base of callbacks that have a scheduler of torch set the learning rate.
+    """Base class of callbacks that set the learning rate with a torch scheduler.
 
-    It is made anew when a fit begins; when the fit ends each group of the optimizer gets back what it had.
+    Each fit creates a new scheduler; when the fit ends, the settings of the optimizer's groups are restored.
 
     Attributes:
-        scheduler: torch's, while a fit runs; else None.
+        scheduler: the torch scheduler during a fit; else None.
     """
 
     order = orders.SCHEDULE
     run_lr_find = False
-    n_steps: int | None = None  # of the whole fit, where the schedule spans it
+    n_steps: int | None = None  # in the whole fit, if the schedule spans it
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -37,22 +37,22 @@ class RateCallback(Callback, ABC):
 
     @abstractmethod
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Gives a new scheduler of `opt`."""
+        """Returns a new scheduler of `opt`."""
 
     def before_fit(self) -> None:
-        """Makes the scheduler, and keeps what the optimizer's groups are set to."""
+        """Creates the scheduler, and saves the settings of the optimizer's groups."""
         opt = self.learn.opt
         self._before = group_settings(opt)
         self._patches = {key: value for key, value in vars(opt).items() if key in MADE_BY_TORCH}
         if not any(getattr(cb, "scheduler", None) for cb in self.learn.cbs if isinstance(cb, RateCallback)):
-            for group in opt.param_groups:  # one of an earlier scheduler would go before the rate of this fit
+            for group in opt.param_groups:  # left by an earlier scheduler, it would override this fit's rate
                 group.pop("initial_lr", None)
         self.scheduler = self.make(opt)
-        # else torch warns where the first step is skipped or accumulates, which is no mistake
+        # else torch warns if the first step is skipped or accumulated, which is not a mistake
         mark_stepped(opt)
 
     def after_fit(self) -> None:
-        """Gives the groups back what they had, and lets go of the optimizer."""
+        """Restores the settings of the groups, and lets go of the scheduler."""
         opt, self.scheduler = self.learn.opt, None
         if self._before is not None:
             set_groups(opt, self._before)
@@ -62,7 +62,7 @@ class RateCallback(Callback, ABC):
         self._before, self._patches = None, {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state, what the groups are set to, and what they go back to."""
+        """State of the scheduler, current settings of the groups, and those to restore after the fit."""
         if self.scheduler is None:
             return {}
         state = {k: copy.deepcopy(v) for k, v in self.scheduler.state_dict().items() if not callable(v)}
@@ -71,21 +71,23 @@ class RateCallback(Callback, ABC):
             "kind": type(self.scheduler).__name__,
             "scheduler": state,
             "groups": group_settings(self.learn.opt),
-            "before": [{k: _copied(v) for k, v in group.items()} for group in self._before or []],
+            "before": [{k: copied_setting(v) for k, v in group.items()} for group in self._before or []],
             **horizon,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the schedule was.
+        """Continues the schedule from a state.
 
         Raises:
-            RuntimeError: outside a fit.
-            ValueError: where the state is of another kind of schedule, or one over a fit of another length.
+            RuntimeError: If no fit is running.
+            ValueError: If the state is of another kind of schedule, or of a fit of another length.
         """
         if not state:
             return
         if self.scheduler is None:
-            raise RuntimeError("no fit is running; learn.fit(…, resume=…) takes in the state of a schedule")
+            raise RuntimeError(
+                "no fit is running; the state of a schedule is loaded by learn.fit(…, resume=…)"
+            )
         self._check_same(state)
         self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
         set_groups(self.learn.opt, state["groups"])
@@ -95,7 +97,7 @@ class RateCallback(Callback, ABC):
         kind = type(self.scheduler).__name__
         if state["kind"] != kind:
             raise ValueError(
-                f"the checkpoint has the state of a {state['kind']} for {self.name!r}, and this is {kind}; "
+                f"the checkpoint has the state of a {state['kind']} for {self.name!r}, but this is a {kind}; "
                 "resume with the schedule it was written with"
             )
         if self.n_steps is None:
@@ -103,25 +105,25 @@ class RateCallback(Callback, ABC):
         label = f"a {type(self).__name__} fit"
         if state["n_epoch"] != self.n_epoch:
             raise ValueError(
-                f"the checkpoint is of {label} of {state['n_epoch']} epochs, this one is of {self.n_epoch}; "
-                "a schedule over the whole fit cannot be made longer or shorter, "
-                f"give n_epoch={state['n_epoch']}, and train on in a new fit"
+                f"the checkpoint is from {label} of {state['n_epoch']} epochs, this one has {self.n_epoch}; "
+                "a schedule over the whole fit cannot be made longer or shorter, so "
+                f"give n_epoch={state['n_epoch']}, and continue training in a new fit"
             )
         if state["n_steps"] != self.n_steps:
             raise ValueError(
-                f"the checkpoint is of {label} of {state['n_steps']} batches, this one has {self.n_steps}; "
+                f"the checkpoint is from {label} of {state['n_steps']} batches, this one has {self.n_steps}; "
                 "resume with the same number of training batches"
             )
 
 
 class SteppedRate(RateCallback):
-    """Base of those whose scheduler goes on after each training batch, or after each epoch.
+    """Base class of those whose scheduler is stepped after each training batch, or after each epoch.
 
-    Batches that are cancelled or only accumulate gradients count too.
+    Batches that are cancelled, or only accumulate gradients, count too.
 
     Attributes:
-        per: "batch" or "epoch", after what to step.
-        scheduler: torch's, while a fit runs; else None.
+        per: "batch" or "epoch", after which the scheduler is stepped.
+        scheduler: the torch scheduler during a fit; else None.
     """
 
     per = "batch"
@@ -135,21 +137,21 @@ class SteppedRate(RateCallback):
             self._step()
 
     def _step(self) -> None:
-        # where a loader gives more batches than it has said, they have the rate of the last
+        # if a loader has more batches than its length, the rate stays that of the last one
         if self.scheduler and (self.n_steps is None or self.scheduler.last_epoch < self.n_steps - 1):
             self.scheduler.step()
 
     def count_steps(self) -> int:
-        """Number of training batches of the whole fit, at least 1; for schedules that span it.
+        """Number of training batches in the whole fit, at least 1; for schedules that span it.
 
         Raises:
-            ValueError: where the training loader has no length.
+            ValueError: If the training loader has no length.
         """
         n = n_batches(self.learn.dls.train)
         if n is None:
             raise ValueError(
-                f"{type(self).__name__} spans the whole fit, and the training loader has no length; give it "
-                "a __len__, or use Schedule and tell a scheduler of torch the number of batches"
+                f"{type(self).__name__} spans the whole fit, but the training loader has no length; give it "
+                "a __len__, or use Schedule with a torch scheduler that is given the number of batches"
             )
         self.n_steps = max(1, self.n_epoch * n)
         return self.n_steps

@@ -1,4 +1,4 @@
-"""OneCycle: the learning rate up to a peak and down to almost nothing, once over the whole fit."""
+"""OneCycle: the learning rate rises to a peak and falls to almost 0, once over the whole fit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,38 +11,38 @@ from hookcb.training.schedules.base import SteppedRate
 
 
 class OneCycle(SteppedRate):
-    """Raises the learning rate to a peak and anneals it to almost nothing, in one cycle over the whole fit.
+    """Raises the learning rate to a peak and anneals it to almost 0, in one cycle over the whole fit.
 
     The usual way to train well in few epochs: warm up, explore at a high rate, settle. Momentum, or the first
-    beta, moves the other way round; both follow half a cosine up and half a cosine down.
+    beta, moves in the opposite direction; both rise and fall along half a cosine.
 
-    It has the shape and the defaults of fastai's `fit_one_cycle`, and differs in this:
+    Shape and defaults are those of fastai's `fit_one_cycle`, with these differences:
 
     - fastai sets batch i of n to the point i / n of the cycle. Here, as in torch's `OneCycleLR`, the peak
       comes one batch earlier, at batch `pct_start * n - 1`, and the last batch has exactly
       `lr_max / div_final`, which fastai's never reaches.
-    - `moms` is the momentum at both ends and at the peak; fastai takes three numbers, one for each end.
-    - `lr_max` is one number or a list; `slice(lo, hi)`, which fastai spreads over layer groups, is refused.
-    - Only the rate and the momentum are set. Weight decay, which fastai takes as `wd`, is the optimizer's;
-      fastai's own Adam also has a weight decay of 0.01 and an eps of 1e-5, and torch's has not.
+    - `moms` is the momentum at both ends and at the peak; fastai takes three numbers, start, peak and end.
+    - `lr_max` is a number or a list; `slice(lo, hi)`, which fastai spreads over layer groups, is an error.
+    - Only the rate and the momentum are set. Weight decay, fastai's `wd`, is left to the optimizer; fastai's
+      own Adam also has a weight decay of 0.01 and an eps of 1e-5, torch's does not.
 
     Args:
         lr_max: the peak, a number or one for each parameter group; by default the optimizer's rate.
         div: the first batch has the rate `lr_max / div`.
         div_final: the last batch has the rate `lr_max / div_final`.
-        pct_start: share of the batches in which the rate rises, between 0 and 1; one batch at least.
-        moms: momentum at the start and the end, and at the peak. None leaves it alone, and so does an
-            optimizer that has none.
-        name: what the learner calls it.
+        pct_start: share of the batches in which the rate rises, between 0 and 1; at least one batch.
+        moms: momentum at the start and the end, and at the peak. None leaves it unchanged; ignored if the
+            optimizer has no momentum.
+        name: name of the callback in the learner.
 
     Attributes:
-        scheduler: torch's, while a fit runs; else None.
+        scheduler: the torch scheduler during a fit; else None.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be; when the fit begins, where the training loader
-            has no length.
+        TypeError, ValueError: If an argument is invalid; when the fit begins, if the training loader has no
+            length.
 
-    Source: L. Smith, N. Topin, "Super-Convergence", arxiv.org/abs/1708.07120; this form of it is fastai's,
+    Source: L. Smith, N. Topin, "Super-Convergence", arxiv.org/abs/1708.07120, in the form of fastai,
         fastai/callback/schedule.py, `fit_one_cycle`.
 
     >>> from hookcb import OneCycle, synth_learner
@@ -78,15 +78,15 @@ class OneCycle(SteppedRate):
         )
 
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Gives torch's OneCycleLR, told in its own terms."""
+        """Returns a torch OneCycleLR."""
         n = self.count_steps()
-        # its first phase begins at lr_max / div only if it is one batch long; at just that it divides by zero
+        # OneCycleLR begins at lr_max / div only if pct_start * n > 1; at exactly 1 it divides by zero
         pct_start = self.pct_start if n == 1 else max(self.pct_start, (1 + 1e-9) / n)
         lrs = [group["lr"] for group in opt.param_groups] if self.lr_max is None else self.lr_max
         if isinstance(lrs, Sequence) and len(lrs) != len(opt.param_groups):
             raise ValueError(
-                f"lr_max has {len(lrs)} rates, and the optimizer {len(opt.param_groups)} parameter groups; "
-                "give one for each, or one for all"
+                f"lr_max has {len(lrs)} rates, but the optimizer has {len(opt.param_groups)} parameter "
+                "groups; give one for each, or one for all"
             )
         return OneCycleLR(
             opt,
@@ -99,11 +99,11 @@ class OneCycle(SteppedRate):
         )
 
     def _momenta(self, opt: Optimizer) -> dict[str, Any]:
-        """What of OneCycleLR's arguments is about momentum; a group without momentum is left without."""
-        has = ["betas" in opt.defaults or group.get("momentum", 0) > 0 for group in opt.param_groups]
-        if self.moms is None or not any(has):
+        """Arguments of OneCycleLR for momentum; it stays 0 for a group without momentum."""
+        has_momentum = ["betas" in opt.defaults or group.get("momentum", 0) > 0 for group in opt.param_groups]
+        if self.moms is None or not any(has_momentum):
             return {"cycle_momentum": False}
-        high, low = ([mom * own for own in has] for mom in self.moms)
+        high, low = ([mom * has for has in has_momentum] for mom in self.moms)
         return {"max_momentum": high, "base_momentum": low}
 
 
@@ -113,7 +113,7 @@ def _check_lr_max(lr_max: Any) -> None:
             check_number(f"lr_max[{i}]", lr)
     elif lr_max is not None:
         if isinstance(lr_max, slice):
-            raise TypeError(f"lr_max is {lr_max}; give a number, or a list of one for each parameter group")
+            raise TypeError(f"lr_max must be a number, or a list of one per parameter group, got {lr_max}")
         check_number("lr_max", lr_max)
 
 
@@ -122,7 +122,7 @@ def _check_moms(moms: Any) -> None:
         return
     if not isinstance(moms, tuple | list) or len(moms) != 2:
         raise ValueError(
-            f"moms is {moms!r:.80}; give two, (0.95, 0.85): momentum at start and end, and at the peak"
+            f"moms must be the momentum at both ends and at the peak, such as (0.95, 0.85), got {moms!r:.80}"
         )
     for i, mom in enumerate(moms):
         check_number(f"moms[{i}]", mom, 0, 1)

@@ -1,4 +1,4 @@
-"""ReduceLROnPlateau: a lower learning rate once an epoch's value has stopped to improve."""
+"""ReduceLROnPlateau: a lower learning rate when a monitored value stops improving."""
 
 from typing import Any
 
@@ -11,28 +11,28 @@ from hookcb.training.schedules.base import RateCallback
 
 
 class ReduceLROnPlateau(RateCallback):
-    """Multiplies the learning rate by `factor` once a column of the epoch's row has stopped to improve.
+    """Multiplies the learning rate by `factor` when a column of the epoch's row stops improving.
 
-    Patience counts as in torch: with 1, one epoch without improvement is let pass, and at the second in a row
-    the rate falls. NaN is no improvement; an epoch cut short before there was a value does not count. After
-    the fit each group of the optimizer has its rate again.
+    Patience counts as in torch: with 1, one epoch without improvement is tolerated, and at the second in a
+    row the rate falls. NaN is not an improvement; an epoch cancelled before it had a value does not count.
+    After the fit, the rates of the optimizer's groups are restored.
 
     Args:
-        monitor: the column, such as "train_loss" or a metric's name.
-        mode: "min" or "max", what is best; by default "min" where the name has "loss" or "error" in it.
-        min_delta: by how much to beat the best to be an improvement, in the unit of `monitor`.
-        patience: how many epochs in a row without improvement are let pass, 0 or more.
-        factor: what the rate is multiplied by, between 0 and 1.
-        min_lr: below which no rate falls.
-        name: what the learner calls it.
+        monitor: the column, such as "train_loss" or the name of a metric.
+        mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".
+        min_delta: a value must be better than the best by more than this, in the unit of `monitor`.
+        patience: number of epochs in a row without improvement that are tolerated, 0 or more.
+        factor: the rate is multiplied by this, between 0 and 1.
+        min_lr: lower bound of the rates.
+        name: name of the callback in the learner.
 
     Attributes:
-        scheduler: torch's, while a fit runs; else None.
+        scheduler: the torch scheduler during a fit; else None.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be; when the fit begins, where there is no validation
-            to give `monitor`.
-        LookupError: where there is no such column, when the fit begins if that is plain by then.
+        TypeError, ValueError: If an argument is invalid; when the fit begins, if `monitor` needs a validation
+            and there is none.
+        LookupError: If there is no such column; when the fit begins, if that is known by then.
 
     >>> from hookcb import ReduceLROnPlateau, synth_learner
     >>> learn = synth_learner(n_train=1, lr=1e-6)
@@ -61,11 +61,11 @@ class ReduceLROnPlateau(RateCallback):
         self.min_delta, self.patience, self.factor, self.min_lr = min_delta, patience, factor, min_lr
 
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Gives torch's scheduler of the same name."""
+        """Returns the torch scheduler of the same name."""
         check_monitor(self.learn, self.monitor)
         return lr_scheduler.ReduceLROnPlateau(
             opt,
-            mode=self.mode,  # type: ignore[arg-type]  # resolve_mode gives "min" or "max"
+            mode=self.mode,  # type: ignore[arg-type]  # resolve_mode returns "min" or "max"
             factor=self.factor,
             patience=self.patience,
             threshold=self.min_delta,
@@ -84,7 +84,7 @@ class ReduceLROnPlateau(RateCallback):
 def _check_factor(factor: float) -> None:
     if isinstance(factor, int | float) and factor > 1:
         raise ValueError(
-            f"factor is {factor}, and the rate is multiplied by it; to divide by it, as factor={factor:g} of "
-            f"fastai does, give factor={1 / factor:g}"
+            f"factor is {factor}, but the rate is multiplied by it; to divide, as fastai does with "
+            f"factor={factor:g}, give factor={1 / factor:g}"
         )
     check_number("factor", factor, 0, 1)

@@ -1,4 +1,4 @@
-"""Schedule: the learning rate by any scheduler of torch."""
+"""Schedule: any torch scheduler of the learning rate."""
 
 import inspect
 from collections.abc import Callable
@@ -10,26 +10,26 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
 from hookcb.training.schedules.base import SteppedRate
 
-EXAMPLE = "give a function of the optimizer, as Schedule(partial(StepLR, step_size=3))"
+EXAMPLE = "give a function of the optimizer, such as Schedule(partial(StepLR, step_size=3))"
 
 
 class Schedule(SteppedRate):
-    """Sets the learning rate by a scheduler of torch, stepped after each training batch or each epoch.
+    """Sets the learning rate with a torch scheduler, stepped after each training batch or each epoch.
 
-    Batches that are cancelled or only accumulate gradients count too, so that the schedule ends when the fit
-    does. After the fit each group of the optimizer has again what it had before: lr, momentum, betas.
+    Batches that are cancelled, or only accumulate gradients, count too, so that the schedule ends with the
+    fit. After the fit, the settings of the optimizer's groups are restored: lr, momentum, betas.
 
     Args:
-        factory: `factory(opt)` gives a `torch.optim.lr_scheduler.LRScheduler`; called when a fit begins.
-        per: "batch" or "epoch", after what to step.
-        name: what the learner calls it.
+        factory: `factory(opt)` returns a `torch.optim.lr_scheduler.LRScheduler`; called when a fit begins.
+        per: "batch" or "epoch", after which the scheduler is stepped.
+        name: name of the callback in the learner.
 
     Attributes:
-        scheduler: torch's, while a fit runs; else None.
+        scheduler: the torch scheduler during a fit; else None.
 
     Raises:
-        TypeError: where `factory` is no such function; when the fit begins, where it gives no scheduler.
-        ValueError: for another `per`; when the fit begins, where the scheduler is of another optimizer.
+        TypeError: If `factory` is not such a function; when the fit begins, if it returns no scheduler.
+        ValueError: If `per` is another one; when the fit begins, if the scheduler is of another optimizer.
 
     >>> from functools import partial
     >>> from torch.optim.lr_scheduler import ExponentialLR
@@ -47,35 +47,37 @@ class Schedule(SteppedRate):
         super().__init__(name=name)
         _check_factory(factory)
         if per not in ("batch", "epoch"):
-            raise ValueError(f"per is {per!r}; give 'batch' or 'epoch', after what to step")
+            raise ValueError(f"per must be 'batch' or 'epoch', got {per!r}")
         self.factory, self.per = factory, per
 
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Gives a new scheduler of `opt`."""
+        """Returns a new scheduler of `opt`."""
         made: Any = self.factory(opt)
         if isinstance(made, TorchReduceLROnPlateau):
             raise TypeError("torch's ReduceLROnPlateau steps by a value; use hookcb.ReduceLROnPlateau")
         if not isinstance(made, LRScheduler):
-            raise TypeError(f"factory {self.factory!r:.80} gave {made!r:.80}, no LRScheduler; {EXAMPLE}")
+            raise TypeError(
+                f"factory {self.factory!r:.80} must return an LRScheduler, got {made!r:.80}; {EXAMPLE}"
+            )
         if made.optimizer is not opt:
             raise ValueError(
-                f"factory gave a {type(made).__name__} of another optimizer than the learner's; "
-                "make it of the one that factory is called with"
+                f"factory returned a {type(made).__name__} of another optimizer than the learner's; "
+                "create it with the optimizer that factory is called with"
             )
         return made
 
 
 def _check_factory(factory: Any) -> None:
     if not callable(factory):
-        raise TypeError(f"factory is {factory!r:.80}, no function; {EXAMPLE}")
+        raise TypeError(f"factory must be a function, got {factory!r:.80}; {EXAMPLE}")
     try:
         signature = inspect.signature(factory)
-    except ValueError:  # of some things made in C there is none
+    except ValueError:  # some functions written in C have none
         return
     try:
         signature.bind(object())
     except TypeError as wrong:
         kind = getattr(factory, "__name__", repr(factory))
         raise TypeError(
-            f"factory {kind:.80} cannot be called with an optimizer alone ({wrong}); {EXAMPLE}"
+            f"factory {kind:.80} cannot be called with only an optimizer ({wrong}); {EXAMPLE}"
         ) from None

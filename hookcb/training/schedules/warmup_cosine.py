@@ -1,4 +1,4 @@
-"""WarmupCosine: the learning rate up in a line, then down in half a cosine, over the whole fit."""
+"""WarmupCosine: the learning rate rises linearly, then falls along half a cosine, over the whole fit."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from hookcb.training.schedules.base import SteppedRate
 
 
 class WarmupCosine(SteppedRate):
-    """Raises the learning rate in a line to the optimizer's own, then lowers it in half a cosine.
+    """Raises the learning rate linearly to the optimizer's own, then lowers it along half a cosine.
 
     The usual way to train transformers. Batch `i` of `n`, of which `w` warm up, has the rate
     `lr * (i + 1) / w` while `i < w`, then `lr_min + (lr - lr_min) * (1 + cos(π (i - w) / (n - w))) / 2`: the
@@ -19,16 +19,16 @@ class WarmupCosine(SteppedRate):
 
     Args:
         warmup: share of the batches that warm up, a float 0..1 (rounded to whole batches), or their number,
-            an int; 0 is none.
-        lr_min: the rate it goes down to, of all parameter groups.
-        name: what the learner calls it.
+            an int; 0 for no warm-up.
+        lr_min: the rate at the end, for all parameter groups.
+        name: name of the callback in the learner.
 
     Attributes:
-        scheduler: torch's, while a fit runs; else None.
+        scheduler: the torch scheduler during a fit; else None.
 
     Raises:
-        TypeError, ValueError: for arguments that cannot be; when the fit begins, where they do not go with
-            its length or the optimizer's rate, or the training loader has no length.
+        TypeError, ValueError: If an argument is invalid; when the fit begins, if one does not suit its length
+            or the optimizer's rate, or if the training loader has no length.
 
     Source: I. Loshchilov, F. Hutter, "SGDR", arxiv.org/abs/1608.03983, eq. 5, with a warm-up before it.
 
@@ -50,22 +50,24 @@ class WarmupCosine(SteppedRate):
         self.warmup, self.lr_min = warmup, lr_min
 
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Gives torch's LambdaLR over the formula, one for each parameter group."""
+        """Returns a torch LambdaLR with the formula, one function for each parameter group."""
         n = self.count_steps()
         w = self.warmup if isinstance(self.warmup, int) else round(self.warmup * n)
         if w > n and self.n_epoch:
-            raise ValueError(f"warmup is {w} batches, and the fit has {n}; give fewer, or a share as 0.1")
+            raise ValueError(
+                f"warmup is {w} batches, but the fit has {n}; give fewer, or a share such as 0.1"
+            )
         shares = [self._share_min(float(group.get("initial_lr", group["lr"]))) for group in opt.param_groups]
         return LambdaLR(opt, [_rise_and_fall(n, int(w), share) for share in shares])
 
     def _share_min(self, lr: float) -> float:
         if self.lr_min > lr:
-            raise ValueError(f"lr_min is {self.lr_min}, above the optimizer's rate {lr:g}; give a lower one")
+            raise ValueError(f"lr_min is {self.lr_min}, but the optimizer's rate is {lr:g}; give a lower one")
         return self.lr_min / lr if lr else 0.0
 
 
 def _rise_and_fall(n: int, w: int, share_min: float) -> Callable[[int], float]:
-    """The share of its rate that a group has at batch `i` of `n`, `w` of which warm up."""
+    """Returns the factor for the rate at batch `i` of `n`, of which `w` warm up."""
 
     def share(i: int) -> float:
         if i < w:

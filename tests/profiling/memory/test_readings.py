@@ -92,7 +92,9 @@ def test_before_a_batch_was_watched_the_error_says_which_would_be():
 
 
 def test_what_cannot_be_is_refused_before_training():
-    with pytest.raises(ValueError, match="every is 0; give a whole number of batches, 1 or more"):
+    with pytest.raises(
+        ValueError, match="every must be a whole number of batches, 1 or more, or None, got 0"
+    ):
         MemoryStats(every=0)
     with pytest.raises(TypeError, match="snapshot is 3; give the path of a file to write, or None"):
         MemoryStats(snapshot=3)

@@ -70,7 +70,7 @@ def test_a_folder_that_another_process_writes_into_is_refused_by_its_host_and_nu
     said = in_child(lambda: FolderLock().open(tmp_path))
     assert "RuntimeError" in said
     assert f"in use by process {os.getpid()} on {socket.gethostname()} since 20" in said
-    assert "give this run a folder of its own" in said
+    assert "give this run its own folder" in said
     lock.close()
     assert in_child(lambda: FolderLock().open(tmp_path)) == "True"
 
@@ -186,7 +186,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning_where_a_lock_is_left
     monkeypatch.setattr(folder_lock, "_lock", lack)
     train(plain, 1, Checkpoint(tmp_path))
     (tmp_path / LOCK).write_text(f"process 1 on {socket.gethostname()} since 2026-01-02 03:04:05\n")
-    with pytest.warns(UserWarning, match="process 1 on .*cannot be told"):
+    with pytest.warns(UserWarning, match="process 1 on .*no way to check from here"):
         train(plain, 1, Checkpoint(tmp_path))
     assert names(tmp_path) == ["epoch-0001.pt"]
 
@@ -205,14 +205,14 @@ def test_unfinished_files_of_any_version_are_removed_by_the_next_fit(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("mine")
-    refused(tmp_path / "file" / "run", r"no checkpoint can be written there.*file", NotADirectoryError)
-    refused(tmp_path / "file", r"no checkpoint can be written there.*file", FileExistsError)
+    refused(tmp_path / "file" / "run", r"cannot write checkpoints there.*file", NotADirectoryError)
+    refused(tmp_path / "file", r"cannot write checkpoints there.*file", FileExistsError)
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_full_disk_is_found_out_before_training(tmp_path):
     with files_limited_to(0):
-        refused(tmp_path, r"no checkpoint can be written there, .*File too large", OSError)
+        refused(tmp_path, r"cannot write checkpoints there: .*File too large", OSError)
     assert names(tmp_path) == []
 
 
@@ -224,7 +224,7 @@ def test_a_folder_without_permission_is_found_out_before_training(tmp_path, monk
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
-        refused(tmp_path, r"no checkpoint can be written there, .*Permission denied", PermissionError)
+        refused(tmp_path, r"cannot write checkpoints there: .*Permission denied", PermissionError)
     train(plain, 1, Checkpoint(tmp_path))
 
 

@@ -1,0 +1,47 @@
+"""The optimizers of a script, under names that tell them apart: Adam, Adam (2)."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+def numbered(kind: str, titles: list[str]) -> str:
+    """Title of one more `kind`: the kind itself, or "Adam (2)" if the titles have one already."""
+    n = sum(title.partition(" ")[0] == kind for title in titles)
+    return f"{kind} ({n + 1})" if n else kind
+
+
+class OptimizerNames:
+    """Names the optimizers of a script in the order in which they were made; keeps none of them alive.
+
+    Attributes:
+        names: of all optimizers so far.
+        stepped: names of those that have made a step.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.stepped: set[str] = set()
+        self._name_of: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._by_param: Any = WeakIdKeyDictionary()  # names of the optimizers that have a parameter
+
+    def note_group(self, opt: Optimizer) -> None:
+        """Notes the parameter group that was added to an optimizer last."""
+        if opt not in self._name_of:
+            self._name_of[opt] = numbered(type(opt).__name__, self.names)
+            self.names.append(self._name_of[opt])
+        for p in opt.param_groups[-1]["params"]:
+            self._by_param.setdefault(p, []).append(self._name_of[opt])
+
+    def note_step(self, opt: Optimizer, *seen: Any) -> None:
+        """Notes that an optimizer has made a step; a hook for all optimizers."""
+        if opt in self._name_of:
+            self.stepped.add(self._name_of[opt])
+
+    def names_for(self, model: nn.Module) -> tuple[str, ...]:
+        """Names of the optimizers that have parameters of `model`, in the order in which they were made."""
+        having = {name for p in model.parameters() for name in self._by_param.get(p, ())}
+        return tuple(name for name in self.names if name in having)

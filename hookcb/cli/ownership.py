@@ -1,0 +1,56 @@
+"""Finds out which model of a script a call or a loss belongs to."""
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookcb.cli.tracked_model import TrackedModel
+
+MAX_NODES = 50_000  # in the graph of a loss, when looking for the models that it depends on
+
+
+def has_part(root: nn.Module, m: nn.Module) -> bool:
+    """Whether `m` is `root`, or a module in it."""
+    return any(part is m for part in root.modules())
+
+
+def owner_at_work(m: nn.Module) -> nn.Module | None:
+    """Outermost module that contains `m` and has a method running, else `m`.
+
+    None in the `__init__` of a module, which may call a part of itself to find out a shape.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    root = m
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self, by any name
+        if isinstance(owner, nn.Module):
+            if code.co_name == "__init__":
+                return None
+            root = owner if has_part(owner, root) else root
+        frame = frame.f_back
+    return root
+
+
+def models_behind(loss: Tensor, waiting: list[TrackedModel]) -> list[TrackedModel]:
+    """The models that a loss depends on, out of those that wait for a backward, in the same order."""
+    params = {id(p): model for model in waiting if model.model for p in model.model.parameters()}
+    reached = {id(model) for leaf in _leaves(loss.grad_fn) if (model := params.get(id(leaf)))}
+    return [model for model in waiting if id(model) in reached]
+
+
+def _leaves(node: Any) -> Iterator[Tensor]:
+    """The leaf tensors of a graph, those that get gradients."""
+    waiting, seen = [node], {node, None}
+    while waiting and len(seen) < MAX_NODES:
+        now = waiting.pop()
+        if now is None:
+            continue
+        if (leaf := getattr(now, "variable", None)) is not None:
+            yield leaf
+        new = {behind for behind, _ in now.next_functions} - seen
+        seen |= new
+        waiting.extend(new)

@@ -1,0 +1,118 @@
+"""A model that a script trains, and how it is watched."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from hookcb.core.console import show_error
+from hookcb.diagnosis.verdict import Verdict
+from hookcb.loops.external import ExternalLoop
+from hookcb.loops.watch import Watch
+
+
+def say_sick(verdict: Verdict) -> None:
+    """Reports at once that a training is sick, in a line; the script could turn a warning into an error."""
+    if verdict.primary is not None:
+        show_error(f"hookcb diagnose: {verdict.primary.head}: {verdict.primary.message}")
+
+
+class ScriptWatch(Watch):
+    """A watch that raises nothing into the script; an error in it is kept in `failure`, and ends it."""
+
+    failure: Exception | None = None
+
+    def emit(self, event: str) -> None:
+        """See `ExternalLoop`."""
+        try:
+            super().emit(event)
+        except Exception as error:  # a bug of ours must not end the script
+            self.failure = self.failure or error
+
+    def close_failed(self) -> bool:
+        """See `ExternalLoop`; hooks stay on until the end, as torch may be iterating over them."""
+        return self._error is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a training batch is open, and its backward is still to come."""
+        return self._is_waiting()
+
+    @property
+    def optimizers(self) -> set[int]:
+        """Ids of the optimizers that have made a step of this model."""
+        return {id(opt) for opt in self._optimizers}
+
+    def look_for_loss(self) -> None:
+        """Does nothing: the losses of a script are reported by `tell`, see `Watch`."""
+
+    def tell(self, loss: Tensor) -> None:
+        """Reports the loss of the batch, also one without a graph, which `Watch` could not recognize."""
+        ExternalLoop.loss(self, loss)
+
+    def follow(self, loss: Tensor) -> None:
+        """Has the backward begin at this loss, which is not reported, not where it reaches the model."""
+        self._follow_backward(loss)
+
+
+@dataclass(eq=False)
+class TrackedModel:
+    """A model of the script, held until its verdict, which looks at the weights.
+
+    Attributes:
+        title: its class, with a number if there are several: "Net (2)".
+        model: the model, None once it is closed.
+        watch: what watches it, None once it is closed.
+        verdict: the verdict, once it is closed.
+        is_trained: whether its parameters were moved, by an optimizer or by hand.
+        has_gradients: whether a backward reached it.
+        optimizers: names of the optimizers that have its parameters.
+        steppers: names of those that made a step.
+    """
+
+    title: str
+    model: nn.Module | None
+    watch: ScriptWatch | None = None
+    verdict: Verdict | None = None
+    is_trained: bool = False
+    has_gradients: bool = False
+    optimizers: tuple[str, ...] = ()
+    steppers: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """The title, and the optimizers that train the model, or should."""
+        if self.is_trained:
+            return f"{self.title}, trained by {', '.join(self.steppers)}" if self.steppers else self.title
+        names = ", ".join(self.optimizers)
+        why = f"{names} made no step" if names else "no optimizer has its parameters"
+        return f"{self.title}, not trained: {why}"
+
+    @property
+    def is_part_of_result(self) -> bool:
+        """Whether the model was trained, or meant to be; False if it is only used and nothing is wrong."""
+        is_used_only = not (self.is_trained or self.has_gradients or self.optimizers)
+        return self.verdict is not None and not (is_used_only and self.verdict.primary is None)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the exit code depends on its verdict; not for one that gets gradients, say, as a loss."""
+        is_known = self.verdict is not None and self.verdict.status != "unknown"
+        return self.is_trained or bool(self.optimizers) or is_known
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the watch, keeps the verdict, and lets go of the model."""
+        watch, self.watch = self.watch, None
+        if watch is None:
+            return
+        watch.close(error)
+        self.verdict = watch.diagnose()
+        # a watch does not follow steps of LBFGS, but they move the model
+        has_moved = bool(self.steppers) or watch.seen["after_step"] > 0 or watch.facts.n_moved_by_hand > 0
+        self.is_trained = has_moved or watch.failure is not None
+        self.has_gradients = watch.seen["before_backward"] > 0
+        self.model = None
+
+    @property
+    def is_by_parts(self) -> bool:
+        """Whether a method of the model calls its parts, and the model itself is never called."""
+        return self.watch is not None and not self.watch.facts.n_calls
