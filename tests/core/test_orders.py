@@ -59,7 +59,7 @@ def test_every_name_says_why_it_is_there_and_is_used():
 
 
 def test_a_name_without_a_reason_is_refused():
-    with pytest.raises(ValueError, match="say below CLIP why it is there"):
+    with pytest.raises(ValueError, match="say below CLIP why it has this value"):
         reasons('FREEZE = -90\n"""Early."""\nCLIP = 20\nEMA = 30\n"""Late."""\n')
 
 
