@@ -29,7 +29,7 @@ The checks of a diagnosis, in the order of a training step: earlier faults can c
 generated from the registry of checks, `hookcb/diagnosis/registry.py`, by `{COMMAND}`;
 edit the docstring of a check rather than this page. `hookcb explain unit.dead` prints one section.
 
-An exact check looks for something that is certainly wrong. A statistical check compares a number with a
+An exact check looks for something that is always wrong. A statistical check compares a number with a
 limit. Its margin says how close healthy training runs came to the limit, and which numbers planted faults
 have. Margins are measured on `benchmarks/planted`, with `python benchmarks/planted --margins`. A limit
 without a margin did not lead to a finding in any of those runs."""

@@ -26,9 +26,7 @@ def reasons(source: str = Path(orders.__file__).read_text("utf-8")) -> dict[str,
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
-                raise ValueError(
-                    f"hookcb/core/orders.py: {name} needs a string below it that says why it is there"
-                )
+                raise ValueError(f"hookcb/core/orders.py: add a string below {name} that gives the reason")
             texts[name] = str(below.value.value)
     return texts
 

@@ -108,7 +108,7 @@ def train_by_hand(model, batches, n_epoch=1, opt=None, lr=0.1, loss_func=F.mse_l
 
 
 def spy(log, name, plan=None, **attrs):
-    """A callback that logs each event as (name, event), and raises `plan[event, k]` at the k-th of its kind."""
+    """A callback that logs each event as (name, event), and raises `plan[event, k]` at its k-th call."""
     plan, counts = plan or {}, collections.Counter()
 
     def acting_at(event):
