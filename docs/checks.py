@@ -1,4 +1,4 @@
-"""Generate the page of all checks, docs/checks.md, from their registry: `python docs/checks.py`."""
+"""The page of all checks, docs/checks.md: `python docs/checks.py` makes it from their registry."""
 
 import argparse
 import sys
@@ -25,18 +25,19 @@ SITES = {
 }
 INTRODUCTION = f"""# Checks
 
-The checks of a diagnosis, in the order of a training step: earlier faults can cause later ones. This page is
-generated from the registry of checks, `hookcb/diagnosis/registry.py`, by `{COMMAND}`;
-edit the docstring of a check rather than this page. `hookcb explain unit.dead` prints one section.
+What a diagnosis looks for, in the order of the flow of a training step; what is earlier can cause what is
+later. This page is made from the registry of checks, `hookcb/diagnosis/registry.py`, by
+`{COMMAND}`; edit the docstring of a check rather than this page.
+`hookcb explain unit.dead` prints the section of one of them.
 
-An exact check looks for something that is always wrong. A statistical check compares a number with a
-limit. Its margin says how close healthy training runs came to the limit, and which numbers planted faults
-have. Margins are measured on `benchmarks/planted`, with `python benchmarks/planted --margins`. A limit
-without a margin did not lead to a finding in any of those runs."""
+An exact check looks for something that is wrong by itself. A statistical one compares a number with a limit;
+it has a margin: how far healthy trainings came, and which numbers planted faults have. Margins are measured
+on `benchmarks/planted`, with `python benchmarks/planted --margins`; a limit without such a line has led
+to a finding in none of its trainings."""
 
 
 def document(margins: Iterable[Margin] = ()) -> str:
-    """The page in Markdown: all checks by site, with their measured margins."""
+    """The page in Markdown: all checks by site, with what is known of their margins."""
     of_code: dict[str, list[Margin]] = {}
     for margin in margins:
         of_code.setdefault(margin.code, []).append(margin)
@@ -73,18 +74,16 @@ def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; with `--check`, only check it and exit with 1 if it is out of date."""
+    """Writes the page, or tells whether it is current: exit code 1 where it is not."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if the page is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing, tell whether it is current")
     args = parser.parse_args(argv)
     text = document(read_margins())
     if not args.check:
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(text, "utf-8")
     elif not PAGE.exists() or PAGE.read_text("utf-8") != text:
-        sys.stderr.write(f"{PAGE} is out of date; run {COMMAND}\n")
+        sys.stderr.write(f"{PAGE} is not current; run {COMMAND}\n")
         return 1
     return 0
 

@@ -327,7 +327,7 @@ def attention(b, q, k, d, dv=None):
 
 
 def layer_oracle(x, eps=0.05):
-    """Statistics of `hookcb.activations.stats.LAYER_STATS` over all elements of x, in plain float64."""
+    """What `hookcb.activations.stats.LAYER_STATS` names, of all elements of x, in plain float64."""
     values = x.detach().double().flatten()
     n, finite = len(values), values[values.isfinite()]
     mean = values.sum() / n
