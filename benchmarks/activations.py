@@ -45,8 +45,8 @@ STEPS = {
     "resnet": (10, 1),
     "transformer": (10, 2),
 }  # a turn: hookcb, peers
-AUTO = "every element; shares in outputs above 65,536: 4,096"
-ALSO_HIST = "every element; shares, bins in outputs above 65,536: 4,096"
+AUTO = "every element; 4,096 for shares in outputs above 65,536"
+ALSO_HIST = "every element; 4,096 for shares and bins in outputs above 65,536"
 
 OURS: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     "hookcb without callbacks": (list, ""),
@@ -54,10 +54,10 @@ OURS: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     "ActivationStats()": (lambda: [ActivationStats()], AUTO),
     "ActivationStats(include_paramless=True)": (lambda: [ActivationStats(include_paramless=True)], AUTO),
     "ActivationStats(with_hist=True)": (lambda: [ActivationStats(with_hist=True)], ALSO_HIST),
-    "ActivationStats(every=10)": (lambda: [ActivationStats(every=10)], f"in each 10th batch {AUTO}"),
+    "ActivationStats(every=10)": (lambda: [ActivationStats(every=10)], f"every 10th batch: {AUTO}"),
     "ActivationStats(with_hist=True, every=10)": (
         lambda: [ActivationStats(with_hist=True, every=10)],
-        f"in each 10th batch {ALSO_HIST}",
+        f"every 10th batch: {ALSO_HIST}",
     ),
     "ActivationStats(sample=1024)": (
         lambda: [ActivationStats(sample=1024)],
@@ -203,7 +203,7 @@ FASTAI: dict[str, tuple[tuple[bool, ...], str]] = {
     "fastai ActivationStats()": ((False,), "every element"),
     "fastai ActivationStats(with_hist=True)": (
         (True,),
-        "every element; bins those of 0–10 only",
+        "every element; bins for 0–10 only",
     ),
 }
 

@@ -29,23 +29,23 @@ from workloads import Workload, loss_func
 
 from hookcb import ActivationStats, Callback, GradientHealth
 
-EXACT = "every element of gradients, of weights up to 65,536; else 1,024"
+EXACT = "every element of gradients, and of weights up to 65,536 elements; otherwise 1,024"
 OURS: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     "hookcb without callbacks": (list, ""),
     "hookcb without callbacks again (noise)": (list, ""),
     "GradientHealth()": (lambda: [GradientHealth()], EXACT),
-    "GradientHealth(every=10)": (lambda: [GradientHealth(every=10)], f"in each 10th step {EXACT}"),
+    "GradientHealth(every=10)": (lambda: [GradientHealth(every=10)], f"every 10th step: {EXACT}"),
     "GradientHealth(on_nonfinite='skip')": (
         lambda: [GradientHealth(on_nonfinite="skip")],
-        f"{EXACT}; one flag a step",
+        f"{EXACT}; one flag per step",
     ),
     "GradientHealth(activations=True)": (
         lambda: [GradientHealth(activations=True)],
-        f"{EXACT}; gradients of outputs as ActivationStats",
+        f"{EXACT}; gradients of outputs like ActivationStats",
     ),
     "GradientHealth, ActivationStats (every=10)": (
         lambda: [GradientHealth(every=10), ActivationStats(every=10)],
-        f"in each 10th step {EXACT}; outputs",
+        f"every 10th step: {EXACT}; outputs",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""For each limit of a statistical check, how close healthy runs came to it and which numbers faults have."""
+"""Margins of all statistical checks, measured on healthy runs and planted faults."""
 
 import json
 import math

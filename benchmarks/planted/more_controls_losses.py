@@ -157,7 +157,7 @@ def byol(seed: int, cbs: Callbacks) -> Run:
 
 
 @control(LOSS_CONTROLS, "uint8 images of three channels, divided by 255", target=1.0)
-def colour_images(seed: int, cbs: Callbacks) -> Run:
+def color_images(seed: int, cbs: Callbacks) -> Run:
     x, y = raw_digits(seed)
     tint = torch.randint(128, 256, (len(x), 3, 1), generator=generator(seed))
     x = (x[:, None] * tint / 16).to(torch.uint8).view(-1, 3, 8, 8)
