@@ -1,14 +1,14 @@
-"""What statistics of activations cost: ratios to the same training without them, with peers beside.
+"""Cost of activation statistics: time relative to the same training without them, compared with peers.
 
     python benchmarks/activations.py [--only tiny mlp resnet transformer] [--rounds 9] [--ours] [--busy]
     python benchmarks/activations.py --memory
 
-A turn is a fit of many steps, setting up and reading included. Ours is compared with our Learner without
-callbacks, fastai's with fastai's Learner without it, the others with a plain loop; all write to memory or to
-a temporary folder, never to a network. Peers that cannot be imported are named below the table. Of Composer
-the monitor alone is timed, on a plain loop: its hooks stay on, and a logger drops what it gets.
+A turn is a fit of many steps, including setup and reading the results. hookcb is compared with its Learner
+without callbacks, fastai with its Learner without statistics, the others with a plain loop. All write to
+memory or to a temporary folder, never to a network. Peers that cannot be imported are listed below the table.
+Only Composer's monitor is timed, on a plain loop: its hooks stay registered, and its logger discards all.
 
-`--memory` trains the tiny MLP for 10,000 steps, in a process of its own for each figure; Linux only.
+`--memory` trains the tiny MLP for 10,000 steps, in a separate process for each figure; Linux only.
 """
 
 import argparse
@@ -44,9 +44,9 @@ STEPS = {
     "mlp": (200, 20),
     "resnet": (10, 1),
     "transformer": (10, 2),
-}  # a turn: ours, peers
-AUTO = "every element; shares in outputs above 65,536: 4,096"
-ALSO_HIST = "every element; shares, bins in outputs above 65,536: 4,096"
+}  # a turn: hookcb, peers
+AUTO = "every element; 4,096 for shares in outputs above 65,536"
+ALSO_HIST = "every element; 4,096 for shares and bins in outputs above 65,536"
 
 OURS: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     "hookcb without callbacks": (list, ""),
@@ -54,10 +54,10 @@ OURS: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     "ActivationStats()": (lambda: [ActivationStats()], AUTO),
     "ActivationStats(include_paramless=True)": (lambda: [ActivationStats(include_paramless=True)], AUTO),
     "ActivationStats(with_hist=True)": (lambda: [ActivationStats(with_hist=True)], ALSO_HIST),
-    "ActivationStats(every=10)": (lambda: [ActivationStats(every=10)], f"in each 10th batch {AUTO}"),
+    "ActivationStats(every=10)": (lambda: [ActivationStats(every=10)], f"every 10th batch: {AUTO}"),
     "ActivationStats(with_hist=True, every=10)": (
         lambda: [ActivationStats(with_hist=True, every=10)],
-        f"in each 10th batch {ALSO_HIST}",
+        f"every 10th batch: {ALSO_HIST}",
     ),
     "ActivationStats(sample=1024)": (
         lambda: [ActivationStats(sample=1024)],
@@ -80,7 +80,7 @@ def hookcb(workload: Workload, cbs: list[Callback]) -> Run:
 
 
 def fastai(workload: Workload, *options: bool) -> Run:
-    """Without options no statistics, else they are ActivationStats' own."""
+    """Train with fastai and, if there are any options, its ActivationStats with these."""
     from fastai.callback.hook import ActivationStats as FastaiStats
     from fastai.callback.progress import ProgressCallback
     from fastai.data.core import DataLoaders
@@ -107,7 +107,7 @@ def fastai(workload: Workload, *options: bool) -> Run:
     return run
 
 
-# What a peer puts on a model, for good; what it gives back is called after each turn.
+# Attaches a peer to a model, permanently; the function it returns is called after each turn.
 Peer = Callable[[nn.Module, Path, ExitStack], Run | None]
 
 
@@ -124,7 +124,7 @@ def plain(workload: Workload, install: Peer, folder: Path, stack: ExitStack) -> 
 
 
 def nothing(model: nn.Module, folder: Path, stack: ExitStack) -> None:
-    """Leaves the loop plain."""
+    """Leave the loop plain."""
 
 
 def wandb_watch(model: nn.Module, folder: Path, stack: ExitStack) -> None:
@@ -133,7 +133,8 @@ def wandb_watch(model: nn.Module, folder: Path, stack: ExitStack) -> None:
     quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
     record = stack.enter_context(wandb.init(mode="offline", dir=folder, settings=quiet))
     record.watch(model, log="all", log_freq=1)
-    model.register_forward_pre_hook(lambda m, i: record.log({}))  # of the step before, as users do after each
+    # logs the previous step; users call log after each step
+    model.register_forward_pre_hook(lambda m, i: record.log({}))
 
 
 def composer_monitor(model: nn.Module, folder: Path, stack: ExitStack) -> None:
@@ -148,9 +149,9 @@ def composer_monitor(model: nn.Module, folder: Path, stack: ExitStack) -> None:
 
 @cache
 def let_torchvision_in() -> None:
-    """Makes torchvision importable, which Composer imports.
+    """Make torchvision importable, which Composer imports.
 
-    PyPI's is built for CUDA: beside a torch for CPUs it cannot load its operators, and asks for two of them.
+    PyPI's build is for CUDA: with a CPU build of torch it cannot load its operators, and needs two of them.
     """
     try:
         importlib.import_module("torchvision")
@@ -202,18 +203,18 @@ FASTAI: dict[str, tuple[tuple[bool, ...], str]] = {
     "fastai ActivationStats()": ((False,), "every element"),
     "fastai ActivationStats(with_hist=True)": (
         (True,),
-        "every element; bins those of 0–10 only",
+        "every element; bins for 0–10 only",
     ),
 }
 
 
 def groups_of(name: str, only_ours: bool, stack: ExitStack) -> tuple[list[Group], str]:
-    """The contestants on a workload, and what is left out."""
+    """Contestants for a workload, and a note about those that are left out."""
     steps, peer_steps = STEPS[name]
     workload, short = replace(ALL[name], steps=steps), replace(ALL[name], steps=peer_steps)
     groups = [Group({who: hookcb(workload, cbs()) for who, (cbs, _) in OURS.items()}, steps)]
     if only_ours:
-        return groups, "peers not asked for"
+        return groups, "without peers"
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     makers: list[dict[str, Callable[[], Run]]] = [
         {who: lambda o=options: fastai(short, *o) for who, (options, _) in FASTAI.items()},
@@ -228,12 +229,12 @@ def groups_of(name: str, only_ours: bool, stack: ExitStack) -> tuple[list[Group]
 
 
 def made(contestants: dict[str, Callable[[], Run]], missing: list[str]) -> dict[str, Run]:
-    """Those that can be imported; the others are noted in `missing`."""
+    """Contestants that can be imported; the others are added to `missing`."""
     runs: dict[str, Run] = {}
     for who, make in contestants.items():
         try:
             runs[who] = make()
-        except (ImportError, RuntimeError) as error:  # the latter of a package whose binary part is broken
+        except (ImportError, RuntimeError) as error:  # RuntimeError: a broken binary
             missing.append(f"{who} ({error})")
     return runs
 
@@ -255,7 +256,7 @@ MEASURED = ("hookcb without callbacks", "ActivationStats()", "ActivationStats(wi
 
 
 def memory_of(who: str, traced: bool) -> dict[str, float]:
-    """Trains in this process; MB after so many steps, and the peak: of Python objects, or of the process."""
+    """Train in this process; MB of Python objects or the process, after each of MARKS and at the peak."""
     torch.set_num_threads(1)
     measured: dict[str, float] = {}
 
@@ -266,7 +267,7 @@ def memory_of(who: str, traced: bool) -> dict[str, float]:
             measured[f"{cb.train_iter + 1:,}"] = now
 
     cbs = OURS[who][0]
-    hookcb(replace(TINY, steps=1), cbs())()  # for what torch imports at the first step
+    hookcb(replace(TINY, steps=1), cbs())()  # torch imports modules at the first step
     run = hookcb(replace(TINY, steps=MARKS[-1]), [*cbs(), Callback(after_batch=look, name="look")])
     if traced:
         tracemalloc.start()
@@ -276,27 +277,27 @@ def memory_of(who: str, traced: bool) -> dict[str, float]:
 
 
 def resident(field: str) -> float:
-    """VmRSS or VmHWM (the peak) of this process, in MB. `ru_maxrss` would begin with the parent's."""
-    found = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    if found is None:
-        raise RuntimeError(f"/proc/self/status says nothing of {field}")
-    return int(found[1]) * 1024 / 1e6
+    """VmRSS or VmHWM (the peak) of this process, in MB. `ru_maxrss` would start at the parent's value."""
+    match = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    if match is None:
+        raise RuntimeError(f"/proc/self/status has no {field}")
+    return int(match[1]) * 1024 / 1e6
 
 
 def show_memory() -> None:
-    table = Table(title=f"{TINY.title}: MB after so many steps, each row in a process of its own")
+    table = Table(title=f"{TINY.title}: MB after each number of steps, each row in a separate process")
     for column in ("", *(f"{mark:,}" for mark in MARKS), "peak"):
         table.add_column(column, justify="right" if column else "left")
-    for traced, of in (True, "Python objects (tracemalloc)"), (False, "resident"):
+    for traced, kind in (True, "Python objects (tracemalloc)"), (False, "resident"):
         measured = {}
         for who in MEASURED:
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 measured[who] = pool.submit(memory_of, who, traced).result()
-            table.add_row(f"{of}, {who}", *(f"{mb:,.2f}" for mb in measured[who].values()))
+            table.add_row(f"{kind}, {who}", *(f"{mb:,.2f}" for mb in measured[who].values()))
         table.add_section()
     plain, *others = (measured[who]["peak"] for who in MEASURED)
     ratios = " and ".join(f"{peak / plain:.3f}" for peak in others)
-    table.caption = f"peak resident, by that of {MEASURED[0]}: {ratios}"
+    table.caption = f"peak resident memory relative to {MEASURED[0]}: {ratios}"
     wide_console().print(table)
 
 
@@ -305,13 +306,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), help="workloads")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ours", action="store_true", help="no peers")
-    parser.add_argument(
-        "--busy", action="store_true", help="processor time, for a machine that others use too"
-    )
-    parser.add_argument("--memory", action="store_true", help="what memory grows to, instead of times")
+    parser.add_argument("--busy", action="store_true", help="measure processor time, for a busy machine")
+    parser.add_argument("--memory", action="store_true", help="measure memory growth instead of time")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of peers, about themselves
+    warnings.simplefilter("ignore")  # peers warn about themselves
     if args.memory:
         show_memory()
         return

@@ -1,9 +1,9 @@
-"""What Diagnose costs: ratios to the same training without, averaged over 500 steps.
+"""Cost of Diagnose: time relative to the same training without it, averaged over 500 steps.
 
     python benchmarks/diagnosis.py [--only tiny mlp resnet transformer] [--steps 500] [--rounds 9] [--busy]
 
-A turn is a whole fit, setting up, looking at the end and the verdict included. Of a fit of fewer
-steps a larger part is looked at, so that it costs more.
+A turn is a whole fit, including setup, the look at the end, and the verdict. Diagnose examines a larger part
+of a shorter fit, which therefore costs more.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, Learner
 
 
 def training(workload: Workload, cbs: list[Callback]) -> Run:
-    """A fit that learns, as Diagnose has a closer look at the end of one that does not."""
+    """A fit that learns; Diagnose would examine the end of one that does not more closely."""
     torch.manual_seed(0)
     data = Batches([workload.batch()] * workload.steps)
     learn = Learner(data, workload.model(), loss_func, torch.optim.SGD, lr=0.05)
@@ -45,9 +45,9 @@ def contestants() -> dict[str, list[Callback]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), help="workloads")
-    parser.add_argument("--steps", type=int, default=500, help="of a fit")
+    parser.add_argument("--steps", type=int, default=500, help="steps per fit")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--busy", action="store_true", help="processor time, for a machine that others use")
+    parser.add_argument("--busy", action="store_true", help="measure processor time, for a busy machine")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -1,10 +1,10 @@
-"""What the fused statistics of a tensor cost on a card: the ratio to plain operations.
+"""Cost of the fused statistics of a tensor on a GPU, relative to plain operations.
 
     python benchmarks/fused.py [--rounds 30] [--eps 0.05]
 
-Both take their turn in each round, timed by events on the card, which has nothing else to do: a small tensor
-shows how long Python launches, a large one how long the memory is read. The size from which on the ratio is
-below 1 belongs in `hookcb.activations.fused.THRESHOLD`. GB/s are of the tensor, read once.
+Both take a turn in each round, timed by CUDA events on an otherwise idle GPU: a small tensor shows the time
+Python needs to launch kernels, a large one the time to read the memory. The size above which the ratio is
+below 1 belongs in `hookcb.activations.fused.THRESHOLD`. GB/s count the tensor as read once.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from hookcb.activations.fused import fused_layer_stats
 from hookcb.activations.stats import layer_stats
 
 SIZES = [2**power for power in range(10, 27, 2)]
-CALLS = 10  # in a row between two events: what a layer after another costs
+CALLS = 10  # in a row between two events, like one layer after another
 Run = Callable[[Tensor, float], Tensor]
 RUNS: Mapping[str, Run] = {"plain": layer_stats, "fused": fused_layer_stats}
 
 
 def microseconds(run: Run, x: Tensor, eps: float) -> float:
-    """Of one call, launching included."""
+    """Time of one call in microseconds, including the launch."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     began.record()
@@ -40,7 +40,7 @@ def microseconds(run: Run, x: Tensor, eps: float) -> float:
 
 
 def measure(x: Tensor, eps: float, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of each contestant by round, in changing order."""
+    """Microseconds of each contestant for each round, in changing order."""
     for run in RUNS.values():
         for _ in range(3):
             run(x, eps)  # compiles, and fills the allocator
@@ -55,7 +55,7 @@ def measure(x: Tensor, eps: float, rounds: int) -> dict[str, list[float]]:
 def row(x: Tensor, times: Mapping[str, list[float]]) -> list[str]:
     ratios = [fused / plain for fused, plain in zip(times["fused"], times["plain"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    typical = {name: statistics.median(own) for name, own in times.items()}
+    typical = {name: statistics.median(values) for name, values in times.items()}
     gigabytes = x.nbytes / 1e9
     return [
         str(x.dtype).removeprefix("torch."),
@@ -68,12 +68,12 @@ def row(x: Tensor, times: Mapping[str, list[float]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="fused statistics against plain ones, on a card")
+    parser = argparse.ArgumentParser(description="compare fused with plain statistics on a GPU")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--eps", type=float, default=0.05)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("there is no card here (torch.cuda.is_available() is False): nothing to compare")
+        print("no GPU (torch.cuda.is_available() is False): nothing to compare")
         return
     table = Table(
         title=f"{torch.cuda.get_device_name()}: median of {options.rounds} rounds of {CALLS} calls, "
@@ -85,7 +85,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for n in SIZES:
             x = torch.randn(n, device="cuda").to(dtype)
-            # plain statistics ask it too
+            # layer_stats itself calls can_fuse
             with patch("hookcb.activations.stats.can_fuse", return_value=False):
                 times = measure(x, options.eps, options.rounds)
             table.add_row(*row(x, times))

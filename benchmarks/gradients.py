@@ -1,11 +1,11 @@
-"""What looking at gradients costs: ratios to the same training without, with peers beside.
+"""Cost of recording gradients: time relative to the same training without it, compared with peers.
 
     python benchmarks/gradients.py [--only tiny mlp resnet transformer] [--rounds 9] [--ours] [--busy]
 
-A turn is a fit of many steps, setting up and reading included. Ours is compared with our Learner without
-callbacks, the others with a plain loop, Lightning's with its Trainer without it and Ignite's with its engine;
-all write to memory or to a temporary folder, never to a network. Peers that cannot be imported are named
-below the table. Ignite's handlers and Lightning's `grad_norm` need a logger each: theirs drops what it gets.
+A turn is a fit of many steps, including setup and reading the results. hookcb is compared with its Learner
+without callbacks, Lightning with its Trainer without `grad_norm`, Ignite with its engine, the others with a
+plain loop. All write to memory or to a temporary folder, never to a network. Peers that cannot be imported
+are listed below the table. Ignite's handler writes TensorBoard files; Lightning's `log_dict` has no logger.
 """
 
 import argparse
@@ -29,27 +29,27 @@ from workloads import Workload, loss_func
 
 from hookcb import ActivationStats, Callback, GradientHealth
 
-EXACT = "every element of gradients, of weights up to 65,536; else 1,024"
+EXACT = "every element of gradients, and of weights up to 65,536 elements; otherwise 1,024"
 OURS: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     "hookcb without callbacks": (list, ""),
     "hookcb without callbacks again (noise)": (list, ""),
     "GradientHealth()": (lambda: [GradientHealth()], EXACT),
-    "GradientHealth(every=10)": (lambda: [GradientHealth(every=10)], f"in each 10th step {EXACT}"),
+    "GradientHealth(every=10)": (lambda: [GradientHealth(every=10)], f"every 10th step: {EXACT}"),
     "GradientHealth(on_nonfinite='skip')": (
         lambda: [GradientHealth(on_nonfinite="skip")],
-        f"{EXACT}; one flag a step",
+        f"{EXACT}; one flag per step",
     ),
     "GradientHealth(activations=True)": (
         lambda: [GradientHealth(activations=True)],
-        f"{EXACT}; gradients of outputs as ActivationStats",
+        f"{EXACT}; gradients of outputs like ActivationStats",
     ),
     "GradientHealth, ActivationStats (every=10)": (
         lambda: [GradientHealth(every=10), ActivationStats(every=10)],
-        f"in each 10th step {EXACT}; outputs",
+        f"every 10th step: {EXACT}; outputs",
     ),
 }
 
-# What a peer does after each backward of a plain loop; it is made once for a model.
+# Called after each backward of a plain loop; created once per model.
 After = Callable[[], object]
 Peer = Callable[[nn.Module, Path, ExitStack], After]
 
@@ -75,7 +75,7 @@ def nothing(model: nn.Module, folder: Path, stack: ExitStack) -> After:
 
 
 def by_hand(model: nn.Module, folder: Path, stack: ExitStack) -> After:
-    """What people write: norms, and whether there is NaN or inf."""
+    """The checks people write by hand: norms, and whether there is a NaN or inf."""
     seen: list[dict[str, tuple[float, bool]]] = []
 
     def look() -> None:
@@ -105,7 +105,7 @@ def wandb_watch(model: nn.Module, folder: Path, stack: ExitStack) -> After:
 
 
 def anomaly_mode(workload: Workload, folder: Path, stack: ExitStack) -> Run:
-    """Of autograd: looks at the gradients of every operation, and keeps where it was called."""
+    """Autograd's anomaly mode: checks the gradients of every operation, and keeps its stack trace."""
     run = after_backward(workload, nothing, folder, stack)
 
     def watched() -> None:
@@ -178,12 +178,12 @@ def lightning(workload: Workload, watched: bool) -> Run:
 
 
 def groups_of(name: str, only_ours: bool, stack: ExitStack) -> tuple[list[Group], str]:
-    """The contestants on a workload, and what is left out."""
+    """Contestants for a workload, and a note about those that are left out."""
     steps, peer_steps = STEPS[name]
     workload, short = replace(ALL[name], steps=steps), replace(ALL[name], steps=peer_steps)
     groups = [Group({who: hookcb(workload, cbs()) for who, (cbs, _) in OURS.items()}, steps)]
     if only_ours:
-        return groups, "peers not asked for"
+        return groups, "without peers"
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     loops: dict[str, Callable[[], Run]] = {
         who: lambda p=peer: after_backward(short, p, folder, stack) for who, (peer, _) in PEERS.items()
@@ -192,11 +192,11 @@ def groups_of(name: str, only_ours: bool, stack: ExitStack) -> tuple[list[Group]
     makers: list[dict[str, Callable[[], Run]]] = [
         loops,
         {
-            "Ignite without": lambda: ignite(short, False),
+            "Ignite without handlers": lambda: ignite(short, False),
             "Ignite GradsScalarHandler(norm)": lambda: ignite(short, True),
         },
         {
-            "Lightning without": lambda: lightning(short, False),
+            "Lightning without grad_norm": lambda: lightning(short, False),
             "Lightning grad_norm": lambda: lightning(short, True),
         },
     ]
@@ -217,12 +217,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), help="workloads")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ours", action="store_true", help="no peers")
-    parser.add_argument(
-        "--busy", action="store_true", help="processor time, for a machine that others use too"
-    )
+    parser.add_argument("--busy", action="store_true", help="measure processor time, for a busy machine")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of peers, about themselves
+    warnings.simplefilter("ignore")  # peers warn about themselves
     for name in args.only:
         show_costs(name, args.rounds, args.ours, time.process_time if args.busy else time.perf_counter)
 

@@ -1,8 +1,8 @@
-"""What hooks cost: ratios to a plain training step on the three workloads, with fastai and PyTorch beside.
+"""Cost of hooks: time relative to a plain training step on three workloads, compared with fastai and PyTorch.
 
     python benchmarks/hooks.py [--only mlp resnet transformer] [--rounds 9]
 
-Hooks are on all leaves. fastai is left out where it is not installed.
+Hooks are on all leaf modules. fastai is left out if it is not installed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from hookcb import Hooks, find_modules, hook_outputs
 
 
 def nothing(m: nn.Module, i: Any, o: Any) -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 def mean(m: nn.Module, i: Any, o: Any) -> Any:
@@ -42,7 +42,7 @@ def torch_hooks(model: nn.Module, kind: str) -> Iterator[None]:
 
 @contextmanager
 def torch_gradients(model: nn.Module) -> Iterator[None]:
-    """Stores output gradients as a recipe does: retain_grad on each output."""
+    """Keep output gradients as recipes do: retain_grad on each output."""
     outputs: list[Any] = []
 
     def keep(m: nn.Module, i: Any, o: Any) -> None:
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    # that the inputs of the first layer need no gradient is known
+    # we know that the inputs of the first layer need no gradient
     warnings.filterwarnings("ignore", "Full backward hook is firing")
     chosen = {
         name: hooks

@@ -1,14 +1,14 @@
-"""What the loop itself costs: microseconds a step, and ratio to a handwritten loop, with peers beside it.
+"""Cost of the loop itself: microseconds per step and ratio to a handwritten loop, compared with peers.
 
     python benchmarks/loop.py [--steps 2000] [--rounds 9]
 
-The first table is of the bare loop, the others are of one that trains in one cycle, in bfloat16, with two
-batches a step, clipped gradients and an average of the weights, against the same written by hand.
+The first table is for the bare loop. The others are for one-cycle training in bfloat16, with two batches per
+step, clipped gradients, and averaged weights, compared with the same written by hand.
 
 Linear 10-10-1 (ReLU between), batch 32, SGD, one thread, batches in a list. All contestants run in one
-process, in turn, round after round in changing order, so that what else the machine does falls on all alike.
-A ratio is the median over rounds of a contestant's time by the plain loop's of the same round. Peers that are
-not installed are left out; the extra `bench` names them.
+process, in turn, round after round in changing order, so that other load on the machine affects all alike.
+A ratio is the median over rounds of a contestant's time divided by the plain loop's in the same round. Peers
+that are not installed are left out; the extra `bench` lists them.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Batches:
-    """A loader, and nothing that can be taken for something else."""
+    """A loader that no library can mistake for anything else."""
 
     def __init__(self, data: list[Any]) -> None:
         self.data = data
@@ -54,7 +54,7 @@ class Batches:
 
 
 def plain(steps: int) -> Run:
-    """The bare loop, nothing but the five lines that train."""
+    """The bare loop: only the five lines that train."""
     model, data = net(), batches(steps)
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -88,7 +88,7 @@ def quickstart(steps: int) -> Run:
 
 
 def hookcb_bare(steps: int, n_noop: int = 0) -> Run:
-    """Our loop without callbacks, or with some that act at every event and do nothing."""
+    """A Learner without callbacks, or with some that are called at every event and do nothing."""
     learn = Learner(batches(steps), net(), F.mse_loss, torch.optim.SGD, lr=0.01)
     learn.remove_cbs(learn.cbs)
     noops = {str(event): _nothing for event in Event}
@@ -97,14 +97,14 @@ def hookcb_bare(steps: int, n_noop: int = 0) -> Run:
 
 
 def hookcb_default(steps: int) -> Run:
-    """Our loop as people use it, recording losses and rates, printing nothing."""
+    """A Learner as people use it: it records losses and learning rates, and prints nothing."""
     learn = Learner(batches(steps), net(), F.mse_loss, torch.optim.SGD, lr=0.01)
     learn.remove_cb(Progress)
     return lambda: learn.fit(1)
 
 
 def by_hand(make: Callable[[], nn.Module], data: list[Any], loss_func: Callable[..., torch.Tensor]) -> Run:
-    """One cycle, bfloat16, two batches a step, clipping and averaged weights, with torch's own tools."""
+    """One cycle, bfloat16, two batches per step, clipping, and averaged weights, with torch's own tools."""
     model, n = make(), len(data)
     opt = torch.optim.AdamW(model.parameters())
 
@@ -139,7 +139,7 @@ def by_hand(make: Callable[[], nn.Module], data: list[Any], loss_func: Callable[
 def with_callbacks(
     make: Callable[[], nn.Module], data: list[Any], loss_func: Callable[..., torch.Tensor]
 ) -> Run:
-    """The same by our callbacks."""
+    """The same with hookcb's callbacks."""
     learn = Learner(data, make(), loss_func, torch.optim.AdamW)
     learn.remove_cbs(learn.cbs)
     learn.add_cbs([MixedPrecision(), GradientAccumulation(2), GradientClip(1.0), EMA(0.999)])
@@ -147,7 +147,7 @@ def with_callbacks(
 
 
 def _nothing(cb: Callback) -> None:
-    """Acts, and does nothing."""
+    """Do nothing."""
 
 
 def fastai(steps: int) -> Run:
@@ -266,7 +266,7 @@ def main() -> None:
         except (
             ImportError,
             RuntimeError,
-        ) as missing:  # the latter from a package whose binary part is broken
+        ) as missing:  # RuntimeError: a broken binary
             console.print(f"{name} is left out: {missing}")
     compare("Linear 10-10-1, batch 32", runs, args.steps, args.rounds)
     digits = list(demo.digits().train)[:-1]

@@ -1,4 +1,4 @@
-"""What the profiler, the timer of steps and the count of memory cost, and whether their figures add up.
+"""Cost of ProfilerCallback, StepTimer, and MemoryStats, and whether their figures add up.
 
 `python benchmarks/profiler.py [rounds]`
 """
@@ -36,7 +36,7 @@ def learner(workload: Workload, n: int, loss: Callable[..., Tensor] = loss_func)
 
 
 def outside(workload: Workload, make: Callable[[], Callback] | None, loss: Callable[..., Tensor]) -> Callable:
-    """Trains for a turn with a callback, none by default; what a fit does once falls on all alike."""
+    """Train for a turn with a callback, or without; the fixed cost of a fit is the same for all."""
     learn = learner(workload, workload.steps, loss)
 
     def turn() -> None:
@@ -50,9 +50,9 @@ def cost_outside(rounds: int) -> None:
     contestants = {
         "nothing": None,
         "nothing again": None,
-        "ProfilerCallback, its window not there yet": partial(ProfilerCallback, wait=NEVER),
+        "ProfilerCallback, before its window": partial(ProfilerCallback, wait=NEVER),
         "StepTimer": StepTimer,
-        "MemoryStats, but for the first batch": partial(MemoryStats, every=NEVER),
+        "MemoryStats, first batch only": partial(MemoryStats, every=NEVER),
     }
     for workload, loss in ((SMALLEST, F.mse_loss), *((WORKLOADS[key], loss_func) for key in TIMED)):
         steps = max(workload.steps, 3)
@@ -62,7 +62,7 @@ def cost_outside(rounds: int) -> None:
 
 
 class Between(Callback):
-    """Seconds a step, from the first batch after `skip` on."""
+    """Seconds per step, from batch `skip` on."""
 
     def __init__(self, skip: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Between(Callback):
 
 
 def inside(workload: Workload, **options: object) -> float:
-    """Seconds a step in the window, without what happens when it ends."""
+    """Seconds per step in the window, without the work at its end."""
     learn, between = learner(workload, STEPS + 2), Between(skip=2)
     cbs: list[Callback] = [between]
     if options:
@@ -89,7 +89,7 @@ def inside(workload: Workload, **options: object) -> float:
 
 
 def by_hand(workload: Workload) -> float:
-    """The same under torch's profiler alone."""
+    """Seconds per step under torch's profiler alone."""
     learn, between = learner(workload, STEPS + 2), Between(skip=2)
     with learn.no_logging(), profile(activities=[ProfilerActivity.CPU]):
         learn.fit(1, cbs=between)
@@ -110,21 +110,21 @@ def cost_inside(rounds: int) -> None:
         table.add_column(key, justify="right")
     ratios: dict[str, list[str]] = {name: [] for name in contestants}
     for workload in (WORKLOADS[key] for key in TIMED):
-        found: dict[str, list[float]] = {name: [] for name in contestants}
+        times: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in range(rounds):
             for name, run in contestants.items():
-                found[name].append(run(workload))
-        for name, seconds in found.items():
-            of_nothing = [own / base for own, base in zip(seconds, found["nothing"], strict=True)]
-            ratios[name].append(f"{median(of_nothing):.3f}")
+                times[name].append(run(workload))
+        for name, seconds in times.items():
+            to_nothing = [value / base for value, base in zip(seconds, times["nothing"], strict=True)]
+            ratios[name].append(f"{median(to_nothing):.3f}")
     for name, cells in ratios.items():
         table.add_row(name, *cells)
     wide_console().print(table)
 
 
 def do_layers_add_up() -> None:
-    """Times of layers, without those inside them, against the forward they are part of."""
-    table = Table(title="share of a phase that its layers' own times add up to")
+    """Compare the sum of the layers' self times with the phase that they are part of."""
+    table = Table(title="sum of the layers' self times, as a share of the phase")
     for column in ("", "forward", "backward"):
         table.add_column(column, justify="right")
     for key in ("resnet", "transformer"):
@@ -139,7 +139,7 @@ def do_layers_add_up() -> None:
 
 
 def is_memory_counted() -> None:
-    """What MemoryStats counts as kept for the backward, against what torch keeps by its formulas."""
+    """Compare the bytes that MemoryStats counts as kept for the backward with those torch's formulas need."""
     n, f, i = 64, 4, 8  # samples; bytes of a float32 and an int64
     loss = n * 10 * f + f  # log-probabilities, and the sum of weights
     conv = nn.Sequential(
@@ -148,9 +148,9 @@ def is_memory_counted() -> None:
     )  # fmt: skip
     image, pooled = n * 16 * 32 * 32, n * 16 * 16 * 16
     expected = {
-        # each ReLU's output, which the next Linear has as its input; the batch was there before
+        # each ReLU's output is the next Linear's input; the batch existed before
         "mlp": (WORKLOADS["mlp"].model(), WORKLOADS["mlp"].batch(), 2 * n * 512 * f + loss),
-        # input and statistics of BatchNorm; ReLU's output, that of MaxPool its input; indices; Linear's input
+        # BatchNorm's input and statistics; ReLU's output, which is MaxPool's input; indices; Linear's input
         "conv net": (
             conv,
             (torch.randn(n, 3, 32, 32), torch.randint(10, (n,))),

@@ -1,4 +1,4 @@
-"""Timing of contestants in turn, so that what else the machine does falls on all alike."""
+"""Timing of contestants in turn, so that other load on the machine affects all alike."""
 
 import random
 import statistics
@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-Run = Callable[[], object]  # trains for so many steps
+Run = Callable[[], object]  # trains for a turn, a fixed number of steps
 
 
 @dataclass
 class Group:
-    """Contestants that are measured by the first one of them, all in turns of as many steps."""
+    """Contestants that are compared with the first one, all in turns of `steps` steps."""
 
     runs: Mapping[str, Run]
     steps: int
@@ -24,15 +24,15 @@ class Group:
         self.seconds: dict[str, list[float]] = {name: [] for name in self.runs}
 
     def extra(self, name: str) -> list[tuple[float, float]]:
-        """By round, the ratio to the first one's time, and what is added to it, in seconds a step."""
+        """Ratio to the first contestant's time and added seconds per step, for each round."""
         pairs = zip(self.seconds[name], next(iter(self.seconds.values())), strict=True)
-        return [(own / base, (own - base) / self.steps) for own, base in pairs]
+        return [(seconds / base, (seconds - base) / self.steps) for seconds, base in pairs]
 
 
 def compare(title: str, runs: Mapping[str, Run], steps: int, rounds: int) -> None:
-    """Runs each in turn, round after round in changing order, and prints a table.
+    """Run each in turn, round after round in changing order, and print a table.
 
-    A ratio is the median over rounds of a contestant's time by that of the first one, in the same round.
+    A ratio is the median over rounds of a contestant's time divided by the first one's in the same round.
     """
     compare_groups(f"{title}: {steps} steps", [Group(runs, steps)], rounds)
 
@@ -47,17 +47,17 @@ def compare_groups(
     caption: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """The same of several groups, each with a baseline of its own, in the same rounds.
+    """Compare several groups in the same rounds, each with its own baseline.
 
     Args:
-        title: of the table.
-        groups: of contestants; names differ across all of them.
-        rounds: how often each has its turn.
-        notes: by contestant, what to say beside it.
-        layers: tells the microseconds added to the baseline by so many layers, each.
-        caption: below the table.
-        clock: seconds; `time.process_time` where others keep the processors busy, for it stands still while
-            this process waits for one. It misses what a process of a contestant's own does.
+        title: title of the table.
+        groups: groups of contestants, with names that are unique across all of them.
+        rounds: number of turns for each contestant.
+        notes: note to print beside each contestant.
+        layers: number of layers; adds a column of microseconds per layer above the baseline.
+        caption: text below the table.
+        clock: returns seconds; use `time.process_time` if others keep the processors busy, because it stops
+            while this process waits for one. It does not include subprocesses of a contestant.
     """
     groups = list(groups)
     take_turns([(group, name) for group in groups for name in group.runs], rounds, clock)
@@ -69,10 +69,10 @@ def compare_groups(
     baselines = [next(iter(group.runs)) for group in groups]
     ratio = f"ratio to {baselines[0]}" if len(groups) == 1 else "ratio to first of group"
     table.add_column("", no_wrap=True)
-    for column in ("µs a step", ratio, "quartiles", *(["µs a layer"] if layers else [])):
+    for column in ("µs per step", ratio, "quartiles", *(["µs per layer"] if layers else [])):
         table.add_column(column, justify="right")
     if notes:
-        table.add_column("what is looked at", overflow="fold")
+        table.add_column("what is recorded", overflow="fold")
     for group in groups:
         for name in group.runs:
             table.add_row(name, *figures(group, name, layers), *([notes.get(name, "")] if notes else []))
@@ -81,7 +81,7 @@ def compare_groups(
 
 
 def wide_console() -> Console:
-    """For tables of width: a file has none of its own, and rich takes it for 80 and cuts names."""
+    """A console wide enough for the tables; for a file, rich assumes 80 columns and truncates names."""
     console = Console()
     if not console.is_terminal:
         console.width = 150

@@ -1,4 +1,4 @@
-"""What following a loop costs: `watch` on a plain loop, the same callbacks under `Learner`, and nothing.
+"""Cost of watching a loop: `watch` on a plain loop, the same callbacks in a `Learner`, and neither.
 
 `python benchmarks/watch.py [rounds]`
 """
@@ -14,7 +14,7 @@ from hookcb import ActivationStats, Callback, GradientHealth, Learner, watch
 
 
 def watched(workload: Workload, make: Callable[[], list[Callback]]) -> Callable[[], None]:
-    """Trains by a plain loop for a turn, watched."""
+    """Train for a turn with a watched plain loop."""
     model, turn = workload.train()
 
     def watched_turn() -> None:
@@ -25,7 +25,7 @@ def watched(workload: Workload, make: Callable[[], list[Callback]]) -> Callable[
 
 
 def learned(workload: Workload, make: Callable[[], list[Callback]]) -> Callable[[], None]:
-    """Trains by a Learner for a turn."""
+    """Train for a turn with a Learner."""
     torch.manual_seed(0)
     learn = Learner(
         [workload.batch()] * workload.steps, workload.model(), loss_func, torch.optim.SGD, lr=1e-3

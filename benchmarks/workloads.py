@@ -1,4 +1,4 @@
-"""The workloads that costs are told on: an MLP, a CNN like ResNet-18, a transformer, and a tiny MLP."""
+"""The workloads of the benchmarks: an MLP, a CNN like ResNet-18, a transformer, and a tiny MLP."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def loss_func(pred: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy over the last dimension, whatever dimensions there are before."""
+    """Cross-entropy over the last dimension, with any number of leading dimensions."""
     return F.cross_entropy(pred.flatten(0, -2), y.flatten())
 
 
@@ -23,7 +23,7 @@ class Workload:
     steps: int  # a turn
 
     def train(self) -> tuple[nn.Module, Callable[[], None]]:
-        """A new model, and what trains it for a turn."""
+        """A new model, and a function that trains it for a turn."""
         torch.manual_seed(0)
         model, (x, y) = self.model(), self.batch()
         opt = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -38,7 +38,7 @@ class Workload:
 
 
 class Block(nn.Module):
-    """Two convolutions around a shortcut."""
+    """Two convolutions with a shortcut around them."""
 
     def __init__(self, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ WORKLOADS = {
         1,
     ),
 }
-TINY = Workload(  # where all that counts is what happens a layer, whatever its size
+TINY = Workload(  # shows the cost per layer, whatever its size
     "20 × Linear(16, 16) and ReLU, batch 16",
     tiny,
     lambda: (torch.randn(16, 16), torch.randint(16, (16,))),

@@ -1,4 +1,4 @@
-"""README's table of the orders of callbacks: `python docs/orders.py` makes it from hookcb/core/orders.py."""
+"""Generate README's table of callback orders from hookcb/core/orders.py: `python docs/orders.py`."""
 
 import ast
 import sys
@@ -11,28 +11,28 @@ from hookcb.core import orders
 README = Path(__file__).parents[1] / "README.md"
 COMMAND = "python docs/orders.py"
 BEGIN, END = "<!-- orders -->\n", "<!-- /orders -->\n"
-BASES = ("Callback", "SamplingCallback")  # which act by what is derived from them
+BASES = ("Callback", "SamplingCallback")  # only their subclasses act
 
 
 def reasons(source: str = Path(orders.__file__).read_text("utf-8")) -> dict[str, str]:
-    """By name of an order, the text below it.
+    """The text below each order, by the order's name.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: If an order has no such text.
     """
     body = ast.parse(source).body
-    found = {}
+    texts = {}
     for node, below in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
-                raise ValueError(f"hookcb/core/orders.py: say below {name} why it is there")
-            found[name] = str(below.value.value)
-    return found
+                raise ValueError(f"hookcb/core/orders.py: add a string below {name} that gives the reason")
+            texts[name] = str(below.value.value)
+    return texts
 
 
 def callbacks() -> dict[str, int]:
-    """The public callbacks, by name, and their orders."""
+    """Order of each public callback, by name."""
     kinds = {name: getattr(hookcb, name) for name in hookcb.__all__ if name not in BASES}
     return {
         name: kind.order
@@ -42,36 +42,36 @@ def callbacks() -> dict[str, int]:
 
 
 def table() -> str:
-    """The table in Markdown, one row for each order that a public callback has."""
+    """Table in Markdown, one row for each order that a public callback has."""
     why: dict[int, str] = {}
     for name, reason in reasons().items():
         why.setdefault(getattr(orders, name), reason)
-    found = callbacks()
+    orders_by_name = callbacks()
     rows = ["| order | callback | why there |", "|---:|---|---|"]
-    for order in sorted(set(found.values())):
-        names = ", ".join(f"`{name}`" for name, its in found.items() if its == order)
+    for order in sorted(set(orders_by_name.values())):
+        names = ", ".join(f"`{name}`" for name, value in orders_by_name.items() if value == order)
         first = why[order].partition(". ")[0].removesuffix(".")
         rows.append(f"| {order} | {names} | {first[0].lower()}{first[1:]} |")
     return "\n".join(rows) + "\n"
 
 
 def with_table(text: str) -> str:
-    """A README with the table as it should be."""
+    """README text with the current table."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"README.md has no {BEGIN.strip()} … {END.strip()}, between which the table belongs")
+        raise ValueError(f"README.md has no {BEGIN.strip()} … {END.strip()}; the table belongs between them")
     return before + BEGIN + table() + END + after
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the table, or with `--check` tells whether it is current: exit code 1 where it is not."""
+    """Write the table; with `--check`, only check it and exit with 1 if it is out of date."""
     text = README.read_text("utf-8")
     current = with_table(text)
     if "--check" not in (sys.argv[1:] if argv is None else argv):
         README.write_text(current, "utf-8")
     elif text != current:
-        sys.stderr.write(f"the table of orders in README.md is not current; run {COMMAND}\n")
+        sys.stderr.write(f"the table of orders in README.md is out of date; run {COMMAND}\n")
         return 1
     return 0
 

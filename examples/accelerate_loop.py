@@ -1,4 +1,4 @@
-"""A loop with Accelerate, watched; also by `torchrun --nproc-per-node=2 examples/accelerate_loop.py`."""
+"""Watch an Accelerate loop; also runs with `torchrun --nproc-per-node=2 examples/accelerate_loop.py`."""
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,7 @@ model, optimizer, loader = accelerator.prepare(
     net, torch.optim.Adam(net.parameters(), lr=1e-2), DataLoader(TensorDataset(x, y), batch_size=32)
 )
 
-# what prepare has given; each process records its own share of the batches
+# watch the model that prepare returned; each process records its own share of the batches
 with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHealth()) as w:
     for _ in range(3):
         for xb, yb in loader:
@@ -24,7 +24,7 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
                 loss = nn.functional.cross_entropy(model(xb), yb)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    w.begin_step(optimizer)  # so that gradients are read before they are clipped
+                    w.begin_step(optimizer)  # reads the gradients before they are clipped
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()

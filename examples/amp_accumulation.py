@@ -1,4 +1,4 @@
-"""Mixed precision with a GradScaler, a step for every four batches: gradients are read whole and unscaled."""
+"""Mixed precision with a GradScaler, one step per four batches: gradients are read complete and unscaled."""
 
 import torch
 from torch import nn
@@ -21,15 +21,15 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
             scaler.scale(loss).backward()
             if (i + 1) % n_batches == 0:
                 scaler.unscale_(optimizer)
-                w.begin_step(optimizer)  # so that gradients are read before they are clipped
+                w.begin_step(optimizer)  # reads the gradients before they are clipped
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)  # left out where a gradient is inf or NaN
+                scaler.step(optimizer)  # skipped if a gradient is inf or NaN
                 scaler.update()
                 optimizer.zero_grad()
         w.epoch()
 
-print(w.activation_stats.report())  # of each batch, in float16
-print(w.gradient_health.report())  # of each step
+print(w.activation_stats.report())  # for each batch, in float16
+print(w.gradient_health.report())  # for each step
 print(
     "scale of the last step", w.gradient_health.step_series("scale")[-1], "skipped", w.gradient_health.skipped
 )

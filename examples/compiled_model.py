@@ -1,4 +1,4 @@
-"""A compiled model, watched: watch what torch.compile gave, before its first call."""
+"""Watch a compiled model: watch what torch.compile returned, before its first call."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ x = torch.randn(512, 20)
 y = (x[:, :5].sum(dim=1) > 0).long()
 net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-# "aot_eager" starts fast and needs no compiler; leave backend out for "inductor", which makes it fast
+# "aot_eager" starts fast and needs no compiler; omit backend for "inductor", which makes the model fast
 model = torch.compile(net, backend="aot_eager")
 
 with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHealth()) as w:

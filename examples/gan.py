@@ -1,4 +1,4 @@
-"""A GAN, two nets with an optimizer each: a watch for each net."""
+"""Watch a GAN: two networks with an optimizer each, and one `watch` for each network."""
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def circle(n):
 
 with (
     watch(generator, g_optimizer, ActivationStats(include_paramless=True), GradientHealth()) as g,
-    # called on real and made points before its backward, #0 and #1 of a batch; once for the generator's
+    # called on real and generated points before its backward: #0 and #1 of a batch; then for the generator
     watch(critic, c_optimizer, ActivationStats(include_paramless=True), GradientHealth()) as c,
 ):
     for _ in range(100):
@@ -35,7 +35,7 @@ with (
         bce(fooled, torch.ones_like(fooled)).backward()
         g_optimizer.step()
         g_optimizer.zero_grad()
-        c_optimizer.zero_grad()  # of what has come here on the way to the generator
+        c_optimizer.zero_grad()  # the generator's backward also reached the critic
 
 print("generator", g.gradient_health.report(), g.activation_stats.report(), sep="\n")
 print("critic", c.gradient_health.report(), c.activation_stats.report(), sep="\n")

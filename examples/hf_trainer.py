@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer with callbacks of hookcb; `pip install 'hookcb[transformers]'`.
+"""Hugging Face's Trainer with hookcb's callbacks; `pip install 'hookcb[transformers]'`.
 
-The model is a tiny BERT made from its configuration, and the data random: nothing is downloaded.
+The model is a tiny BERT built from its configuration, and the data are random: nothing is downloaded.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ from hookcb.adapters.transformers import HookcbCallback
 
 torch.manual_seed(0)
 ids = torch.randint(0, 50, (256, 8))
-labels = (ids[:, 0] > 24).long()  # it has to look at the first word
+labels = (ids[:, 0] > 24).long()  # the label depends on the first token
 data = [{"input_ids": i, "labels": y} for i, y in zip(ids, labels, strict=True)]
 config = BertConfig(
     vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
@@ -22,7 +22,7 @@ model = BertForSequenceClassification(config)
 
 with (
     tempfile.TemporaryDirectory() as folder,
-    # the block takes hooks off also after an exception, of which the trainer does not tell
+    # Trainer does not notify callbacks of an exception; the block removes the hooks even then
     HookcbCallback(ActivationStats(modules="*.output.dense"), GradientHealth()) as inside,
 ):
     args = TrainingArguments(

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with callbacks of hookcb; `pip install 'hookcb[lightning]'`."""
+"""Lightning's Trainer with hookcb's callbacks; `pip install 'hookcb[lightning]'`."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,7 +10,7 @@ from hookcb.adapters.lightning import HookcbCallback
 
 
 class Classifier(LightningModule):
-    """A small net on 20 numbers."""
+    """A small network with 20 inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ inside = HookcbCallback(ActivationStats(include_paramless=True), GradientHealth(
 trainer = Trainer(
     max_epochs=3,
     accelerator="cpu",
-    gradient_clip_val=1.0,  # gradients are read before it, and what it leaves as clipped_norm
+    gradient_clip_val=1.0,  # gradients are read before clipping, and after it as clipped_norm
     callbacks=[inside],
     logger=False,
     enable_checkpointing=False,

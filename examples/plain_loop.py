@@ -1,4 +1,4 @@
-"""A training loop of your own, watched: one line, and the loop stays as it is."""
+"""Watch a training loop of your own: one line, and the loop stays unchanged."""
 
 import torch
 from torch import nn
@@ -23,4 +23,4 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
 print(w.activation_stats.report())
 print(w.gradient_health.report())
 print(w.gradient_health.check() or "nothing found")
-print(str(w.coverage))  # what was seen, and what not, with the reason
+print(str(w.coverage))  # what was seen, what was not, and why

@@ -1,4 +1,4 @@
-"""For all tests: what makes them quicker, and what each must leave as it was."""
+"""Fixtures for all tests: some make them faster, others check that they leave nothing behind."""
 
 import gc
 import os
@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported stays to the end: no collection of garbage looks at it, neither now nor in a test."""
+    """Exempt imported objects, which live to the end, from garbage collection now and in all tests."""
     gc.disable()
     try:
         return (yield)
@@ -25,20 +25,20 @@ def pytest_collection():
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """Say so where nothing is left to run: xdist does not tell of deselected tests."""
+    """Report if no test is left to run: xdist does not mention deselected tests."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and config.option.markexpr == "not slow":
         terminalreporter.write_line("slow tests are deselected; -m slow runs them, -m '' runs all")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_torch():
-    """Tiny layers are slow on many threads; and no notes are taken for messages that nobody reads here.
+    """Use one thread, because tiny layers are slow on many, and skip debug information that no test reads.
 
-    `torch.manual_seed` notes the stack, which is deep in a test, for each kind of accelerator that was not
-    used yet. Dynamo looks up where in it each break of a graph is, and times each graph's guards, for which
-    it empties the CPU's caches.
+    `torch.manual_seed` formats the stack, which is deep in a test, for each type of accelerator not yet
+    used. Dynamo looks up the position of each graph break in the stack, and times the guards of each graph,
+    for which it empties the CPU's caches.
     """
-    import torch  # not above: xdist's controller, which runs no test, imports this file too
+    import torch  # not at the top: xdist's controller, which runs no tests, imports this file, too
 
     n = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def quick_torch():
     with pytest.MonkeyPatch.context() as patch:
         for kind in ("cuda", "mtia", "xpu"):
             patch.setattr(f"torch.{kind}.traceback", no_stack, raising=False)
-        if "torch._dynamo" in sys.modules:  # else it takes seconds to import
+        if "torch._dynamo" in sys.modules:  # otherwise it takes seconds to import
             extract, profile = "_extract_stack_with_positions", "profile_guard_manager"
             patch.setattr(f"torch._dynamo.exc.{extract}", traceback.StackSummary, raising=False)
             patch.setattr(f"torch._dynamo.guards.{profile}", lambda *args: 0.0, raising=False)
@@ -56,15 +56,15 @@ def quick_torch():
 
 @pytest.fixture(autouse=True, scope="session")
 def no_power_cuts():
-    """To wait for the disk takes milliseconds per file, and changes nothing that a test can see."""
+    """Skip waiting for the disk: it takes milliseconds per file, and tests cannot see the difference."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", os.fstat)  # which refuses a closed file too
+        patch.setattr(os, "fsync", os.fstat)  # also rejects a closed file
         yield
 
 
 @pytest.fixture
 def fresh_dynamo():
-    """Nothing is compiled yet."""
+    """Dynamo's state is reset before and after the test."""
     from torch import _dynamo
 
     _dynamo.reset()
@@ -74,7 +74,7 @@ def fresh_dynamo():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_on():
-    """Hooks that are no model's, and modes."""
+    """Check that no global hooks or modes are left on."""
     import torch
     from torch.optim import optimizer as of_all
 

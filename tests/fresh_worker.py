@@ -1,4 +1,4 @@
-"""Runs a script in a process that `tests.support.start` has begun; imports nothing of ours before that."""
+"""Runs a script in a process started by `tests.support.start`; imports nothing from hookcb before that."""
 
 import os
 import runpy
@@ -6,7 +6,7 @@ import sys
 
 
 def run(argv, log):
-    """Does what `python *argv` does; what it says goes to the file `log`."""
+    """Act like `python *argv`, with the output in the file `log`."""
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""Small things the tests share."""
+"""Helpers shared by the tests."""
 
 import collections
 import gc
@@ -31,7 +31,7 @@ from hookcb import (
 from tests import fresh_worker
 from tests.hooks import support as zoo
 
-SLEEP = 1000.0  # seconds by a clock that is put forward; all else takes some microseconds by it
+SLEEP = 1000.0  # seconds by which tests advance a `Clock`; everything else takes microseconds on it
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "rich.console", "fastcore.foundation"])
 EVENTS = [e.value for e in Event]
@@ -52,7 +52,7 @@ DIAGNOSTICS = [
 
 
 class SaysSo(Exception):
-    """An exception whose constructor cannot be called with one message."""
+    """Exception that cannot be constructed from a message alone."""
 
     def __init__(self, a, b, *, c=3):
         super().__init__(a, b)
@@ -107,7 +107,7 @@ def train_by_hand(model, batches, n_epoch=1, opt=None, lr=0.1, loss_func=F.mse_l
 
 
 def spy(log, name, plan=None, **attrs):
-    """A callback that logs every event as (name, event), and raises what `plan[event, its index]` says."""
+    """A callback that logs each event as (name, event), and raises `plan[event, k]` at its k-th call."""
     plan, counts = plan or {}, collections.Counter()
 
     def acting_at(event):
@@ -135,7 +135,7 @@ def modes(model):
 
 
 class Clock:
-    """Goes on by a microsecond at each look, and as told."""
+    """Clock that advances by a microsecond per call, and by `sleep`."""
 
     def __init__(self):
         self.now = 0.0
@@ -149,7 +149,7 @@ class Clock:
 
 
 class NoSuper(Callback):
-    """Does not call super().__init__()."""
+    """Callback that does not call super().__init__()."""
 
     def __init__(self, n=0):
         self.n = n
@@ -159,7 +159,7 @@ class NoSuper(Callback):
 
 
 class Net(nn.Module):
-    """Blocks, a shared layer, a lone parameter, a paramless leaf."""
+    """Model with blocks, a shared layer, a parameter of its own, and leaves without parameters."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ Pair = collections.namedtuple("Pair", "x y")
 
 
 class Takes(nn.Module):
-    """Keeps what it was called with; its output is linear in whatever the first tensor is."""
+    """Model that keeps its arguments; the output is linear in the first tensor among them."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ VALID = ["before_validate", "before_batch", "after_pred", "after_loss", "after_b
 
 
 def primary_plan(event):
-    """What brings the loop to an `after_cancel_…` event at all."""
+    """Plan for `spy` that makes the loop reach an `after_cancel_…` event."""
     opener, cancel = PRIMARY.get(event, (None, None))
     return {(opener, k): cancel() for k in range(4)} if opener else {}
 
@@ -218,7 +218,7 @@ PACKED = pack_sequence([torch.ones(3, 2), torch.zeros(2, 2)])
 
 
 def everything(model):
-    """What must be the same after a look at a model as before, by what it is."""
+    """State, by description, that inspecting a model must not change."""
     params, buffers = list(model.named_parameters(remove_duplicate=False)), list(model.named_buffers())
     buffers = [(name, b) for name, b in buffers if not isinstance(b, nn.UninitializedBuffer)]
     material = [p for _, p in params if not isinstance(p, nn.UninitializedParameter)]
@@ -268,7 +268,7 @@ def attributes(learn):
 
 @contextmanager
 def changes_in(what):
-    """Gives a list that names, after the block, what of a model or a learner is not as it was before it."""
+    """Yield a list that is filled, after the block, with the names of what changed in a model or learner."""
 
     def state():
         return attributes(what) | everything(what.model) if isinstance(what, Learner) else everything(what)
@@ -283,7 +283,7 @@ def changes_in(what):
 
 @contextmanager
 def no_collection():
-    """In the block only what nobody refers to any more is freed; reference cycles stay."""
+    """Turn off garbage collection in the block, so that reference cycles are not freed."""
     gc.disable()
     try:
         yield
@@ -292,7 +292,7 @@ def no_collection():
 
 
 def unsettle(model):
-    """Mixed modes, and gradients that wait for a step."""
+    """Give a model mixed train and eval modes, and gradients."""
     for k, m in enumerate(model.modules()):
         m.training = k % 3 != 1
     for p in model.parameters():
@@ -308,7 +308,7 @@ def row_of_type(summary, kind):
 
 
 def shown(text):
-    """A text as one finds numbers in it: without separators of thousands."""
+    """Remove thousands separators from a text, to find numbers in it."""
     for separator in (",", "_", "'", "\u2009", "\u202f"):
         text = text.replace(separator, "")
     return text
@@ -321,14 +321,14 @@ def in_terminal(summary, width=200):
 
 
 def attention(b, q, k, d, dv=None):
-    """Multiply-adds of `b` times `q` queries of width `d` on `k` keys, with values of width `dv`."""
+    """Multiply-adds of `b` × `q` queries of width `d` on `k` keys, with values of width `dv`."""
     return b * q * k * (d + (d if dv is None else dv))
 
 
 def start(*argv, log):
-    """A process that does what `python *argv` does, and writes what it says to the file `log`.
+    """Start a process that acts like `python *argv`, with its output in the file `log`.
 
-    It is the fork of a process which has imported what takes seconds, and nothing of ours.
+    It is forked from a process that has imported the slow packages, but not hookcb.
     """
     process = FORKS.Process(target=fresh_worker.run, args=([str(arg) for arg in argv], log))
     process.start()
@@ -336,7 +336,7 @@ def start(*argv, log):
 
 
 def run_ranks(worker, folder, n=2):
-    """Runs `worker RANK FOLDER` in `n` processes at once; the files `FOLDER/RANK.pt` that they wrote."""
+    """Run `worker RANK FOLDER` in `n` parallel processes; return the files `FOLDER/RANK.pt` they wrote."""
     with ExitStack() as stack:
         processes = []
         for rank in range(n):

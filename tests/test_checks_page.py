@@ -146,11 +146,11 @@ def test_a_limit_of_each_training_is_the_unit():
     assert str(margin) == "healthy up to 0.8 times the limit (a GPT), faults from 1.1 to 2 times the limit."
 
 
-def test_healthy_trainings_beyond_the_limit_are_told():
+def test_healthy_runs_beyond_the_limit_are_counted():
     margin = Margin("input.scale", 100.0, False, n_beyond=2, beyond=3e4, beyond_control="pixels", n_alarms=1)
     text = str(margin)
-    assert text.startswith("of no healthy training known, no planted fault has it; limit 100.")
-    assert "2 healthy trainings are beyond the limit, up to 30,000 (pixels)" in text
+    assert text.startswith("no healthy run known, no planted fault has it; limit 100.")
+    assert "2 healthy runs are beyond the limit, up to 30,000 (pixels)" in text
     assert "1 of them with a false alarm" in text
 
 

@@ -1,4 +1,4 @@
-"""Planted faults and healthy trainings, what the diagnosis says of them, and what the rules of others say.
+"""Run planted faults and healthy controls, and compare hookcb's diagnosis with the rules of other tools.
 
 `python benchmarks/planted --seeds 0 1 2`, `--only 'batch norm*'`, `--mutations`, `--margins`, see `--help`.
 """
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job; `flags` are None where baselines were not asked for, or their training failed."""
+    """Result of a job; `flags` is None if baselines were not requested, or if their training failed."""
 
     outcome: Outcome
     flags: Flags | None
@@ -68,21 +68,21 @@ class Result:
 
 
 def work(job: Job) -> Result:
-    """Trains once with `Diagnose`, and once for the baselines."""
+    """Train once with `Diagnose`, and once for the baselines."""
     case = CASES[job.case]
     with quiet():
-        found = diagnosed(case, job.seed)
+        result = diagnosed(case, job.seed)
         if not job.with_baselines:
-            return Result(found, None)
+            return Result(result, None)
         try:
-            return Result(found, flagged(case, job.seed, found.has_learned))
+            return Result(result, flagged(case, job.seed, result.has_learned))
         except Exception as error:  # shown at the end, and in the exit status
-            return Result(found, None, told(error))
+            return Result(result, None, one_line(error))
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what a diagnosis says by itself: its verdict is in the table."""
+    """Suppress the output and warnings of a diagnosis: its verdict is in the table."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(ERROR|WARNING)  ")
         yield
@@ -92,57 +92,57 @@ def diagnosed(case: Case, seed: int) -> Outcome:
     try:
         run = case.train(seed, [Diagnose(show=False)])
         return outcome(case, seed, run.loop.diagnose(), run.losses)
-    except Exception as error:  # one case that fails is a result too, shown in its row
-        return broken(case, seed, told(error))
+    except Exception as error:  # a failed case is a result, too, shown in its row
+        return broken(case, seed, one_line(error))
 
 
 def flagged(case: Case, seed: int, has_learned: bool) -> Flags:
     recorder = RuleRecorder()
     run = case.train(seed, [recorder])
     recorded = recorder.recorded
-    recorded.losses = recorded.losses or run.losses  # a loop may tell its watch of none
+    recorded.losses = recorded.losses or run.losses  # a loop may report no loss to its watch
     fired = {baseline.name: tuple(baseline.fired(recorded)) for baseline in BASELINES}
     return Flags(case.name, seed, not case.codes, fired, has_learned)
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def measured(job: Job) -> Measured:
-    """The numbers of one training, see `margins`."""
+    """The numbers of one training run; see `margins`."""
     case = CASES[job.case]
     with quiet():
         try:
             return measure(case, job.seed)
         except Exception as error:  # shown at the end, and in the exit status
-            return Measured(case.name, job.seed, case.codes, error=told(error))
+            return Measured(case.name, job.seed, case.codes, error=one_line(error))
 
 
 def results(jobs: Sequence[Job], n_processes: int, do: Callable[[Job], T]) -> Iterator[T]:
     if n_processes == 1:
         yield from map(do, jobs)
         return
-    # forked: cases are closures, and cannot be sent to a process that begins anew
+    # fork, because cases are closures, which cannot be pickled for a fresh process
     with multiprocessing.get_context("fork").Pool(n_processes, torch.set_num_threads, (1,)) as pool:
         yield from pool.imap(do, jobs)
 
 
-# ---- what is printed
+# ---- printed tables
 
 
 def console() -> Console:
-    found = Console()
-    if not found.is_terminal:
-        found.width = 160  # a file has none of its own, and rich takes it for 80 and cuts names
-    return found
+    output = Console()
+    if not output.is_terminal:
+        output.width = 160  # for a file, rich assumes 80 columns and truncates names
+    return output
 
 
-def case_table(title: str, of: Sequence[Row]) -> Table:
+def case_table(title: str, case_rows: Sequence[Row]) -> Table:
     table = Table(title=title)
     for column in ("", "case", "primary", "layer", "first step", "extra findings", "verdict", "right"):
         table.add_column(column, overflow="fold")
-    for row in of:
+    for row in case_rows:
         x = row.shown
         step = "" if x.step is None else str(x.step)
         verdict = x.status if x.has_learned else f"{x.status}, has not learned"
@@ -154,66 +154,66 @@ def case_table(title: str, of: Sequence[Row]) -> Table:
 
 def score_table(outcomes: Sequence[Outcome], flags: Sequence[Flags]) -> Table:
     table = Table(title="by seed")
-    seeds = sorted({of.seed for of in outcomes})
+    seeds = sorted({x.seed for x in outcomes})
     scores = [score(seed, outcomes) for seed in seeds]
     for column in ("", *(f"seed {seed}" for seed in seeds)):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row("hookcb: false alarms", *(f"{len(of.false_alarms)}/{of.n_controls}" for of in scores))
+    table.add_row("hookcb: false alarms", *(f"{len(x.false_alarms)}/{x.n_controls}" for x in scores))
     for line in ("recall", "named", "cause_first", "layer_right", "soon"):
-        table.add_row(f"hookcb: {line.replace('_', ' ')}", *(part(getattr(of, line)) for of in scores))
-    table.add_row("hookcb: wrong errors", *(str(of.wrong) for of in scores), end_section=True)
+        table.add_row(f"hookcb: {line.replace('_', ' ')}", *(part(getattr(x, line)) for x in scores))
+    table.add_row("hookcb: wrong errors", *(str(x.wrong) for x in scores), end_section=True)
     for baseline in BASELINES if flags else ():
         noisy = misfiring(baseline.name, flags)
         by_seed = ([f for f in flags if f.seed == seed] for seed in seeds)
-        of_seed = [baseline_score(baseline.name, of, noisy) for of in by_seed]
+        of_seed = [baseline_score(baseline.name, x, noisy) for x in by_seed]
         name = f"{baseline.name} (re-implemented rules)"
-        table.add_row(f"{name}: controls flagged", *(f"{of.controls}/{of.n_controls}" for of in of_seed))
-        table.add_row("  faults flagged", *(part(of.faults / max(1, of.n_faults)) for of in of_seed))
-        silent = (part(of.silent / max(1, of.n_faults)) for of in of_seed)
+        table.add_row(f"{name}: controls flagged", *(f"{x.controls}/{x.n_controls}" for x in of_seed))
+        table.add_row("  faults flagged", *(part(x.faults / max(1, x.n_faults)) for x in of_seed))
+        silent = (part(x.silent / max(1, x.n_faults)) for x in of_seed)
         table.add_row("  … by rules that flag no control", *silent, end_section=True)
     return table
 
 
-def part(of: float) -> str:
-    return "" if math.isnan(of) else f"{of:.2f}"
+def part(x: float) -> str:
+    return "" if math.isnan(x) else f"{x:.2f}"
 
 
 def rule_table(flags: Sequence[Flags]) -> Table:
-    table = Table(title="re-implemented rules: how many trainings each flags, of all seeds")
+    table = Table(title="re-implemented rules: number of training runs that each flags, over all seeds")
     for column in ("tool", "rule", "faults", "controls"):
         table.add_column(column, justify="left" if column in ("tool", "rule") else "right")
     for baseline in BASELINES:
         total = baseline_score(baseline.name, flags, ())
-        table.add_row(baseline.name, "of", str(total.n_faults), str(total.n_controls), style="bold")
+        table.add_row(baseline.name, "total", str(total.n_faults), str(total.n_controls), style="bold")
         for rule, n_faults, n_controls in rule_counts(baseline.name, flags):
             table.add_row("", rule, str(n_faults), str(n_controls))
     return table
 
 
-def mutation_table(of: Sequence[Mutated]) -> Table:
-    table = Table(title="the same in another manner: what the verdict becomes; = where it stays")
-    for column in ("case", "as it is", *MUTATIONS):
+def mutation_table(mutated: Sequence[Mutated]) -> Table:
+    table = Table(title="verdict if the same case is trained in a different way; = means unchanged")
+    for column in ("case", "unchanged", *MUTATIONS):
         table.add_column(column, overflow="fold")
-    for row in of:
-        cells = ["=" if told == row.plain else str(told) for told in row.told.values()]
+    for row in mutated:
+        cells = ["=" if judgment == row.plain else str(judgment) for judgment in row.mutations.values()]
         table.add_row(row.case, str(row.plain), *cells)
-    stay = [share(row.told[name] == row.plain for row in of) for name in MUTATIONS]
-    table.add_row("stay", "", *map(part, stay), style="bold")
+    stay = [share(row.mutations[name] == row.plain for row in mutated) for name in MUTATIONS]
+    table.add_row("share unchanged", "", *map(part, stay), style="bold")
     return table
 
 
 def as_json(outcomes: Sequence[Outcome], flags: Sequence[Flags]) -> str:
-    seeds = sorted({of.seed for of in outcomes})
+    seeds = sorted({x.seed for x in outcomes})
     state: dict[str, Any] = {
-        "outcomes": [asdict(of) for of in outcomes],
+        "outcomes": [asdict(x) for x in outcomes],
         "scores": [asdict(score(seed, outcomes)) for seed in seeds],
-        "flags": [asdict(of) for of in flags],
+        "flags": [asdict(x) for x in flags],
         "baselines": [
             asdict(baseline_score(b.name, flags, misfiring(b.name, flags))) for b in BASELINES if flags
         ],
     }
-    for of in state["scores"]:
-        of.update({key: None for key, x in of.items() if isinstance(x, float) and math.isnan(x)})
+    for row in state["scores"]:
+        row.update({key: None for key, x in row.items() if isinstance(x, float) and math.isnan(x)})
     return json.dumps(state, ensure_ascii=False, indent=1)
 
 
@@ -223,12 +223,12 @@ def as_json(outcomes: Sequence[Outcome], flags: Sequence[Flags]) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/planted", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--only", default="*", metavar="GLOB", help="cases whose name fits")
-    parser.add_argument("--no-baselines", action="store_true", help="without the rules of others")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="cases whose names match")
+    parser.add_argument("--no-baselines", action="store_true", help="skip the rules of other tools")
     parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all of it")
-    parser.add_argument("--mutations", action="store_true", help="instead, a sample in other manners")
-    text = "instead, numbers beside limits; of all cases also written to margins.json"
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write all results to")
+    parser.add_argument("--mutations", action="store_true", help="instead, train a sample in different ways")
+    text = "instead, compare numbers with limits; written to margins.json if all cases run"
     parser.add_argument("--margins", action="store_true", help=text)
     return parser.parse_args()
 
@@ -238,18 +238,18 @@ def chosen(cases: Sequence[Case], only: str) -> list[Case]:
 
 
 def main() -> int:
-    """Runs what is asked for, prints it, and tells whether all of it could be run."""
+    """Run the requested cases and print the results; the exit code is 0 if all could be run."""
     torch.set_num_threads(1)
     args, to = arguments(), console()
     faults, controls = chosen(FAULTS, args.only), chosen([*CONTROLS, *MORE_CONTROLS], args.only)
     if not faults and not controls:
-        print(f"no case is named {args.only!r}; there are: {', '.join(CASES)}")
+        print(f"no case matches {args.only!r}; available: {', '.join(CASES)}")
         return 2
     if args.mutations:
         cases = sample(faults, controls) if args.only == "*" else [*faults, *controls]
         with quiet():
-            found = list(mutate(cases, args.seeds[0]))
-        to.print(mutation_table(found))
+            mutated = list(mutate(cases, args.seeds[0]))
+        to.print(mutation_table(mutated))
         return 0
     if args.margins:
         return measure_all([*faults, *controls], args, to)
@@ -259,30 +259,33 @@ def main() -> int:
 def measure_all(cases: list[Case], args: argparse.Namespace, to: Console) -> int:
     jobs = [Job(case.name, seed, with_baselines=False) for case in cases for seed in args.seeds]
     done = list(in_progress(jobs, args.jobs, measured))
-    found = margins(done)
-    to.print(margin_table(found))
-    failed = [of for of in done if of.error]
-    for of in failed:
-        to.print(Text(f"failed: {of.case} (seed {of.seed}): {of.error}", style="red"))
+    measured_margins = margins(done)
+    to.print(margin_table(measured_margins))
+    failed = [x for x in done if x.error]
+    for x in failed:
+        to.print(Text(f"failed: {x.case} (seed {x.seed}): {x.error}", style="red"))
     if args.only == "*" and not failed:
-        write_margins(found, args.seeds)
+        write_margins(measured_margins, args.seeds)
     return 1 if failed else 0
 
 
 def in_progress(jobs: Sequence[Job], n_processes: int, do: Callable[[Job], T]) -> Iterator[T]:
-    """The results, with a bar on a terminal."""
+    """Yield the results, with a progress bar on a terminal."""
     bar = Console(stderr=True)
-    of = results(jobs, n_processes, do)
-    yield from track(of, "training", len(jobs), console=bar, disable=not bar.is_terminal)
+    outputs = results(jobs, n_processes, do)
+    yield from track(outputs, "training", len(jobs), console=bar, disable=not bar.is_terminal)
 
 
 def run_all(faults: list[Case], controls: list[Case], args: argparse.Namespace, to: Console) -> int:
     jobs = [Job(c.name, seed, not args.no_baselines) for c in (*faults, *controls) for seed in args.seeds]
     done = list(in_progress(jobs, args.jobs, work))
-    outcomes, flags = [of.outcome for of in done], [of.flags for of in done if of.flags is not None]
+    outcomes, flags = (
+        [result.outcome for result in done],
+        [result.flags for result in done if result.flags is not None],
+    )
     for title, is_control in (("faults", False), ("controls", True)):
-        if of := rows(x for x in outcomes if x.is_control == is_control):
-            to.print(case_table(title, of))
+        if shown := rows(x for x in outcomes if x.is_control == is_control):
+            to.print(case_table(title, shown))
     to.print(score_table(outcomes, flags))
     if flags:
         to.print(rule_table(flags))

@@ -1,8 +1,8 @@
-"""Rules of three published tools, re-implemented from what they document, on what one callback records.
+"""Rules of three published tools, re-implemented from their documentation, on the records of one callback.
 
-Re-implementations, not the tools themselves: two of them need another framework, and the rules of the third
-run as a service. Every step is read, where the tools would read fewer. What cannot be asked of a recorded
-training is left out. Limits are those documented; where one could not be found, its rule says so.
+These are not the tools themselves: two of them need another framework, and the rules of the third run as a
+service. Every step is recorded; the tools would record fewer. Rules that a recorded training run cannot
+answer are left out. Limits are the documented ones; if one could not be found, its rule says so.
 """
 
 import math
@@ -21,19 +21,22 @@ from torch.utils.hooks import RemovableHandle
 from hookcb import Callback
 
 T = TypeVar("T")
-PERIOD = 10  # batches between two looks of TheDeepChecker, which also averages losses over so many
-SPREAD_STEPS = 10  # in which SageMaker's PoorWeightInitialization looks at gradients
+PERIOD = 10  # TheDeepChecker checks every tenth batch, and averages losses over as many
+SPREAD_STEPS = 10  # number of steps for which SageMaker's PoorWeightInitialization checks gradients
 BOUNDS = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0)}
 RELUS = ("ReLU", "ReLU6")
 OTHERS = ("LeakyReLU", "PReLU", "ELU", "SELU", "GELU", "SiLU", "Mish", "Softplus")
-SATURATES = {"Tanh": (-9.4999, 9.4999), "Sigmoid": (-23.0, 16.99999)}  # inputs, in SageMaker's documentation
+SATURATES = {
+    "Tanh": (-9.4999, 9.4999),
+    "Sigmoid": (-23.0, 16.99999),
+}  # inputs, from SageMaker's documentation
 
 
-# ---- what is recorded
+# ---- records
 
 
 class Weights(NamedTuple):
-    """Of one parameter before a step: mean of |w|, and shares of its elements."""
+    """Mean of |w| and shares of the elements of one parameter before a step."""
 
     mean: float
     zeros: float
@@ -43,7 +46,7 @@ class Weights(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Of one parameter before a step: mean of |g|, L2 norm, shares, and the range from 5 % to 95 %."""
+    """Mean of |g|, L2 norm, shares, and range from 5 % to 95 % of one parameter's gradient before a step."""
 
     mean: float
     norm: float
@@ -53,7 +56,7 @@ class Gradient(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One parameter around one step; `update` is the mean of |change|."""
+    """One parameter before and after a step; `update` is the mean of |change|."""
 
     weights: Weights
     gradient: Gradient | None
@@ -62,23 +65,23 @@ class Step(NamedTuple):
 
 
 class Start(NamedTuple):
-    """One parameter before the training."""
+    """One parameter before training."""
 
     shape: tuple[int, ...]
     var: float
     largest: float
-    usual: float  # variance that torch's own initialisation gives
+    usual: float  # variance of torch's default initialization
 
 
 class Activation(NamedTuple):
-    """What one activation gave in one batch; `inactive` is a share of its units, `var` is of its input."""
+    """One activation in one batch: share of inactive units, and variance of its input."""
 
     inactive: float
     var: float
 
 
 class Buffered(NamedTuple):
-    """The last ten batches of one activation: shares of units, and the standard deviation of all."""
+    """The last ten batches of one activation: shares of units, and the standard deviation of all values."""
 
     dead: float
     saturated: float
@@ -87,17 +90,18 @@ class Buffered(NamedTuple):
 
 @dataclass
 class Recorded:
-    """Numbers of one training, by batch or step; `accuracies` are NaN where there are no classes."""
+    """Numbers of one training run, by batch or step; `accuracies` are NaN if there are no classes."""
 
     losses: list[float] = field(default_factory=list)
-    valid_losses: list[tuple[int, float]] = field(default_factory=list)  # after so many training batches
+    valid_losses: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # number of training batches before, loss
     accuracies: list[float] = field(default_factory=list)
     labels: Counter[int] = field(default_factory=Counter)
     n_classes: int = 0
     inputs: tuple[float, float, float, float] = (math.nan,) * 4  # mean, std, min, max over all batches
-    output_stuck: list[bool] = field(
-        default_factory=list
-    )  # whether some output had one value only, by period
+    # for each period, whether some output had only one value so far
+    output_stuck: list[bool] = field(default_factory=list)
     starts: dict[str, Start] = field(default_factory=dict)
     steps: dict[str, list[Step]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # classes of the activations
@@ -112,7 +116,7 @@ class Recorded:
 
     @property
     def params_finite(self) -> bool:
-        """Whether no weight and no gradient was."""
+        """Whether no weight or gradient was NaN or infinite."""
         return all(
             step.weights.finite == 1 and (step.gradient is None or step.gradient.finite == 1)
             for step in self.all_steps()
@@ -126,12 +130,12 @@ class Recorded:
         return (step.gradient for step in self.all_steps() if step.gradient is not None)
 
     def named(self, suffix: str) -> Iterator[list[Step]]:
-        """Steps of the parameters whose own name is this."""
+        """Steps of the parameters whose last name component starts with `suffix`."""
         return (steps for name, steps in self.steps.items() if name.rpartition(".")[2].startswith(suffix))
 
 
 class RuleRecorder(Callback):
-    """Records what the rules of the three tools look at, under a Learner or a watch, and changes nothing."""
+    """Records the numbers that the rules need, in a Learner or a watch, without changing the training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +144,7 @@ class RuleRecorder(Callback):
     def before_fit(self) -> None:
         self.recorded = to = Recorded()
         self._n_batches = 0
-        self._sums = [0.0, 0.0, 0.0, math.inf, -math.inf]  # count, sum, of squares, smallest, largest
+        self._sums = [0.0, 0.0, 0.0, math.inf, -math.inf]  # count, sum, sum of squares, min, max
         self._varied: Tensor | None = None
         self._valid: list[float] = []
         self._buffers: dict[str, deque[Tensor]] = {}
@@ -153,7 +157,7 @@ class RuleRecorder(Callback):
                 usual = usual_variance(owners[name.rpartition(".")[0]], p)
                 largest = float(w.abs().amax())
                 to.starts[name] = Start(tuple(p.shape), float(w.var(correction=0)), largest, usual)
-        self._seen: set[str] = set()  # an activation called again in a batch, or checkpointed, is seen once
+        self._seen: set[str] = set()  # an activation called twice in a batch, or checkpointed, counts once
         self._hooks: list[RemovableHandle] = []
         for name, m in self.model.named_modules():
             if next(m.children(), None) is None:
@@ -162,7 +166,7 @@ class RuleRecorder(Callback):
     def after_fit(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._buffers, self._before = [], {}, {}  # a copy of it has no use for them
+        self._hooks, self._buffers, self._before = [], {}, {}  # a copy does not need them
         n, total, squares, low, high = self._sums
         if n:
             mean = total / n
@@ -223,8 +227,8 @@ class RuleRecorder(Callback):
         if kind in (*BOUNDS, *RELUS, *OTHERS) and args and isinstance(args[0], Tensor):
             units, inputs = by_unit(output.detach().float()), by_unit(args[0].detach().float())
             self.recorded.kinds[name] = kind
-            found = Activation(inactive_share(kind, inputs, units), float(inputs.var(correction=0)))
-            self.recorded.activations.setdefault(name, []).append(found)
+            activation = Activation(inactive_share(kind, inputs, units), float(inputs.var(correction=0)))
+            self.recorded.activations.setdefault(name, []).append(activation)
             buffer = self._buffers.setdefault(name, deque(maxlen=PERIOD))
             buffer.append(units)
             n = len(self.recorded.activations[name])
@@ -261,19 +265,19 @@ def _first_float(xb: Any) -> Tensor | None:
 
 
 def are_classes(pred: Tensor, y: Tensor) -> bool:
-    """Whether a prediction has a column for each class, and the target is the class."""
+    """Whether the prediction has one column per class and the target is a class index."""
     return y.dtype == torch.int64 and y.shape == pred.shape[:1] and pred.ndim == 2 and pred.shape[1] > 1
 
 
 def by_unit(x: Tensor) -> Tensor:
-    """As `(observations, units)`: units are dimension 1 of images `(N, C, H, W)`, else the last one."""
+    """Reshape to `(observations, units)`: units are dimension 1 of `(N, C, H, W)`, otherwise the last."""
     if x.ndim < 2:
         return x.reshape(-1, 1)
     return (x.movedim(1, -1) if x.ndim == 4 else x).flatten(0, -2)
 
 
 def usual_variance(m: nn.Module, p: Tensor) -> float:
-    """Of the distribution from which torch draws a weight of that module by itself; NaN of an embedding."""
+    """Variance of torch's default initialization for a module's weight; NaN for an embedding."""
     if isinstance(m, nn.Embedding | nn.EmbeddingBag):
         return math.nan
     return 1 / (3 * (m.hidden_size if isinstance(m, nn.RNNBase) else max(1, math.prod(p.shape[1:]))))
@@ -292,10 +296,10 @@ def inactive_share(kind: str, inputs: Tensor, outputs: Tensor) -> float:
 
 
 def buffered(kind: str, x: Tensor) -> Buffered:
-    """Of `(observations, units)`: dead where 95 % are below 1e-5, saturated where rho_B is above 0.85.
+    """Summary of `(observations, units)`: dead if 95 % are below 1e-5, saturated if rho_B is above 0.85.
 
-    In fifty bins, none of which has the middle of the range inside, rho_B is the mean distance from it,
-    as a share of the half range (Rakitianskaia & Engelbrecht, 2015).
+    With fifty bins, none of which contains the middle of the range, rho_B is the mean distance from the
+    middle, as a share of half the range (Rakitianskaia & Engelbrecht, 2015).
     """
     saturated = 0.0
     if kind in BOUNDS:
@@ -336,53 +340,53 @@ def exploding_tensor(r: Recorded) -> bool:
 
 
 def all_zero(r: Recorded) -> bool:
-    """100 % of a tensor is zero (all-zero.html), here of a weight or a gradient."""
+    """100 % of a tensor is zero (all-zero.html); here, a weight or a gradient."""
     zero_weight = any(step.weights.zeros == 1 for steps in r.named("weight") for step in steps)
     return zero_weight or any(g.zeros == 1 for g in r.gradients())
 
 
 def unchanged_tensor(r: Recorded) -> bool:
-    """Three in a row are all-close, rtol 1e-5, atol 1e-8 (unchanged-tensor.html), here weights."""
+    """Three tensors in a row are all-close, rtol 1e-5, atol 1e-8 (unchanged-tensor.html); here, weights."""
     return any(a.unchanged and b.unchanged for steps in r.named("weight") for a, b in _pairs(steps))
 
 
 def weight_update_ratio(r: Recorded) -> bool:
-    """Update to weight above 10 or below 1e-8, epsilon 1e-9 (weight-update-ratio.html); of means of sizes."""
+    """Mean |update| / mean |weight| above 10 or below 1e-8, epsilon 1e-9 (weight-update-ratio.html)."""
     ratios = [step.update / (step.weights.mean + 1e-9) for steps in r.named("weight") for step in steps]
     return any(ratio > 10 or ratio < 1e-8 for ratio in ratios)
 
 
 def loss_not_decreasing(r: Recorded) -> bool:
-    """Falls less than 0.1 % over 10 steps, looked at every 10 (loss-not-decreasing.html).
+    """Loss falls less than 0.1 % over 10 steps, checked every 10 (loss-not-decreasing.html).
 
-    The page as stored has no number for `diff_percent`, only that any decrease is asked for; 0.1 is what the
-    present page is said to have.
+    The stored page has no number for `diff_percent`, and only requires any decrease; 0.1 is said to be the
+    value on the current page.
     """
     pairs = [(r.losses[i - 10], r.losses[i]) for i in range(10, len(r.losses), 10)]
     return any(100 * (before - now) < 0.1 * abs(before) for before, now in pairs)
 
 
 def dead_relu(r: Recorded) -> bool:
-    """More than 50 % of a ReLU's units are active in less than 1 % (dead-relu.html), here of a batch."""
+    """More than 50 % of a ReLU's units are active in less than 1 % of a batch (dead-relu.html)."""
     return _inactive(r, RELUS)
 
 
 def saturated_activation(r: Recorded) -> bool:
-    """The same for inputs of tanh in ±9.4999 and of sigmoid in -23 … 16.99999 (saturated-activation.html)."""
+    """Like dead_relu; inputs of tanh in ±9.4999, of sigmoid in -23 … 16.99999 (saturated-activation.html)."""
     return _inactive(r, tuple(SATURATES))
 
 
 def _inactive(r: Recorded, kinds: Sequence[str]) -> bool:
-    of = [seen for name, seen in r.activations.items() if r.kinds[name] in kinds]
-    return any(activation.inactive > 0.5 for seen in of for activation in seen)
+    matching = [seen for name, seen in r.activations.items() if r.kinds[name] in kinds]
+    return any(activation.inactive > 0.5 for seen in matching for activation in seen)
 
 
 def poor_weight_initialization(r: Recorded) -> bool:
-    """In the first 10 steps (poor-weight-initialization.html), any of three.
+    """Any of three conditions in the first 10 steps (poor-weight-initialization.html).
 
-    Variances of the inputs of ReLU layers differ by more than 10, the narrowest gradient has less than 0.001
-    from its 5th to its 95th percentile, or the loss has not improved for 5 steps. Whether one of them is
-    enough is not said; of each is said that the rule then returns True.
+    Variances of the inputs of ReLU layers differ by a factor above 10, the narrowest gradient spans less than
+    0.001 from its 5th to its 95th percentile, or the loss has not improved for 5 steps. The page does not say
+    whether one is enough, but says for each that the rule then returns True.
     """
     relus = [seen[:10] for name, seen in r.activations.items() if r.kinds[name] in RELUS]
     for at_step in zip(*relus, strict=False):
@@ -398,7 +402,7 @@ def overfit(r: Recorded) -> bool:
     """Validation loss more than 10 % above the training loss, patience 1 (overfit.html)."""
     begins = [0, *(n for n, _ in r.valid_losses)]
     trained = [r.losses[a:b] for a, b in _pairs(begins)]
-    pairs = [(fmean(of), loss) for of, (_, loss) in zip(trained, r.valid_losses, strict=True) if of]
+    pairs = [(fmean(part), loss) for part, (_, loss) in zip(trained, r.valid_losses, strict=True) if part]
     return any(valid - train > 0.1 * train for train, valid in pairs)
 
 
@@ -406,12 +410,12 @@ def overfit(r: Recorded) -> bool:
 
 
 def features_constant(r: Recorded) -> bool:
-    """The inputs have no variance."""
+    """Inputs have no variance."""
     return r.inputs[1] == 0
 
 
 def features_unnormalized(r: Recorded) -> bool:
-    """Inputs neither from 0 or -1 to 1, nor with mean 0 and std 1, to within 0.01 (`almost_equal`)."""
+    """Inputs are neither in 0..1 or -1..1, nor have mean 0 and std 1, within 0.01 (`almost_equal`)."""
     mean, std, low, high = r.inputs
     if not std > 0:
         return False
@@ -427,10 +431,10 @@ def labels_unbalanced(r: Recorded) -> bool:
 
 
 def poor_initial_weights(r: Recorded) -> bool:
-    """Constant, or a variance 2.71 times from the scheme that the activation asks for (F-test, alpha 0.1).
+    """Constant, or a variance a factor of 2.71 off the activation's init scheme (F-test, alpha 0.1).
 
-    He for ReLU, Glorot for tanh, LeCun for sigmoid, any of them for others; and here what torch draws by
-    itself too, as the rule would fire on nearly all of it. Weights are those of layers, not embeddings.
+    He for ReLU, Glorot for tanh, LeCun for sigmoid, any of these for others. Here torch's default init is
+    accepted, too, because the rule would fire on nearly all of it. Embeddings are not checked.
     """
     kinds = set(r.kinds.values())
     weights = (start for name, start in r.starts.items() if name.rpartition(".")[2].startswith("weight"))
@@ -452,19 +456,19 @@ def _f_ratio(a: float, b: float) -> float:
 
 
 def poor_initial_bias(r: Recorded) -> bool:
-    """A bias is not zero at first; here beyond 1/√fan_in, within which torch draws them by itself."""
+    """An initial bias is not zero; here, beyond 1/√fan_in, the range of torch's default init."""
     return any(_is_poor_bias(r, *name.rpartition(".")) for name in r.starts)
 
 
-def _is_poor_bias(r: Recorded, module: str, dot: str, own: str) -> bool:
+def _is_poor_bias(r: Recorded, module: str, dot: str, param: str) -> bool:
     weight = r.starts.get(f"{module}{dot}weight")
-    if own != "bias" or weight is None or len(weight.shape) < 2:
+    if param != "bias" or weight is None or len(weight.shape) < 2:
         return False
     return r.starts[f"{module}{dot}bias"].largest > 1.001 / math.sqrt(math.prod(weight.shape[1:]))
 
 
 def poor_initial_loss(r: Recorded) -> bool:
-    """The first loss is as far from ln(C), of C classes, as that is from 0 (`dev_ratio` 1.0)."""
+    """The first loss is at least as far from ln(C), for C classes, as ln(C) is from 0 (`dev_ratio` 1.0)."""
     if r.n_classes < 2 or not r.losses:
         return False
     expected = math.log(r.n_classes)
@@ -477,7 +481,7 @@ def numerical_instability(r: Recorded) -> bool:
 
 
 def untrained_parameter(r: Recorded) -> bool:
-    """A weight matrix does not change at all in a period of 10 steps."""
+    """A weight matrix does not change at all over a period of 10 steps."""
     return any(all(step.update == 0 for step in part) for steps in _matrices(r) for part in _periods(steps))
 
 
@@ -492,41 +496,41 @@ def dead_weights(r: Recorded) -> bool:
 
 
 def diverging_parameters(r: Recorded) -> bool:
-    """Mean size above 1e8, or doubled from step to step in a window of 5."""
+    """Mean |weight| above 1e8, or doubled at each step in a window of 5."""
     return any(_diverges([step.weights.mean for step in steps]) for steps in r.steps.values())
 
 
 def diverging_gradients(r: Recorded) -> bool:
-    """The same of gradients, with the limits of weights: theirs could not be found."""
-    of = ([step.gradient.mean for step in steps if step.gradient] for steps in _matrices(r))
-    return any(map(_diverges, of))
+    """Like `diverging_parameters`, with its limits: those for gradients could not be found."""
+    sizes = ([step.gradient.mean for step in steps if step.gradient] for steps in _matrices(r))
+    return any(map(_diverges, sizes))
 
 
 def vanishing_gradients(r: Recorded) -> bool:
-    """Halved from step to step in a window of 5, or below 1e-8: the limits of weights, turned round.
+    """Halved at each step in a window of 5, or below 1e-8: the inverse of the limits for weights.
 
-    Those of gradients could not be found: they are in a settings.yaml that is not in what is stored.
+    Those for gradients could not be found: they are in a settings.yaml that is not among the stored files.
     """
     return any(
-        of[-1] < 1e-8 or all(now <= before / 2 for before, now in _pairs(of))
+        window[-1] < 1e-8 or all(now <= before / 2 for before, now in _pairs(window))
         for steps in _matrices(r)
-        for of in _windows([step.gradient.mean for step in steps if step.gradient])
+        for window in _windows([step.gradient.mean for step in steps if step.gradient])
     )
 
 
 def dead_activations(r: Recorded) -> bool:
-    """More than half of an activation's units have 95 % of their values below 1e-5, in ten batches."""
-    return any(of.dead > 0.5 for kind, of in _buffered(r) if kind not in BOUNDS)
+    """More than half of an activation's units have 95 % of their values below 1e-5 over ten batches."""
+    return any(record.dead > 0.5 for kind, record in _buffered(r) if kind not in BOUNDS)
 
 
 def saturated_activations(r: Recorded) -> bool:
-    """More than half of the units of a tanh or sigmoid have rho_B above 0.85, in ten batches."""
-    return any(of.saturated > 0.5 for kind, of in _buffered(r) if kind in BOUNDS)
+    """More than half of the units of a tanh or sigmoid have rho_B above 0.85 over ten batches."""
+    return any(record.saturated > 0.5 for kind, record in _buffered(r) if kind in BOUNDS)
 
 
 def unstable_activations(r: Recorded) -> bool:
-    """Standard deviation outside 0.5 … 2, and 5.02 times from it in variance (F-test, alpha 0.025)."""
-    stds = [of.std for _, of in _buffered(r)]
+    """Standard deviation outside 0.5 … 2, with a variance a factor of 5.02 off (F-test, alpha 0.025)."""
+    stds = [record.std for _, record in _buffered(r)]
     return any(
         (std < 0.5 and _f_ratio(std**2, 0.25) > 5.0239) or (std > 2 and _f_ratio(std**2, 4.0) > 5.0239)
         for std in stds
@@ -534,29 +538,32 @@ def unstable_activations(r: Recorded) -> bool:
 
 
 def constant_output(r: Recorded) -> bool:
-    """An output has had one value in all batches, at more than five looks."""
+    """An output had the same value in all batches of the first six periods."""
     return len(r.output_stuck) > 5 and r.output_stuck[5]
 
 
 def stagnated_loss(r: Recorded) -> bool:
-    """Four times in a row it falls by less than 5 % from one ten steps to the next."""
+    """The loss, averaged over ten steps, falls by less than 5 % four times in a row."""
     return any(
-        all(before - now < 0.05 * before for before, now in _pairs(of)) for of in _windows(_averaged(r), 1)
+        all(before - now < 0.05 * before for before, now in _pairs(window))
+        for window in _windows(_averaged(r), 1)
     )
 
 
 def diverging_loss(r: Recorded) -> bool:
-    """Four times in a row it doubles from one ten steps to the next."""
-    return any(all(now >= 2 * before > 0 for before, now in _pairs(of)) for of in _windows(_averaged(r), 1))
+    """The loss, averaged over ten steps, doubles four times in a row."""
+    return any(
+        all(now >= 2 * before > 0 for before, now in _pairs(window)) for window in _windows(_averaged(r), 1)
+    )
 
 
 def fluctuating_loss(r: Recorded) -> bool:
-    """Turns from falling to rising, or back, at more than half of the last 50 averages of ten steps."""
+    """The loss switches between falling and rising at more than half of the last 50 averages of ten steps."""
     losses = _averaged(r)
     for end in range(3, len(losses) + 1):
-        of = losses[max(0, end - 50) : end]
-        rises = [now > before for before, now in _pairs(of)]
-        if sum(a != b for a, b in _pairs(rises)) > len(of) / 2:
+        window = losses[max(0, end - 50) : end]
+        rises = [now > before for before, now in _pairs(window)]
+        if sum(a != b for a, b in _pairs(rises)) > len(window) / 2:
             return True
     return False
 
@@ -566,7 +573,7 @@ def _matrices(r: Recorded) -> list[list[Step]]:
 
 
 def _fitted(r: Recorded) -> int:
-    """Step at which it ends, as accuracy has been 1 in five batches in a row; the end where it has not."""
+    """Step after five batches in a row with accuracy 1, where the run ends; otherwise the last step."""
     for i in range(5, len(r.accuracies) + 1):
         if all(accuracy == 1 for accuracy in r.accuracies[i - 5 : i]):
             return i
@@ -574,55 +581,51 @@ def _fitted(r: Recorded) -> int:
 
 
 def _averaged(r: Recorded) -> list[float]:
-    return [fmean(of) for of in _periods(r.losses[: _fitted(r)])]
+    return [fmean(period) for period in _periods(r.losses[: _fitted(r)])]
 
 
 def _buffered(r: Recorded) -> list[tuple[str, Buffered]]:
     n = _fitted(r) // PERIOD
-    return [(r.kinds[name], of) for name, seen in r.buffered.items() for of in seen[:n]]
+    return [(r.kinds[name], record) for name, seen in r.buffered.items() for record in seen[:n]]
 
 
-def _looked_at(of: Iterable[list[Step]]) -> Iterator[Step]:
-    for steps in of:
+def _looked_at(matrices: Iterable[list[Step]]) -> Iterator[Step]:
+    for steps in matrices:
         yield from steps[PERIOD::PERIOD]
 
 
-def _diverges(of: Sequence[float]) -> bool:
-    doubled = (all(now >= 2 * before > 0 for before, now in _pairs(w)) for w in _windows(of))
-    return any(size > 1e8 for size in of[PERIOD::PERIOD]) or any(doubled)
+def _diverges(sizes: Sequence[float]) -> bool:
+    doubled = (all(now >= 2 * before > 0 for before, now in _pairs(w)) for w in _windows(sizes))
+    return any(size > 1e8 for size in sizes[PERIOD::PERIOD]) or any(doubled)
 
 
-def _windows(of: Sequence[float], period: int = PERIOD) -> Iterator[Sequence[float]]:
-    """The five last at each look."""
-    ends = range(PERIOD if period > 1 else 4, len(of), period)
-    return (of[end - 4 : end + 1] for end in ends)
+def _windows(values: Sequence[float], period: int = PERIOD) -> Iterator[Sequence[float]]:
+    """The last five values at each check."""
+    ends = range(PERIOD if period > 1 else 4, len(values), period)
+    return (values[end - 4 : end + 1] for end in ends)
 
 
-def _periods(of: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (of[i : i + PERIOD] for i in range(0, len(of) - PERIOD + 1, PERIOD))
+def _periods(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (values[i : i + PERIOD] for i in range(0, len(values) - PERIOD + 1, PERIOD))
 
 
-def _pairs(of: Sequence[T]) -> list[tuple[T, T]]:
-    return list(pairwise(of))
+def _pairs(values: Sequence[T]) -> list[tuple[T, T]]:
+    return list(pairwise(values))
 
 
 # ---- AutoTrainer
 
 VANISH, FIRST, EXPLODE, DEAD = 1e-3, 1e-4, 70.0, 0.7  # beta_1, beta_2, beta_3, gamma of its default_param
 SWING, SWINGS, RISE, GOOD = 0.03, 0.2, 0.01, 0.7  # zeta, eta, delta, Theta
-PARTS, EVERY, JUDGED = (
-    10,
-    3,
-    0.3,
-)  # epochs here, how often it looks, and the share of training before it judges
+PARTS, EVERY, JUDGED = 10, 3, 0.3  # epochs here, epochs between checks, share of the run before it judges
 
 
 def autotrainer(r: Recorded) -> list[str]:
-    """Of "explode", "relu", "vanish", "not_converge" and "unstable" those that its monitor would name.
+    """Problems among "explode", "relu", "vanish", "not_converge", "unstable" that its monitor would name.
 
-    Ten equal parts of the training stand for epochs, and it looks after every third. Of gradients it has
-    those of the step with which a part ends. Where there is no accuracy, the share by which the loss fell
-    since the first part takes its place. There is no validation: both accuracies it wants are the same here.
+    Ten equal parts of the run stand for epochs, and the monitor checks after every third. It uses the
+    gradients of the last step of a part. Without an accuracy, the share by which the loss has fallen since
+    the first part replaces it. There is no validation, so the two accuracies it needs are the same here.
     """
     bounds = [round(len(r.losses) * part / PARTS) for part in range(PARTS + 1)]
     losses = [fmean(r.losses[a:b]) for a, b in _pairs(bounds) if b > a]
@@ -639,9 +642,9 @@ def autotrainer(r: Recorded) -> list[str]:
             slow |= max((now - before for before, now in _pairs(so_far)), default=0.0) < RISE
             unstable |= _swings(so_far) >= SWINGS * len(so_far)
         if poor or slow:
-            found = [problem for problem in ("relu", "explode", "vanish") if seen[problem]]
-            if found or slow:
-                return found[:1] or ["not_converge"]
+            problems = [problem for problem in ("relu", "explode", "vanish") if seen[problem]]
+            if problems or slow:
+                return problems[:1] or ["not_converge"]
         elif unstable:
             return ["unstable"]
     return []
@@ -649,28 +652,32 @@ def autotrainer(r: Recorded) -> list[str]:
 
 def _scores(r: Recorded, bounds: Sequence[int], losses: Sequence[float]) -> list[float]:
     accuracies = [r.accuracies[a:b] for a, b in _pairs(bounds) if b > a]
-    if accuracies and all(of and not any(map(math.isnan, of)) for of in accuracies):
-        return [fmean(of) for of in accuracies]
+    if accuracies and all(part and not any(map(math.isnan, part)) for part in accuracies):
+        return [fmean(part) for part in accuracies]
     first = abs(losses[0]) if losses and losses[0] else 1.0
     return [(losses[0] - loss) / first for loss in losses]
 
 
 def _gradient_problems(r: Recorded, share: float) -> list[str]:
-    """Of the gradients of one step, at that share of the training."""
+    """Problems of the gradients of the step at this share of the run."""
     at = {
         name: steps[max(0, math.ceil(len(steps) * share) - 1)].gradient
         for name, steps in r.steps.items()
         if steps
     }
-    there = {name: g for name, g in at.items() if g is not None}
-    sizes = {name: math.prod(r.starts[name].shape) for name in there}
-    norms = [g.norm for name, g in there.items() if len(r.starts[name].shape) >= 2]
+    gradients = {name: g for name, g in at.items() if g is not None}
+    sizes = {name: math.prod(r.starts[name].shape) for name in gradients}
+    norms = [g.norm for name, g in gradients.items() if len(r.starts[name].shape) >= 2]
     if not norms:
         return []
     ratio = norms[0] / norms[-1] if norms[-1] else math.nan
-    zeros = sum(g.zeros * sizes[name] for name, g in there.items()) / sum(sizes.values())
-    found = {"vanish": ratio < VANISH and norms[0] < FIRST, "explode": ratio > EXPLODE, "relu": zeros >= DEAD}
-    return [problem for problem, is_there in found.items() if is_there]
+    zeros = sum(g.zeros * sizes[name] for name, g in gradients.items()) / sum(sizes.values())
+    problems = {
+        "vanish": ratio < VANISH and norms[0] < FIRST,
+        "explode": ratio > EXPLODE,
+        "relu": zeros >= DEAD,
+    }
+    return [problem for problem, is_there in problems.items() if is_there]
 
 
 def _swings(scores: Sequence[float]) -> int:
@@ -681,12 +688,12 @@ def _swings(scores: Sequence[float]) -> int:
     return sum(top - bottom >= SWING for top, bottom in zip(tops, bottoms, strict=False))
 
 
-# ---- all three
+# ---- all three tools
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """One tool: what it would have named, by its rules, and where these are documented."""
+    """One tool: the names of its rules that fire, and the source that documents them."""
 
     name: str
     source: str
@@ -708,14 +715,14 @@ THEDEEPCHECKER = _of_rules(
     unstable_activations, constant_output, stagnated_loss, diverging_loss, fluctuating_loss,
 )  # fmt: skip
 
-# SageMaker: left out are TensorVariance, whose limits the page does not give ("xxx"), and the rules that need
-# two trainings, or labels in collections of the service. The pages as stored are of 2020 to 2024.
+# SageMaker: omits TensorVariance, whose limits are missing from the page ("xxx"), and the rules that need two
+# training runs, or labels in collections of the service. The stored pages are from 2020 to 2024.
 # TheDeepChecker: its routines are in deep_checker/hooks.py and checkers.py (Braiek & Khomh 2023,
 # doi:10.1145/3529318, arXiv 2204.00694). The file with its defaults could not be found; the limits here are
-# those of a torch port of these routines for reinforcement learning, which has their names and numbers. Left
-# out are those whose limit neither has (size of updates, correlation of loss and metric, regularisation),
-# those that train anew (fit of a single batch, gradients by differences, corrupted labels, augmentation), and
-# the range of activations, which torch's modules cannot leave.
+# from a torch port of these routines for reinforcement learning, which has their names and numbers. Omits
+# rules with a limit in neither of them (size of updates, correlation of loss and metric, regularization),
+# rules that train again (fit of a single batch, finite differences, corrupted labels, augmentation), and the
+# range of activations, which torch's modules cannot leave.
 # AutoTrainer: Zhang, Zhai, Ma, Shen, ICSE 2021; utils/monitor.py and default_param in utils/utils.py.
 BASELINES = (
     Baseline(

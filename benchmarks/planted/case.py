@@ -1,4 +1,4 @@
-"""What a planted case is, and how most of them are trained."""
+"""Planted cases, and the functions that train most of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ Raises = type[Exception] | tuple[type[Exception], ...]
 
 @dataclass
 class Run:
-    """What a training came to.
+    """Result of a training run.
 
     Attributes:
-        loop: what ran; its `.diagnose()` gives the verdict.
-        losses: of each training batch.
-        error: what the training raised.
-        model: kept here, as a watch does not keep it alive.
+        loop: the Learner or watch; its `.diagnose()` returns the verdict.
+        losses: loss of each training batch.
+        error: exception that the training raised.
+        model: kept here because a watch does not keep it alive.
     """
 
     loop: Learner | Watch
@@ -40,15 +40,15 @@ Train = Callable[[int, Callbacks], Run]
 
 @dataclass(frozen=True)
 class Case:
-    """A small training with one planted fault, or with none.
+    """A small training run with one planted fault, or with none.
 
     Attributes:
-        name: the fault, or what is trained.
-        train: from a seed and callbacks to what ran.
-        codes: of findings that name the fault; empty for a control.
-        layers: qualified names of modules that count as the right layer; empty where none is asked for.
-        target: a control's mean loss of the last 10 steps is below it.
-        planted_at: step at which the fault comes.
+        name: the fault, or a description of the control.
+        train: function of a seed and callbacks that trains and returns a `Run`.
+        codes: codes of the findings that name the fault; empty for a control.
+        layers: qualified names of modules that count as the right layer; empty if none is required.
+        target: a control has learned if its mean loss over the last 10 steps is below this.
+        planted_at: step at which the fault occurs.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Case:
 def fault(
     to: list[Case], name: str, codes: Iterable[str], layers: Iterable[str] = (), planted_at: int = 0
 ) -> Callable[[Train], Train]:
-    """Adds a training as a fault to the list `to`."""
+    """Add a training function to the list `to` as a fault."""
 
     def add(train: Train) -> Train:
         to.append(Case(name, _seeded(train), frozenset(codes), frozenset(layers), planted_at=planted_at))
@@ -72,7 +72,7 @@ def fault(
 
 
 def control(to: list[Case], name: str, target: float) -> Callable[[Train], Train]:
-    """Adds a training as a control to the list `to`."""
+    """Add a training function to the list `to` as a control."""
 
     def add(train: Train) -> Train:
         to.append(Case(name, _seeded(train), target=target))
@@ -82,7 +82,7 @@ def control(to: list[Case], name: str, target: float) -> Callable[[Train], Train
 
 
 def _seeded(train: Train) -> Train:
-    """The same training, with weights that follow from the seed alone."""
+    """The same training function, with weights that depend only on the seed."""
 
     @wraps(train)
     def seeded(seed: int, cbs: Callbacks) -> Run:
@@ -95,7 +95,7 @@ def _seeded(train: Train) -> Train:
 class Losses(Callback):
     """Keeps the loss of each training batch."""
 
-    order = -40  # before those who weigh it
+    order = -40  # before callbacks that scale it
 
     def __init__(self, to: list[float]) -> None:
         super().__init__(name="losses_of_run")
@@ -116,17 +116,17 @@ def fit(
     n_epoch: int = 1,
     raises: Raises = (),
 ) -> Run:
-    """Trains with a Learner.
+    """Train with a Learner.
 
     Args:
-        model: what is trained.
+        model: model to train.
         loss_func: called with the model's output and the target.
-        opt: its optimizer.
-        batches: what a Learner takes as `dls`.
-        cbs: callbacks, those that a case needs among them.
-        seed: for what is drawn while it trains.
+        opt: the model's optimizer.
+        batches: passed to the Learner as `dls`.
+        cbs: callbacks, including those that the case needs.
+        seed: seed of random numbers drawn during training.
         n_epoch: number of passes over the batches.
-        raises: what this training is known to raise; anything else goes on to the caller.
+        raises: exceptions that this training is known to raise; others are propagated.
     """
     losses: list[float] = []
     learn = Learner(batches, model, loss_func, opt)
@@ -151,18 +151,18 @@ def follow(
     schedule: LRScheduler | None = None,
     after_step: Callable[[int], object] | None = None,
 ) -> Run:
-    """Trains with a plain loop under `watch`; the last item of a batch is the target.
+    """Train with a plain loop in `watch`; the last item of a batch is the target.
 
     Args:
-        model: what is trained.
+        model: model to train.
         loss_func: called with the model's output and the target.
-        opt: its optimizer.
-        batches: of one epoch.
+        opt: the model's optimizer.
+        batches: batches of one epoch.
         cbs: callbacks.
-        seed: for what is drawn while it trains.
-        clip: the norm to which gradients are clipped, or None.
-        schedule: stepped after each step of the optimizer.
-        after_step: called with the index of the step that was made.
+        seed: seed of random numbers drawn during training.
+        clip: norm to which gradients are clipped, or None.
+        schedule: stepped after each optimizer step.
+        after_step: called with the index of the step after each step.
     """
     torch.manual_seed(seed)
     with watch(model, opt, *cbs) as w:

@@ -1,4 +1,4 @@
-"""Healthy trainings that a diagnosis must leave alone, some of which look ill by their numbers."""
+"""Healthy training runs that a diagnosis must not flag, although the numbers of some look suspicious."""
 
 from collections import OrderedDict
 
@@ -66,7 +66,7 @@ def cnn_batch_norm(seed: int, cbs: Callbacks) -> Run:
 
 @control(CONTROLS, "CNN trained to 1e-9", target=1e-9)
 def cnn_to_nothing(seed: int, cbs: Callbacks) -> Run:
-    """A number fitted to each of 16 images, until all gradients are next to nothing."""
+    """Fits a number to each of 16 images until all gradients are almost zero."""
     x, y = images(seed, n=16)
     model = Cnn(n_out=1)
     batches = [(x, (y[:, None] - 4.5) / 3)] * 250
@@ -104,7 +104,7 @@ def autoencoder(seed: int, cbs: Callbacks) -> Run:
 
 @control(CONTROLS, "frozen backbone", target=0.8)
 def frozen_backbone(seed: int, cbs: Callbacks) -> Run:
-    """A trunk trained on the digits below 5, then a new head on those above."""
+    """A trunk trained on the digits below 5, then a new head for the others."""
     x, y = digits(seed)
     model = Encoded(stack(64, 64, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 5)))
     opt = Adam(model.parameters(), lr=5e-3)
@@ -134,7 +134,7 @@ def overfit(seed: int, cbs: Callbacks) -> Run:
 
 @control(CONTROLS, "embedding with rare tokens", target=0.45)
 def rare_tokens(seed: int, cbs: Callbacks) -> Run:
-    """Bags of words by Zipf's law, most of which a batch has not; a common word decides."""
+    """Bags of words distributed by Zipf's law; a batch lacks most words, and a common one decides."""
     rng, n = generator(seed), 32 * 200
     weights = 1 / torch.arange(1.0, 1001)
     words = torch.multinomial(weights, n * 12, replacement=True, generator=rng).view(n, 12)
@@ -147,13 +147,13 @@ def rare_tokens(seed: int, cbs: Callbacks) -> Run:
 
 
 def negative_cosine(pred: Tensor, y: Tensor) -> Tensor:
-    """Minus the cosine between prediction and target, -1 at best."""
+    """Negative cosine between prediction and target, -1 at best."""
     return -F.cosine_similarity(pred, y).mean()
 
 
 @control(CONTROLS, "cosine loss below zero", target=-0.85)
 def cosine_loss(seed: int, cbs: Callbacks) -> Run:
-    """An encoder that learns to point where a noisy view of the same digit does."""
+    """An encoder that learns to point in the direction of a noisy view of the same digit."""
     x, _ = digits(seed)
     views = x + 0.3 * torch.randn(x.shape, generator=generator(seed))
     model = Mlp(nn.ReLU, n_out=64)
@@ -186,7 +186,7 @@ def accumulation(seed: int, cbs: Callbacks) -> Run:
 
 
 def smoothed_loss(pred: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy that cannot come below 0.5, as each target is spread over all classes by a tenth."""
+    """Cross-entropy that cannot fall below 0.5, because a tenth of each target is spread over all classes."""
     return F.cross_entropy(pred, y, label_smoothing=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Data of the planted cases: real digits, and sequences and tables made by the seed."""
+"""Data of the planted cases: real digits, and sequences and tables generated from the seed."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ Batch = tuple[Tensor, ...]
 
 
 def generator(seed: int) -> torch.Generator:
-    """Random numbers of data, apart from those of weights."""
+    """Random number generator for data, separate from that for weights."""
     return torch.Generator().manual_seed(seed + 1000)
 
 
@@ -22,26 +22,26 @@ def _all_digits() -> tuple[Tensor, Tensor]:
 
 
 def raw_digits(seed: int, n: int | None = None) -> tuple[Tensor, Tensor]:
-    """1797 handwritten digits of 8×8 grey values in 0..16, `(N, 64)`, in the seed's order; the first `n`."""
+    """The first `n` of 1797 handwritten digits, 8×8 gray values in 0..16, `(N, 64)`, shuffled by the seed."""
     x, y = _all_digits()
     order = torch.randperm(len(x), generator=generator(seed))[:n]
     return x[order], y[order]
 
 
 def digits(seed: int, n: int | None = None) -> tuple[Tensor, Tensor]:
-    """The same with mean 0 and standard deviation 1."""
+    """Digits with mean 0 and standard deviation 1."""
     x, y = raw_digits(seed, n)
     return (x - x.mean()) / x.std(), y
 
 
 def images(seed: int, n: int | None = None) -> tuple[Tensor, Tensor]:
-    """The same as images, `(N, 1, 8, 8)`."""
+    """Digits as images, `(N, 1, 8, 8)`."""
     x, y = digits(seed, n)
     return x.view(-1, 1, 8, 8), y
 
 
 def batched(*tensors: Tensor, seed: int, size: int = 32, n_step: int = 150) -> list[Batch]:
-    """`n_step` batches, epoch after epoch, each in an order of its own."""
+    """`n_step` batches, epoch after epoch, shuffled anew in each."""
     rng, n = generator(seed), len(tensors[0])
     per_epoch = n // min(size, n)
     epochs = [torch.randperm(n, generator=rng) for _ in range(-(-n_step // per_epoch))]
@@ -62,7 +62,7 @@ def image_batches(seed: int, size: int = 32, n_step: int = 120) -> list[Batch]:
 def text_batches(
     seed: int, size: int = 16, length: int = 16, n_step: int = 120, n_token: int = 16
 ) -> list[Batch]:
-    """Sequences of a Markov chain that mostly goes where a permutation says, and the tokens that follow."""
+    """Sequences of a Markov chain that mostly follows a permutation, and the next tokens as targets."""
     rng = generator(seed)
     follows = torch.randperm(n_token, generator=rng)
     n = size * n_step
@@ -76,7 +76,7 @@ def text_batches(
 
 
 def recall_batches(seed: int, size: int = 32, length: int = 16, n_step: int = 150) -> list[Batch]:
-    """Sequences of noise `(N, T, 5)` whose first item alone tells the class, one of 4."""
+    """Sequences of noise `(N, T, 5)`; only the first item reveals the class, one of 4."""
     rng, n = generator(seed), size * n_step
     x = 0.1 * torch.randn(n, length, 5, generator=rng)
     y = torch.randint(4, (n,), generator=rng)
@@ -86,7 +86,7 @@ def recall_batches(seed: int, size: int = 32, length: int = 16, n_step: int = 15
 
 
 def table(seed: int, n: int = 1024, n_in: int = 16) -> tuple[Tensor, Tensor]:
-    """Standard normal features `(N, n_in)` and a target `(N, 1)` that is not linear in them."""
+    """Standard normal features `(N, n_in)` and a nonlinear target `(N, 1)`."""
     rng = generator(seed)
     x = torch.randn(n, n_in, generator=rng)
     w = torch.randn(n_in, 1, generator=rng) / n_in**0.5
@@ -100,7 +100,7 @@ def table_batches(seed: int, size: int = 32, n_step: int = 150) -> list[Batch]:
 
 
 def padded_batches(seed: int, size: int = 32, length: int = 10, n_step: int = 100) -> list[Batch]:
-    """Sequences of 2 to `length` tokens, padded with 0; a token of 1 to 4 among them tells the class."""
+    """Sequences of 2 to `length` tokens, padded with 0; one token from 1 to 4 is the class."""
     rng, n = generator(seed), n_step * size
     y = torch.randint(4, (n,), generator=rng)
     tokens = torch.randint(5, 20, (n, length), generator=rng)

@@ -1,4 +1,4 @@
-"""Trainings with one planted fault each."""
+"""Training runs with one planted fault each."""
 
 from case import Case
 from faults_data import DATA_FAULTS

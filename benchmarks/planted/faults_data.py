@@ -23,7 +23,7 @@ def large_inputs(seed: int, cbs: Callbacks) -> Run:
 
 @fault(DATA_FAULTS, "shuffled labels", codes=["data.labels", "loss.flat"])
 def shuffled_labels(seed: int, cbs: Callbacks) -> Run:
-    """Inputs and labels have been put in two different orders."""
+    """Inputs and labels are shuffled in different orders."""
     x, y = digits(seed)
     y = y[torch.randperm(len(y), generator=generator(seed))]
     model = Mlp()
@@ -33,7 +33,7 @@ def shuffled_labels(seed: int, cbs: Callbacks) -> Run:
 
 @fault(DATA_FAULTS, "constant input", codes=["input.constant"])
 def constant_input(seed: int, cbs: Callbacks) -> Run:
-    """A dataset that gives its first image whatever it is asked for."""
+    """A dataset that returns its first image for every index."""
     batches = image_batches(seed)
     first = batches[0][0][:1]
     batches = [(first.expand_as(x).clone(), y) for x, y in batches]
@@ -43,7 +43,7 @@ def constant_input(seed: int, cbs: Callbacks) -> Run:
 
 @fault(DATA_FAULTS, "label out of range", codes=["label.out_of_range"])
 def label_out_of_range(seed: int, cbs: Callbacks) -> Run:
-    """Labels of 1 to 10 for ten classes."""
+    """Labels from 1 to 10 for ten classes."""
     batches = [(x, y + 1) for x, y in digit_batches(seed)]
     model = Mlp()
     opt = Adam(model.parameters(), lr=2e-3)
@@ -60,7 +60,7 @@ def nan_column(seed: int, cbs: Callbacks) -> Run:
 
 
 class SlowDigits(Dataset[tuple[Tensor, Tensor]]):
-    """Digits that take 0.8 ms each to be read."""
+    """Digits that take 0.8 ms each to read."""
 
     def __init__(self, seed: int, n: int) -> None:
         x, self.y = raw_digits(seed, n)

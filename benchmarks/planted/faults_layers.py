@@ -1,4 +1,4 @@
-"""Faults of the model: its initialisation, its activations and how its parts are put together."""
+"""Faults of the model: its initialization, its activations, and how its parts are assembled."""
 
 from collections import OrderedDict
 
@@ -16,7 +16,7 @@ LAYER_FAULTS: list[Case] = []
 
 
 def parts(*layers: str) -> list[str]:
-    """Qualified names of the linear layers and activations of these blocks of an `Mlp`, and of the blocks."""
+    """Qualified names of these blocks of an `Mlp`, and of their linear layers and activations."""
     return [name for layer in layers for name in (layer, f"{layer}.linear", f"{layer}.act")]
 
 
@@ -96,7 +96,7 @@ def low_conv_bias(seed: int, cbs: Callbacks) -> Run:
 
 @fault(LAYER_FAULTS, "batch norm left in eval", codes=["mode.mismatch"], planted_at=20)
 def left_in_eval(seed: int, cbs: Callbacks) -> Run:
-    """After a look at held-out images nobody calls `model.train()`."""
+    """Nobody calls `model.train()` after an evaluation on held-out images."""
     model = Cnn()
     held_out, _ = batched(*digits(seed), seed=seed, size=64, n_step=1)[0]
 
@@ -118,7 +118,7 @@ def left_in_eval(seed: int, cbs: Callbacks) -> Run:
     planted_at=12,
 )
 def batch_of_one(seed: int, cbs: Callbacks) -> Run:
-    """The last batch of the epoch, which nobody has dropped."""
+    """A last batch of one sample, because nobody set `drop_last`."""
     x, y = digits(seed, n=32 * 12 + 1)
     model = Mlp(nn.ReLU, norm=True)
     batches = list(zip(x.split(32), y.split(32), strict=True))

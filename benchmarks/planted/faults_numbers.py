@@ -1,4 +1,4 @@
-"""Faults of numbers: not finite, of too low a precision, and kept in memory."""
+"""Numerical faults: values that are not finite or not precise enough, and values kept in memory."""
 
 from collections import OrderedDict
 
@@ -25,7 +25,7 @@ NUMBER_FAULTS: list[Case] = []
 
 
 class Log(nn.Module):
-    """The logarithm of features that are thought to be positive."""
+    """Logarithm of features that are assumed to be positive."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.log()
@@ -42,7 +42,7 @@ def log_of_zero(seed: int, cbs: Callbacks) -> Run:
 
 @fault(NUMBER_FAULTS, "sqrt(0) in backward", codes=["nonfinite.first"], layers=["distance"], planted_at=25)
 def sqrt_of_zero(seed: int, cbs: Callbacks) -> Run:
-    """Pairs of digits, one of which is twice the same image: the distance is 0, its gradient 0/0."""
+    """Pairs of digits; one pair is the same image twice: its distance is 0, and the gradient 0/0."""
     x, y = digits(seed)
     batches = batched(x, x.roll(1, 0), (y == y.roll(1)).float(), seed=seed, n_step=100)
     a, b, same = batches[25]
@@ -66,7 +66,7 @@ def low_precision(seed: int, cbs: Callbacks) -> Run:
     planted_at=20,
 )
 def empty_sequence(seed: int, cbs: Callbacks) -> Run:
-    """One sequence of padding only, which has no token to look at."""
+    """One sequence is all padding, so attention has no token."""
     batches = padded_batches(seed, n_step=80)
     batches[20][0][2] = 0
     model = TextClassifier()
@@ -74,14 +74,14 @@ def empty_sequence(seed: int, cbs: Callbacks) -> Run:
 
 
 class Power(nn.Module):
-    """The square of an amplitude."""
+    """Square of an amplitude."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.square()
 
 
 class Log1p(nn.Module):
-    """The logarithm of one more."""
+    """log(1 + x)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.log1p()
@@ -94,7 +94,7 @@ class Log1p(nn.Module):
     layers=["power"],
 )
 def fp16_overflow(seed: int, cbs: Callbacks) -> Run:
-    """Squares of amplitudes in the hundreds, which float16 has no room for."""
+    """Squares of amplitudes in the hundreds, which overflow float16."""
     x, y = raw_digits(seed)
     layers = {"filters": nn.Linear(64, 32), "power": Power(), "log": Log1p(), "head": nn.Linear(32, 10)}
     model = nn.Sequential(OrderedDict(layers))
@@ -105,7 +105,7 @@ def fp16_overflow(seed: int, cbs: Callbacks) -> Run:
 
 @fault(NUMBER_FAULTS, "GradScaler at 2^24", codes=["amp.scale_collapse"])
 def large_scale(seed: int, cbs: Callbacks) -> Run:
-    """And growing again after every other step."""
+    """A loss scale that is too large, and grows again after every other step."""
     model = Mlp()
     mixed = MixedPrecision("fp16", init_scale=2.0**24, growth_interval=2)
     opt = Adam(model.parameters(), lr=1e-3)
@@ -114,7 +114,7 @@ def large_scale(seed: int, cbs: Callbacks) -> Run:
 
 @fault(NUMBER_FAULTS, "a list of losses that keeps graphs", codes=["memory.growth", "memory.graphs_kept"])
 def kept_graphs(seed: int, cbs: Callbacks) -> Run:
-    """The loss on held-out images is computed after each step, with its graph, for a curve to draw."""
+    """The loss on held-out images is kept after each step, with its graph, to plot a curve."""
     held_out = images(seed, n=256)
     model = Cnn()
     opt = Adam(model.parameters(), lr=2e-3)

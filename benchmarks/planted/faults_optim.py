@@ -1,4 +1,4 @@
-"""Faults of the optimizer, its schedule and what stands between gradients and weights."""
+"""Faults of the optimizer, of its schedule, and of the steps between gradients and weights."""
 
 import torch
 from case import Callbacks, Case, Run, fault, fit, follow
@@ -82,7 +82,7 @@ def tiny_clip(seed: int, cbs: Callbacks) -> Run:
     planted_at=50,
 )
 def lr_to_zero(seed: int, cbs: Callbacks) -> Run:
-    """A linear decay whose length was meant in epochs, and is stepped each batch."""
+    """A linear decay with its length in epochs, which is stepped after each batch."""
     model = Mlp(nn.Tanh, depth=3)
     decay = Schedule(lambda opt: LinearLR(opt, 1.0, 0.0, total_iters=50))
     opt = SGD(model.parameters(), lr=0.05)
@@ -100,7 +100,7 @@ def negated_loss(seed: int, cbs: Callbacks) -> Run:
 
 @fault(OPTIM_FAULTS, "tied weights in two groups", codes=["param.duplicated"], layers=["embed", "head"])
 def tied_twice(seed: int, cbs: Callbacks) -> Run:
-    """Groups with and without decay; the shared weight comes into the second behind torch's check."""
+    """Groups with and without weight decay; the shared weight gets into the second one unnoticed by torch."""
     model = Gpt(tied=True)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
@@ -111,7 +111,7 @@ def tied_twice(seed: int, cbs: Callbacks) -> Run:
 
 @fault(OPTIM_FAULTS, "discriminator too strong", codes=["gan.balance"])
 def strong_discriminator(seed: int, cbs: Callbacks) -> Run:
-    """With the minimax loss, whose gradient is gone once no generated point deceives."""
+    """The minimax loss, which has no gradient once no generated point deceives the discriminator."""
     gan, rng = Gan(), generator(seed)
     opt_d = Adam(gan.discriminator.parameters(), lr=1e-2, betas=(0.5, 0.99))
     opt_g = Adam(gan.generator.parameters(), lr=1e-4, betas=(0.5, 0.99))

@@ -1,4 +1,4 @@
-"""A game to learn by trial and error: a pole on a cart, many carts at a time."""
+"""A game for reinforcement learning: balancing a pole on a cart, with many carts at a time."""
 
 import math
 
@@ -11,14 +11,14 @@ TICK = 0.02  # seconds
 
 
 class CartPole:
-    """Carts that are pushed left or right, each to keep a pole upright; a reward of 1 a step.
+    """Carts that are pushed left or right to keep a pole upright, with a reward of 1 per step.
 
     Source: Barto, Sutton & Anderson, "Neuronlike adaptive elements that can solve difficult learning control
     problems", 1983.
 
     Attributes:
-        state: position, speed, angle and its speed of each, `(N, 4)`.
-        lengths: of the episodes that have ended, in steps.
+        state: position, speed, angle, and angular speed of each cart, `(N, 4)`.
+        lengths: lengths of the finished episodes, in steps.
     """
 
     def __init__(self, n: int, rng: torch.Generator) -> None:
@@ -27,9 +27,9 @@ class CartPole:
         self.lengths: list[float] = []
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Pushes all carts, `(N,)` of 0 and 1: the states that follow, and whether an episode has failed.
+        """Push all carts, `(N,)` of 0 and 1; return the next states and whether each episode has failed.
 
-        An episode that has ended begins anew in `state`.
+        Episodes that have ended are restarted in `state`.
         """
         x, v, angle, spin = self.state.unbind(1)
         force, sin, cos = 20.0 * action - 10.0, angle.sin(), angle.cos()
@@ -46,7 +46,7 @@ class CartPole:
         return after, failed
 
     def recent(self) -> float:
-        """Mean length of the last twenty episodes; NaN before the first has ended."""
+        """Mean length of the last twenty episodes; NaN before the first one ends."""
         last = self.lengths[-20:]
         return sum(last) / len(last) if last else math.nan
 

@@ -1,4 +1,4 @@
-"""A small GAN: its parts, its data and its two turns a batch."""
+"""A small GAN: its parts, its data, and its two steps per batch."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from hookcb import watch
 
 
 class Gan(nn.Module):
-    """A generator of points in the plane, and a discriminator that tells them from real ones."""
+    """A generator of points in the plane, and a discriminator of real and generated points."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -31,18 +31,18 @@ def cloud(n: int, rng: torch.Generator) -> Tensor:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    """How far two sets of points are from each other, by their means and standard deviations."""
+    """Distance between two sets of points, from their means and standard deviations."""
     return ((a.mean(0) - b.mean(0)).norm() + (a.std(0) - b.std(0)).norm()).item()
 
 
 def loss_of_discriminator(gan: Gan, x: Tensor, fake: Tensor) -> Tensor:
-    """Cross-entropy of real points against generated ones."""
+    """Cross-entropy of classifying real and generated points."""
     on_real, on_fake = gan.discriminator(x), gan.discriminator(fake.detach())
     return -F.logsigmoid(on_real).mean() - F.logsigmoid(-on_fake).mean()
 
 
 def loss_of_generator(gan: Gan, fake: Tensor, minimax: bool) -> Tensor:
-    """How little the generator deceives: with `minimax` the discriminator's own loss, negated."""
+    """Loss of the generator; with `minimax`, the negative loss of the discriminator."""
     on_fake = gan.discriminator(fake)
     return F.logsigmoid(-on_fake).mean() if minimax else -F.logsigmoid(on_fake).mean()
 
@@ -55,9 +55,9 @@ def train_gan(
     seed: int,
     minimax: bool = False,
 ) -> Run:
-    """Turns of the discriminator and the generator under one watch, with an optimizer each.
+    """Train the discriminator and the generator in turn in one watch, with an optimizer each.
 
-    As no loss tells whether a GAN learns, `losses` has how far generated points are from real ones.
+    No loss shows whether a GAN learns, so `losses` has the distance between generated and real points.
     """
     opt_d, opt_g = opts
     torch.manual_seed(seed)

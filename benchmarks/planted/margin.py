@@ -1,4 +1,4 @@
-"""Margin of a check: how far healthy and faulty trainings are from its limit, as it was measured."""
+"""Measured margin of a check: the distance of healthy and faulty training runs from its limit."""
 
 import json
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ MARGINS = Path(__file__).with_name("margins.json")
 
 @dataclass(frozen=True)
 class Margin:
-    """How far apart healthy and faulty trainings are, in a number that a check compares with a limit.
+    """Distance between healthy and faulty training runs, in a number that a check compares with a limit.
 
     Attributes:
-        code: of the finding.
-        limit: what the number may be; None where each training has its own, and numbers are in units of it.
+        code: code of the finding.
+        limit: limit of the check; None if each run has its own, and numbers are in units of it.
         is_low: whether low numbers are faulty.
-        healthy, control: the number of a healthy training on its side of the limit that is nearest to it, and
-            which that is; None and "" where there is none.
-        n_beyond, beyond, beyond_control: how many healthy trainings are beyond the limit, and which most.
-        n_alarms: in how many of these there is an error or a warning all the same.
-        lowest, highest, n_faults: of the faults it was found in that it is a name of.
+        healthy, control: number of the healthy run that is nearest to the limit on its healthy side, and the
+            run's name; None and "" if there is none.
+        n_beyond, beyond, beyond_control: count of healthy runs beyond the limit, and the furthest of them.
+        n_alarms: how many of these still have an error or a warning.
+        lowest, highest, n_faults: numbers of the planted faults that this code names and was found in.
     """
 
     code: str
@@ -37,7 +37,7 @@ class Margin:
 
     def __str__(self) -> str:
         to, unit = "down to" if self.is_low else "up to", "" if self.limit is not None else " times the limit"
-        healthy = "of no healthy training known"
+        healthy = "no healthy run known"
         if self.healthy is not None:
             healthy = f"healthy {to} {number(self.healthy)}{unit} ({self.control})"
         faults = "no planted fault has it"
@@ -45,22 +45,24 @@ class Margin:
             ends = dict.fromkeys((number(self.lowest), number(self.highest)))
             faults = f"faults {'from ' if len(ends) > 1 else 'at '}{' to '.join(ends)}{unit}"
         limit = "" if self.limit is None else f"; limit {number(self.limit)}"
-        return f"{healthy}, {faults}{limit}.{self._told_beyond(to, unit)}"
+        return f"{healthy}, {faults}{limit}.{self._describe_beyond(to, unit)}"
 
-    def _told_beyond(self, to: str, unit: str) -> str:
+    def _describe_beyond(self, to: str, unit: str) -> str:
         if self.beyond is None:
             return ""
         alarms = f"; {self.n_alarms} of them with a false alarm" if self.n_alarms else ""
-        own = f" {self.n_beyond} healthy training{'s are' if self.n_beyond > 1 else ' is'} beyond the limit"
-        least = f", {to} {number(self.beyond)}{unit} ({self.beyond_control})"
-        return f"{own}{least}, where another condition of the check decides, or it is a note{alarms}."
+        count = f" {self.n_beyond} healthy run{'s are' if self.n_beyond > 1 else ' is'} beyond the limit"
+        furthest = f", {to} {number(self.beyond)}{unit} ({self.beyond_control})"
+        return (
+            f"{count}{furthest}; there another condition of the check decides, or it is only a note{alarms}."
+        )
 
 
 def number(x: float) -> str:
-    """Of two digits, to read: "0.44", "3e-04", "1,000"."""
+    """Number as text with two significant digits: "0.44", "3e-04", "1,000"."""
     return f"{x:,.0f}" if 100 <= abs(x) < 1e7 else f"{x:.2g}"
 
 
 def read_margins(path: Path = MARGINS) -> list[Margin]:
-    """What was measured, none if there is no such file."""
+    """Measured margins; empty if the file does not exist."""
     return [Margin(**row) for row in json.loads(path.read_text("utf-8"))["margins"]] if path.exists() else []

@@ -1,4 +1,4 @@
-"""For each limit of a statistical check, how far healthy trainings came and which numbers faults have."""
+"""Margins of all statistical checks, measured on healthy runs and planted faults."""
 
 import json
 import math
@@ -16,13 +16,13 @@ from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Finding
 
-# Each training has limits of its own, from its own loss: what compares is the number in units of the limit.
+# Each run has its own limit, which depends on its loss, so numbers are compared in units of the limit.
 OWN_LIMITS = frozenset({"loss.init", "loss.flat", "loss.diverging", "loss.spike"})
 
 
 @dataclass(frozen=True)
 class Number:
-    """What a check has compared with its limit; `severity` is "" where it is ruled out."""
+    """A number that a check compared with its limit; `severity` is "" if the fault is ruled out."""
 
     code: str
     value: float
@@ -32,7 +32,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Measured:
-    """The numbers of one case with one seed; `has_learned` as of `score.Outcome`."""
+    """The numbers of one case with one seed; for `has_learned`, see `score.Outcome`."""
 
     case: str
     seed: int
@@ -48,49 +48,49 @@ class Measured:
 
 
 def measure(case: Case, seed: int) -> Measured:
-    """Trains once, and asks each statistical check for its number."""
+    """Train once, and collect the number of each statistical check."""
     watcher = Diagnose(show=False)
     run = case.train(seed, [watcher])
-    came_to = outcome(case, seed, run.loop.diagnose(), run.losses)
-    return Measured(case.name, seed, case.codes, tuple(numbers(watcher.evidence())), came_to.has_learned)
+    has_learned = outcome(case, seed, run.loop.diagnose(), run.losses).has_learned
+    return Measured(case.name, seed, case.codes, tuple(numbers(watcher.evidence())), has_learned)
 
 
 def numbers(evidence: Evidence) -> Iterator[Number]:
-    """Of all statistical checks that can run, where the number and its limit are finite."""
+    """Numbers of all statistical checks that can run, if the number and its limit are finite."""
     for check in CHECKS.values():
         if check.exact or not evidence.sources.issuperset(check.needs):
             continue
         for result in check.function(evidence):
             if isinstance(result, Finding):
-                found = Number(result.code, result.value, result.limit, result.severity)
+                compared = Number(result.code, result.value, result.limit, result.severity)
             else:  # Skipped has no number
                 nothing = math.nan
                 value, limit = getattr(result, "value", nothing), getattr(result, "limit", nothing)
-                found = Number(check.code, value, limit)
-            if math.isfinite(found.value) and math.isfinite(found.limit):
-                yield found
+                compared = Number(check.code, value, limit)
+            if math.isfinite(compared.value) and math.isfinite(compared.limit):
+                yield compared
 
 
 def margins(measured: Sequence[Measured]) -> list[Margin]:
-    """One of each code and limit, in the order of the checks; controls that have not learned are left out."""
-    counted = [of for of in measured if not of.error and (of.has_learned or not of.is_control)]
+    """One margin per code and limit, in the order of the checks; controls must have learned to count."""
+    counted = [case for case in measured if not case.error and (case.has_learned or not case.is_control)]
     groups: dict[tuple[str, float | None], list[tuple[Measured, Number]]] = {}
     for code in (check.code for check in CHECKS.values() if not check.exact):
-        for of in counted:
-            for x in of.numbers:
+        for case in counted:
+            for x in case.numbers:
                 if x.code == code and (code not in OWN_LIMITS or x.limit > 0):
-                    groups.setdefault((code, None if code in OWN_LIMITS else x.limit), []).append((of, x))
+                    groups.setdefault((code, None if code in OWN_LIMITS else x.limit), []).append((case, x))
     return [_margin(code, limit, group) for (code, limit), group in groups.items()]
 
 
 def _margin(code: str, limit: float | None, group: list[tuple[Measured, Number]]) -> Margin:
     is_low = _is_low([x for _, x in group])
     sign, edge = -1 if is_low else 1, 1.0 if limit is None else limit
-    healthy = [(_told(x, limit), of.case, x.severity) for of, x in group if of.is_control]
-    healthy.sort(key=lambda of: sign * of[0])  # the most extreme one last
-    inside = [of for of in healthy if sign * of[0] <= sign * edge]
+    healthy = [(_scaled(x, limit), entry.case, x.severity) for entry, x in group if entry.is_control]
+    healthy.sort(key=lambda entry: sign * entry[0])  # the most extreme one last
+    inside = [entry for entry in healthy if sign * entry[0] <= sign * edge]
     outside = healthy[len(inside) :]
-    faulty = [_told(x, limit) for of, x in group if code in of.codes and x.severity]
+    faulty = [_scaled(x, limit) for entry, x in group if code in entry.codes and x.severity]
     return Margin(
         code,
         limit,
@@ -108,7 +108,7 @@ def _margin(code: str, limit: float | None, group: list[tuple[Measured, Number]]
 
 
 def _is_low(group: Sequence[Number]) -> bool:
-    """Whether low numbers are faulty: as of the findings, or on the other side of what is ruled out."""
+    """Whether low numbers are faulty, judged by the findings, or else by the numbers that were ruled out."""
     findings = [x.value < x.limit for x in group if x.severity]
     return (
         2 * sum(findings) > len(findings)
@@ -117,7 +117,7 @@ def _is_low(group: Sequence[Number]) -> bool:
     )
 
 
-def _told(x: Number, limit: float | None) -> float:
+def _scaled(x: Number, limit: float | None) -> float:
     return x.value / x.limit if limit is None else x.value
 
 
@@ -125,18 +125,20 @@ def _short(x: float) -> float:
     return float(f"{x:.3g}")
 
 
-def margin_table(of: Iterable[Margin]) -> Table:
-    """What is printed of them."""
-    table = Table(title="margins: numbers of healthy trainings and of faults, beside the limits of checks")
+def margin_table(entries: Iterable[Margin]) -> Table:
+    """Table of the margins, to print."""
+    table = Table(
+        title="margins: numbers of healthy runs and of faults, compared with the limits of the checks"
+    )
     for column in ("code", "limit", "healthy", "control", "faults", "n", "healthy, beyond the limit"):
         table.add_column(column, overflow="fold")
-    for x in of:
+    for x in entries:
         sign = "≥ " if x.is_low else "≤ "
         ends = [] if x.lowest is None or x.highest is None else [number(x.lowest), number(x.highest)]
         beyond = "" if x.beyond is None else f"{x.n_beyond}, to {number(x.beyond)} ({x.beyond_control})"
         table.add_row(
             x.code,
-            "of each its own" if x.limit is None else number(x.limit),
+            "differs per run" if x.limit is None else number(x.limit),
             "" if x.healthy is None else sign + number(x.healthy),
             x.control,
             " – ".join(ends),
@@ -146,7 +148,7 @@ def margin_table(of: Iterable[Margin]) -> Table:
     return table
 
 
-def write_margins(of: Iterable[Margin], seeds: Sequence[int], to: Path = MARGINS) -> None:
-    """One line for each, so that a change is one line, too."""
-    rows = ",\n".join(json.dumps(asdict(x), ensure_ascii=False, allow_nan=False) for x in of)
+def write_margins(entries: Iterable[Margin], seeds: Sequence[int], to: Path = MARGINS) -> None:
+    """Write one line per margin, so that a change is one line, too."""
+    rows = ",\n".join(json.dumps(asdict(x), ensure_ascii=False, allow_nan=False) for x in entries)
     to.write_text(f'{{"seeds": {json.dumps(list(seeds))}, "margins": [\n{rows}\n]}}\n', "utf-8")

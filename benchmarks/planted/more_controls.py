@@ -1,4 +1,4 @@
-"""Further kinds of healthy training, of which a diagnosis might misread one or another."""
+"""Further kinds of healthy training runs, some of which a diagnosis might misread."""
 
 from case import Case
 from more_controls_losses import LOSS_CONTROLS

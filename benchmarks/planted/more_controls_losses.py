@@ -1,4 +1,4 @@
-"""Further healthy trainings: losses, targets and data."""
+"""Further healthy training runs: losses, targets, and data."""
 
 from collections import OrderedDict
 
@@ -74,7 +74,7 @@ def multi_label(seed: int, cbs: Callbacks) -> Run:
 
 
 def vae_loss(pred: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
-    """Squared error of the reconstruction, and the divergence of the code from a standard normal."""
+    """Squared reconstruction error plus the divergence of the code from a standard normal."""
     out, mean, log_var = pred
     divergence = 0.5 * (mean.square() + log_var.exp() - 1 - log_var).sum(1)
     return ((out - x).square().sum(1) + divergence).mean() / x.shape[1]
@@ -109,7 +109,7 @@ def siamese(seed: int, cbs: Callbacks) -> Run:
 
 
 def triplet_loss(pred: tuple[Tensor, Tensor, Tensor], y: Tensor) -> Tensor:
-    """The margin by which an anchor is closer to its like than to another."""
+    """Hinge on how much closer an anchor is to its own class than to another."""
     return F.triplet_margin_loss(*pred, margin=1.0)
 
 
@@ -125,7 +125,7 @@ def triplet(seed: int, cbs: Callbacks) -> Run:
 
 
 def info_nce(pred: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    """Cross-entropy of finding the other view among those of the batch, at temperature 0.1."""
+    """Cross-entropy of identifying the other view within the batch, at temperature 0.1."""
     a, b = (F.normalize(x, dim=1) for x in pred)
     return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
 
@@ -141,7 +141,7 @@ def contrastive(seed: int, cbs: Callbacks) -> Run:
 
 
 def byol_loss(pred: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    """Minus the cosine between the prediction and the other view's target."""
+    """Negative cosine between the prediction and the other view's target."""
     return -F.cosine_similarity(*pred).mean()
 
 
@@ -157,7 +157,7 @@ def byol(seed: int, cbs: Callbacks) -> Run:
 
 
 @control(LOSS_CONTROLS, "uint8 images of three channels, divided by 255", target=1.0)
-def colour_images(seed: int, cbs: Callbacks) -> Run:
+def color_images(seed: int, cbs: Callbacks) -> Run:
     x, y = raw_digits(seed)
     tint = torch.randint(128, 256, (len(x), 3, 1), generator=generator(seed))
     x = (x[:, None] * tint / 16).to(torch.uint8).view(-1, 3, 8, 8)
@@ -168,7 +168,7 @@ def colour_images(seed: int, cbs: Callbacks) -> Run:
 
 @control(LOSS_CONTROLS, "mixup", target=1.5)
 def mixup(seed: int, cbs: Callbacks) -> Run:
-    """Each input and its soft label is a mean of two, weighted at random."""
+    """Each input and its soft label is a randomly weighted mean of two."""
     rng, batches = generator(seed), []
     for x, y in digit_batches(seed):
         weight = torch.rand(len(x), 1, generator=rng)
@@ -190,7 +190,7 @@ def noisy_labels(seed: int, cbs: Callbacks) -> Run:
 
 
 def distillation_loss(pred: Tensor, teacher: Tensor) -> Tensor:
-    """Divergence of the student's distribution from the teacher's, both at temperature 2."""
+    """Divergence between the student's and the teacher's distribution, both at temperature 2."""
     aim = (teacher / 2).log_softmax(-1)
     return 4 * F.kl_div((pred / 2).log_softmax(-1), aim, log_target=True, reduction="batchmean")
 
@@ -226,7 +226,7 @@ def bce(seed: int, cbs: Callbacks) -> Run:
 
 @control(LOSS_CONTROLS, "softmax output and the logarithm of it in the loss", target=0.8)
 def softmax_nll(seed: int, cbs: Callbacks) -> Run:
-    """Probabilities as output are right where the loss does not apply a softmax of its own."""
+    """Probabilities as output are right if the loss does not apply a softmax itself."""
 
     def loss_func(pred: Tensor, y: Tensor) -> Tensor:
         return F.nll_loss(pred.clamp(min=1e-7).log(), y)
@@ -247,7 +247,7 @@ def relu_output(seed: int, cbs: Callbacks) -> Run:
 
 @control(LOSS_CONTROLS, "sparse inputs, most of them zero", target=0.9)
 def sparse_inputs(seed: int, cbs: Callbacks) -> Run:
-    """Counts of 300 words, of which a text has 20; each class has words of its own."""
+    """Counts of 300 words; a text has 20 of them, and each class has its own words."""
     rng, n = generator(seed), 32 * 120
     y = torch.randint(4, (n,), generator=rng)
     words = torch.randint(300, (n, 20), generator=rng)
@@ -259,7 +259,7 @@ def sparse_inputs(seed: int, cbs: Callbacks) -> Run:
 
 
 def gaussian_loss(pred: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
-    """Negative log-likelihood of a normal distribution; below zero where it is narrow."""
+    """Negative log-likelihood of a normal distribution; negative if the distribution is narrow."""
     return F.gaussian_nll_loss(pred[0], y, pred[1])
 
 
@@ -300,7 +300,7 @@ def segmentation(seed: int, cbs: Callbacks) -> Run:
 
 @control(LOSS_CONTROLS, "policy gradient", target=-0.75)
 def policy_gradient(seed: int, cbs: Callbacks) -> Run:
-    """A bandit that sees a digit and is rewarded for naming it odd or even; `losses` has minus the reward."""
+    """A bandit that is rewarded for classifying a digit as odd or even; `losses` has the negative reward."""
     model = Mlp(n_out=2)
     opt = Adam(model.parameters(), lr=5e-3)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Further healthy trainings: architectures."""
+"""Further healthy training runs: architectures."""
 
 from collections import OrderedDict
 
@@ -26,13 +26,13 @@ NET_CONTROLS: list[Case] = []
 
 
 def on_digits(model: nn.Module, seed: int, cbs: Callbacks, lr: float = 2e-3) -> Run:
-    """Classifies digits with Adam."""
+    """Classify digits with Adam."""
     opt = Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
     return fit(model, F.cross_entropy, opt, digit_batches(seed), cbs, seed)
 
 
 def on_images(model: nn.Module, seed: int, cbs: Callbacks, lr: float = 3e-3) -> Run:
-    """Classifies images of digits with Adam, in a plain loop."""
+    """Classify images of digits with Adam, in a plain loop."""
     opt = Adam(model.parameters(), lr=lr)
     return follow(model, F.cross_entropy, opt, image_batches(seed), cbs, seed)
 
@@ -49,7 +49,7 @@ def layer_scale(seed: int, cbs: Callbacks) -> Run:
 
 @control(NET_CONTROLS, "LoRA with B = 0", target=1.0)
 def lora(seed: int, cbs: Callbacks) -> Run:
-    """A model of the digits below 5, taught those above with its weights frozen but for the head."""
+    """A model of the digits below 5 learns the others with all of its weights frozen except the head."""
     x, y = digits(seed)
     model = Mlp()
     opt = Adam(model.parameters(), lr=5e-3)
@@ -248,7 +248,7 @@ def gradient_checkpointing(seed: int, cbs: Callbacks) -> Run:
 
 @control(NET_CONTROLS, "batch norm frozen in eval while fine-tuning", target=0.8)
 def frozen_batch_norm(seed: int, cbs: Callbacks) -> Run:
-    """As detection models do: trained before, its norms keep their statistics and weights."""
+    """Pretrained norms keep their statistics and weights, as in detection models."""
     model = Cnn()
     opt = Adam(model.parameters(), lr=3e-3)
     for x, y in image_batches(seed + 100, n_step=60):

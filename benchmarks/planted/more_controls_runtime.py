@@ -1,4 +1,4 @@
-"""Healthy trainings of strangers whose time goes by in other ways than in waiting for data."""
+"""Healthy training runs of other people that spend their time on things other than waiting for data."""
 
 import tempfile
 import time
@@ -21,7 +21,7 @@ OWN_WORK = 5e-3  # seconds after each step
 
 
 class ActorCritic(nn.Module):
-    """Of which a script calls the two parts, and never the whole."""
+    """Model of which a script calls the two parts, but never the whole."""
 
     def __init__(self, n_in: int = 8, n_action: int = 4) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class ActorCritic(nn.Module):
 
 
 def ppo_loss(net: ActorCritic, state: Tensor, action: Tensor, log_prob: Tensor, reward: Tensor) -> Tensor:
-    """The clipped objective, with the critic's error and a bonus for entropy."""
+    """Clipped objective, with the critic's error and an entropy bonus."""
     policy, value = Categorical(logits=net.actor(state)), net.critic(state).squeeze(1)
     ratio, advantage = (policy.log_prob(action) - log_prob).exp(), reward - value.detach()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
@@ -39,7 +39,7 @@ def ppo_loss(net: ActorCritic, state: Tensor, action: Tensor, log_prob: Tensor, 
 
 @control(RUNTIME_CONTROLS, "PPO, which calls parts of its model", target=0.4)
 def ppo(seed: int, cbs: Callbacks) -> Run:
-    """A simulator of 4 ms, in which one of four actions is right; the loss is the share of the wrong ones."""
+    """A simulator that takes 4 ms, with one right action out of four; the loss is the share of wrong ones."""
     rng, net = generator(seed), ActorCritic()
     opt, right = Adam(net.parameters(), lr=3e-3, eps=1e-5), torch.randn(8, 4, generator=rng)
     with watch(net, opt, *cbs) as w:

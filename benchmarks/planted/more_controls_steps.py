@@ -1,4 +1,4 @@
-"""Further healthy trainings: optimizers, schedules, precision and the ways of loops."""
+"""Further healthy training runs: optimizers, schedules, precision, and kinds of loops."""
 
 import torch
 from case import Callbacks, Case, Losses, Run, control, fit, follow
@@ -130,7 +130,7 @@ def autocast(seed: int, cbs: Callbacks) -> Run:
 
 @control(STEP_CONTROLS, "float16 with a GradScaler", target=0.8)
 def fp16(seed: int, cbs: Callbacks) -> Run:
-    """A loop of one's own; the scaler finds its scale in the first steps."""
+    """A custom loop; the scaler finds its scale in the first steps."""
     model = Mlp()
     opt = Adam(model.parameters(), lr=2e-3)
     scaler = torch.amp.GradScaler("cpu")
@@ -205,7 +205,7 @@ def own_accumulation(seed: int, cbs: Callbacks) -> Run:
 
 @control(STEP_CONTROLS, "zero_grad(set_to_none=False), and a gradient penalty", target=1.0)
 def gradient_penalty(seed: int, cbs: Callbacks) -> Run:
-    """The loss has the squared norm of its gradient at the input."""
+    """The loss includes the squared norm of its gradient with respect to the input."""
     model = Mlp(nn.SiLU)
     opt = Adam(model.parameters(), lr=3e-3)
     with watch(model, opt, *cbs) as w:

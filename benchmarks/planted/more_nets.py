@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Branch(nn.Module):
-    """A shortcut around two layers, times `scale` where there is one; the second begins at zero on demand."""
+    """Two layers with a shortcut, times an optional `scale`; the second can be initialized to zero."""
 
     def __init__(self, width: int, zero: bool = False, scale: float | None = None) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Branch(nn.Module):
 
 
 class ResMlp(nn.Module):
-    """A stem, residual branches and a head; `zero` lets branches and head begin at zero."""
+    """A stem, residual branches, and a head; `zero` initializes branches and head to zero."""
 
     def __init__(self, n: int = 4, width: int = 48, zero: bool = False, scale: float | None = None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class ResMlp(nn.Module):
 
 
 class Lora(nn.Module):
-    """A frozen linear layer and a product of two thin ones beside it, of which the second begins at zero.
+    """A frozen linear layer plus the product of two low-rank ones; the second is initialized to zero.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022.
     """
@@ -57,7 +57,7 @@ class Lora(nn.Module):
 
 
 class Vit(nn.Module):
-    """A transformer over the 16 patches of an 8×8 image, and a class token."""
+    """A transformer over the 16 patches of an 8×8 image and a class token."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Vit(nn.Module):
 
 
 class Experts(nn.Module):
-    """Four experts, of which a router chooses one for each input; the last is seldom chosen."""
+    """Four experts and a router that chooses one for each input; the last is rarely chosen."""
 
     def __init__(self, n_in: int = 64, n_out: int = 10) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class TwoHeads(nn.Module):
 
 
 class PackedGru(nn.Module):
-    """A GRU over packed sequences of token ids, of which 0 is padding."""
+    """A GRU over packed sequences of token ids, with 0 as padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class PackedGru(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Two blocks whose activations are computed a second time in the backward."""
+    """Two blocks that recompute their activations in the backward."""
 
     def __init__(self, act: Make = nn.ReLU) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Checkpointed(nn.Module):
 
 
 class Vae(nn.Module):
-    """A variational autoencoder; gives the reconstruction, and mean and log-variance of the code."""
+    """A variational autoencoder; returns the reconstruction, and mean and log-variance of the code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Vae(nn.Module):
 
 
 class Byol(nn.Module):
-    """An online encoder with a predictor, and a target encoder that follows it slowly and is not trained."""
+    """An online encoder with a predictor, and an untrained target encoder that follows it slowly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,13 +168,13 @@ class Byol(nn.Module):
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """Moves the target towards the online encoder."""
+        """Move the target toward the online encoder."""
         for p, q in zip(self.target.parameters(), self.online.parameters(), strict=True):
             p.lerp_(q, 0.02)
 
 
 class Shared(nn.Module):
-    """One encoder for several inputs."""
+    """One encoder shared by several inputs."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The same trainings in another manner: does the verdict stay, when only the way of training has changed?"""
+"""Mutations of cases: is the verdict the same if only the way of training changes?"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,46 +13,46 @@ from torch.utils.checkpoint import checkpoint
 from hookcb import Callback, Compile, Diagnose, GradientAccumulation, Learner, MixedPrecision
 from hookcb.diagnosis.verdict import Verdict
 
-EVERY = 4  # cases between two of the sample
+EVERY = 4  # the sample has every fourth case
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def checkpoint_blocks(model: nn.Module) -> list[nn.Module]:
-    """Has the blocks of a model run again in the backward; `del block.forward` takes it back.
+    """Make a model's blocks run again in the backward; `del block.forward` undoes it.
 
-    Blocks are what a ModuleList or Sequential has in it, where there is one, and the model's children
-    otherwise. Those with batch norm are left out, as it would take in each batch twice.
+    Blocks are the children of the first ModuleList or Sequential, or the model's children if it has none.
+    Blocks with batch norm are left out, because it would update its statistics with each batch twice.
 
     Returns:
-        The blocks that are wrapped.
+        The wrapped blocks.
     """
-    found = [m for m in blocks(model) if not any(isinstance(inner, NORMS) for inner in m.modules())]
-    for block in found:
+    chosen = [m for m in blocks(model) if not any(isinstance(inner, NORMS) for inner in m.modules())]
+    for block in chosen:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return found
+    return chosen
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Parts of a model with parameters, none of them inside another."""
+    """Parts of a model that have trainable parameters; none is inside another."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     parts = lists[0].children() if lists else model.children()
     return [part for part in parts if any(p.requires_grad for p in part.parameters())]
 
 
 class CheckpointBlocks(Callback):
-    """Activation checkpointing of the model's blocks for the length of a fit."""
+    """Activation checkpointing of the model's blocks during a fit."""
 
-    order = -75  # before it is compiled, and before anyone hooks it
+    order = -75  # before the model is compiled or hooked
 
     def before_fit(self) -> None:
         self._wrapped = checkpoint_blocks(self.model)
 
     def after_fit(self) -> None:
         for block in self._wrapped:
-            del block.forward  # what the class has is there again
+            del block.forward  # restores the class's forward
 
 
-# eager beneath: what matters is that hooks are traced, and code for each of the cases would take minutes
+# "aot_eager" is enough to trace the hooks; generating code for each case would take minutes
 MUTATIONS: dict[str, Callable[[], Callback]] = {
     "bf16 autocast": lambda: MixedPrecision("bf16"),
     "accumulation 4": lambda: GradientAccumulation(4),
@@ -62,15 +62,15 @@ MUTATIONS: dict[str, Callable[[], Callback]] = {
 
 
 @dataclass(frozen=True)
-class Told:
-    """Status and primary code of a verdict, or why there is none."""
+class Judgment:
+    """Status and primary code of a verdict, or the reason why there is none."""
 
     status: str
     primary: str = ""
 
     @classmethod
-    def of(cls, verdict: Verdict) -> "Told":
-        """What stays of a verdict."""
+    def from_verdict(cls, verdict: Verdict) -> "Judgment":
+        """Status and primary code of a verdict."""
         return cls(verdict.status, "" if verdict.primary is None else verdict.primary.code)
 
     def __str__(self) -> str:
@@ -79,32 +79,32 @@ class Told:
 
 @dataclass(frozen=True)
 class Mutated:
-    """One case: what is told of it as it is, and of each mutation."""
+    """Judgments of one case: as it is, and with each mutation."""
 
     case: str
-    plain: Told
-    told: dict[str, Told]
+    plain: Judgment
+    mutations: dict[str, Judgment]
 
 
 def sample(faults: Sequence[Case], controls: Sequence[Case]) -> list[Case]:
-    """Every fourth fault, and every fourth control."""
+    """Every fourth fault and every fourth control."""
     return [*faults[::EVERY], *controls[::EVERY]]
 
 
 def mutate(cases: Sequence[Case], seed: int) -> Iterator[Mutated]:
-    """Trains each of the cases as it is and by each mutation; those that no Learner trains are left out."""
+    """Train each case as it is and with each mutation; skip cases that are not trained by a Learner."""
     for case in cases:
         run = case.train(seed, [Diagnose(show=False)])
         if isinstance(run.loop, Learner):
-            told = {name: _told(case, seed, make) for name, make in MUTATIONS.items()}
-            yield Mutated(case.name, Told.of(run.loop.diagnose()), told)
+            judgments = {name: _judge(case, seed, make) for name, make in MUTATIONS.items()}
+            yield Mutated(case.name, Judgment.from_verdict(run.loop.diagnose()), judgments)
 
 
-def _told(case: Case, seed: int, make: Callable[[], Callback]) -> Told:
-    torch.compiler.reset()  # else cases that share a class reach the limit of compilations, and run as usual
+def _judge(case: Case, seed: int, make: Callable[[], Callback]) -> Judgment:
+    torch.compiler.reset()  # otherwise cases that share a class reach the recompile limit, and run eagerly
     try:
         run = case.train(seed, [make(), Diagnose(show=False)])
         verdict: Any = run.loop.diagnose()
-    except Exception as error:  # a case that has such a callback already, or a precision that a layer lacks
-        return Told(f"not possible: {type(error).__name__}: {error}".splitlines()[0][:60])
-    return Told.of(verdict)
+    except Exception as error:  # the case has such a callback already, or a layer lacks the precision
+        return Judgment(f"not possible: {type(error).__name__}: {error}".splitlines()[0][:60])
+    return Judgment.from_verdict(verdict)

@@ -1,4 +1,4 @@
-"""Models of the planted cases, with the names that people use."""
+"""Models of the planted cases, with commonly used names."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ Make = Callable[[], nn.Module]
 
 
 class Layer(nn.Module):
-    """A linear layer, where asked for a norm, an activation, and where asked for dropout."""
+    """A linear layer, an optional norm, an activation, and optional dropout."""
 
     def __init__(self, n_in: int, n_out: int, act: Make, norm: bool = False, drop: float = 0.0) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
 
 class Mlp(nn.Module):
-    """`depth` layers of one width, and a head."""
+    """`depth` layers of the same width, and a head."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Mlp(nn.Module):
 
 
 class Cnn(nn.Module):
-    """Two convolutions with a norm each, or without, average pooling and a head."""
+    """Two convolutions, each with an optional norm, average pooling, and a head."""
 
     def __init__(
         self, norm: Callable[[int], nn.Module] | None = nn.BatchNorm2d, n_in: int = 1, n_out: int = 10
@@ -70,7 +70,7 @@ class Cnn(nn.Module):
 
 
 class Residual(nn.Module):
-    """A basic block of a ResNet; the last norm's weight begins at zero."""
+    """A basic block of a ResNet; the last norm's weight is initialized to zero."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, two residual blocks, pooling and a head."""
+    """A stem, two residual blocks, pooling, and a head."""
 
     def __init__(self, n: int = 12) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ResNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention written out; `mask` is true where a token may look, `(T, T)` or `(N, 1, T, T)`."""
+    """Self-attention written out; `mask`, `(T, T)` or `(N, 1, T, T)`, is true for positions to attend to."""
 
     def __init__(self, width: int, n_head: int = 2, scale: float = 1.0) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and an MLP around shortcuts, each behind a norm."""
+    """Attention and an MLP with shortcuts, each after a norm."""
 
     def __init__(self, width: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class TransformerBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A small pre-norm transformer over tokens, each seeing those before it."""
+    """A small causal pre-norm transformer over tokens."""
 
     def __init__(
         self, n_token: int = 16, length: int = 16, width: int = 32, scale: float = 1.0, tied: bool = False
@@ -157,7 +157,7 @@ class Gpt(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer whose last output goes to a head."""
+    """A recurrent layer, with a head on its last output."""
 
     def __init__(self, rnn: nn.RNNBase, n_out: int) -> None:
         super().__init__()
@@ -189,17 +189,17 @@ def stack(*sizes: int, act: Make = nn.ReLU) -> nn.Sequential:
 
 
 def token_loss(pred: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy over the last dimension, whatever dimensions there are before."""
+    """Cross-entropy over the last dimension, with any number of leading dimensions."""
     return F.cross_entropy(pred.flatten(0, -2), y.flatten())
 
 
 def named_weights(model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> Sequence[Tensor]:
-    """The weights of all modules of these kinds."""
+    """Weights of all modules of these types."""
     return [m.weight for m in model.modules() if isinstance(m, kinds) and isinstance(m.weight, Tensor)]
 
 
 class Distance(nn.Module):
-    """The Euclidean distance between vectors; `eps` under the root keeps its gradient finite at 0."""
+    """Euclidean distance between vectors; `eps` under the root keeps the gradient finite at 0."""
 
     def __init__(self, eps: float = 0.0) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Distance(nn.Module):
 
 
 class Siamese(nn.Module):
-    """The distance between what one encoder makes of two inputs."""
+    """Distance between the codes of two inputs from one encoder."""
 
     def __init__(self, encoder: nn.Module, eps: float = 0.0) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Siamese(nn.Module):
 
 
 def contrastive_loss(distance: Tensor, same: Tensor) -> Tensor:
-    """Draws pairs of the same class together, and others apart until they are 2 apart.
+    """Contrastive loss that pulls pairs of the same class together, and pushes others to a distance of 2.
 
     Source: Hadsell, Chopra, LeCun, "Dimensionality Reduction by Learning an Invariant Mapping", CVPR 2006.
     """
@@ -229,7 +229,7 @@ def contrastive_loss(distance: Tensor, same: Tensor) -> Tensor:
 
 
 class TextClassifier(nn.Module):
-    """A transformer block over tokens, of which 0 is padding, their mean and a head."""
+    """A transformer block over tokens, with 0 as padding, then their mean and a head."""
 
     def __init__(self, n_token: int = 20, width: int = 32, n_out: int = 4) -> None:
         super().__init__()

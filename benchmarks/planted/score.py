@@ -1,4 +1,4 @@
-"""How good a verdict is: what came of each case and seed, and the score of them together. Pure."""
+"""Quality of the verdicts: the outcome of each case and seed, and the score over all of them. Pure."""
 
 import math
 from collections import Counter
@@ -12,27 +12,28 @@ from hookcb.diagnosis.registry import check_of
 from hookcb.diagnosis.verdict import Finding, Verdict
 
 ALARMS = ("error", "warning")
-INFO_CODES = frozenset({"data.labels", "hook.silent"})  # of findings that are notes, as a rule
-SOON = 20  # steps within which a fault is to be seen
+INFO_CODES = frozenset({"data.labels", "hook.silent"})  # codes of findings that are usually notes
+SOON = 20  # number of steps within which a fault should be detected
 BROKEN = "broke"  # status of a case that could not be run
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case with one seed.
+    """Outcome of one case with one seed.
 
     Attributes:
-        case, seed: which.
+        case, seed: name of the case, and the seed.
         is_control: whether nothing was planted.
-        status: of the verdict; `BROKEN` where the case itself failed, and `error` has what it raised.
-        primary, layer, step: of the finding taken for the cause; "" and None where there is none.
-        extra: codes of the other findings that stand by themselves.
+        status: status of the verdict; `BROKEN` if the case itself failed, and `error` has its exception.
+        primary, layer, step: code, layer, and step of the primary finding; "" and None if there is none.
+        extra: codes of the other findings that are not consequences.
         is_flagged: whether there is any error or warning.
-        is_named: whether any finding, info too, has a code of the case.
-        is_cause_first: whether the primary has one, or any finding where the case has codes of info only.
-        is_layer_right: of the primary or one with a code of the case; None where no layer is asked for.
+        is_named: whether any finding, including info, has a code of the case.
+        is_cause_first: whether the primary finding has one; if the case has only info codes, any finding.
+        is_layer_right: whether the primary finding or one with a code of the case names the right layer; None
+            if no layer is required.
         is_soon: whether one with a code of the case comes at most 20 steps after the fault.
-        n_wrong: number of errors that are neither of the case's codes nor a consequence.
+        n_wrong: number of errors that neither have a code of the case nor are a consequence.
         has_learned: whether a control has reached its target.
     """
 
@@ -55,25 +56,25 @@ class Outcome:
 
     @property
     def counts(self) -> bool:
-        """Whether it is part of the score: a control that has not learned says nothing."""
+        """Whether it is part of the score; a control that has not learned is not."""
         return self.status == BROKEN or not self.is_control or self.has_learned
 
     @property
     def is_right(self) -> bool:
-        """A control that has learned and is found healthy, or a fault with cause first and layer right."""
+        """Whether a control has learned and is found healthy, or a fault has cause first and layer right."""
         if self.is_control:
             return self.status == "healthy" and self.has_learned
         return self.is_cause_first and self.is_layer_right is not False
 
 
 def broken(case: Case, seed: int, error: str) -> Outcome:
-    """Of a case that could not be run."""
+    """Outcome of a case that could not be run."""
     return Outcome(case.name, seed, not case.codes, BROKEN, error=error)
 
 
 def outcome(case: Case, seed: int, verdict: Verdict, losses: Sequence[float]) -> Outcome:
-    """Compares a verdict with what was planted."""
-    own = [finding for finding in verdict.findings if finding.code in case.codes]
+    """Compare a verdict with what was planted."""
+    matching = [finding for finding in verdict.findings if finding.code in case.codes]
     others = [f for f in verdict.findings if f is not verdict.primary and not f.consequence_of]
     primary = verdict.primary
     wrong = [
@@ -91,30 +92,30 @@ def outcome(case: Case, seed: int, verdict: Verdict, losses: Sequence[float]) ->
         step=None if primary is None else primary.step,
         extra=tuple(dict.fromkeys(f.code for f in others)),
         is_flagged=any(f.severity in ALARMS for f in verdict.findings),
-        is_named=bool(own),
-        is_cause_first=_is_cause_first(case, primary, own),
-        is_layer_right=_is_layer_right(case, primary, own),
-        is_soon=any(_is_soon(f, case.planted_at) for f in own),
+        is_named=bool(matching),
+        is_cause_first=_is_cause_first(case, primary, matching),
+        is_layer_right=_is_layer_right(case, primary, matching),
+        is_soon=any(_is_soon(f, case.planted_at) for f in matching),
         n_wrong=len(wrong),
         has_learned=_has_learned(case, losses),
     )
 
 
-def _is_cause_first(case: Case, primary: Finding | None, own: Sequence[Finding]) -> bool:
+def _is_cause_first(case: Case, primary: Finding | None, matching: Sequence[Finding]) -> bool:
     if case.codes and case.codes <= INFO_CODES:
-        return bool(own)
+        return bool(matching)
     return primary is not None and primary.code in case.codes
 
 
-def _is_layer_right(case: Case, primary: Finding | None, own: Sequence[Finding]) -> bool | None:
+def _is_layer_right(case: Case, primary: Finding | None, matching: Sequence[Finding]) -> bool | None:
     if not case.layers:
         return None
-    looked_at = [*own, *([primary] if primary is not None else [])]
+    looked_at = [*matching, *([primary] if primary is not None else [])]
     return any(f.layer in case.layers or _lies_in(f.param, case.layers) for f in looked_at)
 
 
 def _is_soon(finding: Finding, planted_at: int) -> bool:
-    """An exact finding without a step is of what was there before the first one, as an optimizer's groups."""
+    """Whether a finding is soon; an exact one without a step was visible before the first step."""
     if finding.step is None:
         return planted_at == 0 and check_of(finding.code).exact
     return 0 <= finding.step - planted_at <= SOON
@@ -130,14 +131,14 @@ def _has_learned(case: Case, losses: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Score:
-    """Of all cases with one seed; shares are in 0..1, NaN of nothing.
+    """Score of all cases with one seed; shares are in 0..1, NaN if there is nothing to count.
 
     Attributes:
-        false_alarms: names of controls that are not healthy, of `n_controls` that have learned.
+        false_alarms: names of controls not found healthy, among the `n_controls` that have learned.
         not_learned: names of the other controls.
-        recall: share of the faults with an error or a warning, of `n_faults`.
-        named: share with a finding of their codes.
-        cause_first, layer_right, soon: shares, see `Outcome`; the layer where there is one.
+        recall: share of the `n_faults` faults with an error or a warning.
+        named: share of faults with a finding that has one of their codes.
+        cause_first, layer_right, soon: shares, see `Outcome`; `layer_right` only of faults with a layer.
         wrong: number of wrong errors on faults.
     """
 
@@ -155,37 +156,37 @@ class Score:
 
 
 def score(seed: int, outcomes: Iterable[Outcome]) -> Score:
-    """Of the outcomes of this seed among all."""
-    of_seed = [of for of in outcomes if of.seed == seed]
-    controls = [of for of in of_seed if of.is_control]
-    faults = [of for of in of_seed if not of.is_control]
-    counted = [of for of in controls if of.counts]
+    """Score of one seed; outcomes of other seeds are ignored."""
+    of_seed = [x for x in outcomes if x.seed == seed]
+    controls = [x for x in of_seed if x.is_control]
+    faults = [x for x in of_seed if not x.is_control]
+    counted = [x for x in controls if x.counts]
     return Score(
         seed,
         n_controls=len(counted),
-        false_alarms=tuple(of.case for of in counted if of.status != "healthy"),
-        not_learned=tuple(of.case for of in controls if not of.counts),
+        false_alarms=tuple(x.case for x in counted if x.status != "healthy"),
+        not_learned=tuple(x.case for x in controls if not x.counts),
         n_faults=len(faults),
-        recall=share(of.is_flagged for of in faults),
-        named=share(of.is_named for of in faults),
-        cause_first=share(of.is_cause_first for of in faults),
-        layer_right=share(of.is_layer_right for of in faults if of.is_layer_right is not None),
-        soon=share(of.is_soon for of in faults),
-        wrong=sum(of.n_wrong for of in faults),
+        recall=share(x.is_flagged for x in faults),
+        named=share(x.is_named for x in faults),
+        cause_first=share(x.is_cause_first for x in faults),
+        layer_right=share(x.is_layer_right for x in faults if x.is_layer_right is not None),
+        soon=share(x.is_soon for x in faults),
+        wrong=sum(x.n_wrong for x in faults),
     )
 
 
-def share(of: Iterable[bool]) -> float:
-    """Of those that are so; NaN of none."""
-    return fmean(values) if (values := list(map(float, of))) else math.nan
+def share(flags: Iterable[bool]) -> float:
+    """Share of true values; NaN if empty."""
+    return fmean(values) if (values := list(map(float, flags))) else math.nan
 
 
-# ---- the rules of others
+# ---- rules of other tools
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The rules that fired on one case with one seed, by name of the baseline."""
+    """Rules that fired on one case with one seed, by name of the baseline."""
 
     case: str
     seed: int
@@ -196,12 +197,12 @@ class Flags:
 
 @dataclass(frozen=True)
 class BaselineScore:
-    """Of one baseline, with one seed or with all.
+    """Score of one baseline, with one seed or with all.
 
     Attributes:
-        faults, controls: number of those on which any rule fired.
-        silent: number of the faults on which one fired that fires on no control: the rules a user would keep
-            who knew these controls.
+        faults, controls: number of faults and controls on which any rule fired.
+        silent: number of faults flagged by a rule that fires on no control: a user who knew these controls
+            would keep only such rules.
     """
 
     name: str
@@ -218,7 +219,7 @@ def misfiring(name: str, flags: Iterable[Flags]) -> set[str]:
 
 
 def baseline_score(name: str, flags: Iterable[Flags], noisy: Collection[str]) -> BaselineScore:
-    """Counts what fired, `noisy` are the rules that misfire; controls that have not learned are left out."""
+    """Count where rules fired, without controls that have not learned; `noisy` are the rules that misfire."""
     of_faults, of_controls = _fired(name, flags)
     return BaselineScore(
         name,
@@ -231,17 +232,19 @@ def baseline_score(name: str, flags: Iterable[Flags], noisy: Collection[str]) ->
 
 
 def rule_counts(name: str, flags: Iterable[Flags]) -> list[tuple[str, int, int]]:
-    """By rule of a baseline on how many faults, and on how many controls it fired; the most faults first."""
-    of_faults, of_controls = (Counter(rule for of in part for rule in of) for part in _fired(name, flags))
+    """Each rule of a baseline with the number of faults and controls it fired on, most faults first."""
+    of_faults, of_controls = (
+        Counter(rule for fired in part for rule in fired) for part in _fired(name, flags)
+    )
     rules = sorted(of_faults | of_controls, key=lambda rule: (-of_faults[rule], of_controls[rule], rule))
     return [(rule, of_faults[rule], of_controls[rule]) for rule in rules]
 
 
 def _fired(name: str, flags: Iterable[Flags]) -> tuple[list[Collection[str]], list[Collection[str]]]:
-    """What fired on each fault, and on each control that has learned."""
-    there = list(flags)
-    of_faults: list[Collection[str]] = [of.fired[name] for of in there if not of.is_control]
-    return of_faults, [of.fired[name] for of in there if of.is_control and of.has_learned]
+    """Rules that fired on each fault, and on each control that has learned."""
+    all_flags = list(flags)
+    of_faults: list[Collection[str]] = [flag.fired[name] for flag in all_flags if not flag.is_control]
+    return of_faults, [flag.fired[name] for flag in all_flags if flag.is_control and flag.has_learned]
 
 
 # ---- a row of the table
@@ -249,7 +252,7 @@ def _fired(name: str, flags: Iterable[Flags]) -> tuple[list[Collection[str]], li
 
 @dataclass(frozen=True)
 class Row:
-    """One case over its seeds: the worst outcome, in the form that most of the worst have."""
+    """One case over its seeds; `shown` is the most common wrong outcome, or the most common one of all."""
 
     shown: Outcome
     n_right: int
@@ -257,21 +260,21 @@ class Row:
 
     @property
     def fails(self) -> bool:
-        """Whether it is wrong with any seed."""
+        """Whether the outcome is wrong with any seed."""
         return self.n_right < self.n_seeds
 
 
 def rows(outcomes: Iterable[Outcome]) -> list[Row]:
-    """One for each case, in the order in which they come."""
+    """One row per case, in the order of the outcomes."""
     by_case: dict[str, list[Outcome]] = {}
-    for of in outcomes:
-        by_case.setdefault(of.case, []).append(of)
-    return [_row(of) for of in by_case.values()]
+    for item in outcomes:
+        by_case.setdefault(item.case, []).append(item)
+    return [_row(item) for item in by_case.values()]
 
 
-def _row(of: Sequence[Outcome]) -> Row:
-    wrong = [x for x in of if not x.is_right]
-    shown = wrong or list(of)
+def _row(outcomes: Sequence[Outcome]) -> Row:
+    wrong = [x for x in outcomes if not x.is_right]
+    shown = wrong or list(outcomes)
     forms = [(x.status, x.primary, x.layer) for x in shown]
     usual = Counter(forms).most_common(1)[0][0]
-    return Row(shown[forms.index(usual)], len(of) - len(wrong), len(of))
+    return Row(shown[forms.index(usual)], len(outcomes) - len(wrong), len(outcomes))

@@ -1,4 +1,4 @@
-"""Healthy trainings rebuilt small after scripts of others, which a diagnosis has called sick once."""
+"""Small versions of healthy training runs from other people's scripts that a diagnosis once called sick."""
 
 import math
 from copy import deepcopy
@@ -19,7 +19,7 @@ from hookcb import watch
 STRANGER_CONTROLS: list[Case] = []
 
 
-# ---- a token that begins at next to nothing
+# ---- a token initialized to almost zero
 
 
 @control(STRANGER_CONTROLS, "ViT whose token begins at 1e-6, AdamW", target=2.0)
@@ -31,7 +31,7 @@ def token_vit(seed: int, cbs: Callbacks) -> Run:
 
 @control(STRANGER_CONTROLS, "ViT whose token begins at 1e-6, few steps and a warm-up", target=2.25)
 def token_vit_early(seed: int, cbs: Callbacks) -> Run:
-    """So early that the loss has only begun to fall."""
+    """A run so short that the loss has only begun to fall."""
     model = TokenVit(depth=4)
     opt = AdamW(model.parameters(), lr=5e-4)
     warm_up = LambdaLR(opt, lambda step: min(1.0, (step + 1) / 10))
@@ -51,7 +51,7 @@ def token_vit_noisy(seed: int, cbs: Callbacks) -> Run:
     return follow(model, F.cross_entropy, opt, batched(x, y, seed=seed, n_step=130), cbs, seed, clip=1.0)
 
 
-# ---- targets that grow with what is learned
+# ---- targets that grow as the model learns
 
 
 def train_dqn(
@@ -64,18 +64,18 @@ def train_dqn(
     soft: float = 0.0,
     n_step: int = 700,
 ) -> Run:
-    """Q-learning with a replay buffer and a target network; `losses` has minus the length of episodes.
+    """Q-learning with a replay buffer and a target network; `losses` has the negative episode length.
 
     Source: Mnih et al., "Human-level control through deep reinforcement learning", 2015.
 
     Args:
-        model: from states `(N, 4)` to values of both actions `(N, 2)`.
-        opt: its optimizer.
+        model: maps states `(N, 4)` to values of both actions `(N, 2)`.
+        opt: the model's optimizer.
         cbs: callbacks.
-        seed: of games and of what is drawn.
-        loss_func: of the difference between values and targets.
-        every: steps after which the target network becomes a copy of the model.
-        soft: instead, the part of it that each step gives.
+        seed: seed of the games and of random numbers drawn during training.
+        loss_func: type of the loss between values and targets.
+        every: number of steps after which the model is copied to the target network.
+        soft: instead, the fraction by which each step moves the target network to the model.
         n_step: number of steps.
     """
     target = deepcopy(model)
@@ -145,18 +145,18 @@ def train_ppo(
     n_update: int = 25,
     scale: float = 1.0,
 ) -> Run:
-    """Proximal policy optimization under a watch; `losses` has minus the length of episodes.
+    """Proximal policy optimization in a watch; `losses` has the negative episode length.
 
     Source: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, and cleanrl/ppo.py.
 
     Args:
         model: policy and value.
-        opt: its optimizer.
+        opt: the model's optimizer.
         cbs: callbacks.
-        seed: of games and of what is drawn.
-        clip: the norm to which gradients are clipped.
-        n_update: number of times that games are played and learned from.
-        scale: of rewards.
+        seed: seed of the games and of random numbers drawn during training.
+        clip: norm to which gradients are clipped.
+        n_update: number of rounds of playing and learning.
+        scale: factor of the rewards.
     """
     game = CartPole(16, generator(seed))
     torch.manual_seed(seed)
@@ -177,7 +177,7 @@ def train_ppo(
 
 @torch.no_grad()
 def _play(model: ActorCritic, game: CartPole, n: int, scale: float) -> tuple[Tensor, ...]:
-    """States, actions, their log-probabilities, advantages and returns of `n` steps of all carts."""
+    """States, actions, log-probabilities, advantages, and returns of `n` steps of all carts."""
     played = []
     for _ in range(n):
         x = game.state
@@ -229,11 +229,11 @@ def ppo_two_rates(seed: int, cbs: Callbacks) -> Run:
     return train_ppo(model, AdamW(groups), cbs, seed, clip=5.0)
 
 
-# ---- keys and values that are learned
+# ---- learned keys and values
 
 
 def train_diffusion(model: Unet, opt: Optimizer, cbs: Callbacks, seed: int, n_step: int = 150) -> Run:
-    """Learns to tell the noise that was added to images.
+    """Train a model to predict the noise that was added to images.
 
     Source: Ho, Jain & Abbeel, "Denoising Diffusion Probabilistic Models", 2020.
     """
@@ -265,11 +265,11 @@ def zero_diffusion(seed: int, cbs: Callbacks) -> Run:
     return train_diffusion(model, Adam(model.parameters(), lr=1e-3), cbs, seed)
 
 
-# ---- repaired programs of StackOverflow
+# ---- repaired programs from StackOverflow
 
 
 def wave(seed: int, cbs: Callbacks, opt: type[Optimizer], width: int, lr: float, n_step: int) -> Run:
-    """A sine on which a first layer of large weights does well, though most of its units are saturated.
+    """A sine that a first layer with large weights learns well, although most of its units are saturated.
 
     Source: StackOverflow 49583466, as collected by deepmufl (ASE 2023), repaired.
     """
@@ -296,7 +296,7 @@ def wide_sine(seed: int, cbs: Callbacks) -> Run:
 
 
 def line(seed: int, cbs: Callbacks, opt: Optimizer, model: nn.Module, n: int, n_step: int) -> Run:
-    """A half of inputs up to 25, which are few and not scaled: it begins far above guessing.
+    """Half of the input, with few samples up to 25 and no scaling: it starts far worse than guessing.
 
     Source: StackOverflow 56452176, as collected by deepmufl (ASE 2023), repaired.
     """
@@ -307,7 +307,7 @@ def line(seed: int, cbs: Callbacks, opt: Optimizer, model: nn.Module, n: int, n_
 @control(STRANGER_CONTROLS, "a line through five points that begins far off, Adam", target=0.3)
 def five_points(seed: int, cbs: Callbacks) -> Run:
     model = nn.Sequential(nn.Linear(1, 1))
-    nn.init.constant_(model[0].weight, -0.9)  # as half of all seeds have it
+    nn.init.constant_(model[0].weight, -0.9)  # as with half of all seeds
     return line(seed, cbs, Adam(model.parameters(), lr=1e-2), model, n=5, n_step=500)
 
 

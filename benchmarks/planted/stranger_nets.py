@@ -1,4 +1,4 @@
-"""Models of the controls that are rebuilt after scripts of others."""
+"""Models of the controls that are rebuilt from other people's scripts."""
 
 import torch
 from nets import TransformerBlock, stack
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class TokenVit(nn.Module):
-    """A vision transformer whose class token begins at next to nothing, as timm's does.
+    """A vision transformer with a class token initialized to almost zero, as in timm.
 
     Source: R. Wightman, timm/models/vision_transformer.py, `init_weights`: a std of 1e-6 for the token, 0.02
     for positions and weights.
@@ -36,7 +36,7 @@ class TokenVit(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value, of which a training calls one or both, and never the whole.
+    """A policy and a value; training calls one or both, but never the whole module.
 
     Source: Huang et al., cleanrl/ppo.py: orthogonal weights, a small last layer of the policy.
     """
@@ -59,7 +59,7 @@ class ActorCritic(nn.Module):
 
 
 class MemoryAttention(nn.Module):
-    """Attention over the places of an image, and over some keys and values that are learned.
+    """Attention over the positions of an image and over some learned keys and values.
 
     Source: P. Wang, denoising-diffusion-pytorch, `Attention`.
     """
@@ -84,7 +84,7 @@ class MemoryAttention(nn.Module):
 
 
 class TimeBlock(nn.Module):
-    """Two convolutions around a shortcut, between which the time of the noise comes in."""
+    """Two convolutions with a shortcut; the noise's time step is added between them."""
 
     def __init__(self, n_in: int, n_out: int, n_time: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class TimeBlock(nn.Module):
 
 
 class Unet(nn.Module):
-    """A U-Net of two levels that tells the noise in an 8×8 image."""
+    """A U-Net with two levels that predicts the noise in an 8×8 image."""
 
     def __init__(self, width: int = 16, n_time: int = 32) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def test_every_name_says_why_it_is_there_and_is_used():
 
 
 def test_a_name_without_a_reason_is_refused():
-    with pytest.raises(ValueError, match="say below CLIP why it is there"):
+    with pytest.raises(ValueError, match="add a string below CLIP that gives the reason"):
         reasons('FREEZE = -90\n"""Early."""\nCLIP = 20\nEMA = 30\n"""Late."""\n')
 
 
@@ -78,7 +78,7 @@ def test_check_tells_a_table_that_is_old_and_writes_nothing(tmp_path, monkeypatc
     assert main([]) == 0
     assert main(["--check"]) == 0
     assert readme.read_text("utf-8") == README.read_text("utf-8")
-    with pytest.raises(ValueError, match="between which the table belongs"):
+    with pytest.raises(ValueError, match="the table belongs between them"):
         with_table(old.replace(END, ""))
 
 
