@@ -173,7 +173,7 @@ class _ScriptWatch(Watch):
 
     def tell(self, loss: Tensor) -> None:
         """Tells the loss of the batch, also one without a graph, of which `Watch` cannot know that it is."""
-        ExternalLoop.loss(self, loss)
+        ExternalLoop.report_loss(self, loss)
 
     def follow(self, loss: Tensor) -> None:
         """Has the backward of a loss that is not told begin with it, not where it comes to the model."""

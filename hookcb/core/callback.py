@@ -20,11 +20,11 @@ T = TypeVar("T")
 class LoopState(Generic[T]):
     """A part of the loop's state as a read-only attribute of every callback attached to it."""
 
-    def __init__(self, doc: str, of: str = "") -> None:
-        self.__doc__, self.of = doc, of  # what the loop calls it, where that differs
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name, self.of = name, self.of or name
+        self.name = name
 
     @overload
     def __get__(self, cb: None, owner: type) -> "LoopState[T]": ...
@@ -33,7 +33,7 @@ class LoopState(Generic[T]):
     def __get__(self, cb: "Callback | None", owner: type) -> "LoopState[T] | T":
         if cb is None:
             return self
-        value: T = getattr(cb.learn, self.of)
+        value: T = getattr(cb.learn, self.name)
         return value
 
     def __set__(self, cb: "Callback", value: T) -> None:
@@ -105,9 +105,9 @@ class Callback:
     x = LoopState[Any]("The input of the batch; where there are several, all of `xb`.")
     y = LoopState[Any]("The target of the batch; where there are several, all of `yb`.")
     pred = LoopState[Any]("What the model returned for the batch.")
-    loss = LoopState[Tensor]("The loss of the batch, a 0-d tensor.", of="batch_loss")
+    loss = LoopState[Tensor]("The loss of the batch, a 0-d tensor.")
     dl = LoopState[Any]("The loader the batches come from.")
-    epoch = LoopState[int]("Index of the epoch in this fit, from 0.", of="epoch_index")
+    epoch = LoopState[int]("Index of the epoch in this fit, from 0.")
     n_epoch = LoopState[int]("Number of epochs this fit runs.")
     iter = LoopState[int]("Index of the batch in its epoch's training or validation, from 0.")
     n_iter = LoopState[int | None]("Number of batches `dl` gives, None where it has no length.")

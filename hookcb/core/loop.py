@@ -282,7 +282,7 @@ class Loop(TrainingState):
         """Where the loop is at `event`, for a message; epochs and batches count from 0, as `iter`."""
         position = []
         if self.fitting and not event.endswith("_fit"):
-            position.append(f"epoch {self.epoch_index}")
+            position.append(f"epoch {self.epoch}")
         if event in BATCH_EVENTS:
             position.append(f"{'batch' if self.training else 'validation batch'} {self.iter}")
         return position

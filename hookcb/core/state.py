@@ -4,7 +4,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ class TrainingState:
         # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         self.stop_requested = (
-            False  # a callback has asked to end a loop that is not ours, or a signal has come
+            False  # a callback has asked to end a loop hookcb does not run, or a signal has come
         )
         self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
@@ -69,11 +69,6 @@ class TrainingState:
         return self.yb[0] if len(self.yb) == 1 else self.yb
 
     @property
-    def batch_loss(self) -> Any:
-        """The loss of the batch, under a name that every loop has."""
-        return self.loss
-
-    @property
     def loss_node(self) -> Any:
         """The autograd node of the loss, None if it has none; under a watch at `after_loss` only."""
         return self.loss.grad_fn
@@ -89,15 +84,10 @@ class TrainingState:
         return in_loop_thread(self._thread)
 
     @property
-    def epoch_index(self) -> int:
-        """Index of the epoch, under a name that every loop has."""
-        return self.epoch
-
-    @property
     def pct_train(self) -> float:
         """Share of the fit's training that is done, 0..1; by whole epochs where the loader has no length."""
         of_epoch = (self.train_iter - self.epoch_began) / self._n_train if self._n_train else 0.0
-        return min(1.0, (self.epoch_index + of_epoch) / max(1, self.n_epoch))
+        return min(1.0, (self.epoch + of_epoch) / max(1, self.n_epoch))
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
         """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
@@ -129,8 +119,3 @@ class TrainingState:
     def fitting(self) -> bool:
         """Whether a fit is running."""
         return False
-
-    if TYPE_CHECKING:  # at run time it would cost the class CPython's specialized attribute access
-
-        def __getattr__(self, name: str) -> Any:
-            """Callbacks are attributes by their names; what only some loops have is too."""

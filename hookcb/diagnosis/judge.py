@@ -13,7 +13,7 @@ from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
 SOURCES = {  # what brings them
     "activations": "ActivationStats",
     "gradients": "GradientHealth",
-    "loss": "a loss that is known: under watch, w.loss(loss)",
+    "loss": "a loss that is known: under watch, w.report_loss(loss)",
     "batches": "Diagnose",
     "batch": "Diagnose, or a Learner with a batch to look at",
     "model": "Diagnose, or a Learner with a batch to look at",

@@ -121,9 +121,7 @@ class Log(Callback):
     def _of_batch(self) -> dict[str, float | Tensor]:
         learn = self.learn
         lr = learn.opt.param_groups[-1].get("lr") if learn.opt is not None else None
-        return {
-            name: detached_scalar(x) for name, x in (("loss", learn.batch_loss), ("lr", lr)) if x is not None
-        }
+        return {name: detached_scalar(x) for name, x in (("loss", learn.loss), ("lr", lr)) if x is not None}
 
     def _log(self, values: Mapping[str, float], now: int) -> None:
         """Logs these, and with them what is new, in the order of steps."""
