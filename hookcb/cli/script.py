@@ -305,7 +305,7 @@ class Models:
                 owner = self._guarded(self._begin, m, args or kwargs)
                 output = real(m, *args, **kwargs)
                 if owner is not None and owner.watch is not None:
-                    self._guarded(owner.watch.has_pred, output)
+                    self._guarded(owner.watch.report_pred, output)
             finally:
                 self._is_inside = False
             return output

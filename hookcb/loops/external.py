@@ -309,7 +309,7 @@ class ExternalLoop(Loop):
             self.emit("after_cancel_step")  # the optimizer finds nothing to do
         elif type(cancel) not in self._ignored and not (is_stop and self.honors_stop):
             self._ignored.add(type(cancel))
-            hint = "; read .stop_requested in your loop" if is_stop else ""
+            hint = "; look at .stop_requested in your loop" if is_stop else ""
             warn(
                 f"{cancel.raised_in} requested the end of the {cancel.level}; ignored, because hookcb does "
                 f"not control this loop{hint}",

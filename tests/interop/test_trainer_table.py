@@ -283,8 +283,8 @@ UNTOLD = {name for name, row in TRAINERS.items() if "w.report_loss" in row["loss
 def test_without_being_told_losses_are_found_and_epochs_stay_unknown(name, monkeypatch):
     from hookcb import Watch
 
-    monkeypatch.setattr(Watch, "loss", lambda self, loss: loss)
-    monkeypatch.setattr(Watch, "epoch", lambda self: None)
+    monkeypatch.setattr(Watch, "report_loss", lambda self, loss: loss)
+    monkeypatch.setattr(Watch, "end_epoch", lambda self: None)
     probe, followed = probed(name)
     assert {*probe.events} == ALL
     assert followed.facts.n_losses_found == followed.seen["after_loss"] == followed.seen["before_backward"]

@@ -1369,7 +1369,7 @@ def test_early_stopping_asks_to_stop(monitor):
         epoch(w)
         epoch(w)
         assert not w.stop_requested
-        with pytest.warns(UserWarning, match="read .stop_requested"):
+        with pytest.warns(UserWarning, match="look at .stop_requested"):
             epoch(w)
         assert w.stop_requested
         assert w.early_stopping.best_epoch == 0
