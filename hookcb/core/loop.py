@@ -1,10 +1,12 @@
 """Loop: callbacks on the state of a training, and the emission of events; it iterates over nothing."""
 
+import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from fastcore.basics import camel2snake
 from torch import nn
 
 from hookcb.core.callback import Callback
@@ -21,6 +23,8 @@ from hookcb.core.console import show
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.state import TrainingState
+
+C = TypeVar("C")
 
 
 class Loop(TrainingState):
@@ -74,6 +78,30 @@ class Loop(TrainingState):
         self.build_dispatch()
 
     # ---- callbacks
+
+    def get(self, kind: type[C], name: str | None = None) -> C:
+        """The attached callback of a class, as in `learn.get(ActivationStats).stats`.
+
+        Args:
+            kind: its class, or a base class.
+            name: its name, if several of the class are attached.
+
+        Raises:
+            LookupError: If there is none, or if there are several.
+        """
+        found = [cb for cb in self.cbs if isinstance(cb, kind) and name in (None, cb.name)]
+        if len(found) == 1:
+            return found[0]
+        wanted = kind.__name__ if name is None else f"{kind.__name__} named {name!r}"
+        if found:
+            names = ", ".join(repr(cb.name) for cb in self.cbs if isinstance(cb, kind))
+            raise LookupError(f"several {wanted} are attached; give name=, one of {names}")
+        attached = {cb.name: f"{type(cb).__name__} as {cb.name!r}" for cb in self.cbs}
+        close = difflib.get_close_matches(name or camel2snake(kind.__name__), attached, n=1)
+        hint = f"did you mean {attached[close[0]]}? " if close else ""
+        raise LookupError(
+            f"no {wanted} is attached; {hint}attached are: {', '.join(attached.values()) or 'none'}"
+        )
 
     def add_cb(self, cb: Callback | type[Callback]) -> Self:
         """Attaches a callback; see `add_cbs`."""

@@ -2,9 +2,9 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from hookcb.core.threads import in_loop_thread
 
 PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
 BATCH = ("xb", "yb", "pred", "loss")
+
+C = TypeVar("C")
 
 
 class TrainingState:
@@ -80,7 +82,7 @@ class TrainingState:
 
     @property
     def in_loop_thread(self) -> bool:
-        """Whether the code that asks is run by the loop, and not by another thread, see `threads.in_loop_thread`."""
+        """Whether the calling code runs in the loop's thread or a backward; see `threads.in_loop_thread`."""
         return in_loop_thread(self._thread)
 
     @property
@@ -119,3 +121,23 @@ class TrainingState:
     def fitting(self) -> bool:
         """Whether a fit is running."""
         return False
+
+    if TYPE_CHECKING:  # what callbacks use of `self.learn`, which is a Loop
+        cbs: list[Any]
+        # of a Learner only
+        dls: Any
+        loss_func: Any
+        opt_func: Any
+        n_inp: int | None
+        device: torch.device | None
+        predict: Callable[[], Any]
+        fit: Callable[..., None]
+        coverage: Any  # of a loop hookcb does not run
+
+        def get(self, kind: type[C], name: str | None = None) -> C: ...  # noqa: D102
+        def add_cbs(self, cbs: Any) -> Self: ...  # noqa: D102
+        def remove_cbs(self, cbs: Any) -> Self: ...  # noqa: D102
+        def build_dispatch(self) -> None: ...  # noqa: D102
+        def position(self, event: str) -> list[str]: ...  # noqa: D102
+        def within(self, level: str, body: Callable[[], object]) -> bool: ...  # noqa: D102
+        def step(self) -> None: ...  # noqa: D102

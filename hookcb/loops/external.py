@@ -14,13 +14,14 @@ from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelStepException
-from hookcb.core.loop import Loop, stray_cancels_as_errors
+from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.torch_private import after_backward, in_backward
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.modules import ModelGoneError
 from hookcb.loops.coverage import Facts, check_follows
+from hookcb.loops.names import NamedLoop
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
 from hookcb.loops.taps import is_method_call, outside_transforms
 
@@ -55,7 +56,7 @@ class Reported(Generic[T]):
         loop.__dict__[self.name] = value
 
 
-class ExternalLoop(Loop):
+class ExternalLoop(NamedLoop):
     """Emits the events of a loop hookcb does not run, as the loop reports what it does.
 
     Reports may be incomplete: `stages.TRANSITIONS` says which event follows from which report, and

@@ -1,5 +1,7 @@
 """Resume: a fit that goes on where a checkpoint was written."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +16,7 @@ from hookcb.training.checkpoint.state import FORMAT, KEYS, check_fits, checkpoin
 from hookcb.training.progress import Progress
 
 LATEST = "latest"
+RESTORED_AT = {"epoch": "epoch", "validate": "phase", "train": "batch"}  # level of the loop, by saved phase
 
 
 class Resume:
@@ -29,7 +32,7 @@ class Resume:
     """
 
     def __init__(self, file: Path, state: dict[str, Any], learn: TrainingState) -> None:
-        self.file, self._state = file, state
+        self.file, self._state, self._is_restored = file, state, False
         try:
             check_fits(self._state, learn)
         except ValueError as error:
@@ -91,11 +94,27 @@ class Resume:
             raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(broken)}")
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
 
-    def restore(self, learn: TrainingState) -> "enumerate[Any] | None":
-        """Puts everything as it was; in the middle of a training gives the batches still to come."""
-        return restore(learn, self._state)
+    def remaining(self, learn: TrainingState, level: str, items: Iterable[Any]) -> Iterable[Any]:
+        """What a loop has still to do of its epochs, an epoch's phases, or a phase's batches.
 
-    def tell(self, learn: TrainingState) -> None:
+        The state is restored when the loop arrives where the checkpoint was written.
+        """
+        if self._is_restored:
+            return items
+        if level == "epoch":
+            learn.epoch, learn.train_iter = self.epoch, self.train_iter
+            self._announce(learn)
+            items = range(self.epoch, learn.n_epoch)
+        elif level == "phase" and self.phase == "validate":
+            items = list(items)[1:]
+        if level != RESTORED_AT[self.phase] or (level == "batch" and not learn.training):
+            return items
+        self._is_restored = True
+        batches = restore(learn, self._state)
+        self._state = {}  # would keep all tensors of the checkpoint alive
+        return items if batches is None else batches
+
+    def _announce(self, learn: TrainingState) -> None:
         """Shows what is resumed, as the learner's `Progress` does; warns if nothing is left to train."""
         if self.phase == "epoch" and self.epoch >= learn.n_epoch:
             warn(
@@ -137,6 +156,14 @@ class Resume:
                 "without them the fit will not go on as it was",
                 stacklevel=2,
             )
+
+
+def resumed(
+    resume: "str | Path | None", learn: TrainingState
+) -> Callable[[str, Iterable[Any]], Iterable[Any]] | None:
+    """`Resume.remaining` of what `Learner.fit(resume=…)` was given; None to begin anew. See `Resume.find`."""
+    found = Resume.find(resume, learn)
+    return None if found is None else partial(found.remaining, learn)
 
 
 def validated_weights(state: Any) -> dict[str, Any] | None:
