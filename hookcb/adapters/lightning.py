@@ -39,7 +39,7 @@ class HookcbCallback(Attached, LightningCallback):
         cbs: callbacks too, as a `Learner` takes them.
 
     Raises:
-        TypeError, ValueError: where one is no callback, or its name is taken; for those that cannot follow a
+        TypeError, ValueError: If one is not a callback, or its name is taken; if one cannot follow a
             loop when a fit begins.
         ModuleNotFoundError: when this module is imported without Lightning.
     """

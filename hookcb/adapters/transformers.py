@@ -33,7 +33,7 @@ class HookcbCallback(Attached, TrainerCallback):
         cbs: callbacks too, as a `Learner` takes them.
 
     Raises:
-        TypeError, ValueError: where one is no callback, or its name is taken; for those that cannot follow a
+        TypeError, ValueError: If one is not a callback, or its name is taken; if one cannot follow a
             loop when a training begins.
         ModuleNotFoundError: when this module is imported without transformers.
     """

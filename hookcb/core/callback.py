@@ -121,7 +121,7 @@ class Callback:
         for event, function in functions.items():
             _check_argument(type(self), event)
             if not callable(function):
-                raise TypeError(f"{event} is {function!r}, no function; give one that takes the callback")
+                raise TypeError(f"{event} is {function!r}, not a function; give one that takes the callback")
             self.__dict__[event] = MethodType(function, self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -134,9 +134,8 @@ class Callback:
     if not TYPE_CHECKING:  # a type checker would take it that every attribute exists
 
         def __getattr__(self, name: str) -> Any:
-            if name == "state_key" or name.startswith(
-                "on_"
-            ):  # what other trainers ask of their own callbacks
+            # other trainers ask their own callbacks for these
+            if name == "state_key" or name.startswith("on_"):
                 raise AttributeError(_WRONG_TRAINER.format(type(self).__name__))
             return object.__getattribute__(self, name)  # raises what it has raised before
 
@@ -176,7 +175,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes in what `state_dict` gave; called in a resumed fit before its first batch."""
+        """Restores what `state_dict` returned; called in a resumed fit before its first batch."""
 
     def __repr__(self) -> str:
         given = [f"name={self.name!r}"] if "_name" in self.__dict__ else []

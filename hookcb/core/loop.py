@@ -35,8 +35,8 @@ class Loop(TrainingState):
         cbs: one callback or several, as instances, or as classes that need no arguments.
 
     Raises:
-        TypeError: where the model is no nn.Module, or one of `cbs` is no callback.
-        ValueError: where a callback cannot be attached, see `add_cbs`.
+        TypeError: If the model is not an nn.Module, or one of `cbs` is not a callback.
+        ValueError: If a callback cannot be attached, see `add_cbs`.
     """
 
     def __init__(self, model: nn.Module, cbs: Callbacks = ()) -> None:
@@ -114,8 +114,8 @@ class Loop(TrainingState):
         later.
 
         Raises:
-            TypeError: where one is no callback, or is a class that needs arguments.
-            ValueError: where one is attached already, here or elsewhere, or its name is taken.
+            TypeError: If one is not a callback, or is a class that needs arguments.
+            ValueError: If one is attached already, here or elsewhere, or its name is taken.
         """
         new = self._checked(cbs)
         for cb in new:
@@ -137,7 +137,7 @@ class Loop(TrainingState):
         While a fit runs, their `after_fit` is called at once, so that no hook stays behind.
 
         Raises:
-            ValueError: where one is not attached.
+            ValueError: If one is not attached.
         """
         old = find_callbacks(cbs, self.cbs)
         try:
@@ -255,7 +255,7 @@ class Loop(TrainingState):
         """Runs `body` between `before_fit` and `after_fit`, which is called however `body` ends.
 
         Raises:
-            RuntimeError: where a cancel was raised outside its level.
+            RuntimeError: If a cancel was raised outside its level.
         """
         self._entered = []
         try:

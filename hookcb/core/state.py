@@ -24,7 +24,7 @@ class TrainingState:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._thread = threading.get_ident()  # that runs the loop
+        self._thread = threading.get_ident()  # runs the loop
         self.opt: Any = None  # like pred, loss and dl: None until there is one
         self.xb: Any = ()
         self.yb: tuple[Any, ...] = ()
@@ -40,9 +40,8 @@ class TrainingState:
         self.accumulating = False  # whether gradients wait for those of the next batch, and no step is made
         # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        self.stop_requested = (
-            False  # a callback has asked to end a loop hookcb does not run, or a signal has come
-        )
+        # whether a callback has requested the end of a loop hookcb does not run, or a signal has arrived
+        self.stop_requested = False
         self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
 

@@ -65,8 +65,8 @@ class Learner(NamedLoop):
         device: where to train; by default where the model is.
 
     Raises:
-        TypeError: where one of these is of the wrong kind; the message says what is possible.
-        ValueError: where one has a value that cannot be.
+        TypeError: If an argument has the wrong type; the message says what is possible.
+        ValueError: If an argument has an invalid value.
 
     >>> import torch
     >>> from hookcb import Learner
@@ -141,7 +141,8 @@ class Learner(NamedLoop):
             Rates and losses, with a `suggestion` and a `plot`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: for arguments that cannot be, and while a fit is running.
+            TypeError, ValueError: If an argument is invalid.
+            RuntimeError: If a fit is running.
         """
         return find_lr(self, start_lr, end_lr, num_it, stop_div)
 
@@ -276,7 +277,7 @@ class Learner(NamedLoop):
             Loss and metrics, averaged over samples, in the order of the columns of an epoch's row.
 
         Raises:
-            TypeError, ValueError: where `dl` gives no batches.
+            TypeError, ValueError: If `dl` gives no batches.
         """
         dl = getattr(self.dls, "valid", None) if dl is None else dl
         if dl is None:
@@ -307,7 +308,7 @@ class Learner(NamedLoop):
             batches have it, with samples along the first dimension.
 
         Raises:
-            ValueError: where `loss_func` has no `reduction`, or batches differ in shape.
+            ValueError: If `loss_func` has no `reduction`, or batches differ in shape.
         """
         gather = GatherPreds(self.loss_func, with_input=with_input, with_loss=with_loss)
         try:
@@ -341,7 +342,7 @@ class Learner(NamedLoop):
         It reads what callbacks have recorded: `Diagnose`, else `ActivationStats` and `GradientHealth`.
 
         Raises:
-            RuntimeError: where nothing is recorded.
+            RuntimeError: If nothing is recorded.
         """
         return diagnose_loop(self)
 
