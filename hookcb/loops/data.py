@@ -15,7 +15,7 @@ class Loaders(NamedTuple):
 
 
 def as_loaders(dls: Any) -> Any:
-    """Loaders as `.train` and `.valid`: `dls` itself, or `Loaders` of a `(train, valid)` tuple or an iterable.
+    """Loaders as `.train` and `.valid`: `dls` itself, or `Loaders` made of a tuple or one iterable.
 
     Raises:
         TypeError: if one of them cannot give batches; the message says what can.
