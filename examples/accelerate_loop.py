@@ -28,7 +28,7 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        w.epoch()
+        w.end_epoch()
 
 if accelerator.is_main_process:
     print(w.activation_stats.report())

@@ -26,7 +26,7 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
                 scaler.step(optimizer)  # skipped if a gradient is inf or NaN
                 scaler.update()
                 optimizer.zero_grad()
-        w.epoch()
+        w.end_epoch()
 
 print(w.activation_stats.report())  # for each batch, in float16
 print(w.gradient_health.report())  # for each step

@@ -18,7 +18,7 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        w.epoch()  # optional: where an epoch ends cannot be seen from outside
+        w.end_epoch()  # optional: where an epoch ends cannot be seen from outside
 
 print(w.activation_stats.report())
 print(w.gradient_health.report())

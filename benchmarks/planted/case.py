@@ -168,7 +168,7 @@ def follow(
     with watch(model, opt, *cbs) as w:
         run = Run(w, [], model=model)
         for step, (*xb, y) in enumerate(batches):
-            loss = w.loss(loss_func(model(*xb), y))
+            loss = w.report_loss(loss_func(model(*xb), y))
             run.losses.append(loss.item())
             loss.backward()
             if clip is not None:

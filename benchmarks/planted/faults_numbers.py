@@ -123,7 +123,7 @@ def kept_graphs(seed: int, cbs: Callbacks) -> Run:
     with watch(model, opt, *cbs) as w:
         run = Run(w, [], model=model)
         for x, y in image_batches(seed, n_step=100):
-            loss = w.loss(F.cross_entropy(model(x), y))
+            loss = w.report_loss(F.cross_entropy(model(x), y))
             run.losses.append(loss.item())
             loss.backward()
             opt.step()

@@ -40,7 +40,7 @@ def no_zero_grad(seed: int, cbs: Callbacks) -> Run:
     with watch(model, opt, *cbs) as w:
         run = Run(w, [], model=model)
         for x, y in digit_batches(seed):
-            loss = w.loss(F.cross_entropy(model(x), y))
+            loss = w.report_loss(F.cross_entropy(model(x), y))
             run.losses.append(loss.item())
             loss.backward()
             opt.step()

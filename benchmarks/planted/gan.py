@@ -65,10 +65,10 @@ def train_gan(
         run = Run(w, [], model=gan)
         for x in real:
             fake = gan(torch.randn(len(x), 4))
-            w.loss(loss_of_discriminator(gan, x, fake)).backward()
+            w.report_loss(loss_of_discriminator(gan, x, fake)).backward()
             opt_d.step()
             opt_d.zero_grad()
-            w.loss(loss_of_generator(gan, fake, minimax)).backward()
+            w.report_loss(loss_of_generator(gan, fake, minimax)).backward()
             opt_g.step()
             opt_g.zero_grad()
             opt_d.zero_grad()

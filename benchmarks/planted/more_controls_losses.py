@@ -310,7 +310,7 @@ def policy_gradient(seed: int, cbs: Callbacks) -> Run:
             policy = torch.distributions.Categorical(logits=model(x))
             action = policy.sample()
             reward = (action == y % 2).float()
-            w.loss(-(policy.log_prob(action) * (reward - reward.mean())).mean()).backward()
+            w.report_loss(-(policy.log_prob(action) * (reward - reward.mean())).mean()).backward()
             opt.step()
             opt.zero_grad()
             run.losses.append(-reward.mean().item())

@@ -206,7 +206,7 @@ def aux_head(seed: int, cbs: Callbacks) -> Run:
             run.losses.append(loss.item())
             if aux is not None:
                 loss = loss + 0.3 * F.cross_entropy(aux, y % 2)
-            w.loss(loss).backward()
+            w.report_loss(loss).backward()
             opt.step()
             opt.zero_grad()
     return run

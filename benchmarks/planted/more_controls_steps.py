@@ -138,7 +138,7 @@ def fp16(seed: int, cbs: Callbacks) -> Run:
         run = Run(w, [], model=model)
         for x, y in digit_batches(seed):
             with torch.autocast("cpu", torch.float16):
-                loss = w.loss(F.cross_entropy(model(x), y))
+                loss = w.report_loss(F.cross_entropy(model(x), y))
             run.losses.append(loss.item())
             scaler.scale(loss).backward()
             scaler.step(opt)
@@ -194,7 +194,7 @@ def own_accumulation(seed: int, cbs: Callbacks) -> Run:
     with watch(model, opt, *cbs) as w:
         run = Run(w, [], model=model)
         for step, (x, y) in enumerate(digit_batches(seed, size=16, n_step=240)):
-            loss = w.loss(F.cross_entropy(model(x), y))
+            loss = w.report_loss(F.cross_entropy(model(x), y))
             run.losses.append(loss.item())
             (loss / 4).backward()
             if step % 4 == 3:
@@ -215,7 +215,7 @@ def gradient_penalty(seed: int, cbs: Callbacks) -> Run:
             loss = F.cross_entropy(model(x), y)
             run.losses.append(loss.item())
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-            w.loss(loss + 10 * slope.square().sum()).backward()
+            w.report_loss(loss + 10 * slope.square().sum()).backward()
             opt.step()
             opt.zero_grad(set_to_none=False)
     return run

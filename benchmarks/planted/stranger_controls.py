@@ -98,7 +98,7 @@ def train_dqn(
             old, did, new, failed = (torch.cat(of) for of in zip(*_some(seen, 16, rng), strict=True))
             with torch.no_grad():
                 goal = 1 + 0.99 * target(new).amax(1) * ~failed
-            loss = w.loss(loss_of(model(old).gather(1, did[:, None]).squeeze(1), goal))
+            loss = w.report_loss(loss_of(model(old).gather(1, did[:, None]).squeeze(1), goal))
             run.losses.append(-game.recent())
             loss.backward()
             opt.step()
@@ -165,7 +165,7 @@ def train_ppo(
         for _ in range(n_update):
             batch = _play(model, game, 64, scale)
             for rows in torch.cat([torch.randperm(1024) for _ in range(4)]).split(256):
-                loss = w.loss(_ppo_loss(model, *(x[rows] for x in batch)))
+                loss = w.report_loss(_ppo_loss(model, *(x[rows] for x in batch)))
                 run.losses.append(-game.recent())
                 opt.zero_grad()
                 loss.backward()

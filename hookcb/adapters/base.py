@@ -1,4 +1,4 @@
-"""Attached: what the adapters share, callbacks that follow one training of somebody else's trainer."""
+"""Attached: base of the adapters, callbacks that follow a training of another library's trainer."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -25,7 +25,7 @@ class Attached:
         followed: the training they follow, or followed last; None before the first.
 
     Raises:
-        TypeError, ValueError: where one is no callback, or its name is taken.
+        TypeError, ValueError: If one is not a callback, or its name is taken.
     """
 
     def __init__(self, *more: Callbacks, cbs: Callbacks = ()) -> None:

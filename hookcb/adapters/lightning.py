@@ -39,7 +39,7 @@ class HookcbCallback(Attached, LightningCallback):
         cbs: callbacks too, as a `Learner` takes them.
 
     Raises:
-        TypeError, ValueError: where one is no callback, or its name is taken; for those that cannot follow a
+        TypeError, ValueError: If one is not a callback, or its name is taken; if one cannot follow a
             loop when a fit begins.
         ModuleNotFoundError: when this module is imported without Lightning.
     """
@@ -56,7 +56,7 @@ class HookcbCallback(Attached, LightningCallback):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """The loss is known, scaled where there is a scaler."""
         if fit := self.running:
-            fit.loss(loss if fit.scaler is None else loss / scale_of(fit.scaler, fit.model))
+            fit.report_loss(loss if fit.scaler is None else loss / scale_of(fit.scaler, fit.model))
             fit.begin_backward()
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -89,13 +89,13 @@ class HookcbCallback(Attached, LightningCallback):
     ) -> None:
         """A validation batch has ended."""
         if fit := self.running:
-            fit.told_loss(outputs)
+            fit.report_outputs(outputs)
             fit.end_batch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """An epoch has ended, its validation too."""
         if fit := self.running:
-            fit.epoch()
+            fit.end_epoch()
             self._heed(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -140,16 +140,16 @@ class LightningFit(ExternalLoop):
             *(register(opt.register_step_post_hook, self._step_ends) for opt in optimizers),
         ]
 
-    def begin_batch(self, training: bool, xb: Any) -> None:
+    def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
         """A batch begins."""
         self._n_calls, self._has_pred = 0, False
         super().begin_batch(training, xb)
 
-    def told_loss(self, outputs: Any) -> None:
+    def report_outputs(self, outputs: Any) -> None:
         """The loss of a validation batch, where `validation_step` has returned one."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.ndim == 0:
-            self.loss(loss)
+            self.report_loss(loss)
 
     def _is_called_here(self) -> bool:
         return self.in_loop_thread
@@ -162,7 +162,7 @@ class LightningFit(ExternalLoop):
         is_its_own = self._n_calls == int(self._is_redirected)
         if is_its_own and self.has_batch and not self._has_pred and output is not None:
             self._has_pred = True
-            self.has_pred(output)
+            self.report_pred(output)
 
     def _step_ends(self, *seen: Any) -> None:
         self.end_step()

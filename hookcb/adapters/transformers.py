@@ -33,7 +33,7 @@ class HookcbCallback(Attached, TrainerCallback):
         cbs: callbacks too, as a `Learner` takes them.
 
     Raises:
-        TypeError, ValueError: where one is no callback, or its name is taken; for those that cannot follow a
+        TypeError, ValueError: If one is not a callback, or its name is taken; if one cannot follow a
             loop when a training begins.
         ModuleNotFoundError: when this module is imported without transformers.
     """
@@ -74,7 +74,7 @@ class HookcbCallback(Attached, TrainerCallback):
 
     def _end_epoch(self, control: Any) -> None:
         if (run := self.running) and self._is_epoch_over:
-            run.epoch()
+            run.end_epoch()
             self._is_epoch_over = False
         self._heed(control)
 
@@ -91,12 +91,12 @@ class TrainerRun(Watch):
     def __init__(self, model: nn.Module, opt: Any, cbs: list[Callback], scaler: Any) -> None:
         super().__init__(model, [opt] if isinstance(opt, Optimizer) else [], cbs, scaler)
 
-    def has_pred(self, pred: Any) -> None:
+    def report_pred(self, pred: Any) -> None:
         """The model has given its output for the batch, and the loss in it."""
-        super().has_pred(pred)
+        super().report_pred(pred)
         loss = pred.get("loss") if isinstance(pred, Mapping) else None
         if isinstance(loss, Tensor):
-            self.loss(loss)
+            self.report_loss(loss)
 
 
 def _unwrapped(opt: Any) -> Any:

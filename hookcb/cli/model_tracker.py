@@ -100,7 +100,7 @@ class ModelTracker:
                 owner = self._guarded(self._begin_call, m, args or kwargs)
                 output = real(m, *args, **kwargs)
                 if owner is not None and owner.watch is not None:
-                    self._guarded(owner.watch.has_pred, output)
+                    self._guarded(owner.watch.report_pred, output)
             finally:
                 self._in_call = False
             return output

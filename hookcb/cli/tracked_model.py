@@ -47,7 +47,7 @@ class ScriptWatch(Watch):
 
     def tell(self, loss: Tensor) -> None:
         """Reports the loss of the batch, also one without a graph, which `Watch` could not recognize."""
-        ExternalLoop.loss(self, loss)
+        ExternalLoop.report_loss(self, loss)
 
     def follow(self, loss: Tensor) -> None:
         """Has the backward begin at this loss, which is not reported, not where it reaches the model."""

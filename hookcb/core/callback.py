@@ -20,11 +20,11 @@ T = TypeVar("T")
 class LoopState(Generic[T]):
     """A part of the loop's state as a read-only attribute of every callback attached to it."""
 
-    def __init__(self, doc: str, of: str = "") -> None:
-        self.__doc__, self.of = doc, of  # what the loop calls it, where that differs
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self.name, self.of = name, self.of or name
+        self.name = name
 
     @overload
     def __get__(self, cb: None, owner: type) -> "LoopState[T]": ...
@@ -33,7 +33,7 @@ class LoopState(Generic[T]):
     def __get__(self, cb: "Callback | None", owner: type) -> "LoopState[T] | T":
         if cb is None:
             return self
-        value: T = getattr(cb.learn, self.of)
+        value: T = getattr(cb.learn, self.name)
         return value
 
     def __set__(self, cb: "Callback", value: T) -> None:
@@ -106,9 +106,9 @@ class Callback:
     x = LoopState[Any]("The input of the batch; where there are several, all of `xb`.")
     y = LoopState[Any]("The target of the batch; where there are several, all of `yb`.")
     pred = LoopState[Any]("What the model returned for the batch.")
-    loss = LoopState[Tensor]("The loss of the batch, a 0-d tensor.", of="batch_loss")
+    loss = LoopState[Tensor]("The loss of the batch, a 0-d tensor.")
     dl = LoopState[Any]("The loader the batches come from.")
-    epoch = LoopState[int]("Index of the epoch in this fit, from 0.", of="epoch_index")
+    epoch = LoopState[int]("Index of the epoch in this fit, from 0.")
     n_epoch = LoopState[int]("Number of epochs this fit runs.")
     iter = LoopState[int]("Index of the batch in its epoch's training or validation, from 0.")
     n_iter = LoopState[int | None]("Number of batches `dl` gives, None where it has no length.")
@@ -122,7 +122,7 @@ class Callback:
         for event, function in functions.items():
             _check_argument(type(self), event)
             if not callable(function):
-                raise TypeError(f"{event} is {function!r}, no function; give one that takes the callback")
+                raise TypeError(f"{event} is {function!r}, not a function; give one that takes the callback")
             self.__dict__[event] = MethodType(function, self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -135,9 +135,8 @@ class Callback:
     if not TYPE_CHECKING:  # a type checker would take it that every attribute exists
 
         def __getattr__(self, name: str) -> Any:
-            if name == "state_key" or name.startswith(
-                "on_"
-            ):  # what other trainers ask of their own callbacks
+            # other trainers ask their own callbacks for these
+            if name == "state_key" or name.startswith("on_"):
                 raise AttributeError(_WRONG_TRAINER.format(type(self).__name__))
             return object.__getattribute__(self, name)  # raises what it has raised before
 
@@ -177,7 +176,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes in what `state_dict` gave; called in a resumed fit before its first batch."""
+        """Restores what `state_dict` returned; called in a resumed fit before its first batch."""
 
     def __repr__(self) -> str:
         given = [f"name={self.name!r}"] if "_name" in self.__dict__ else []

@@ -1,10 +1,12 @@
 """Loop: callbacks on the state of a training, and the emission of events; it iterates over nothing."""
 
+import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from fastcore.basics import camel2snake
 from torch import nn
 
 from hookcb.core.callback import Callback
@@ -22,6 +24,8 @@ from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitE
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.state import TrainingState
 
+C = TypeVar("C")
+
 
 class Loop(TrainingState):
     """What callbacks attach to: the state of a training, callbacks in order, and `emit`.
@@ -31,8 +35,8 @@ class Loop(TrainingState):
         cbs: one callback or several, as instances, or as classes that need no arguments.
 
     Raises:
-        TypeError: where the model is no nn.Module, or one of `cbs` is no callback.
-        ValueError: where a callback cannot be attached, see `add_cbs`.
+        TypeError: If the model is not an nn.Module, or one of `cbs` is not a callback.
+        ValueError: If a callback cannot be attached, see `add_cbs`.
     """
 
     def __init__(self, model: nn.Module, cbs: Callbacks = ()) -> None:
@@ -75,6 +79,30 @@ class Loop(TrainingState):
 
     # ---- callbacks
 
+    def get(self, kind: type[C], name: str | None = None) -> C:
+        """The attached callback of a class, as in `learn.get(ActivationStats).stats`.
+
+        Args:
+            kind: its class, or a base class.
+            name: its name, if several of the class are attached.
+
+        Raises:
+            LookupError: If there is none, or if there are several.
+        """
+        found = [cb for cb in self.cbs if isinstance(cb, kind) and name in (None, cb.name)]
+        if len(found) == 1:
+            return found[0]
+        wanted = kind.__name__ if name is None else f"{kind.__name__} named {name!r}"
+        if found:
+            names = ", ".join(repr(cb.name) for cb in self.cbs if isinstance(cb, kind))
+            raise LookupError(f"several {wanted} are attached; give name=, one of {names}")
+        attached = {cb.name: f"{type(cb).__name__} as {cb.name!r}" for cb in self.cbs}
+        close = difflib.get_close_matches(name or camel2snake(kind.__name__), attached, n=1)
+        hint = f"did you mean {attached[close[0]]}? " if close else ""
+        raise LookupError(
+            f"no {wanted} is attached; {hint}attached are: {', '.join(attached.values()) or 'none'}"
+        )
+
     def add_cb(self, cb: Callback | type[Callback]) -> Self:
         """Attaches a callback; see `add_cbs`."""
         return self.add_cbs([cb])
@@ -86,8 +114,8 @@ class Loop(TrainingState):
         later.
 
         Raises:
-            TypeError: where one is no callback, or is a class that needs arguments.
-            ValueError: where one is attached already, here or elsewhere, or its name is taken.
+            TypeError: If one is not a callback, or is a class that needs arguments.
+            ValueError: If one is attached already, here or elsewhere, or its name is taken.
         """
         new = self._checked(cbs)
         for cb in new:
@@ -109,7 +137,7 @@ class Loop(TrainingState):
         While a fit runs, their `after_fit` is called at once, so that no hook stays behind.
 
         Raises:
-            ValueError: where one is not attached.
+            ValueError: If one is not attached.
         """
         old = find_callbacks(cbs, self.cbs)
         try:
@@ -227,7 +255,7 @@ class Loop(TrainingState):
         """Runs `body` between `before_fit` and `after_fit`, which is called however `body` ends.
 
         Raises:
-            RuntimeError: where a cancel was raised outside its level.
+            RuntimeError: If a cancel was raised outside its level.
         """
         self._entered = []
         try:
@@ -282,7 +310,7 @@ class Loop(TrainingState):
         """Where the loop is at `event`, for a message; epochs and batches count from 0, as `iter`."""
         position = []
         if self.fitting and not event.endswith("_fit"):
-            position.append(f"epoch {self.epoch_index}")
+            position.append(f"epoch {self.epoch}")
         if event in BATCH_EVENTS:
             position.append(f"{'batch' if self.training else 'validation batch'} {self.iter}")
         return position

@@ -2,9 +2,9 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -16,13 +16,15 @@ from hookcb.core.threads import in_loop_thread
 PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
 BATCH = ("xb", "yb", "pred", "loss")
 
+C = TypeVar("C")
+
 
 class TrainingState:
     """What is trained, on what, and how far it has come; `Loop` adds callbacks to it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._thread = threading.get_ident()  # that runs the loop
+        self._thread = threading.get_ident()  # runs the loop
         self.opt: Any = None  # like pred, loss and dl: None until there is one
         self.xb: Any = ()
         self.yb: tuple[Any, ...] = ()
@@ -38,9 +40,8 @@ class TrainingState:
         self.accumulating = False  # whether gradients wait for those of the next batch, and no step is made
         # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        self.stop_requested = (
-            False  # a callback has asked to end a loop that is not ours, or a signal has come
-        )
+        # whether a callback has requested the end of a loop hookcb does not run, or a signal has arrived
+        self.stop_requested = False
         self._depth = 0
         self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
 
@@ -69,11 +70,6 @@ class TrainingState:
         return self.yb[0] if len(self.yb) == 1 else self.yb
 
     @property
-    def batch_loss(self) -> Any:
-        """The loss of the batch, under a name that every loop has."""
-        return self.loss
-
-    @property
     def loss_node(self) -> Any:
         """The autograd node of the loss, None if it has none; under a watch at `after_loss` only."""
         return self.loss.grad_fn
@@ -85,19 +81,14 @@ class TrainingState:
 
     @property
     def in_loop_thread(self) -> bool:
-        """Whether the code that asks is run by the loop, and not by another thread, see `threads.in_loop_thread`."""
+        """Whether the calling code runs in the loop's thread or a backward; see `threads.in_loop_thread`."""
         return in_loop_thread(self._thread)
-
-    @property
-    def epoch_index(self) -> int:
-        """Index of the epoch, under a name that every loop has."""
-        return self.epoch
 
     @property
     def pct_train(self) -> float:
         """Share of the fit's training that is done, 0..1; by whole epochs where the loader has no length."""
         of_epoch = (self.train_iter - self.epoch_began) / self._n_train if self._n_train else 0.0
-        return min(1.0, (self.epoch_index + of_epoch) / max(1, self.n_epoch))
+        return min(1.0, (self.epoch + of_epoch) / max(1, self.n_epoch))
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
         """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
@@ -130,7 +121,22 @@ class TrainingState:
         """Whether a fit is running."""
         return False
 
-    if TYPE_CHECKING:  # at run time it would cost the class CPython's specialized attribute access
+    if TYPE_CHECKING:  # what callbacks use of `self.learn`, which is a Loop
+        cbs: list[Any]
+        # of a Learner only
+        dls: Any
+        loss_func: Any
+        opt_func: Any
+        n_inp: int | None
+        device: torch.device | None
+        predict: Callable[[], Any]
+        fit: Callable[..., None]
+        coverage: Any  # of a loop hookcb does not run
 
-        def __getattr__(self, name: str) -> Any:
-            """Callbacks are attributes by their names; what only some loops have is too."""
+        def get(self, kind: type[C], name: str | None = None) -> C: ...  # noqa: D102
+        def add_cbs(self, cbs: Any) -> Self: ...  # noqa: D102
+        def remove_cbs(self, cbs: Any) -> Self: ...  # noqa: D102
+        def build_dispatch(self) -> None: ...  # noqa: D102
+        def position(self, event: str) -> list[str]: ...  # noqa: D102
+        def within(self, level: str, body: Callable[[], object]) -> bool: ...  # noqa: D102
+        def step(self) -> None: ...  # noqa: D102

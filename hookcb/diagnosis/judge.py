@@ -13,7 +13,7 @@ from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
 SOURCES = {  # how to get each source of evidence
     "activations": "ActivationStats",
     "gradients": "GradientHealth",
-    "loss": "a known loss: under watch, w.loss(loss)",
+    "loss": "a known loss: under watch, w.report_loss(loss)",
     "batches": "Diagnose",
     "batch": "Diagnose, or a Learner with a batch to look at",
     "model": "Diagnose, or a Learner with a batch to look at",

@@ -123,9 +123,7 @@ class Log(Callback):
     def _loss_and_rate(self) -> dict[str, float | Tensor]:
         learn = self.learn
         lr = learn.opt.param_groups[-1].get("lr") if learn.opt is not None else None
-        return {
-            name: detached_scalar(x) for name, x in (("loss", learn.batch_loss), ("lr", lr)) if x is not None
-        }
+        return {name: detached_scalar(x) for name, x in (("loss", learn.loss), ("lr", lr)) if x is not None}
 
     def _log(self, values: Mapping[str, float], now: int) -> None:
         """Logs `values` of step `now`, and new records, in the order of steps."""

@@ -45,7 +45,7 @@ def check_follows(cb: Callback, has_opt: bool) -> None:
     elif isinstance(cb, EMA) and not has_opt:
         raise TypeError(f"{cb!r} averages after steps of the optimizer; give the optimizer too")
     if hint is not None:
-        raise TypeError(f"{cb!r} takes part in the training, and this loop is not ours; {hint}")
+        raise TypeError(f"{cb!r} takes part in the training, and hookcb does not control this loop; {hint}")
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Facts:
         n_elsewhere: calls and steps in other threads.
         n_penalties: gradients of outputs that came with create_graph=True.
         n_losses_outside: losses told when no batch was open, or without a graph in training.
-        n_losses_told: losses told of a batch.
+        n_losses_reported: losses told of a batch.
         n_losses_found: losses of training batches that were not told, found as their backward began.
         n_losses_unfound: backwards of which no loss was told or found.
         n_losses_of_others: of these, in which the model was a step on the way to the parameters of others.
@@ -79,7 +79,7 @@ class Facts:
     n_elsewhere: int = 0
     n_penalties: int = 0
     n_losses_outside: int = 0
-    n_losses_told: int = 0
+    n_losses_reported: int = 0
     n_losses_found: int = 0
     n_losses_unfound: int = 0
     n_losses_of_others: int = 0
@@ -130,9 +130,7 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
     when, _, level = event.partition("_")
     if when == "after" and seen.get(f"before_{level}"):
         cut = "was cut short, by an error or the end of the watch"
-        return (
-            cut if facts.has_ended else "has not come to its end; close() or w.epoch() tells that of an epoch"
-        )
+        return cut if facts.has_ended else "has not ended yet; end an epoch by w.end_epoch() or close()"
     if level == "validate":
         return "the model was not called in eval mode"
     if level in ("train", "epoch", "batch") or not seen.get("before_batch"):
@@ -147,7 +145,7 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
         return _why_no_step(facts)
     if facts.n_penalties:
         return "gradients came with create_graph=True only, which is taken for a penalty in the loss"
-    return "no gradient came to tensors that the model returned; tell the loss by w.loss(loss)"
+    return "no gradient came to tensors that the model returned; report the loss by w.report_loss(loss)"
 
 
 def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
@@ -172,12 +170,12 @@ def _why_no_step(facts: Facts) -> str:
 
 def _why_no_loss(facts: Facts) -> str:
     if facts.n_losses_outside:
-        return "it was told when no batch was open; call w.loss(loss) after the model and before the backward"
+        return "it was reported when no batch was open; call w.report_loss(loss) after the model is called"
     if facts.n_losses_of_others:
-        return "each backward went on to parameters of other optimizers; tell it by w.loss(loss)"
+        return "each backward went on to parameters of other optimizers; report it by w.report_loss(loss)"
     if facts.n_losses_unfound:
-        return "no backward was called on a loss of one element; tell it by w.loss(loss)"
-    return "it is found when a backward begins, and none was seen; tell it by w.loss(loss)"
+        return "no backward was called on a loss of one element; report it by w.report_loss(loss)"
+    return "it is found when a backward begins, and none was seen; report it by w.report_loss(loss)"
 
 
 def _why_no_pred(facts: Facts) -> str:
@@ -191,21 +189,21 @@ def _why_no_pred(facts: Facts) -> str:
 def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: int) -> Iterator[str]:
     several = n_optimizers if n_optimizers > 1 else 0
     counted = {
-        "calls in train mode without gradients, left out": facts.n_without_grad,
+        "calls in train mode without gradients, ignored": facts.n_without_grad,
         "calls of parts of the model, which had not been called itself": facts.n_part_calls,
-        "calls or steps in other threads, left out": facts.n_elsewhere,
+        "calls or steps in other threads, ignored": facts.n_elsewhere,
         "steps without a call of the model before": facts.n_steps_alone,
         "steps of LBFGS, without step events, as they have no one gradient": facts.n_closures,
         "gradients of outputs with create_graph=True, taken for a penalty": facts.n_penalties,
-        "losses told when no batch was open, left out": facts.n_losses_outside,
-        "losses told": facts.n_losses_told,
-        "losses found where their backward began, as backward was called on them": facts.n_losses_found,
-        "backwards whose loss was neither told nor found; tell it by w.loss(loss)": facts.n_losses_unfound,
+        "losses reported when no batch was open, ignored": facts.n_losses_outside,
+        "losses reported": facts.n_losses_reported,
+        "losses found when backward was called on them": facts.n_losses_found,
+        "backwards whose loss was not found; report it by w.report_loss(loss)": facts.n_losses_unfound,
         "training batches cut short by a call in eval mode before their backward": facts.n_cut,
         "optimizers; a batch ends when all have made a step, or the next begins": several,
     }
     if not n_epochs:
-        yield "epochs are not told apart; call w.epoch() at the end of each"
+        yield "where epochs end is unknown; call w.end_epoch() at the end of each"
     yield from (f"{n} {note}" for note, n in counted.items() if n)
     if n := facts.n_moved_by_hand:
         yield (
@@ -213,7 +211,7 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
             "gradients are read when the backward ends, and not those of the first"
         )
     if facts.eval_trains:
-        yield "batches in eval mode with gradients, told by a step to be training"
+        yield "batches in eval mode with gradients, taken for training as a step followed"
     if seen.get("before_step") and not facts.tells_steps and not facts.n_moved_by_hand:
         yield (
             "gradients are read as optimizers get them, after clipping; "

@@ -15,7 +15,7 @@ class Loaders(NamedTuple):
 
 
 def as_loaders(dls: Any) -> Any:
-    """What has `.train` and `.valid`: `dls` itself, or `Loaders` of a `(train, valid)` tuple or one iterable.
+    """Loaders as `.train` and `.valid`: `dls` itself, or `Loaders` made of a tuple or one iterable.
 
     Raises:
         TypeError: if one of them cannot give batches; the message says what can.
@@ -34,10 +34,10 @@ def as_loaders(dls: Any) -> Any:
 
 
 def check_loader(loader: Any, role: str) -> None:
-    """Refuses what would be iterated, but not in batches.
+    """Checks that a loader iterates over batches.
 
     Raises:
-        TypeError: naming `role`, what was given and what to give.
+        TypeError: If it does not; names `role`, what was given and what to give.
     """
     kind = type(loader).__name__
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):

@@ -1,7 +1,8 @@
-"""ExternalLoop: a loop that somebody else runs, told what happens in it."""
+"""ExternalLoop: a loop hookcb does not run, which reports what happens in it."""
 
+import sys
 from collections import Counter
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar, overload
 from weakref import ref
 
 import torch
@@ -12,39 +13,76 @@ from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
-from hookcb.core.events import LEVELS, CancelException, CancelFitException, CancelStepException
-from hookcb.core.loop import Loop, stray_cancels_as_errors
+from hookcb.core.events import CancelException, CancelFitException, CancelStepException
+from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.torch_private import after_backward, in_backward
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.modules import ModelGoneError
 from hookcb.loops.coverage import Facts, check_follows
-from hookcb.loops.taps import outside_transforms
+from hookcb.loops.names import NamedLoop
+from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
+from hookcb.loops.taps import is_method_call, outside_transforms
+
+T = TypeVar("T")
 
 
-class ExternalLoop(Loop):
-    """Emits the events of a loop that is not ours, from what it is told, in the order of the contract.
+class Reported(Generic[T]):
+    """State that the loop reports by a method; calling the state raises an error that names the method.
 
-    Whoever follows a loop says what begins and ends. What is still open is closed first, so that each event
-    has its place whatever the loop leaves out. It does not keep the model alive.
+    `w.loss` and `w.epoch` were methods once, and "'NoneType' object is not callable" would not help.
+    """
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, loop: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, loop: "ExternalLoop", owner: type) -> T: ...
+    def __get__(self, loop: "ExternalLoop | None", owner: type) -> Self | T:
+        if loop is None:
+            return self
+        if is_method_call(sys._getframe(1)):
+            raise TypeError(f".{self.name} is not a method but the {self.name} itself; call .{self.method}")
+        value: T = loop.__dict__[self.name]
+        return value
+
+    def __set__(self, loop: "ExternalLoop", value: T) -> None:
+        loop.__dict__[self.name] = value
+
+
+class ExternalLoop(NamedLoop):
+    """Emits the events of a loop hookcb does not run, as the loop reports what it does.
+
+    Reports may be incomplete: `stages.TRANSITIONS` says which event follows from which report, and
+    `stages.FIRST` what is closed or opened first if a report was left out. It does not keep the model alive.
 
     Args:
         model: the model being trained.
-        cbs: callbacks; a cancel of theirs changes nothing, as the loop is not ours, and an error ends it.
-        opt: the optimizer, where it is known.
-        scaler: of the losses, where gradients come scaled.
+        cbs: callbacks; their cancels change nothing, as hookcb does not control the loop, and their errors
+            end it.
+        opt: the optimizer, if known.
+        scaler: the loop's GradScaler, if gradients are scaled.
 
     Attributes:
-        stop_requested: whether a callback has asked to end the training, for the loop to look at.
+        stage: what is in progress.
+        stop_requested: whether a callback has requested the end of the training; the loop may read it.
         seen: how often each event was emitted.
-        facts: what else was seen.
+        facts: other observations of the loop.
 
     Raises:
-        TypeError, ValueError, LookupError: for callbacks that cannot follow a loop, or from a before_fit.
+        TypeError, ValueError, LookupError: If a callback cannot follow a loop, or from a `before_fit`.
     """
 
-    honors_stop = False  # whether who follows the loop looks at `stop_requested`
+    honors_stop = False  # whether the code that reports reads `stop_requested`
+
+    loss = Reported[Tensor | None]("report_loss(loss)")
+    epoch = Reported[int]("end_epoch()")
 
     def __init__(
         self,
@@ -54,20 +92,16 @@ class ExternalLoop(Loop):
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         super().__init__(model)
-        del self.__dict__["loss"], self.__dict__["epoch"]  # methods here
-        self._loss: Tensor | None = None
-        self._loss_node: Any = None  # its autograd node, while it is told
-        self._epoch = 0
+        self.stage = Stage.IDLE
+        self._phase: str | None = None  # "train" or "validate", while an epoch is open
+        self._loss_node: Any = None  # autograd node of the loss, during after_loss
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
         self.facts = Facts()
-        self._levels: list[str] = []  # that are open, outermost first
         self._n_batches: Counter[str] = Counter()  # of this epoch, by phase
-        self._backward: str | None = None  # "running" or "over", in a batch
-        self._step_of: Optimizer | None = None  # whose step is in progress
         self._on_tensors: list[Hook] = []
         self._ignored: set[type[CancelException]] = set()
-        self._error: BaseException | None = None  # of a callback, that ends it
+        self._error: BaseException | None = None  # raised by a callback; it ends the loop
         self.add_cbs(cbs)
         self._entered = []
         try:
@@ -76,15 +110,15 @@ class ExternalLoop(Loop):
                 try:
                     self._enter(self.cbs)
                 except CancelFitException as cancel:
-                    self._note(cancel, "before_fit")
+                    self._note_cancel(cancel, "before_fit")
         except BaseException as error:
             self.close(error)
             raise
 
     def _listen(self) -> None:
-        """Begins to hear of the loop: all is set by now, as other threads may be heard of at once."""
+        """Starts observing the loop; called when all state is set, as other threads may report at once."""
 
-    # ---- the loop's state
+    # ---- state
 
     @property
     def model(self) -> nn.Module:
@@ -98,24 +132,14 @@ class ExternalLoop(Loop):
         self._model = ref(model)
 
     @property
-    def batch_loss(self) -> Tensor | None:
-        """The loss of the batch, where it was told."""
-        return self._loss
-
-    @property
     def loss_node(self) -> Any:
-        """The loss's autograd node, at `after_loss`; of a loss that was found its saved tensors are freed."""
+        """The loss's autograd node, during `after_loss`; saved tensors of a loss that was found are freed."""
         return self._loss_node
-
-    @property
-    def epoch_index(self) -> int:
-        """Index of the epoch, from 0, as far as it was told."""
-        return self._epoch
 
     @property
     def has_batch(self) -> bool:
         """Whether a batch is open."""
-        return self._levels[-1:] == ["batch"]
+        return self.stage is not Stage.IDLE
 
     def _checked(self, cbs: Callbacks) -> list[Callback]:
         new = super()._checked(cbs)
@@ -123,119 +147,111 @@ class ExternalLoop(Loop):
             check_follows(cb, self.opt is not None)
         return new
 
-    # ---- what happens
+    # ---- reports
 
-    def begin_batch(self, training: bool, xb: Any) -> None:
-        """A batch begins; what `xb` was, is forgotten when its gradients are there."""
+    def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
+        """Reports that a batch begins; its inputs `xb` are forgotten when its gradients are ready."""
         self.end_batch()
         phase = "train" if training else "validate"
         self._begin_phase(phase)
         self.iter = self._n_batches[phase]
         self._n_batches[phase] += 1
-        self.xb, self._backward = xb, None
-        self._open("batch")
+        self.xb = xb
+        self._make(Move.BEGIN_BATCH)
 
-    def has_pred(self, pred: Any) -> None:
-        """The model has given its output for the batch."""
+    def report_pred(self, pred: Any) -> None:
+        """Reports the model's output for the batch."""
         self.pred = pred
         self.emit("after_pred")
         if self.training:
             self._follow_backward(*(x for _, x in parts(pred) if isinstance(x, Tensor)))
 
-    def loss(self, loss: Tensor) -> Tensor:  # state of other loops, see batch_loss
-        """Tells the loss of the batch, which cannot be seen from outside; call it before the backward.
+    def report_loss(self, loss: Tensor) -> Tensor:
+        """Reports the loss of the batch; call it before the backward.
 
         Returns:
-            The loss, as it is.
+            The loss, unchanged.
 
         Raises:
-            TypeError: where it is no tensor.
+            TypeError: If it is not a tensor.
         """
         if not isinstance(loss, Tensor):
-            raise TypeError(f"the loss is {loss!r:.80}; give the tensor that backward is called on")
+            raise TypeError(f"loss must be a tensor, got {loss!r:.80}; report what backward is called on")
         if not self.has_batch:
             self.facts.n_losses_outside += 1
             return loss
-        self.facts.n_losses_told += 1
-        self._take_loss(detached(loss), loss.grad_fn)
+        self.facts.n_losses_reported += 1
+        self._set_loss(detached(loss), loss.grad_fn)
         if self.training:
             self._follow_backward(loss)
         return loss
 
-    def _take_loss(self, loss: Tensor, node: Any) -> None:
-        self._loss, self._loss_node = loss, node
+    def _set_loss(self, loss: Tensor, node: Any) -> None:
+        self.loss, self._loss_node = loss, node
         try:
             self.emit("after_loss")
         finally:
-            self._loss_node = None  # the graph is theirs, and not to be kept
+            self._loss_node = None  # would keep the loop's graph alive
 
     def begin_backward(self) -> None:
-        """The backward of the batch begins."""
-        if self.has_batch and self._backward is None:
-            self._backward = "running"
-            self.emit("before_backward")
+        """Reports that the backward of the batch begins."""
+        self._make(Move.BEGIN_BACKWARD)
 
     def end_backward(self) -> None:
-        """The gradients of the batch are there."""
-        if self.has_batch and self._backward == "running":
-            self._backward = "over"
-            self.emit("after_backward")
-            self.xb, self.pred = (), None  # theirs, and not to be kept for longer
+        """Reports that the gradients of the batch are ready."""
+        if self._make(Move.END_BACKWARD):
+            self.xb, self.pred = (), None  # would keep the loop's tensors alive
 
     def begin_step(self, opt: Optimizer) -> None:
-        """An optimizer is about to make its step; told again before `end_step`, it does nothing.
+        """Reports that an optimizer is about to step; a second call before `end_step` does nothing.
 
-        Told before clipping, callbacks read gradients as they are then.
+        If called before clipping, callbacks read the gradients as they are then.
         """
-        if self._step_of is opt:
-            return
-        self.end_step()
+        if self.stage in IN_STEP:
+            if self.opt is opt:
+                return
+            self.end_step()
         self.opt = opt
-        if not self.has_batch or not self.training:
-            self.begin_batch(True, ())  # whose forward was not seen
-        self.end_backward()
-        self._step_of = opt
-        self.emit("before_step")
+        if not self.training:
+            self.end_batch()
+        self._make(Move.BEGIN_STEP)
 
     def end_step(self) -> None:
-        """The optimizer has made the step it had begun, or a GradScaler has left it out."""
-        if self._step_of is not None:
-            self._step_of = None
-            self.emit("after_step")
+        """Reports that the optimizer has made its step, or that a GradScaler has skipped it."""
+        self._make(Move.END_STEP)
 
     def end_batch(self) -> None:
-        """The batch that is open, if one is, has ended."""
-        if self.has_batch:
-            self.end_step()
-            self._close_level()
+        """Reports that the batch has ended; does nothing if none is open."""
+        if self._make(Move.END_BATCH):
             self.train_iter += self.training
             self._forget_batch()
 
-    def epoch(self) -> None:  # type: ignore[override]  # state of other loops, see epoch_index
-        """Tells that an epoch has ended, which cannot be seen from outside."""
-        self._close_levels()
-        self._epoch += 1
+    def end_epoch(self) -> None:
+        """Reports that an epoch has ended, which cannot be seen from outside."""
+        self._end_phase()
+        self.epoch += 1
         self._n_batches.clear()
 
     def close_failed(self) -> bool:
-        """Whether a callback has failed; then it ends, but not in a backward, which puts its hooks back."""
+        """Whether a callback has failed; closes then, except in a backward, which would put hooks back."""
         if self._error is not None and not in_backward():
             self.close(self._error)
         return self._error is not None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends it: hooks come off, results stay readable; a second time does nothing.
+        """Ends it: hooks come off, results stay readable; a second call does nothing.
 
         Args:
-            error: what has ended the loop; then what is open is cut short.
+            error: the exception that ended the loop, if any; then what is open is cut short.
         """
         if self._entered is None:
             return
         error = error or self._error
         try:
             if error is None:
-                self._close_levels()
+                self._end_phase()
         finally:
+            self.stage = Stage.IDLE
             self._forget_batch()
             self.facts.has_ended = True
             try:
@@ -248,21 +264,31 @@ class ExternalLoop(Loop):
         """What is wrong with the training that is followed; see `Learner.diagnose`.
 
         Raises:
-            RuntimeError: where nothing is recorded.
+            RuntimeError: If nothing is recorded.
         """
         return diagnose_loop(self)
 
     def __enter__(self) -> Self:
-        _ = self.model  # raises where nobody has kept it
+        _ = self.model  # raises if nobody has kept it
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error)
 
-    # ---- how events follow from that
+    # ---- from reports to events
+
+    def _make(self, move: Move) -> bool:
+        """Makes a move, after those it requires; False if it is ignored at this stage."""
+        while (first := FIRST.get((self.stage, move))) is not None:
+            getattr(self, first)()
+        if (transition := TRANSITIONS.get((self.stage, move))) is None:
+            return False
+        self.stage = transition.stage
+        self.emit(transition.event)
+        return True
 
     def emit(self, event: str) -> None:
-        """Calls the callbacks that act at `event`; what they cancel goes on all the same."""
+        """Calls the callbacks that act at `event`; cancels have no effect."""
         if self._entered is None or self._error is not None:  # it has ended
             return
         self.seen[event] += 1
@@ -270,24 +296,24 @@ class ExternalLoop(Loop):
             with outside_transforms():
                 super().emit(event)
         except CancelException as cancel:
-            self._note(cancel, event)
+            self._note_cancel(cancel, event)
         except BaseException as error:
-            self._error = error  # what they would see from now on is no whole training
+            self._error = error  # from now on callbacks would see only parts of the training
             self.close_failed()
             raise
 
-    def _note(self, cancel: CancelException, event: str) -> None:
+    def _note_cancel(self, cancel: CancelException, event: str) -> None:
         is_stop = isinstance(cancel, CancelFitException)
         self.stop_requested |= is_stop
-        is_of_step = isinstance(cancel, CancelStepException) and event == "before_step"
-        if is_of_step and self._has_no_gradients():
+        cancels_step = isinstance(cancel, CancelStepException) and event == "before_step"
+        if cancels_step and self._has_no_gradients():
             self.emit("after_cancel_step")  # the optimizer finds nothing to do
         elif type(cancel) not in self._ignored and not (is_stop and self.honors_stop):
             self._ignored.add(type(cancel))
             hint = "; look at .stop_requested in your loop" if is_stop else ""
             warn(
-                f"{cancel.raised_in} asks to end the {cancel.level}, and goes unheard, as this loop is not "
-                f"ours{hint}",
+                f"{cancel.raised_in} requested the end of the {cancel.level}; ignored, because hookcb does "
+                f"not control this loop{hint}",
                 stacklevel=3,
             )
 
@@ -295,45 +321,42 @@ class ExternalLoop(Loop):
         return all(p.grad is None for group in self.opt.param_groups for p in group["params"])
 
     def _begin_phase(self, phase: str) -> None:
-        if self._levels[-1:] == [phase]:
+        if self._phase == phase:
             return
-        while self._levels and self._levels[-1] != "epoch":
-            self._close_level()
-        if not self._levels:
+        if self._phase is None:
             self.row = {}
-            self._open("epoch")
+            self.emit("before_epoch")
+        else:
+            self.emit(f"after_{self._phase}")
         self.set_phase(training=phase == "train", dl=None, n_iter=None)
-        self._open(phase)
+        self._phase = phase
+        self.emit(f"before_{phase}")
 
-    def _open(self, level: str) -> None:
-        self._levels.append(level)
-        self.emit(LEVELS[level].before)
-
-    def _close_level(self) -> None:
-        self.emit(LEVELS[self._levels.pop()].after)
+    def _end_phase(self) -> None:
+        """Ends what is open: the batch, its phase and the epoch."""
+        self.end_batch()
+        phase, self._phase = self._phase, None
+        if phase is not None:
+            self.emit(f"after_{phase}")
+            self.emit("after_epoch")
 
     def _forget_batch(self) -> None:
-        self.xb, self.pred, self._loss, self._backward, self._step_of = (), None, None, None, None
+        self.xb, self.pred, self.loss = (), None, None
         for hook in self._on_tensors:
             hook.remove()
         self._on_tensors = []
 
-    def _close_levels(self) -> None:
-        self.end_batch()
-        while self._levels:
-            self._close_level()
-
     def _follow_backward(self, *tensors: Tensor) -> None:
-        """Has the first gradient that comes to one of these say that the backward has begun."""
-        told = [x for x in tensors if x.requires_grad and not x.is_leaf]
-        self._on_tensors += [Hook(x, self._gradient_comes, pre=True) for x in told]
+        """Reports the backward when the first gradient of one of these tensors arrives."""
+        inside = [x for x in tensors if x.requires_grad and not x.is_leaf]
+        self._on_tensors += [Hook(x, self._gradient_arrives, pre=True) for x in inside]
 
-    def _gradient_comes(self, x: Tensor | None, grad: Tensor) -> None:
-        if torch.is_grad_enabled():  # create_graph: of a penalty, that is part of the loss
+    def _gradient_arrives(self, x: Tensor | None, grad: Tensor) -> None:
+        if torch.is_grad_enabled():  # create_graph: a gradient penalty, which is part of the loss
             self.facts.n_penalties += 1
-        elif self._backward is None:
+        elif self.stage in BEFORE_BACKWARD:
             self.begin_backward()
-            # when all gradients of this backward are there; DDP's own callback comes between these two
+            # when all gradients of this backward are ready; DDP's own callback comes between these two
             after_backward(lambda: after_backward(self.end_backward))
 
     def __getstate__(self) -> dict[str, Any]:

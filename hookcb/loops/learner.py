@@ -15,7 +15,7 @@ from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
-from hookcb.core.loop import Loop, stray_cancels_as_errors
+from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of
@@ -33,7 +33,8 @@ from hookcb.loops.checks import (
 from hookcb.loops.data import as_loaders, check_loader
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
-from hookcb.training.checkpoint.resume import Resume, validated_weights
+from hookcb.loops.names import NamedLoop
+from hookcb.training.checkpoint.resume import resumed, validated_weights
 from hookcb.training.metrics import Metrics
 from hookcb.training.predictions import GatherPreds
 from hookcb.training.progress import Progress
@@ -41,9 +42,11 @@ from hookcb.training.recorder import Recorder
 from hookcb.training.schedules.one_cycle import OneCycle
 
 T = TypeVar("T")
+Remaining = Callable[[str, Iterable[Any]], Iterable[Any]]  # what is still to do of a level's items
+PHASES = (("train", "train"), ("validate", "valid"))  # levels of an epoch, and their loaders in `dls`
 
 
-class Learner(Loop):
+class Learner(NamedLoop):
     """Trains a model, and tells its callbacks what happens.
 
     Args:
@@ -62,8 +65,8 @@ class Learner(Loop):
         device: where to train; by default where the model is.
 
     Raises:
-        TypeError: where one of these is of the wrong kind; the message says what is possible.
-        ValueError: where one has a value that cannot be.
+        TypeError: If an argument has the wrong type; the message says what is possible.
+        ValueError: If an argument has an invalid value.
 
     >>> import torch
     >>> from hookcb import Learner
@@ -100,7 +103,7 @@ class Learner(Loop):
         self.opt = opt_func if isinstance(opt_func, Optimizer) else None
         self._opt_params: list[nn.Parameter] | None = None  # for which opt_func made the optimizer
         self._fetch_listeners: list[FetchListener] = []
-        self._resume: Resume | None = None  # until the fit has come to where it goes on
+        self._remaining: Remaining = everything
         self.device = None if device is None else torch.device(device)
         self.add_cbs(cbs)
         defaults = (Recorder(), Metrics(metrics), Progress())
@@ -138,7 +141,8 @@ class Learner(Loop):
             Rates and losses, with a `suggestion` and a `plot`.
 
         Raises:
-            TypeError, ValueError, RuntimeError: for arguments that cannot be, and while a fit is running.
+            TypeError, ValueError: If an argument is invalid.
+            RuntimeError: If a fit is running.
         """
         return find_lr(self, start_lr, end_lr, num_it, stop_div)
 
@@ -172,26 +176,21 @@ class Learner(Loop):
             self._prepare(lr)
             self.opt.zero_grad()  # an interrupted fit may have left gradients behind
             self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
-            self._resume = Resume.find(resume, self)
+            self._remaining = resumed(resume, self) or everything
             try:
                 self.run_fit(self._epochs)
             finally:
-                self._resume = None
+                self._remaining = everything
 
     def _epochs(self) -> None:
-        if self._resume is not None:
-            self.epoch, self.train_iter = self._resume.epoch, self._resume.train_iter
-            self._resume.tell(self)
-        self._resumed("epoch")
-        for self.epoch in range(self.epoch, self.n_epoch):
+        for self.epoch in self._remaining("epoch", range(self.n_epoch)):
             self.row = {}
             self.within("epoch", self._epoch)
 
     def _epoch(self) -> None:
-        if not self._resumed("validate"):
-            self._phase("train", self.dls.train)
-        if getattr(self.dls, "valid", None) is not None:
-            self._phase("validate", self.dls.valid)
+        for level, loader in self._remaining("phase", PHASES):
+            if (dl := getattr(self.dls, loader, None)) is not None:
+                self._phase(level, dl)
 
     def _phase(self, level: str, dl: Any) -> None:
         self.set_phase(training=level == "train", dl=dl, n_iter=n_batches(dl))
@@ -201,8 +200,7 @@ class Learner(Loop):
 
     def _batches(self) -> None:
         self.iter = -1
-        left = self.training and self._resumed("train")
-        for self.iter, batch in self._fetched(left or enumerate(self.dl)):
+        for self.iter, batch in self._fetched(self._remaining("batch", enumerate(self.dl))):
             self.xb, self.yb = split_batch(batch, self._device, self.n_inp)
             try:
                 self.within("batch", self._batch)
@@ -251,14 +249,6 @@ class Learner(Loop):
         scaler, loss = self.scaler, self.loss  # looked up here, as before_backward may have changed them
         (loss if scaler is None else scaler.scale(loss)).backward()
 
-    def _resumed(self, phase: str) -> Any:
-        """Whether a resumed fit goes on here; in the middle of a training, the batches still to come."""
-        resume = self._resume
-        if resume is None or resume.phase != phase:
-            return None
-        self._resume = None
-        return resume.restore(self) or True
-
     def predict(self) -> Any:
         """The model's output for `xb`; override it for a model that is called differently."""
         return self.model(*self.xb) if isinstance(self.xb, tuple) else self.model(**self.xb)
@@ -266,7 +256,8 @@ class Learner(Loop):
     def get_loss(self) -> Tensor:
         """The loss of `pred` against `yb`, a tensor of one element; override it for one made differently."""
         if self.loss_func is not None:
-            return self.loss_func(self.pred, *self.yb)
+            loss: Any = self.loss_func(self.pred, *self.yb)
+            return loss  # type: ignore[no-any-return]  # checked by use
         loss = getattr(self.pred, "loss", None)
         if loss is None:
             raise ValueError(
@@ -286,7 +277,7 @@ class Learner(Loop):
             Loss and metrics, averaged over samples, in the order of the columns of an epoch's row.
 
         Raises:
-            TypeError, ValueError: where `dl` gives no batches.
+            TypeError, ValueError: If `dl` gives no batches.
         """
         dl = getattr(self.dls, "valid", None) if dl is None else dl
         if dl is None:
@@ -317,7 +308,7 @@ class Learner(Loop):
             batches have it, with samples along the first dimension.
 
         Raises:
-            ValueError: where `loss_func` has no `reduction`, or batches differ in shape.
+            ValueError: If `loss_func` has no `reduction`, or batches differ in shape.
         """
         gather = GatherPreds(self.loss_func, with_input=with_input, with_loss=with_loss)
         try:
@@ -351,7 +342,7 @@ class Learner(Loop):
         It reads what callbacks have recorded: `Diagnose`, else `ActivationStats` and `GradientHealth`.
 
         Raises:
-            RuntimeError: where nothing is recorded.
+            RuntimeError: If nothing is recorded.
         """
         return diagnose_loop(self)
 
@@ -440,3 +431,8 @@ class Learner(Loop):
         if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
             where = ", ".join(self.position("after_pred"))
             error.add_note(f"in {where}, with xb {describe(self.xb)} and yb {describe(self.yb)}")
+
+
+def everything(level: str, items: Iterable[T]) -> Iterable[T]:
+    """All items of a level are still to do, as in any fit that begins at the beginning."""
+    return items

@@ -46,7 +46,8 @@ def find_lr(
     n = n_batches(learn.dls.train)
     with _unchanged(learn):
         if isinstance(learn.dls, Loaders):
-            learn.dls = learn.dls._replace(valid=None)  # type: ignore[attr-defined]  # one that can be read once would be refused
+            # a validation loader that can be read once would be refused
+            learn.dls = learn.dls._replace(valid=None)
         learn.fit(math.ceil(num_it / n) if n else num_it, cbs=cbs)
     return LRFind(finder.lrs, finder.losses)
 

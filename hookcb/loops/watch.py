@@ -20,6 +20,7 @@ from hookcb.hooks.optimizer_steps import StepHook, params_of
 from hookcb.loops.coverage import WatchCoverage
 from hookcb.loops.external import ExternalLoop
 from hookcb.loops.loss_found import find_loss, first_parameter_behind, scaler_at_work
+from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, IN_BACKWARD, IN_STEP
 from hookcb.loops.taps import n_running, optimizer_at_work
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -40,7 +41,7 @@ def watch(
       or step: several calls before a backward are of one batch, backwards without a step accumulate; until
       the model is called itself, calls of its parts count, as of `net.actor(x)`;
     - a call in eval mode is a batch of validation; one in train mode without gradients is left out;
-    - the backward is seen as gradients come to what the model returned, or to `w.loss(loss)`;
+    - the backward is seen as gradients come to what the model returned, or to `w.report_loss(loss)`;
     - the loss is what backward is called on, the sum of several, before a GradScaler has scaled it; it is
       found when the backward begins, and need not be told;
     - a batch ends when all optimizers have made a step, else when the next one begins; if weights move
@@ -53,7 +54,7 @@ def watch(
         model: the model as the loop calls it: what torch.compile or DistributedDataParallel gave.
         optimizer: one or several; None follows all that have parameters of the model.
         *more: callbacks, one by one or in lists; they become attributes, `w.activation_stats`. A cancel of
-            theirs goes unheard, an error of theirs reaches the loop and ends the watch. Those that take part
+            theirs is ignored, an error of theirs reaches the loop and ends the watch. Those that take part
             in the training, such as `MixedPrecision`, are refused.
         cbs: callbacks too, as a `Learner` takes them.
         scaler: the loop's GradScaler; callbacks then know of its scale, which gradients of outputs and the
@@ -241,14 +242,14 @@ class Watch(ExternalLoop):
 
     def _is_recomputing(self) -> bool:
         """Whether a backward is at work, and activation checkpointing runs the forward again."""
-        return in_backward() and self._is_open() and self._backward != "over"
+        return in_backward() and self._is_open() and self.stage not in AFTER_BACKWARD
 
     def _is_open(self) -> bool:
         return self.has_batch and self.training
 
     def _is_waiting(self) -> bool:
         """Whether a training batch is open whose backward has yet to come."""
-        return self._is_open() and self._backward is None and not self._stepped
+        return self.training and self.stage in BEFORE_BACKWARD and not self._stepped
 
     def _goes_on(self) -> bool:
         """Whether this call belongs to the batch that is open."""
@@ -258,7 +259,7 @@ class Watch(ExternalLoop):
         if torch.compiler.is_compiling() or not self.in_loop_thread:
             return
         if self._n_calls == 1 and self._is_followed and self.has_batch:
-            self.has_pred(detached(output) if in_transform() else output)
+            self.report_pred(detached(output) if in_transform() else output)
 
     def _call_ends(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self.in_loop_thread:
@@ -279,11 +280,11 @@ class Watch(ExternalLoop):
     def _part_gives(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         is_ours = not torch.compiler.is_compiling() and not self._n_calls and self.in_loop_thread
         if is_ours and torch.is_grad_enabled() and self._is_waiting():
-            self.has_pred(detached(output) if in_transform() else output)
+            self.report_pred(detached(output) if in_transform() else output)
 
     # ---- what the loop may tell
 
-    def begin_batch(self, training: bool, xb: Any) -> None:
+    def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
         """See `ExternalLoop`; a new batch has had no step."""
         self._stepped.clear()
         super().begin_batch(training, xb)
@@ -291,7 +292,7 @@ class Watch(ExternalLoop):
 
     def begin_backward(self) -> None:
         """See `ExternalLoop`; a loss that was not told is looked for."""
-        if self.has_batch and self._backward is None and self._loss is None:
+        if self.stage in BEFORE_BACKWARD and self.loss is None:
             self.look_for_loss()
         super().begin_backward()
 
@@ -308,11 +309,11 @@ class Watch(ExternalLoop):
             self.facts.n_losses_of_others += self._is_of_others
         else:
             self.facts.n_losses_found += 1
-            self._take_loss(found.value, found.node)
+            self._set_loss(found.value, found.node)
 
     def end_backward(self) -> None:
         """See `ExternalLoop`; in a loop that has made no step of an optimizer, its own may come now."""
-        is_first = self.has_batch and self._backward == "running"
+        is_first = self.stage in IN_BACKWARD
         super().end_backward()
         if is_first and not self._has_stepped and not self.facts.has_other_optimizer:
             self._mark = WeightMark(self.model)
@@ -328,12 +329,12 @@ class Watch(ExternalLoop):
 
     def _end_step_by_hand(self, has_moved: bool) -> None:
         self.facts.n_moved_by_hand += has_moved
-        if self._step_of is None and has_moved:
+        if self.stage not in IN_STEP and has_moved:
             self._by_hand = StepByHand(p for p in self.model.parameters() if p.requires_grad)
-        elif self._step_of is not None and not has_moved:
+        elif self.stage in IN_STEP and not has_moved:
             self.emit("after_cancel_step")  # its gradients go into the next one
 
-    def loss(self, loss: Tensor) -> Tensor:
+    def report_loss(self, loss: Tensor) -> Tensor:
         """Tells the loss of the batch, see `ExternalLoop`; where no call was seen, a batch begins with it."""
         if isinstance(loss, Tensor):
             if not self.facts.n_calls and not (loss.requires_grad and self._is_waiting()):
@@ -341,14 +342,14 @@ class Watch(ExternalLoop):
             elif self.training and not loss.requires_grad:  # of a call aside
                 self.facts.n_losses_outside += 1
                 return loss
-        return super().loss(loss)
+        return super().report_loss(loss)
 
     def begin_step(self, opt: Optimizer) -> None:
         """See `ExternalLoop`; a loop that clips gradients may call it before, for what they are then."""
         self.facts.tells_steps |= self._stepping is None
         self._has_stepped = True
-        if self._by_hand is not None and self._step_of is self._by_hand:
-            self._step_of = self.opt = _unwrapped(opt)  # an optimizer makes the step that has begun
+        if self.stage in IN_STEP and self.opt is self._by_hand:
+            self.opt = _unwrapped(opt)  # an optimizer makes the step that has begun
         super().begin_step(_unwrapped(opt))
 
     # ---- the optimizers
@@ -360,7 +361,8 @@ class Watch(ExternalLoop):
             self._has_stepped, self.scaler = True, self.scaler or scaler_at_work()
         self._stepping = opt
         self._has_closure = any(map(callable, (*args, *kwargs.values())))
-        if id(opt) in self._stepped or (self._has_closure and (self._stepped or self._backward == "over")):
+        has_gradients = self._stepped or self.stage in AFTER_BACKWARD
+        if id(opt) in self._stepped or (self._has_closure and has_gradients):
             self.end_batch()
         if self._has_closure:  # it calls the model inside the step
             self.facts.n_closures += isinstance(opt, LBFGS)
@@ -450,7 +452,7 @@ class Watch(ExternalLoop):
     @property
     def coverage(self) -> WatchCoverage:
         """What could be seen so far, and what not, with the reason."""
-        return WatchCoverage.of(self.seen, self.facts, self._epoch, len(self._optimizers))
+        return WatchCoverage.of(self.seen, self.facts, self.epoch, len(self._optimizers))
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:

@@ -57,7 +57,7 @@ def watched(model, batches, *cbs, lr=0.01, **kwargs):
         for x, y in batches:
             opt.zero_grad()
             loss = F.mse_loss(model(x), y)
-            w.loss(loss)
+            w.report_loss(loss)
             loss.backward()
             opt.step()
     return w
@@ -382,7 +382,7 @@ def test_a_function_is_called_in_a_watch_too():
         for i, (x, y) in enumerate(make_batches(30)):
             opt.zero_grad()
             loss = F.mse_loss(model(x), y) * (NAN if i > 3 else 1)
-            w.loss(loss)
+            w.report_loss(loss)
             loss.backward()
             opt.step()
     assert [verdict.status for verdict in told] == ["sick"]
@@ -412,7 +412,7 @@ def test_stop_in_a_watch_is_no_error_of_the_loop():
         for x, y in make_batches(30):
             opt.zero_grad()
             loss = F.mse_loss(model(x), y) * (NAN if len(calls) > 3 else 1)
-            w.loss(loss)
+            w.report_loss(loss)
             loss.backward()
             opt.step()
             calls.append(1)
@@ -508,8 +508,8 @@ def test_two_watches_of_one_model_each_give_a_verdict():
         for x, y in make_batches(8):
             opt.zero_grad()
             loss = F.mse_loss(model(x), y)
-            one.loss(loss)
-            two.loss(loss)
+            one.report_loss(loss)
+            two.report_loss(loss)
             loss.backward()
             opt.step()
     assert one.diagnose().findings == two.diagnose().findings
@@ -546,7 +546,7 @@ def test_a_watch_that_is_told_no_loss_has_a_verdict():
             F.mse_loss(model(x), y).backward()
             opt.step()
             opt.zero_grad()
-        w.epoch()
+        w.end_epoch()
     assert w.diagnose().status == "healthy"
     assert "loss" in " ".join(line for line in w.diagnose().coverage if "not checked" in line)
 
@@ -559,7 +559,7 @@ def test_a_watch_can_be_asked_within_the_loop():
         for x, y in make_batches(5):
             opt.zero_grad()
             loss = F.mse_loss(model(x), y)
-            w.loss(loss)
+            w.report_loss(loss)
             assert w.diagnose().status in STATUSES
             loss.backward()
             assert w.diagnose().status in STATUSES
@@ -671,7 +671,7 @@ def test_a_scaler_whose_scale_has_not_settled_is_no_divergence():
             opt.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = F.mse_loss(model(x), y)
-            w.loss(loss)
+            w.report_loss(loss)
             scaler.scale(loss).backward()
             scaler.step(opt)
             scaler.update()

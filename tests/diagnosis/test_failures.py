@@ -74,7 +74,7 @@ def test_a_model_that_is_gone_is_told_as_that():
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     w = watch(model, opt, Diagnose(show=False))
     for _ in range(3):
-        loss = w.loss(F.mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 3)))
+        loss = w.report_loss(F.mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 3)))
         loss.backward()
         opt.step()
         opt.zero_grad()
@@ -102,7 +102,7 @@ def test_layers_that_run_as_copies_are_left_out_and_told():
     copies = Copies()
     with watch(copies, opt, Diagnose(show=False)) as w:
         for _ in range(6):
-            loss = w.loss(F.mse_loss(copies(torch.randn(8, 4)), torch.zeros(8, 3)))
+            loss = w.report_loss(F.mse_loss(copies(torch.randn(8, 4)), torch.zeros(8, 3)))
             opt.zero_grad()
             loss.backward()
             opt.step()

@@ -81,7 +81,7 @@ def test_backwards_are_counted_by_backwards():
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     with watch(model, opt, Diagnose(show=False)) as w:
         for x, y in make_batches(25):
-            w.loss(F.mse_loss(model(x), y)).backward()
+            w.report_loss(F.mse_loss(model(x), y)).backward()
         for x, _ in make_batches(5):
             model(x)
     found = next(f for f in w.diagnose().findings if f.code == "param.not_stepped")

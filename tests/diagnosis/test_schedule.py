@@ -134,7 +134,7 @@ def test_a_watch_looks_at_the_same_batches_as_a_learner():
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     with watch(model, opt, Diagnose(show=False)) as w:
         for _ in range(60):
-            w.loss(F.mse_loss(model(torch.randn(4, 2)), torch.zeros(4, 1))).backward()
+            w.report_loss(F.mse_loss(model(torch.randn(4, 2)), torch.zeros(4, 1))).backward()
             opt.step()
             opt.zero_grad()
     assert w.activation_stats.steps() == looks(60)

@@ -276,20 +276,20 @@ def test_every_column_has_a_check():
     assert all([*row] == [*COLUMNS] for row in TRAINERS.values())
 
 
-UNTOLD = {name for name, row in TRAINERS.items() if "w.loss" in row["loss"]}
+UNTOLD = {name for name, row in TRAINERS.items() if "w.report_loss" in row["loss"]}
 
 
 @pytest.mark.parametrize("name", sorted(UNTOLD))
 def test_without_being_told_losses_are_found_and_epochs_stay_unknown(name, monkeypatch):
     from hookcb import Watch
 
-    monkeypatch.setattr(Watch, "loss", lambda self, loss: loss)
-    monkeypatch.setattr(Watch, "epoch", lambda self: None)
+    monkeypatch.setattr(Watch, "report_loss", lambda self, loss: loss)
+    monkeypatch.setattr(Watch, "end_epoch", lambda self: None)
     probe, followed = probed(name)
     assert {*probe.events} == ALL
     assert followed.facts.n_losses_found == followed.seen["after_loss"] == followed.seen["before_backward"]
     assert {epoch for epoch, _, _ in probe.epochs} == {0}
-    assert any("w.epoch()" in note for note in followed.coverage.notes)
+    assert any("w.end_epoch()" in note for note in followed.coverage.notes)
 
 
 # ---- what holds in all of them

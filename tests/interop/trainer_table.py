@@ -14,7 +14,7 @@ COLUMNS = {
     "stop": "a callback that ends the fit",
 }
 
-TOLD = "found; in validation `w.loss(loss)`"
+TOLD = "found; in validation `w.report_loss(loss)`"
 EARLY = "after; before, with `w.begin_step(optimizer)` there"
 
 # by the name of its function in trainers.py
@@ -24,7 +24,7 @@ TRAINERS = {
         "events": "all",
         "scale": "unscaled",
         "clipping": EARLY,
-        "epochs": "`w.epoch()` at the end of each",
+        "epochs": "`w.end_epoch()` at the end of each",
         "loss": TOLD,
         "validation": "calls in eval mode",
         "stop": "look at `w.stop_requested`",
@@ -54,7 +54,7 @@ TRAINERS = {
         "events": "all",
         "scale": "unscaled",
         "clipping": EARLY,
-        "epochs": "`w.epoch()` at the end of each",
+        "epochs": "`w.end_epoch()` at the end of each",
         "loss": TOLD,
         "validation": "calls in eval mode",
         "stop": "look at `w.stop_requested`",
@@ -64,8 +64,8 @@ TRAINERS = {
         "events": "all",
         "scale": "unscaled",
         "clipping": EARLY,
-        "epochs": "`w.epoch` as handler of `EPOCH_COMPLETED`",
-        "loss": "found; in validation `w.loss(loss)` in the loss function",
+        "epochs": "`w.end_epoch` as handler of `EPOCH_COMPLETED`",
+        "loss": "found; in validation `w.report_loss(loss)` in the loss function",
         "validation": "calls in eval mode",
         "stop": "look at `w.stop_requested`",
     },
@@ -74,8 +74,8 @@ TRAINERS = {
         "events": "all; LBFGS none of the step",
         "scale": "it has no GradScaler",
         "clipping": EARLY,
-        "epochs": "`w.epoch()` in `on_epoch_end`",
-        "loss": "found; in validation `w.loss(loss)` in `get_loss`",
+        "epochs": "`w.end_epoch()` in `on_epoch_end`",
+        "loss": "found; in validation `w.report_loss(loss)` in `get_loss`",
         "validation": "calls in eval mode",
         "stop": "look at `w.stop_requested`",
     },

@@ -72,7 +72,7 @@ def plain(cbs, clip=None, scaled=False, early=False, fails_at=None):
             for x, y in train:
                 loss = loss_func(model(x), y)
                 if w:
-                    w.loss(loss)
+                    w.report_loss(loss)
                 (scaler.scale(loss) if scaler else loss).backward()
                 if scaler:
                     scaler.unscale_(opt)
@@ -91,10 +91,10 @@ def plain(cbs, clip=None, scaled=False, early=False, fails_at=None):
                 for x, y in valid:
                     loss = loss_func(model(x), y)
                     if w:
-                        w.loss(loss)
+                        w.report_loss(loss)
             model.train()
             if w:
-                w.epoch()
+                w.end_epoch()
     return model, w
 
 
@@ -224,7 +224,7 @@ def accelerate(cbs, clip=None, scaled=False, early=False, fails_at=None):
             for x, y in train:
                 loss = loss_func(model(x), y)
                 if w:
-                    w.loss(loss)
+                    w.report_loss(loss)
                 accelerator.backward(loss)
                 if w and early:
                     w.begin_step(opt)
@@ -239,10 +239,10 @@ def accelerate(cbs, clip=None, scaled=False, early=False, fails_at=None):
                 for x, y in valid:
                     loss = loss_func(model(x), y)
                     if w:
-                        w.loss(loss)
+                        w.report_loss(loss)
             model.train()
             if w:
-                w.epoch()
+                w.end_epoch()
     return net, w
 
 
@@ -258,7 +258,7 @@ def ignite(cbs, clip=None, scaled=False, early=False, fails_at=None):
 
         def told(pred, y):
             loss = loss_func(pred, y)
-            return w.loss(loss) if w else loss
+            return w.report_loss(loss) if w else loss
 
         def clipping(engine, batch):
             model.train()
@@ -274,7 +274,7 @@ def ignite(cbs, clip=None, scaled=False, early=False, fails_at=None):
         evaluator = create_supervised_evaluator(model, {"loss": Loss(told)})
         trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(valid))
         if w:
-            trainer.add_event_handler(Events.EPOCH_COMPLETED, w.epoch)
+            trainer.add_event_handler(Events.EPOCH_COMPLETED, w.end_epoch)
             trainer.add_event_handler(
                 Events.ITERATION_COMPLETED, lambda: trainer.terminate() if w.stop_requested else None
             )
@@ -292,7 +292,7 @@ def skorch(cbs, clip=None, scaled=False, early=False, fails_at=None):
     class Told(NeuralNet):
         def get_loss(self, *args, **kwargs):
             loss = super().get_loss(*args, **kwargs)
-            return w.loss(loss) if w else loss
+            return w.report_loss(loss) if w else loss
 
     class Epochs(Callback):
         def on_grad_computed(self, net, **kwargs):
@@ -301,7 +301,7 @@ def skorch(cbs, clip=None, scaled=False, early=False, fails_at=None):
 
         def on_epoch_end(self, net, **kwargs):
             if w:
-                w.epoch()
+                w.end_epoch()
 
         def on_batch_end(self, net, **kwargs):
             if w and w.stop_requested:

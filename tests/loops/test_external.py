@@ -8,6 +8,7 @@ from torch import nn
 
 from hookcb import Callback, CancelFitException, GradientHealth, Learner, watch
 from hookcb.loops.external import ExternalLoop
+from hookcb.loops.stages import FIRST, TRANSITIONS, Move, Stage
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
 BATCHES = list(zip(X.split(6), Y.split(6), strict=True))
@@ -164,3 +165,113 @@ def test_a_stop_that_is_heeded_is_not_warned_of(heeds, monkeypatch):
     followed.close()
     assert followed.stop_requested
     assert len(caught) == (not heeds)
+
+
+OPTS = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2)]
+
+
+def make(loop, move, opt=OPTS[0]):
+    getattr(loop, move)(*[opt] * (move == Move.BEGIN_STEP))
+
+
+# the moves that lead to a stage, from IDLE
+TO_STAGE = {
+    Stage.IDLE: [],
+    Stage.FORWARD: [Move.BEGIN_BATCH],
+    Stage.BACKWARD: [Move.BEGIN_BATCH, Move.BEGIN_BACKWARD],
+    Stage.GRADIENTS: [Move.BEGIN_BATCH, Move.BEGIN_BACKWARD, Move.END_BACKWARD],
+    Stage.STEP: [Move.BEGIN_BATCH, Move.BEGIN_BACKWARD, Move.END_BACKWARD, Move.BEGIN_STEP],
+    Stage.BLIND_STEP: [Move.BEGIN_BATCH, Move.BEGIN_STEP],
+    Stage.BACKWARD_IN_STEP: [Move.BEGIN_BATCH, Move.BEGIN_STEP, Move.BEGIN_BACKWARD],
+}
+# what each move, in the order of Move, emits: b a batch, g a backward, s a step; capitals are their ends
+MOVES = [
+    Move.BEGIN_BATCH,
+    Move.BEGIN_BACKWARD,
+    Move.END_BACKWARD,
+    Move.BEGIN_STEP,
+    Move.END_STEP,
+    Move.END_BATCH,
+]
+EMITTED = {
+    Stage.IDLE: ["b", "", "", "bs", "", ""],
+    Stage.FORWARD: ["Bb", "g", "", "s", "", "B"],
+    Stage.BACKWARD: ["Bb", "", "G", "Gs", "", "B"],
+    Stage.GRADIENTS: ["Bb", "", "", "s", "", "B"],
+    Stage.STEP: ["SBb", "", "", "Ss", "S", "SB"],
+    Stage.BLIND_STEP: ["SBb", "g", "", "Ss", "S", "SB"],
+    Stage.BACKWARD_IN_STEP: ["SBb", "", "G", "SGs", "S", "SB"],
+}
+LETTERS = {"batch": "b", "backward": "g", "step": "s"}
+
+
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("move", list(Move))
+def test_each_move_has_an_outcome_at_each_stage(stage, move):
+    events = []
+
+    def note(side, letter):
+        return lambda cb: events.append(letter if side == "before" else letter.upper())
+
+    noting = {
+        f"{side}_{level}": note(side, x) for level, x in LETTERS.items() for side in ("before", "after")
+    }
+    loop = ExternalLoop(model := net(), Callback(name="noting", **noting))
+    for earlier in TO_STAGE[stage]:
+        make(loop, earlier)
+    assert loop.stage is stage
+    events.clear()
+    make(loop, move, OPTS[1])
+    assert "".join(events) == EMITTED[stage][list(Move).index(move)]
+    assert model is loop.model
+    loop.close()
+    assert loop.stage is Stage.IDLE
+
+
+def test_the_table_of_transitions_has_no_contradictions_and_no_endless_repairs():
+    assert not TRANSITIONS.keys() & FIRST.keys()
+    for (stage, _), first in FIRST.items():
+        assert (stage, first) in TRANSITIONS or (stage, first) in FIRST
+    assert {transition.stage for transition in TRANSITIONS.values()} == set(Stage)
+
+
+@pytest.mark.parametrize("when", ["first", "after the loss", "after the backward", "later", "after the end"])
+def test_the_loss_and_the_epoch_are_data_and_called_by_old_habit_they_name_the_method(when):
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt) as w:
+        assert w.loss is None
+        assert w.epoch == 0
+        for n, (x, y) in enumerate(BATCHES):
+            loss = loss_func(model(x), y)
+            if when == "after the loss":
+                w.report_loss(loss)
+                assert torch.equal(w.loss, loss)
+            if when == "after the backward":
+                loss.backward()
+                assert torch.equal(w.loss, loss.detach())
+            if when != "after the end" and (when != "later" or n):
+                with pytest.raises(TypeError, match=r"call \.report_loss\(loss\)"):
+                    w.loss(loss)
+                with pytest.raises(TypeError, match=r"call \.end_epoch\(\)"):
+                    w.epoch()
+            if when != "after the backward":
+                loss.backward()
+            opt.step()
+    with pytest.raises(TypeError, match=r"call \.report_loss\(loss\)"):
+        w.loss(loss=loss)
+    assert w.loss is None
+    assert w.epoch == 0
+    w.end_epoch()
+    assert w.epoch == 1
+
+
+def test_methods_of_the_loss_are_no_calls_of_it():
+    model, sums = net(), []
+
+    def add(cb):
+        sums.append([cb.loss.item(), cb.learn.loss.item(), float(cb.learn.loss), cb.learn.loss.sum().item()])
+
+    with watch(model, Callback(name="add", after_loss=add)):
+        loss_func(model(X), Y).backward()
+    assert len(sums) == len(set(sums[0])) == 1

@@ -73,7 +73,7 @@ def test_the_loss_is_what_backward_is_called_on(backward):
     losses, w = trained(backward)
     assert w.recorder.losses == losses
     assert w.facts.n_losses_found == 4
-    assert "4 losses found where their backward began, as backward was called on them" in w.coverage.notes
+    assert "4 losses found when backward was called on them" in w.coverage.notes
     assert "after_loss" not in w.coverage.missing
 
 
@@ -191,18 +191,18 @@ def test_gradients_of_something_else_are_no_loss():
         torch.autograd.grad(F.mse_loss(model(x), Y), x)
     assert w.recorder.losses == []
     assert w.facts.n_losses_unfound == 2
-    assert "tell it by w.loss(loss)" in w.coverage.missing["after_loss"]
+    assert "report it by w.report_loss(loss)" in w.coverage.missing["after_loss"]
 
 
 def test_a_loss_that_is_told_is_not_found_too():
     model = make_model()
     with watch(model, Recorder) as w:
         loss = F.mse_loss(model(X), Y)
-        told = w.loss(loss + 1)
+        told = w.report_loss(loss + 1)
         loss.backward()
     assert w.recorder.losses == [told.item()]
-    assert (w.facts.n_losses_told, w.facts.n_losses_found) == (1, 0)
-    assert "1 losses told" in w.coverage.notes
+    assert (w.facts.n_losses_reported, w.facts.n_losses_found) == (1, 0)
+    assert "1 losses reported" in w.coverage.notes
 
 
 def test_each_net_of_a_gan_has_losses_of_its_own():
@@ -287,7 +287,7 @@ def test_the_graph_of_the_loss_is_not_kept():
                 opt.step()
                 del loss, token
                 assert [of() for of in gone] == [None, None]
-            assert w.batch_loss is None
+            assert w.loss is None
     finally:
         gc.enable()
 
@@ -295,7 +295,7 @@ def test_the_graph_of_the_loss_is_not_kept():
 def test_events_are_in_the_order_of_the_contract():
     model, log = make_model(), []
     events = ["after_pred", "after_loss", "before_backward", "after_backward"]
-    notes = {event: lambda cb, event=event: log.append((event, cb.learn.batch_loss)) for event in events}
+    notes = {event: lambda cb, event=event: log.append((event, cb.learn.loss)) for event in events}
     with watch(model, Callback(**notes)):
         loss = F.mse_loss(model(X), Y)
         loss.backward()
@@ -352,7 +352,7 @@ def classify(head, told, watched=True):
     for x in data:
         loss = F.cross_entropy(net(x), x[:, :3].argmax(1))
         if told:
-            w.loss(loss)
+            w.report_loss(loss)
         loss.backward()
         opt.step()
         opt.zero_grad()

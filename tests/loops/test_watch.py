@@ -82,7 +82,7 @@ def step(model, opt, x=X, y=Y, w=None):
     opt.zero_grad()
     loss = F.mse_loss(model(x), y)
     if w is not None:
-        w.loss(loss)
+        w.report_loss(loss)
     loss.backward()
     opt.step()
 
@@ -111,7 +111,7 @@ def test_a_batch_ends_at_its_only_step():
 def test_losses_that_are_told():
     def loop(w, model, opt):
         step(model, opt, w=w)
-        assert w.loss(X.sum()) is not None
+        assert w.report_loss(X.sum()) is not None
 
     assert seen(loop) == "E(T((plbBsS))T)E"
 
@@ -119,17 +119,17 @@ def test_losses_that_are_told():
 def test_epochs_that_are_told():
     def loop(w, model, opt):
         for epoch in range(2):
-            assert w.epoch_index == epoch
+            assert w.epoch == epoch
             step(model, opt)
             step(model, opt)
             assert w.iter == 1
-            w.epoch()
+            w.end_epoch()
 
     assert seen(loop) == f"E(T({TRAINED}{TRAINED})T)E" * 2
 
 
 def test_an_epoch_of_nothing_is_no_error():
-    assert seen(lambda w, m, o: w.epoch()) == ""
+    assert seen(lambda w, m, o: w.end_epoch()) == ""
 
 
 def evaluate(model, x=X, grad=False):
@@ -145,7 +145,7 @@ def test_validation_between():
         for _ in range(2):
             step(model, opt)
             evaluate(model)
-            w.epoch()
+            w.end_epoch()
 
     assert seen(loop) == f"E(T({TRAINED})TV((p)(p))V)E" * 2
 
@@ -164,7 +164,7 @@ def test_validation_losses_are_told_too():
         step(model, opt)
         model.eval()
         with torch.no_grad():
-            w.loss(F.mse_loss(model(X), Y))
+            w.report_loss(F.mse_loss(model(X), Y))
 
     assert seen(loop) == f"E(T({TRAINED})TV((pl))V)E"
 
@@ -174,12 +174,12 @@ def test_validation_in_train_mode_is_left_out(mode):
     def loop(w, model, opt):
         step(model, opt)
         with mode():
-            w.loss(F.mse_loss(model(X), Y))
+            w.report_loss(F.mse_loss(model(X), Y))
             model(X)
         step(model, opt)
         assert w.facts.n_without_grad == 2
         assert w.facts.n_losses_outside == 1
-        assert "2 calls in train mode without gradients, left out" in w.coverage.notes
+        assert "2 calls in train mode without gradients, ignored" in w.coverage.notes
 
     assert seen(loop) == f"E(T({TRAINED}{TRAINED})T)E"
 
@@ -216,7 +216,9 @@ def test_training_in_eval_mode_is_known_from_the_first_step_on():
         step(model, opt)
         with torch.no_grad():
             model(X)
-        assert "batches in eval mode with gradients, told by a step to be training" in w.coverage.notes
+        assert (
+            "batches in eval mode with gradients, taken for training as a step followed" in w.coverage.notes
+        )
 
     assert seen(loop) == f"E(V((p))VT((sS){TRAINED})TV((p))V)E"
 
@@ -256,8 +258,8 @@ def test_two_backwards_of_one_forward():
 def test_two_losses_told_of_one_forward():
     def loop(w, model, opt):
         out = model(X)
-        w.loss(out.square().mean()).backward(retain_graph=True)
-        w.loss(out.abs().mean()).backward()
+        w.report_loss(out.square().mean()).backward(retain_graph=True)
+        w.report_loss(out.abs().mean()).backward()
         opt.step()
 
     assert seen(loop) == "E(T((plbBlsS))T)E"
@@ -667,10 +669,10 @@ def test_a_loss_begins_the_batch_where_parts_only_are_called():
     def loop(w, model, opt):
         for _ in range(2):
             for _ in range(2):
-                w.loss(model.head(model.encoder(X)).mean()).backward()
+                w.report_loss(model.head(model.encoder(X)).mean()).backward()
             opt.step()
         with torch.no_grad():
-            w.loss(model.head(model.encoder(X)).mean())
+            w.report_loss(model.head(model.encoder(X)).mean())
 
     assert seen(loop, model, opt) == "E(T((pplbB)(pplbBsS)(pplbB)(pplbBsS))TV((l))V)E"
 
@@ -680,8 +682,8 @@ def test_a_loss_told_after_the_step_is_left_out():
         loss = model(X).mean()
         loss.backward()
         opt.step()
-        w.loss(loss)
-        assert "1 losses told when no batch was open, left out" in w.coverage.notes
+        w.report_loss(loss)
+        assert "1 losses reported when no batch was open, ignored" in w.coverage.notes
 
     assert seen(loop) == f"E(T({TRAINED})T)E"
 
@@ -689,8 +691,8 @@ def test_a_loss_told_after_the_step_is_left_out():
 def test_a_loss_that_is_no_tensor_is_refused():
     def loop(w, model, opt):
         model(X)
-        with pytest.raises(TypeError, match=r"the loss is 3\.0"):
-            w.loss(3.0)
+        with pytest.raises(TypeError, match=r"loss must be a tensor, got 3\.0"):
+            w.report_loss(3.0)
 
     seen(loop)
 
@@ -802,12 +804,12 @@ def test_transforms_of_torch_func():
         params = {name: p.detach() for name, p in model.named_parameters()}
 
         def loss(params, x, y):
-            return w.loss(F.mse_loss(torch.func.functional_call(model, params, (x,)), y))
+            return w.report_loss(F.mse_loss(torch.func.functional_call(model, params, (x,)), y))
 
         grads = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(params, X, Y)
         for name, p in model.named_parameters():
             p.grad = grads[name].mean(0)
-        for x in (w.x, w.pred, w.batch_loss):  # else it would be of no use when the transform is over
+        for x in (w.x, w.pred, w.loss):  # else it would be of no use when the transform is over
             assert not torch._C._functorch.is_functorch_wrapped_tensor(x)
         opt.step()
 
@@ -882,7 +884,7 @@ def test_models_return_many_things(kind):
         get(model(X)).mean().backward()
         opt.step()
         if "b" not in expected:
-            assert "w.loss(loss)" in w.coverage.missing["before_backward"]
+            assert "w.report_loss(loss)" in w.coverage.missing["before_backward"]
 
     assert seen(loop, model, opt) == f"E(T(({expected}sS))T)E"
 
@@ -897,7 +899,7 @@ def test_a_model_that_returns_none():
 
     def loop(w, model, opt):
         model(X)
-        w.loss(model.out.mean()).backward()
+        w.report_loss(model.out.mean()).backward()
         opt.step()
 
     assert seen(loop, model, opt) == "E(T((plbBsS))T)E"
@@ -1006,7 +1008,7 @@ def test_the_whole_model_under_reentrant_checkpointing():
 def test_the_whole_model_under_reentrant_checkpointing_with_its_loss():
     def loop(w, model, opt):
         for _ in range(2):
-            w.loss(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).mean()).backward()
+            w.report_loss(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).mean()).backward()
             opt.step()
 
     assert seen(loop) == "E(T((lbBsS)(lbBsS))T)E"
@@ -1260,7 +1262,7 @@ def test_an_error_of_a_callback_reaches_the_loop_and_ends_the_watch(event):
     def loop():
         step(model, opt, w=w)
         evaluate(model)
-        w.epoch()
+        w.end_epoch()
 
     with pytest.raises(OSError, match="disk full") as caught:
         loop()
@@ -1297,7 +1299,7 @@ def test_an_error_in_a_backward_ends_the_with_block(event):
 @pytest.mark.parametrize(
     "event", ["before_epoch", "before_batch", "after_pred", "after_backward", "after_step"]
 )
-def test_cancels_go_unheard_with_one_warning_a_kind(level, event):
+def test_cancels_are_ignored_with_one_warning_a_kind(level, event):
     def cancels(cb):
         raise CANCELS[level]
 
@@ -1314,14 +1316,14 @@ def test_cancels_go_unheard_with_one_warning_a_kind(level, event):
     assert w.stop_requested == (level == "fit")
     assert "".join(log) == f"F(E(T({TRAINED * 2})T)E)F"
     assert len(caught) == 1
-    assert f"Callback('cancels').{event} asks to end the {level}" in str(caught[0].message)
+    assert f"Callback('cancels').{event} requested the end of the {level}" in str(caught[0].message)
 
 
 def test_a_cancelled_fit_before_it_begins_is_asked_for():
     def cancels(cb):
         raise CancelFitException
 
-    with pytest.warns(UserWarning, match="asks to end the fit"):
+    with pytest.warns(UserWarning, match="requested the end of the fit"):
         w = watch(make_model(), Callback(before_fit=cancels))
     assert w.stop_requested
     w.close()
@@ -1343,9 +1345,9 @@ def test_terminate_on_nan_asks_to_stop():
     with watch(model, opt, TerminateOnNaN) as w:
         step(model, opt, w=w)
         assert not w.stop_requested
-        with pytest.warns(UserWarning, match="loss is nan|asks to end") as caught:
+        with pytest.warns(UserWarning, match="loss is nan|requested the end") as caught:
             step(model, opt, y=Y * torch.nan, w=w)
-    assert len(caught) == 2  # its own, and that it goes unheard
+    assert len(caught) == 2  # its own, and that it is ignored
     assert w.stop_requested
     assert w.terminate_on_nan.reason == "loss is nan at epoch 0, batch 1"
 
@@ -1359,9 +1361,9 @@ def test_early_stopping_asks_to_stop(monitor):
         step(model, opt, w=w)
         model.eval()
         with torch.no_grad():
-            w.loss(F.mse_loss(model(X), Y))
+            w.report_loss(F.mse_loss(model(X), Y))
         model.train()
-        w.epoch()
+        w.end_epoch()
 
     with watch(model, opt, Recorder(), EarlyStopping(monitor, patience=2)) as w:
         epoch(w)
@@ -1454,7 +1456,7 @@ def test_progress_and_recorder_show_epochs_that_are_told(capsys):
     with watch(model, opt, Recorder, Progress) as w:
         for _ in range(2):
             step(model, opt, w=w)
-            w.epoch()
+            w.end_epoch()
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert rows == ["epoch", "0", "1"]
     assert [row["epoch"] for row in w.recorder.rows] == [0, 1]
@@ -1466,7 +1468,7 @@ def test_step_timer_times_the_steps_of_a_loop():
     with watch(model, opt, StepTimer) as w:
         for _ in range(3):
             step(model, opt)
-        w.epoch()
+        w.end_epoch()
         step(model, opt)
     times = w.step_timer.times
     assert [row.epoch for row in times] == [0, 0, 0, 1]

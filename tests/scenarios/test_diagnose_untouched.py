@@ -123,7 +123,7 @@ def train(model, batches=None, with_watch=False, make_opt=None, loss_func=loss_o
                 opt.zero_grad()
             loss = loss_func(model(x), y)
             if with_watch:
-                w.loss(loss)
+                w.report_loss(loss)
             loss.backward()
             opt.step()
             losses.append(loss.detach().clone())
@@ -312,7 +312,7 @@ def test_a_scaler_in_a_watched_loop_is_to_the_bit_as_without():
                 with torch.autocast("cpu", torch.float16):
                     loss = F.mse_loss(model(x), y)
                 if followed:
-                    w.loss(loss)
+                    w.report_loss(loss)
                 scaler.scale(loss).backward()
                 scaler.unscale_(opt)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -410,7 +410,7 @@ def test_gradients_and_graphs_that_the_loop_keeps_are_its_own():
             x.requires_grad_()
             pred = model(x)
             loss = F.mse_loss(pred, y)
-            w.loss(loss)
+            w.report_loss(loss)
             loss.backward(retain_graph=True)
             again = torch.autograd.grad(loss, [x])[0]
             assert torch.equal(x.grad, again)  # the second pass goes through the same graph
@@ -581,7 +581,7 @@ def test_a_model_may_return_whatever_it_likes(name):
         for x, _ in batches:
             model(x)
             loss = loss_func(None, None)
-            w.loss(loss)
+            w.report_loss(loss)
             loss.backward()
             opt.step()
             opt.zero_grad()
@@ -689,7 +689,7 @@ def test_no_tensor_of_a_batch_lives_on_in_a_watched_loop():
             opt.zero_grad()
             loss = F.mse_loss(model(x), y)
             seen.note(k, loss)
-            w.loss(loss)
+            w.report_loss(loss)
             loss.backward()
             opt.step()
             assert seen.alive(before=k) == []
@@ -768,7 +768,7 @@ def test_memory_does_not_grow_with_the_batches():
         for k, (x, y) in enumerate(make_batches(2) * 100):
             opt.zero_grad()
             loss = F.mse_loss(model(x), y)
-            w.loss(loss)
+            w.report_loss(loss)
             loss.backward()
             opt.step()
             if k in (99, 199):

@@ -97,7 +97,7 @@ def test_a_watch_sees_the_softmax_of_a_compiled_model():
     compiled, opt = compiled_outside(model), torch.optim.SGD(model.parameters(), lr=0.01)
     with watch(compiled, opt, Diagnose(show=False)) as w:
         for x, y in batches():
-            loss = w.loss(F.cross_entropy(compiled(x), y))
+            loss = w.report_loss(F.cross_entropy(compiled(x), y))
             opt.zero_grad()
             loss.backward()
             opt.step()

@@ -373,7 +373,7 @@ def test_a_watch_of_the_module_that_replicas_are_made_of_says_that_it_saw_no_cal
     with watch(parallel.module, opt) as w:
         step(parallel, opt)
     assert "other threads" in w.coverage.missing["after_pred"]
-    assert "2 calls or steps in other threads, left out" in w.coverage.notes
+    assert "2 calls or steps in other threads, ignored" in w.coverage.notes
 
 
 def test_a_data_parallel_on_one_device_is_the_model_inside():

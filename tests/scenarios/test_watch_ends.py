@@ -70,7 +70,7 @@ def train(model, opt, w=None, n=2):
         opt.zero_grad()
         loss = F.mse_loss(model(x), y)
         if w is not None:
-            w.loss(loss)
+            w.report_loss(loss)
         loss.backward()
         opt.step()
 
@@ -80,7 +80,7 @@ def evaluate(model, w=None):
     with torch.no_grad():
         loss = F.mse_loss(model(X), Y)
         if w is not None:
-            w.loss(loss)
+            w.report_loss(loss)
     model.train()
 
 
@@ -117,12 +117,12 @@ def test_callbacks_leave_nothing_behind(kind):
     with watch(model, opt, make(kind)) as w:
         train(model, opt, w)
         evaluate(model, w)
-        w.epoch()
+        w.end_epoch()
     assert is_off(model)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     w.close()  # a second time does nothing
     train(model, opt)
-    assert w.epoch_index == 1
+    assert w.epoch == 1
 
 
 @pytest.mark.parametrize("kind", FOLLOWS)
@@ -299,7 +299,7 @@ def test_a_watch_that_has_ended_hears_nothing():
         train(model, opt, w)
     n = dict(w.seen)
     train(model, opt, w)
-    w.epoch()
+    w.end_epoch()
     assert w.seen == n
     assert len(w.recorder.losses) == 2
 
@@ -327,7 +327,7 @@ def loop_of(name, model, opt, w):
     if name in ("validates", "both"):
         evaluate(model, w if name == "both" else None)
     if name == "both":
-        w.epoch()
+        w.end_epoch()
     if name == "without gradients":
         with torch.no_grad():
             model(X)
@@ -346,20 +346,20 @@ MISSING = {
     "trains": {
         "before_validate": "not called in eval mode",
         "after_validate": "not called in eval mode",
-        "after_train": "has not come to its end",
-        "after_epoch": "has not come to its end",
+        "after_train": "has not ended yet",
+        "after_epoch": "has not ended yet",
     },
     "validates": {
         "before_train": "eval mode only",
         "after_train": "eval mode only",
-        "after_batch": "has not come to its end",
-        "after_loss": "tell it by w.loss(loss)",
+        "after_batch": "has not ended yet",
+        "after_loss": "report it by w.report_loss(loss)",
         "before_backward": "eval mode only",
         "after_backward": "eval mode only",
         "before_step": "eval mode only",
         "after_step": "eval mode only",
-        "after_validate": "has not come to its end",
-        "after_epoch": "has not come to its end",
+        "after_validate": "has not ended yet",
+        "after_epoch": "has not ended yet",
     },
     "nothing": dict.fromkeys(
         [e.value for e in Event if not e.endswith(("_fit", "_validate")) and "cancel" not in e],
@@ -372,35 +372,35 @@ MISSING = {
     )
     | dict.fromkeys(["before_validate", "after_validate"], "not called in eval mode"),
     "forward only": {
-        "after_loss": "tell it by w.loss(loss)",
+        "after_loss": "report it by w.report_loss(loss)",
         "before_backward": "no gradient came",
         "after_backward": "no gradient came",
         "before_step": "no optimizer of the model made a step",
         "after_step": "no optimizer of the model made a step",
-        "after_batch": "has not come to its end",
-        "after_train": "has not come to its end",
+        "after_batch": "has not ended yet",
+        "after_train": "has not ended yet",
         "before_validate": "not called in eval mode",
         "after_validate": "not called in eval mode",
-        "after_epoch": "has not come to its end",
+        "after_epoch": "has not ended yet",
     },
     "steps only": {
         "after_pred": "the model itself was not called",
-        "after_loss": "tell it by w.loss(loss)",
+        "after_loss": "report it by w.report_loss(loss)",
         "before_backward": "no gradient came",
         "after_backward": "no gradient came",
-        "after_train": "has not come to its end",
+        "after_train": "has not ended yet",
         "before_validate": "not called in eval mode",
         "after_validate": "not called in eval mode",
-        "after_epoch": "has not come to its end",
+        "after_epoch": "has not ended yet",
     },
     "no steps": {
         "before_step": "no optimizer of the model made a step",
         "after_step": "no optimizer of the model made a step",
-        "after_batch": "has not come to its end",
-        "after_train": "has not come to its end",
+        "after_batch": "has not ended yet",
+        "after_train": "has not ended yet",
         "before_validate": "not called in eval mode",
         "after_validate": "not called in eval mode",
-        "after_epoch": "has not come to its end",
+        "after_epoch": "has not ended yet",
     },
 }
 
@@ -428,9 +428,9 @@ def test_coverage_tells_of_epochs():
     model, opt = make_pair()
     with watch(model, opt) as w:
         train(model, opt)
-        assert any("call w.epoch()" in note for note in w.coverage.notes)
-        w.epoch()
-        assert not any("call w.epoch()" in note for note in w.coverage.notes)
+        assert any("call w.end_epoch()" in note for note in w.coverage.notes)
+        w.end_epoch()
+        assert not any("call w.end_epoch()" in note for note in w.coverage.notes)
 
 
 def test_callbacks_that_write_files_and_lines_are_closed_when_the_model_dies(capsys):

@@ -55,7 +55,7 @@ def trained(batches, *cbs, own=lambda step: None):
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     with watch(model, opt, *cbs) as w:
         for step, (x, y) in enumerate(batches):
-            w.loss(F.mse_loss(model(x), y)).backward()
+            w.report_loss(F.mse_loss(model(x), y)).backward()
             opt.step()
             opt.zero_grad()
             own(step)
@@ -128,7 +128,7 @@ def test_a_validation_between_epochs_is_no_waiting(clock):
     with watch(model, opt, Diagnose(show=False)) as w:
         for _ in range(3):
             for x, y in loader(clock, 20, sleeps=0):
-                w.loss(F.mse_loss(model(x), y)).backward()
+                w.report_loss(F.mse_loss(model(x), y)).backward()
                 opt.step()
                 opt.zero_grad()
             model.eval()
@@ -145,7 +145,7 @@ def test_a_loader_is_seen_in_a_loop_that_accumulates(clock):
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     with watch(model, opt, Diagnose(show=False)) as w:
         for step, (x, y) in enumerate(loader(clock, 40)):
-            w.loss(F.mse_loss(model(x), y)).backward()
+            w.report_loss(F.mse_loss(model(x), y)).backward()
             if step % 4 == 3:
                 opt.step()
                 opt.zero_grad()

@@ -150,7 +150,7 @@ def train_by_hand(model, opt, train, valid, how, w=None):
             with how.context():
                 loss = F.cross_entropy(model(x), y)
             if w is not None:
-                w.loss(loss)
+                w.report_loss(loss)
             if how.n > 1:  # batches weigh by their size, as the callback has it
                 guess = how.n * sizes[i - i % how.n]
                 loss = loss * (len(y) / guess) if len(y) != guess else loss
@@ -166,9 +166,9 @@ def train_by_hand(model, opt, train, valid, how, w=None):
             for x, y in valid:
                 loss = F.cross_entropy(model(x), y)
                 if w is not None:
-                    w.loss(loss)
+                    w.report_loss(loss)
         if w is not None:
-            w.epoch()
+            w.end_epoch()
 
 
 def by_hand(kind, how, cbs, find_opt=False):
@@ -254,7 +254,7 @@ def test_results_are_read_while_the_watch_runs():
     read = []
     with watch(model, opt, *readers()) as w:
         for x, y in batches_for("mlp"):
-            w.loss(F.cross_entropy(model(x), y)).backward()
+            w.report_loss(F.cross_entropy(model(x), y)).backward()
             opt.step()
             opt.zero_grad()
             stats, grads = w.activation_stats.stats, w.gradient_health.stats
@@ -275,7 +275,7 @@ def test_a_recorder_of_losses_that_cannot_be_found_is_empty():
             out.backward(torch.ones_like(out))
             opt.step()
     assert w.recorder.losses == []
-    assert "w.loss(loss)" in w.coverage.missing["after_loss"]
+    assert "w.report_loss(loss)" in w.coverage.missing["after_loss"]
 
 
 def test_a_recorder_that_does_not_know_the_optimizer_yet_has_no_rate():
@@ -283,7 +283,7 @@ def test_a_recorder_that_does_not_know_the_optimizer_yet_has_no_rate():
     opt = torch.optim.Adam(model.parameters(), lr=0.01)
     with watch(model, Recorder()) as w:
         for x, y in batches_for("mlp"):
-            w.loss(F.cross_entropy(model(x), y)).backward()
+            w.report_loss(F.cross_entropy(model(x), y)).backward()
             opt.step()
     assert math.isnan(w.recorder.lrs[0])
     assert w.recorder.lrs[1:] == [0.01] * 3

@@ -29,7 +29,7 @@ class ExternalBatch:
     def __init__(self, loop: Any) -> None:
         self.model: nn.Module = loop.model
         self.xb, self.yb, self.pred = loop.xb, (), loop.pred
-        self.epoch, self.iter = loop.epoch_index, loop.iter
+        self.epoch, self.iter = loop.epoch, loop.iter
 
     def predict(self) -> Any:
         """The model's output."""

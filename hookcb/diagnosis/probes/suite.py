@@ -165,7 +165,7 @@ class Probes:
             self._read_graph(loop, node)
         self.retained.mark_graph(node, loop.train_iter)
         self._has_labels = self._has_labels or len(loop.yb) > 0
-        self._last_loss = number = detached_scalar(loop.batch_loss)
+        self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)

@@ -1,5 +1,7 @@
 """Resume: continues a fit from a checkpoint."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +16,7 @@ from hookcb.training.checkpoint.state import FORMAT, KEYS, check_fits, checkpoin
 from hookcb.training.progress import Progress
 
 LATEST = "latest"
+RESTORED_AT = {"epoch": "epoch", "validate": "phase", "train": "batch"}  # level of the loop, by saved phase
 
 
 class Resume:
@@ -29,7 +32,7 @@ class Resume:
     """
 
     def __init__(self, file: Path, state: dict[str, Any], learn: TrainingState) -> None:
-        self.file, self._state = file, state
+        self.file, self._state, self._is_restored = file, state, False
         try:
             check_fits(self._state, learn)
         except ValueError as error:
@@ -91,12 +94,28 @@ class Resume:
             raise ValueError(f"no checkpoint in {folder} is intact: {'; '.join(broken)}")
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
 
-    def restore(self, learn: TrainingState) -> "enumerate[Any] | None":
-        """Restores everything; in the middle of a training, returns the remaining batches, else None."""
-        return restore(learn, self._state)
+    def remaining(self, learn: TrainingState, level: str, items: Iterable[Any]) -> Iterable[Any]:
+        """Epochs of a fit, phases of an epoch, or batches of a phase that are still to do.
 
-    def tell(self, learn: TrainingState) -> None:
-        """Shows in the learner's `Progress` what is resumed; warns if nothing is left to train."""
+        The state is restored when the loop arrives where the checkpoint was written.
+        """
+        if self._is_restored:
+            return items
+        if level == "epoch":
+            learn.epoch, learn.train_iter = self.epoch, self.train_iter
+            self._announce(learn)
+            items = range(self.epoch, learn.n_epoch)
+        elif level == "phase" and self.phase == "validate":
+            items = list(items)[1:]
+        if level != RESTORED_AT[self.phase] or (level == "batch" and not learn.training):
+            return items
+        self._is_restored = True
+        batches = restore(learn, self._state)
+        self._state = {}  # would keep all tensors of the checkpoint alive
+        return items if batches is None else batches
+
+    def _announce(self, learn: TrainingState) -> None:
+        """Shows what is resumed, as the learner's `Progress` does; warns if nothing is left to train."""
         if self.phase == "epoch" and self.epoch >= learn.n_epoch:
             warn(
                 f"nothing left to train: {self.file} is of {self._place(learn.n_epoch)}; to train longer, "
@@ -137,6 +156,14 @@ class Resume:
                 "them, the fit does not continue as it would have",
                 stacklevel=2,
             )
+
+
+def resumed(
+    resume: "str | Path | None", learn: TrainingState
+) -> Callable[[str, Iterable[Any]], Iterable[Any]] | None:
+    """`Resume.remaining` of what `Learner.fit(resume=…)` was given; None to begin anew. See `Resume.find`."""
+    found = Resume.find(resume, learn)
+    return None if found is None else partial(found.remaining, learn)
 
 
 def validated_weights(state: Any) -> dict[str, Any] | None:

@@ -320,7 +320,7 @@ def test_a_watch_records_what_a_learner_records():
     recorder, (model, opt) = RuleRecorder(), make()
     with watch(model, opt, recorder) as w:
         for x, y in batches():
-            w.loss(nn.functional.cross_entropy(model(x), y)).backward()
+            w.report_loss(nn.functional.cross_entropy(model(x), y)).backward()
             opt.step()
             opt.zero_grad()
     seen, learned = recorder.recorded, by_learner()

@@ -1,0 +1,65 @@
+"""Stages of a batch in an external loop, and the transitions between them."""
+
+from enum import Enum, StrEnum, auto
+from itertools import product
+from typing import NamedTuple
+
+
+class Stage(Enum):
+    """What is in progress in the loop."""
+
+    IDLE = auto()  # no batch is open
+    FORWARD = auto()  # a batch is open, its backward has not begun
+    BACKWARD = auto()
+    GRADIENTS = auto()  # the backward is over
+    STEP = auto()  # of an optimizer
+    BLIND_STEP = auto()  # a step whose backward was not seen; a closure may still run it
+    BACKWARD_IN_STEP = auto()
+
+
+class Move(StrEnum):
+    """What the loop does next; each value is the method of `ExternalLoop` that reports it."""
+
+    BEGIN_BATCH = auto()
+    BEGIN_BACKWARD = auto()
+    END_BACKWARD = auto()
+    BEGIN_STEP = auto()
+    END_STEP = auto()
+    END_BATCH = auto()
+
+
+class Transition(NamedTuple):
+    """Where a legal move leads, and the event it emits."""
+
+    stage: Stage
+    event: str
+
+
+OUTSIDE_STEP = (Stage.FORWARD, Stage.BACKWARD, Stage.GRADIENTS)
+IN_STEP = (Stage.STEP, Stage.BLIND_STEP, Stage.BACKWARD_IN_STEP)
+BEFORE_BACKWARD = (Stage.FORWARD, Stage.BLIND_STEP)
+IN_BACKWARD = (Stage.BACKWARD, Stage.BACKWARD_IN_STEP)
+AFTER_BACKWARD = (Stage.GRADIENTS, Stage.STEP)
+
+TRANSITIONS = {
+    (Stage.IDLE, Move.BEGIN_BATCH): Transition(Stage.FORWARD, "before_batch"),
+    (Stage.FORWARD, Move.BEGIN_BACKWARD): Transition(Stage.BACKWARD, "before_backward"),
+    (Stage.BACKWARD, Move.END_BACKWARD): Transition(Stage.GRADIENTS, "after_backward"),
+    (Stage.GRADIENTS, Move.BEGIN_STEP): Transition(Stage.STEP, "before_step"),
+    (Stage.STEP, Move.END_STEP): Transition(Stage.GRADIENTS, "after_step"),  # there may be more optimizers
+    (Stage.FORWARD, Move.BEGIN_STEP): Transition(Stage.BLIND_STEP, "before_step"),
+    (Stage.BLIND_STEP, Move.END_STEP): Transition(Stage.FORWARD, "after_step"),
+    (Stage.BLIND_STEP, Move.BEGIN_BACKWARD): Transition(Stage.BACKWARD_IN_STEP, "before_backward"),
+    (Stage.BACKWARD_IN_STEP, Move.END_BACKWARD): Transition(Stage.STEP, "after_backward"),
+    (Stage.BACKWARD_IN_STEP, Move.END_STEP): Transition(Stage.BACKWARD, "after_step"),
+    **{(stage, Move.END_BATCH): Transition(Stage.IDLE, "after_batch") for stage in OUTSIDE_STEP},
+}
+
+# moves that are illegal until another one is made, which closes or opens what is missing;
+# all other moves that are not in TRANSITIONS are ignored
+FIRST = {
+    **{(stage, Move.BEGIN_BATCH): Move.END_BATCH for stage in OUTSIDE_STEP + IN_STEP},
+    **{move: Move.END_STEP for move in product(IN_STEP, (Move.BEGIN_STEP, Move.END_BATCH))},
+    (Stage.IDLE, Move.BEGIN_STEP): Move.BEGIN_BATCH,  # its forward was not seen
+    (Stage.BACKWARD, Move.BEGIN_STEP): Move.END_BACKWARD,
+}

@@ -1,0 +1,65 @@
+"""What a type checker says of reading callbacks from a loop."""
+
+import re
+
+import pytest
+
+from hookcb import ActivationStats, Callback, GradientHealth, Learner, synth_learner
+
+SCRIPT = """
+import torch
+from hookcb import ActivationStats, Callback, GradientHealth, Learner, watch
+
+learn = Learner([torch.zeros(2, 1)], torch.nn.Linear(1, 1), cbs=[ActivationStats(), GradientHealth()])
+names: list[str] = learn.get(ActivationStats).names
+losses = learn.recorder.losses
+with watch(learn.model, None, ActivationStats) as w:
+    w.activation_stats.report()
+    w.gradient_health.report()
+    w.report_loss(torch.zeros(()))
+    w.end_epoch()
+
+class Mine(Callback):
+    def after_batch(self) -> None:
+        self.learn.get(GradientHealth).report()
+        self.learn.row["seen"] = float(len(self.learn.cbs))
+        if self.learn.is_nested:
+            self.learn.add_cbs(GradientHealth())
+
+learn.get(Mine).order = 3
+learn.fti(1)  # error
+learn.activation_statz  # error
+learn.get(ActivationStats).sereis  # error
+w.end_epohc()  # error
+
+class Wrong(Callback):
+    def after_batch(self) -> None:
+        self.learn.accumulatin = True  # error
+        self.learn.fti(1)  # error
+"""
+
+
+@pytest.mark.slow
+def test_right_uses_type_check_and_misspelled_ones_are_errors(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    out, _, _ = api.run(
+        ["--strict", "--cache-dir", str(tmp_path / "cache"), "--follow-imports=silent", str(file)]
+    )
+    wrong = [i for i, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# error")]
+    assert [int(n) for n in re.findall(r"script\.py:(\d+): error", out)] == wrong, out
+
+
+def test_a_callback_is_found_by_its_class():
+    learn = synth_learner(cbs=[ActivationStats(), Callback(name="one"), Callback(name="two")])
+    assert learn.get(ActivationStats) is learn.activation_stats
+    assert learn.get(Callback, "two") is learn.two
+    with pytest.raises(LookupError, match="several Callback are attached; give name=, one of"):
+        learn.get(Callback)
+    with pytest.raises(LookupError, match=r"no Callback named 'on' .* did you mean Callback as 'one'"):
+        learn.get(Callback, "on")
+    with pytest.raises(LookupError, match="no GradientHealth is attached; attached are: Act"):
+        learn.get(GradientHealth)
+    with pytest.raises(LookupError, match="attached are: "):
+        Learner([1], learn.model, lambda pred: pred).get(GradientHealth)
