@@ -91,6 +91,7 @@ class Param:
         never_alive: share of those that had none at all.
         has_moved: whether any of 1,024 elements is at the end another than at the beginning.
         n_without: in how many steps looked at it required a gradient and had none.
+        first_bad: first step with a NaN or infinite gradient, also if its record was dropped; None if unknown.
         optimizer: index of the one that has it, None where none is known.
     """
 
@@ -113,6 +114,7 @@ class Param:
     never_alive: float = math.nan
     dead_since: int | None = None
     n_without: int = 0
+    first_bad: int | None = None
     has_moved: bool = True
     optimizer: int | None = None
 
@@ -184,6 +186,7 @@ class Evidence:
         stepped: by record of a step the index of the optimizer that made it, where that is known.
         observed: what there was to look at: "inputs", "labels", "loss", "attention", "backward", "steps" …
         is_by_hand: whether the loop moves its weights without an optimizer.
+        is_one_backward: whether it is from one backward, without a training.
         n_skipped: number of steps that a GradScaler has left out, of `n_steps`.
         sightings: what was seen as it happened.
         silent: layers with a hook that was never called, with the likely reason.
@@ -216,6 +219,7 @@ class Evidence:
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0
     is_by_hand: bool = False
+    is_one_backward: bool = False
     n_skipped: int = 0
     sightings: list[Observation] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)

@@ -8,11 +8,12 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.activations.readings import ActivationReadings
 from hookcb.core.callback import Callback
 from hookcb.gradients.callback import GradientHealth
-from hookcb.gradients.readings import GradientReadings
+from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
 from hookcb.loggers.base import Histogram
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.records.readings import LayerReadings
+from hookcb.records.records import LayerRecords
 
 # what names begin with, by the name of the callback; of another name they begin with that
 PREFIXES = {"activation_stats": "activations", "gradient_health": "gradients", "step_timer": "time"}
@@ -43,7 +44,7 @@ class Newest:
             if isinstance(cb, ActivationStats):
                 yield from self._of_layers(prefix, cb)
             elif isinstance(cb, GradientHealth):
-                for reading in self._of_layers(prefix, cb):
+                for reading in self._of_layers(prefix, cb.records):
                     steps = {f"{prefix}/step/{stat}": cb.step_series(stat)[-1] for stat in STEP_STATS}
                     yield reading._replace(values=reading.values | steps)
                 if cb.output_stats is not None:
@@ -51,7 +52,7 @@ class Newest:
             elif isinstance(cb, StepTimer):
                 yield from self._of_times(prefix, cb)
 
-    def _of_layers(self, prefix: str, readings: LayerReadings) -> Iterator[Reading]:
+    def _of_layers(self, prefix: str, readings: LayerReadings | LayerRecords) -> Iterator[Reading]:
         store = readings.store_of("train")
         if not store.infos or self._seen.get(prefix) == store.infos[-1].record:
             return
@@ -63,7 +64,7 @@ class Newest:
             if all(x != x for x in numbers):
                 continue  # it was not called
             stats = dict(zip(readings.columns, numbers, strict=False))
-            if isinstance(readings, GradientReadings) and readings.about[name][1] < 2:
+            if isinstance(readings, GradientRecords) and readings.about[name][1] < 2:
                 del stats["zero_rows"]  # which it has none of
             reading.values.update({f"{prefix}/{name}/{stat}": x for stat, x in stats.items()})
             if isinstance(readings, ActivationReadings) and readings.with_hist:

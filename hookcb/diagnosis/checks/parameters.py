@@ -1,11 +1,13 @@
 """Exact checks of parameters: who gets no gradient, and who is never updated."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Evidence, Param
+from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import records_needed
+from hookcb.diagnosis.verdict import Finding
 
 MANY, VISIBLE = 20, 1e-6  # steps, and an update ratio
 FEW = 5  # steps that a parameter must have been without gradient
@@ -15,16 +17,20 @@ FEW = 5  # steps that a parameter must have been without gradient
 def unreachable(evidence: Evidence) -> Iterator[Result]:
     """A layer that was called in the forward, and to which no gradient has ever come.
 
-    Formula: `requires_grad`, and `.grad` None in at least five steps looked at. Parameters that are frozen,
-    that had a gradient at some step, and those of layers that were not called, are left out.
+    Formula: `requires_grad`, and `.grad` None in at least five steps looked at, or after one backward if
+    there is no training. Parameters that are frozen, that had a gradient at some step, and those of layers
+    that were not called, are left out. A warning if the calls of layers were not recorded.
     """
-    steps = evidence.steps.get("total_norm")
-    if steps is None or len(steps) < FEW:
-        yield Skipped(f"fewer than {FEW} steps were looked at")
+    steps, needed = evidence.steps.get("total_norm"), records_needed(evidence)
+    if steps is None or len(steps) < needed:
+        yield Skipped(f"fewer than {needed} steps were looked at")
         return
-    ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= FEW]
+    ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= needed]
     without = [p for p in ungraded if p.layer in evidence.layers]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
+    if unknown and not evidence.layers:
+        yield _without_gradient(unknown, steps)
+        return
     if not without and unknown:
         yield Skipped(f"{unknown[0].name} had no gradient, and whether its layer is used was not seen")
         return
@@ -49,6 +55,24 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
         next_steps=(
             f"look at what happens to the output of {last.layer or 'the model'} on its way to the loss",
         ),
+    )
+
+
+def _without_gradient(params: Sequence[Param], steps: Series) -> Finding:
+    """Parameters of layers that are not known to be called."""
+    first, names, n = params[0], [p.name for p in params], len(steps)
+    looks = "one backward" if n == 1 else f"{n} steps"
+    others = f" or {join_names(names[1:], 3)}" if len(names) > 1 else ""
+    return finding(
+        "param.unreachable",
+        "warning",
+        at=first,
+        when=steps,
+        value=float(len(params)),
+        limit=0.0,
+        message=f"No gradient has come in {looks} to {first.name}{others}; the loss may not depend on it.",
+        causes=("a layer that is not used in the forward, or whose output does not reach the loss",),
+        next_steps=(f"Check that the forward uses {first.layer or first.name}, or freeze it",),
     )
 
 
