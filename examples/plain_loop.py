@@ -23,5 +23,5 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
 print(w.activation_stats.report())
 verdict = w.diagnose()
 print(verdict)
-print(w.gradient_health.report(verdict))
+print(w.gradient_health.report(verdict=verdict))
 print(str(w.coverage))  # what was seen, and what not, with the reason

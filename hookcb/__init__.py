@@ -7,6 +7,7 @@ with random_kept():  # rich draws a number when it is imported
     import rich.console  # noqa: F401
 
 from hookcb.activations.callback import ActivationStats
+from hookcb.activations.records import ActivationRecords
 from hookcb.core.callback import Callback
 from hookcb.core.events import (
     CancelBackwardException,
@@ -76,6 +77,7 @@ from hookcb.loops.watch import Watch, watch
 
 __all__ = [
     "EMA",
+    "ActivationRecords",
     "ActivationStats",
     "CSVLogger",
     "Callback",

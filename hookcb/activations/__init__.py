@@ -1,1 +1,1 @@
-"""ActivationStats: statistics of what each layer puts out."""
+"""ActivationStats: statistics of each layer's output."""

@@ -4,15 +4,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookcb.activations.readings import ActivationReadings
-from hookcb.activations.stats import Sample, has_stats, kind_of, take
+from hookcb.activations.records import ActivationRecords
+from hookcb.activations.stats import Sample
 from hookcb.core.batch import parts
 from hookcb.hooks.callback import HookCallback
-from hookcb.hooks.hook import detached
+from hookcb.records.forward import forwarded, forwarded_property
+from hookcb.records.store import StatStore
+
+NOT_TAKEN = ("hook", "cpu", "gather", "modify")  # options of `HookCallback` that have no use here
 
 
-class ActivationStats(HookCallback, ActivationReadings):
-    """Records statistics of each layer's output: shows the dead, saturated, collapsing and exploding ones.
+class ActivationStats(HookCallback):
+    """Records statistics of each layer's output: shows dead, saturated, collapsing and exploding layers.
 
     Inside the hook a small output is copied and a large one reduced, on its device; the rest is done after
     the batch, for several batches together. No activation is kept and no batch waits for a GPU. A cancelled
@@ -21,23 +24,26 @@ class ActivationStats(HookCallback, ActivationReadings):
     Args:
         with_hist: record histograms too.
         eps: magnitude up to which an element counts as near zero, in the output's unit.
-        bins: of the histograms.
-        hist_range: of the histograms of all layers; by default each layer's own, of the first recorded batch
-            and half as much again on both sides.
-        sample: `"auto"` looks at every element for mean, std, min, max, abs_max and nonfinite, and for shares
-            and histogram at every one up to 65,536, above that at 4,096 (standard error of a share ≤ 0.8 %).
-            An int looks at so many elements at most, for all; None at every one for all, for which large
+        bins: number of histogram bins.
+        hist_range: range of the histograms of all layers; by default each layer has its own, that of the
+            first recorded batch extended by half on both sides.
+        sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
+            and histogram every one up to 65,536, above that 4,096 (standard error of a share ≤ 0.8 %).
+            An int uses that many elements at most, for all; None uses every one for all, for which large
             outputs are copied until the batch ends.
-        keep: number of records that stay; of more every second, fourth … is kept, and the newest.
+        keep: maximum number of records; of more every second, fourth … is kept, and the newest.
         append: a new fit continues the records of the last.
         on_valid: record validation batches too, in `valid_stats`.
-        **options: the arguments of `HookCallback`, `modules`, `every` and `include_paramless` among them.
+        name: see `Callback`.
+        **options: arguments of `HookCallback`, such as `modules`, `every` and `include_paramless`, but not
+            `hook`, `cpu`, `gather` and `modify`.
 
     Attributes:
+        records: what was recorded, an `ActivationRecords`; its methods are also methods of this callback.
         stats: `stats[record][layer]` is a dict of `mean`, `std` (unbiased), `min`, `max`, `abs_max` (of
-            finite elements), `near_zero`, `zeros` (shares, 0..1) and `nonfinite` (number); NaN where a layer
+            finite elements), `near_zero`, `zeros` (shares, 0..1) and `nonfinite` (number); NaN if a layer
             was not called.
-        names: of the layers, in the order of their first record. Tensors inside an output are named by their
+        names: layer names, in the order of their first record. Tensors inside an output are named by their
             path, `lstm[0]`; calls of a layer called several times in a batch by number, `fc#0`, `fc#1`.
 
     >>> from hookcb import ActivationStats, synth_learner
@@ -49,6 +55,24 @@ class ActivationStats(HookCallback, ActivationReadings):
     >>> len(learn.activation_stats.stats), learn.activation_stats.stats[0]["1"]["min"]
     (10, 0.0)
     """
+
+    columns = ActivationRecords.columns
+    load = staticmethod(ActivationRecords.load)
+    names = forwarded_property(ActivationRecords.names)
+    stats = forwarded_property(ActivationRecords.stats)
+    valid_stats = forwarded_property(ActivationRecords.valid_stats)
+    series = forwarded(ActivationRecords.series)
+    table = forwarded(ActivationRecords.table)
+    steps = forwarded(ActivationRecords.steps)
+    layer_stats = forwarded(ActivationRecords.layer_stats)
+    hist = forwarded(ActivationRecords.hist)
+    hist_edges = forwarded(ActivationRecords.hist_edges)
+    color_dim = forwarded(ActivationRecords.color_dim)
+    plot_layer_stats = forwarded(ActivationRecords.plot_layer_stats)
+    dead_chart = forwarded(ActivationRecords.dead_chart)
+    report = forwarded(ActivationRecords.report)
+    save = forwarded(ActivationRecords.save)
+    clear = forwarded(ActivationRecords.clear)
 
     def __init__(
         self,
@@ -64,29 +88,43 @@ class ActivationStats(HookCallback, ActivationReadings):
         name: str | None = None,
         **options: Any,
     ) -> None:
-        if "hook" in options:
-            raise TypeError("ActivationStats has a hook of its own; pass hook= to HookCallback")
-        if not isinstance(with_hist, bool):
-            raise TypeError(
-                f"with_hist is {with_hist!r:.80}; give True or False; layers are chosen by modules="
-            )
+        for option in options:
+            if option in NOT_TAKEN:
+                raise TypeError(
+                    f"ActivationStats takes no {option}=, as its hook keeps only numbers; "
+                    f"pass {option}= to HookCallback"
+                )
+        self.records = ActivationRecords(with_hist, eps, bins, hist_range, sample, keep)
         super().__init__(**{"detach": False} | options, name=name)
-        self._set_up(with_hist, eps, bins, hist_range, sample, keep)
         self.append, self.run_valid = append, on_valid
         self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to now
-        self._batch: dict[str, list[Any]] = {}  # what was taken, see `add_record`
+
+    @property
+    def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type of each layer and shape of its last output, by name."""
+        return self.records.outputs
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Type of what has no statistics, by path."""
+        return self.records.left_out
+
+    def store_of(self, phase: str) -> StatStore:
+        """Store of the records of training, "train", or validation, "valid"."""
+        return self.records.store_of(phase)
 
     def before_fit(self) -> None:
         if not self.append:
             self.clear()
             self._now = 0, 0
-        self._before, self._batch = self._now, {}
+        self._before = self._now
+        self.records.drop_batch()
         super().before_fit()
 
     def before_batch(self) -> None:
         super().before_batch()
         if not self.outside_main_phase:
-            self._batch = {}
+            self.records.drop_batch()
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         kind, output = type(m).__name__, seen[-1]
@@ -94,18 +132,18 @@ class ActivationStats(HookCallback, ActivationReadings):
             self.left_out[f"a copy of {kind}"] = "as nn.DataParallel makes them of the layers"
             return
         name = self.layer_name(m)
-        if (self._options["pre"] or not self.is_forward) and len(output) == 1:
+        if (self._options.get("pre") or not self.is_forward) and len(output) == 1:
             output = output[0]
-        # the usual case without a walk
-        found = [(name, output)] if type(output) is Tensor else list(parts(output, name)) or [(name, output)]
-        for path, x in found:
-            taken = (*take(detached(x), self.sample), kind, x.shape) if has_stats(x) else kind_of(x)
-            self._batch.setdefault(path, []).append(taken)
+        if type(output) is Tensor:  # the usual case, without a walk
+            self.records.take(name, output, kind)
+            return
+        for path, x in list(parts(output, name)) or [(name, output)]:
+            self.records.take(path, x, kind)
 
     def after_cancel_batch(self) -> None:
         super().after_cancel_batch()
         if not self.outside_main_phase:
-            self._batch = {}
+            self.records.drop_batch()
 
     def after_batch(self) -> None:
         super().after_batch()
@@ -115,22 +153,24 @@ class ActivationStats(HookCallback, ActivationReadings):
         epoch, step = epochs + self.epoch, steps + self.train_iter
         if self.training:
             self._now = epoch + 1, step + 1
-        batch, self._batch = self._batch, {}
-        self.add_record(phase, epoch, step, batch)
+        self.records.end_batch(phase, epoch, step)
 
     def after_epoch(self) -> None:
-        self.flush()
+        self.records.flush()
 
     def after_fit(self) -> None:
         super().after_fit()
-        self._batch = {}
-        self.after_epoch()
+        self.records.drop_batch()
+        self.records.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"now": self._now, "before": self._before, "recorded": self._saved()}
+        return super().state_dict() | {
+            "now": self._now,
+            "before": self._before,
+            "recorded": self.records.state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.clear()
+        self.records = ActivationRecords.from_state(state["recorded"])
         self._now, self._before = state["now"], state["before"]
-        self._restore(state["recorded"])

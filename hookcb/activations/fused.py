@@ -1,6 +1,6 @@
-"""All statistics of a tensor on a card in one pass over its memory, by Triton where it is installed."""
+"""All statistics of a CUDA tensor in one pass over its memory, by Triton if it is installed."""
 
-from __future__ import annotations  # a kernel's `tl.constexpr` is read as text: tl is not imported yet
+from __future__ import annotations  # annotations stay text, as tl is not imported yet
 
 from functools import cache
 from importlib.util import find_spec
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
 
 BLOCK = 1024  # elements a program reads at a time
-PROGRAMS = 1024  # at most so many run; the same on every card, so that results are too
-THRESHOLD = 2**14  # elements; a guess that awaits figures from a card, see benchmarks/fused.py
+PROGRAMS = 1024  # maximum that run; equal on every GPU, so that results are too
+THRESHOLD = 2**14  # elements; a guess until measured, see benchmarks/fused.py
 FUSABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool} | {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 }
@@ -32,17 +32,18 @@ def can_fuse(x: Tensor) -> bool:
 def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     """Mean, std, min, max, abs_max, near_zero, zeros and nonfinite over every element of `x`.
 
-    Never waits for the card. Needs Triton; it compiles at the first call for a dtype and an `eps`, in about a
-    second. Memory without gaps is read in its own order (channels-last, transposed), other is copied.
+    Never waits for the GPU. Needs Triton, which compiles at the first call for a dtype and an `eps`, in about
+    a second. Memory without gaps is read in its own order (channels-last, transposed); else it is copied.
 
     Args:
-        x: dense and real, of any shape, layout and dtype; widened to float32 first, float64 stays.
+        x: a dense real tensor of any shape, layout and dtype; widened to float32 first, float64 stays.
         eps: magnitude up to which an element counts as near zero, in the unit of `x`.
 
     Returns:
-        A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased std as
-        float64 arithmetic gives them (not finite where `x` is not), extremes of finite elements, shares 0..1,
-        a count. NaN for too few.
+        A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased std in
+        float64 arithmetic (not finite if `x` is not), extremes of finite elements, shares 0..1,
+        a count. NaN for too few
+        elements.
 
     Source: float64 sums of d and d², d = x - pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing
     the sample variance", 1983. The pivot is an element, so within √(n-1) standard deviations of the mean
@@ -54,26 +55,26 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     real = tl.float64 if x.dtype is torch.float64 else tl.float32
     parts = torch.empty(8, programs, dtype=torch.float64, device=x.device)
     stats = torch.empty(8, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    with torch.cuda.device(x.get_device()):  # Triton launches on the current device, wherever `x` is
-        fusion = {"enable_fp_fusion": True}  # as by default, but said: Triton 3.9 warns where it is left open
+    with torch.cuda.device(x.get_device()):  # Triton launches on the current device, not on that of `x`
+        fusion = {"enable_fp_fusion": True}  # the default, but Triton 3.9 warns if it is not given
         reduce[(programs,)](x, parts, x.numel(), float(eps), real, BLOCK, **fusion)
         merge[(1,)](parts, stats, x.numel(), programs, PROGRAMS, **fusion)
     return stats
 
 
 def _in_memory_order(x: Tensor) -> Tensor:
-    """The elements of `x`, contiguous: a view where `x` is dense, else a copy."""
-    x = x if x.dtype in FUSABLE else x.float()  # float8, which few cards have, and oddities
-    x = x.view(torch.uint8) if x.dtype is torch.bool else x.resolve_neg()  # a bool of Triton is one bit
+    """The elements of `x`, contiguous: a view if `x` is dense, else a copy."""
+    x = x if x.dtype in FUSABLE else x.float()  # float8, which few GPUs support, and other types
+    x = x.view(torch.uint8) if x.dtype is torch.bool else x.resolve_neg()  # a Triton bool is one bit
     return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).contiguous()
 
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    """Whether Triton is installed and works on the device; warns where it is and does not."""
+    """Whether Triton works on the device; warns if it is installed and does not."""
     try:
         fused_layer_stats(torch.zeros(1, device=device), 0.0)
-    except Exception as error:  # no C compiler, too old a card: must not come out of the user's forward
+    except Exception as error:  # no C compiler, too old a GPU: must not be raised in the user's forward
         if find_spec("triton"):
             warn(f"no fused statistics on {device}, plain ones are slower: {error!r}", stacklevel=2)
         return False
@@ -96,7 +97,7 @@ def _reduce(
 ) -> None:
     """Sums, extremes and counts of every so many-th block of `x`, into one column of `parts`."""
     programs = tl.num_programs(0)
-    lane = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)  # a card can hold over 2**31 elements
+    lane = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)  # a GPU can hold over 2**31 elements
     pivot = tl.load(x, mask=n > 0, other=0).to(real).to(tl.float64)
     pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)  # else inf - inf would hide an infinite mean
     sums = tl.zeros((block,), tl.float64)

@@ -1,4 +1,4 @@
-"""Pictures of ActivationStats; matplotlib is imported when one is drawn, pyplot never."""
+"""Figures of ActivationStats; matplotlib is imported when one is drawn, pyplot never."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,15 @@ from hookcb.records.plots import (
 def color_dim(
     hists: Mapping[str, tuple[Tensor, float, float]], figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
-    """Histograms over time, the 'colourful dimension': how a layer's values spread, record by record.
+    """Histograms over time, the "colorful dimension": how a layer's values spread, record by record.
 
-    `hists` has log1p of counts `(bins + 2, records)` by name of the layer, underflow first and overflow last,
-    and the low and high edge of the bins between. The bands `<low` and `>high` show what lies outside. All
-    layers share one colour scale; records that fall on one pixel are averaged.
+    `hists` has log1p of counts `(bins + 2, records)` by layer name, underflow first and overflow last, and
+    the low and high edge of the bins between. The bands `<low` and `>high` show values outside. All layers
+    share one color scale; records that share a pixel are averaged.
 
     Raises:
-        ModuleNotFoundError: without matplotlib.
-        ValueError: when there is nothing to draw, or several layers are to share `ax`.
+        ModuleNotFoundError: Without matplotlib.
+        ValueError: If there is nothing to draw, or `ax` is given for several layers.
 
     Source: Stefano Giomo, "The colorful dimension", forums.fast.ai, 2019.
     """
@@ -58,11 +58,11 @@ def color_dim(
 def layer_lines(
     title: str, series: Series, x: Sequence[int], figsize: Size = None, axs: "Sequence[Axes] | None" = None
 ) -> "Figure":
-    """Statistics of one layer over the steps `x`, a panel each; NaN leaves a gap, infinity a red tick below.
+    """Statistics of a layer over the steps `x`, a panel each; NaN leaves a gap, infinity a red tick.
 
     Raises:
-        ModuleNotFoundError: without matplotlib.
-        ValueError: when there is nothing to draw, or `axs` are not as many as `series`.
+        ModuleNotFoundError: Without matplotlib.
+        ValueError: If there is nothing to draw, or the numbers of `axs` and `series` differ.
     """
     check_any(series, len(x))
     n = len(series)
@@ -74,7 +74,7 @@ def layer_lines(
     fig = panels[0].figure.figure
     if axs is None:
         fig.suptitle(cut_name(title, int(fig.get_figwidth() * 9)))
-    else:  # the title of this figure is not ours to set
+    else:  # the figure is the user's
         panels[0].set_ylabel(cut_name(title, 40))
     return fig
 
@@ -84,11 +84,11 @@ def share_chart(
 ) -> "Figure":
     """Heat map of shares in 0..1: a row for each layer, a column for each record, made at the steps `x`.
 
-    The first layer is on top; grey is NaN, where a layer did not fire.
+    The first layer is on top; gray is NaN: the layer was not called.
 
     Raises:
-        ModuleNotFoundError: without matplotlib.
-        ValueError: when there is nothing to draw.
+        ModuleNotFoundError: Without matplotlib.
+        ValueError: If there is nothing to draw.
     """
     check_any(shares, len(x))
     n = len(shares)
@@ -106,7 +106,7 @@ def share_chart(
     gaps = bool(values.isnan().any())
     ax.set_title(cut_name(title, int(12 * width)), loc="left", fontsize=11, pad=20 if gaps else None)
     if gaps:
-        ax.set_facecolor("0.85")  # shines through where there is no value
+        ax.set_facecolor("0.85")  # visible in cells without a value
         ax.plot([], [], "s", color="0.85", markeredgecolor="0.5", label="did not fire")
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderpad=0, fontsize=8)
     add_colorbar(image, [ax], 1, "share")
@@ -115,7 +115,7 @@ def share_chart(
 
 def _draw_hist(ax: "Axes", counts: Tensor, low: float, high: float, most: float) -> "AxesImage":
     edges = low, high
-    if not high - low > 1e-9 * max(abs(low), abs(high)):  # NaN too: what is left is to count bins
+    if not high - low > 1e-9 * max(abs(low), abs(high)):  # also for NaN: the axis then counts bins
         low, high = 0.0, counts.shape[0] - 2.0
     rim = 0.06 * (high - low)
     draw_image(ax, counts[:1], low - rim, low, most)

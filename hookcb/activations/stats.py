@@ -1,4 +1,4 @@
-"""Statistics of a layer's output: pure functions from a tensor to small tensors, which wait for no device."""
+"""Statistics of a layer's output: pure functions from a tensor to small tensors, without device syncs."""
 
 from functools import lru_cache
 from typing import Literal
@@ -10,8 +10,8 @@ from hookcb.activations.fused import can_fuse, fused_layer_stats
 from hookcb.core.precision import WIDE, at_least_float32, scale_of, scaled_norm, widened, widest
 
 LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
-WHOLE = 65_536  # up to so many elements all are looked at for shares and histograms
-SAMPLED = 4_096  # above that so many: the standard error of a share is at most 0.8 %
+WHOLE = 65_536  # number of elements up to which shares and histograms use all
+SAMPLED = 4_096  # number they use above: the standard error of a share is at most 0.8 %
 
 Sample = int | None | Literal["auto"]
 
@@ -27,7 +27,7 @@ def has_stats(x: object) -> bool:
 
 
 def kind_of(x: object) -> str:
-    """What it is that has no statistics: its type, of a tensor also what `layer_stats` cannot take of it.
+    """Type of an output without statistics; for a tensor also the property that prevents them.
 
     >>> kind_of(torch.zeros(2, dtype=torch.complex64)), kind_of(torch.zeros(2, device="meta")), kind_of(None)
     ('Tensor, complex64', 'Tensor, on meta', 'NoneType')
@@ -45,35 +45,35 @@ def kind_of(x: object) -> str:
 
 
 def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
-    """What `LAYER_STATS` names, of all elements.
+    """The statistics named in `LAYER_STATS`, of all elements.
 
     Args:
-        x: of any shape and any real dtype; widened to float32, float64 stays.
+        x: a tensor of any shape and any real dtype; widened to float32, float64 stays.
         eps: magnitude up to which an element counts as near zero, in the unit of `x`.
 
     Returns:
-        A tensor `(8,)` on the device of `x`, float64 where `x` is, else float32: mean and unbiased standard
-        deviation; smallest, largest and largest absolute of the finite elements, all in the unit of `x`;
-        shares with |x| ≤ eps and of exact zeros, 0..1; number of NaN and infinite elements. NaN if there
+        A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased standard
+        deviation; minimum, maximum and largest magnitude of the finite elements, all in the unit of `x`;
+        shares of |x| ≤ eps and of exact zeros, 0..1; number of NaN and infinite elements. NaN if there
         are too few elements.
 
-    fastai counts each negative value as near zero; here it goes by magnitude.
+    fastai counts each negative value as near zero; here the magnitude counts.
     """
     elements, exact = take(x.detach(), None)
     return summarize(elements.reshape(1, -1), exact, eps)[0]
 
 
 def take(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor | None]:
-    """What to keep of a layer's output until there is time to reduce it.
+    """The part of a layer's output to keep until it is reduced.
 
     Args:
         x: the output, of n elements, detached.
-        sample: `"auto"`: up to 65,536 elements all, above that 4,096 and the moments of all; an int: at most
-            so many; None: all.
+        sample: `"auto"` keeps all of up to 65,536 elements, of more 4,096 and the moments of all; an int at
+            most that many; None all.
 
     Returns:
         A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, `(1, 6)`, or None
-        where these elements tell them.
+        if these elements are enough.
     """
     n = x.numel()
     most = n if sample is None else WHOLE if sample == "auto" else sample
@@ -85,7 +85,7 @@ def take(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor | None]:
 
 
 def summarize(rows: Tensor, exact: Tensor | None, eps: float) -> Tensor:
-    """`LAYER_STATS` of rows of elements, `(R, n)`, as `(R, 8)`; `exact` are their moments, where known."""
+    """`LAYER_STATS` of rows of elements, `(R, n)`, as `(R, 8)`; `exact` are their moments, if known."""
     *first, nonfinite = moments(rows) if exact is None else exact.unbind(1)
     near_zero, zeros = shares(rows, eps)
     return torch.stack([*first, near_zero.to(nonfinite.dtype), zeros.to(nonfinite.dtype), nonfinite], 1)
@@ -98,8 +98,8 @@ def moments(rows: Tensor) -> tuple[Tensor, ...]:
         rows: `(R, n)`, any real dtype.
 
     Returns:
-        Each `(R,)`, float64 if `rows` are, else float32. With NaN or infinities mean and std are what
-        arithmetic makes of them; min, max and magnitude are of finite elements.
+        Each `(R,)`, float64 if `rows` are, else float32. With NaN or infinities mean and std follow
+        arithmetic; min, max and magnitude are those of finite elements.
     """
     n, dtype = rows.shape[1], torch.float64 if rows.dtype is torch.float64 else torch.float32
     if n == 0:
@@ -123,14 +123,13 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # mean, L2 norm around it
 
 
 def _in_one(rows: Tensor) -> Parts:
-    """By Welford's way: exact at any offset, and fused into one pass where it is compiled."""
+    """Welford's algorithm: exact at any offset, and fused into one pass if compiled."""
     rows = at_least_float32(rows)
     scale = scale_of(rows, 1) if rows.dtype is torch.float64 else None  # squares beyond 1e308 are rare
     scaled = rows if scale is None else rows / scale
     var, mean = torch.var_mean(scaled, dim=1, correction=0)
-    mean = torch.where(
-        mean.isnan(), scaled.mean(1), mean
-    )  # var_mean gives NaN where an infinite mean is true
+    # var_mean gives NaN for an infinite mean
+    mean = torch.where(mean.isnan(), scaled.mean(1), mean)
     mean, spread = widened(mean), (widened(var) * rows.shape[1]).sqrt()
     if scale is not None:
         mean, spread = mean * scale[:, 0], spread * scale[:, 0]
@@ -138,16 +137,16 @@ def _in_one(rows: Tensor) -> Parts:
 
 
 def _finite(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Smallest and largest of the finite elements, ±inf where there are none, and the number of others."""
+    """Minimum and maximum of the finite elements, ±inf if there are none, and the number of others."""
     others, inf = rows.isfinite().logical_not_(), float("inf")
     return rows.masked_fill(others, inf).amin(1), rows.masked_fill(others, -inf).amax(1), others.sum(1)
 
 
 def _in_rows(rows: Tensor) -> Parts:
-    """By sums and norms, a tenth of the time of `var_mean` on a CPU, which are exact for most rows.
+    """Sums and norms, exact for most rows, in a tenth of the time of `var_mean` on a CPU.
 
-    Σ(x - mean)² = Σx² - n·mean² loses digits where the mean is large against the spread. Rows where it does,
-    from |mean|/std ≈ 16 on, and those that overflow or are not finite are taken again in float64.
+    Σ(x - mean)² = Σx² - n·mean² loses digits if the mean is large against the spread. Such rows, with
+    |mean|/std above about 16, and rows that overflow or are not finite are computed again in float64.
     """
     rows, n = at_least_float32(rows), rows.shape[1]
     mean, total = rows.mean(1).double(), torch.linalg.vector_norm(rows, dim=1).double().square_()
@@ -170,7 +169,7 @@ def _in_rows(rows: Tensor) -> Parts:
 
 
 def _in_parts(rows: Tensor) -> Parts:
-    """Long rows in parts, which are joined by the formula of Chan, Golub and LeVeque (1979)."""
+    """A long row in parts, joined by the formula of Chan, Golub and LeVeque (1979)."""
     (x,) = rows
     whole = x[: len(x) // WHOLE * WHOLE].view(-1, WHOLE)
     pieces = [*whole.split(16), x[None, len(whole) * WHOLE :]]  # few at a time, as widening copies them
@@ -185,9 +184,9 @@ def _in_parts(rows: Tensor) -> Parts:
 
 
 def shares(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Of each row of `(R, n)` the shares, 0..1, of |x| ≤ eps and of exact zeros; NaN of none."""
+    """Shares, 0..1, of |x| ≤ eps and of exact zeros in each row of `(R, n)`; NaN for empty rows."""
     size = rows.abs()
-    near_zero = torch.le(size, eps, out=torch.empty_like(size))  # as float: ten times as fast to sum as bool
+    near_zero = torch.le(size, eps, out=torch.empty_like(size))  # floats sum ten times as fast as bools
     return near_zero.mean(1), size.eq_(0).mean(1)
 
 
@@ -201,7 +200,7 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
         bins: number of bins.
 
     Returns:
-        `(R, bins + 2)`: first what is below `low`, last what is above `high`. NaN is in none of them.
+        `(R, bins + 2)`: first the number below `low`, last the number above `high`. NaN is not counted.
     """
     wide = widest(rows.device)
     low, high = torch.as_tensor(low, dtype=wide), torch.as_tensor(high, dtype=wide)
@@ -219,16 +218,16 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
 
 
 def _flat(x: Tensor) -> Tensor:
-    """As one dimension in the order of memory, a view where its elements lie side by side."""
+    """`x` in one dimension in the order of memory; a view if its elements are contiguous."""
     if not x.is_contiguous():
         x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
     return x.reshape(-1)
 
 
 def _strata(n: int, k: int, device: torch.device) -> Tensor:
-    """An index from each of k equal strata of n elements: always the same ones, and in no regular pattern.
+    """An index from each of k equal strata of n elements: always the same, and without a regular pattern.
 
-    Every (n/k)-th element would see one channel only, where n/k is a multiple of the number of channels.
+    Every (n/k)-th element would all be of one channel if n/k is a multiple of the number of channels.
     """
     if torch.compiler.is_compiling():
         return _drawn(n, k, device)
@@ -238,7 +237,7 @@ def _strata(n: int, k: int, device: torch.device) -> Tensor:
 def _drawn(n: int, k: int, device: torch.device) -> Tensor:
     on = device if widest(device) is torch.float64 else "cpu"
     i = torch.arange(k, dtype=torch.float64, device=on)
-    jitter = (i * 12.9898).sin_().mul_(43758.5453).frac_().abs_()  # of no generator, so that it compiles
+    jitter = (i * 12.9898).sin_().mul_(43758.5453).frac_().abs_()  # without a generator, so that it compiles
     return ((i + jitter) * (n / k)).long().to(device)
 
 

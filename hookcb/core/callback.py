@@ -97,6 +97,7 @@ class Callback:
     run_train: bool = True
     run_valid: bool = True
     run_lr_find: bool = True  # whether it takes part in learn.lr_find, as a copy
+    hook_options: tuple[str, ...] = ()  # names of arguments that a subclass passes on to its hooks
 
     model = LoopState[nn.Module]("The model being trained.")
     opt = LoopState[Optimizer]("The optimizer.")
@@ -292,7 +293,8 @@ def _parameters(cls: type[Callback]) -> list[str]:
     inits = [vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)]
     params = [param for init in inits for param in list(signature(init).parameters.values())[1:]]
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return list(dict.fromkeys(param.name for param in params if param.kind in named))
+    names = [param.name for param in params if param.kind in named]
+    return list(dict.fromkeys([*names, *cls.hook_options]))
 
 
 def _make_switches(cls: type[Callback]) -> None:

@@ -15,6 +15,7 @@ from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
+from hookcb.records.records import module_of
 from hookcb.training.recorder import Recorder
 
 
@@ -44,11 +45,6 @@ def gather(cbs: Iterable[Callback], frame: Frame, own: Evidence | None = None) -
     if own is None and (recorder := found.get(Recorder)):
         _add_losses(evidence, recorder)
     return evidence
-
-
-def module_of(name: str) -> str:
-    """The module of a recorded output: `lstm` of `lstm[0]` and of `lstm#1`."""
-    return name.partition("#")[0].partition("[")[0]
 
 
 def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:
@@ -131,7 +127,7 @@ def _add_output_gradients(evidence: Evidence, stats: OutputGradients) -> None:
     steps = stats.steps()
     for path in stats.names:
         if (name := module_of(path)) in evidence.layers:
-            series = Series.of(steps, stats.series(path, "nonfinite"))
+            series = Series.of(steps, stats.layer_series(path, "nonfinite"))
             evidence.layers[name].stats.setdefault("grad_nonfinite", series)
 
 

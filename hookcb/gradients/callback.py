@@ -109,7 +109,7 @@ class GradientHealth(Callback):
 
     def before_batch(self) -> None:
         if self._outputs and self.training:
-            self._outputs.begin(is_open=self._is_recorded)
+            self._outputs.begin_batch(is_open=self._is_recorded)
 
     def before_backward(self) -> None:
         if self._outputs:
@@ -119,11 +119,11 @@ class GradientHealth(Callback):
 
     def after_cancel_batch(self) -> None:
         if self._outputs and self.training:
-            self._outputs.begin(is_open=False)
+            self._outputs.begin_batch(is_open=False)
 
     def after_batch(self) -> None:
         if self._outputs and self.training:
-            self._outputs.end(self.epoch, self.train_iter)
+            self._outputs.end_batch(self.epoch, self.train_iter)
 
     def before_step(self) -> None:
         if self._reader is None or self._watch is None:  # outside a fit

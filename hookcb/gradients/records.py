@@ -248,7 +248,7 @@ class GradientRecords(SavedRecords):
         return plots.update_lines(series, self.steps(), figsize, ax)
 
     def report(
-        self, verdict: VerdictLike | None = None, *, worst: Worst = "auto", depth: int | None = None
+        self, *, worst: Worst = "auto", depth: int | None = None, verdict: VerdictLike | None = None
     ) -> GradientReport:
         """Table of the parameters with the statistics of the last record; `print` shows it.
 
@@ -256,11 +256,11 @@ class GradientRecords(SavedRecords):
         gradient; then those whose gradient norm is the farthest from the median, as a factor.
 
         Args:
-            verdict: findings to mark rows with, of `learn.diagnose()` or `check_gradients(model)`.
             worst: number of rows to show, the worst first; None shows all, in the order of the model. By
                 default up to 30 rows are all shown, and of more the 20 worst.
             depth: group parameters by the first `depth` parts of their module's name, and show the worst
                 parameter of each group, with the size of the group.
+            verdict: the verdict of `learn.diagnose()`, whose findings mark the rows.
 
         Raises:
             TypeError, ValueError: If `worst` or `depth` is invalid.
@@ -305,5 +305,5 @@ class GradientRecords(SavedRecords):
         records._stores = {name: StatStore.of(store) for name, store in state["stores"].items()}
         records._skips = SkipCount(state["skipped"])
         if records.output_stats is not None:
-            records.output_stats.restore(state["outputs"])
+            records.output_stats = OutputGradients.from_state(state["outputs"])
         return records

@@ -25,11 +25,11 @@ from hookcb.hooks.taps import HookLike, Tap, check_gradient
 
 Edge = tuple[Node, int]  # a node of the graph, and which of its outputs
 Targets = dict[Edge, list[int]]
-Edges = list[tuple[int, list[int]]]  # of a node: index and slots
+Edges = list[tuple[int, list[int]]]  # index and slots of each edge of a node
 
 CHANGED_INPUT = "the layer changes in place an input that is a view, which hides the gradient of that input"
-CHANGED_OUTPUT = "its output is a view, and where a later layer changes it in place its gradient is hidden"
-NO_GRADIENT_CAME = "no gradient has come to its output"
+CHANGED_OUTPUT = "its output is a view, and a later layer that changes it in place hides its gradient"
+NO_GRADIENT_CAME = "its output received no gradient"
 NO_GRADIENT = "its output needs no gradient"
 FUNCTORCH = "it was called under torch.func, where gradients cannot be followed"
 
@@ -37,36 +37,36 @@ FUNCTORCH = "it was called under torch.func, where gradients cannot be followed"
 class GradientWatch:
     """Follows each call of a module from its forward to the gradients of its inputs and outputs.
 
-    Not by `register_full_backward_hook`, which raises where a later layer changes the output in place
-    (pytorch#61519) and sees no output inside a dict (pytorch#87540). Hooks on the outputs and on the nodes
-    of the graph that hand gradients on to the inputs leave forward and graph as they are.
+    It does not use `register_full_backward_hook`, which raises if a later layer changes the output in place
+    (pytorch#61519) and sees no output inside a dict (pytorch#87540). Hooks on the outputs, and on the graph
+    nodes that pass gradients to the inputs, leave forward and graph unchanged.
     """
 
     def __init__(self, hook: HookLike, outputs_only: bool) -> None:
         self.hook, self.outputs_only = hook, outputs_only
         self.local = _Local()
-        self.leaves: Any = WeakTensorKeyDictionary()  # that the module has put out, each with who waits
+        self.leaves: Any = WeakTensorKeyDictionary()  # outputs of the module, each with its listener
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before the forward, which may change its inputs in place."""
-        call = _Call(self, module) if self.hook.is_open() else None
+        """Called before the forward, which may change its inputs in place."""
+        call = _Call(self, module) if self.hook.gate() else None
         if call is not None:
             call.take_inputs(args, kwargs)
         self.local.running.append(call)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After the forward; also where it has raised, then `output` is None."""
+        """Called after the forward; if that raised, `output` is None."""
         if self.outputs_only:
-            call = _Call(self, module) if self.hook.is_open() else None
-        else:  # attached in the middle of the forward, it has not seen it begin
+            call = _Call(self, module) if self.hook.gate() else None
+        else:  # a hook attached in the middle of the forward has not seen it begin
             call = self.local.running.pop() if self.local.running else None
         if call is not None:
             call.take_outputs(output)
 
     def on_leaf(self, x: Tensor, arrive: Callable[[Tensor], Any]) -> None:
-        """Calls `arrive` with the gradient of a leaf, in place of what an earlier call has asked for.
+        """Calls `arrive` with the gradient of a leaf, instead of the function of an earlier call.
 
-        A hook on a leaf outlives the graph, so there is one that stays, until this is closed.
+        A hook on a leaf outlives the graph, so one hook stays until this is closed.
         """
         if x not in self.leaves:
             waiting: list[Callable[[Tensor], Any]] = []
@@ -75,51 +75,51 @@ class GradientWatch:
         self.leaves[x][0][:] = [arrive]
 
     def close(self) -> None:
-        """Waits for nothing more."""
+        """Stops waiting for gradients."""
         for _, handle in self.leaves.values():
             handle.remove()
         self.leaves.clear()
 
 
 class _Local(threading.local):
-    """The calls of a module whose forward is running in this thread, the innermost last."""
+    """Running calls of a module in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.running: list[_Call | None] = []
 
 
 class _Slot:
-    """Where in a structure the gradient of the i-th tensor belongs."""
+    """Placeholder in a structure for the gradient of the i-th tensor."""
 
     def __init__(self, i: int) -> None:
         self.i = i
 
 
 class _Call:
-    """One call of a module, and the gradients that have come of it."""
+    """One call of a module, and its gradients so far."""
 
     def __init__(self, watch: GradientWatch, module: nn.Module) -> None:
         self.watch, self.hook, self.module = watch, watch.hook, module
-        self.tensors: list[Tensor] = []  # that need a gradient, by slot; let go of when the forward is over
-        self.seen: list[Any] = []  # inputs, keyword inputs, outputs: each with slots for such tensors
-        self.targets: Targets = {}  # where inputs get their gradients, with slots
+        self.tensors: list[Tensor] = []  # tensors that need a gradient, by slot; released after the forward
+        self.seen: list[Any] = []  # inputs, keyword inputs, outputs: each with slots for tensors
+        self.targets: Targets = {}  # edges that the gradients of inputs pass, with slots
         self.versions: list[int] = []
         self.grads: dict[int, Tensor] = {}
         self.n_awaited = self.n_left = 0
-        self.call: tuple[int, int] | None = None  # what tells it from others, and
-        self.time = 0  # in what order
+        self.call: tuple[int, int] | None = None  # identifies the call
+        self.time = 0  # orders calls
 
     # ---- the forward
 
     def take_inputs(self, args: Any, kwargs: Any) -> None:
-        """Notes where the gradients of the inputs will go."""
+        """Notes the edges that the gradients of the inputs will pass."""
         self.seen = [self._slotted(args), self._slotted(kwargs)]
         self.versions = [version_of(x) for x in self.tensors]
         for slot, x in enumerate(self.tensors):
             self.targets.setdefault(_edge(x), []).append(slot)
 
     def take_outputs(self, output: Any) -> None:
-        """Finds where the gradients will pass, and waits there."""
+        """Registers hooks where the gradients will pass."""
         hook, n_inputs = self.hook, len(self.tensors)
         hook.called = True
         self.seen.append(self._slotted(output if isinstance(output, tuple | list) else (output,)))
@@ -137,7 +137,7 @@ class _Call:
         if recomputing_for is None or hook.n_without_graph:
             self.call = hook.next_call(self.time)
             hook.n_without_graph -= recomputing_for is not None
-        # else the first forward had a graph, and gradients come there: this one counts only if they come here
+        # else the first forward had a graph that receives the gradients: this one counts only if it does too
         reached = self._await_inputs(outputs)
         for slot, x in enumerate(outputs, start=n_inputs):
             reached.update(self._await_output(x, slot))
@@ -156,7 +156,7 @@ class _Call:
         return map_leaves(slot, item, lambda x: not is_container(x))
 
     def _await_output(self, x: Tensor, slot: int) -> list[int]:
-        """Waits for the gradient of an output; gives the inputs that it is, handed through as they came."""
+        """Waits for the gradient of an output; returns the slots of inputs that are this same tensor."""
         same = self.targets.get(_edge(x), [])
         arrive: Callable[[Tensor], Tensor | None]
         if self.hook.modify and (self.watch.outputs_only or same):
@@ -171,7 +171,7 @@ class _Call:
         return same
 
     def _await_inputs(self, outputs: list[Tensor]) -> set[int]:
-        """Waits at the nodes that hand gradients to inputs; gives the inputs that have such."""
+        """Waits at the nodes that pass gradients to inputs; returns the slots of inputs with such a node."""
         places = list(_consumers(outputs, self.targets))
         nodes: dict[int, list[Node]] = {}  # by slot
         for node, edges in places:
@@ -200,7 +200,7 @@ class _Call:
 
     def _arrive(self, grads: Iterable[tuple[int, Tensor | None]]) -> None:
         if self.n_left == self.n_awaited and (self.n_awaited > 1 or self.hook.modify):
-            # an output that the loss does not use gets no gradient: the end of the backward ends the wait
+            # an output that the loss does not use gets no gradient, so the end of the backward ends the wait
             after_backward(self._finish)
         for slot, grad in grads:
             if grad is not None:
@@ -226,7 +226,7 @@ class _Call:
         return tuple(new)
 
     def _replaced(self, slots: list[int], grad: Tensor) -> Tensor:
-        """What the hook function gives for a gradient; that itself, where it gives None."""
+        """The hook function's replacement for a gradient; `grad` itself if the function returns None."""
         if self.hook.removed:
             return grad
         new = self._tell({**self.grads, **dict.fromkeys(slots, grad)})
@@ -238,7 +238,7 @@ class _Call:
         return new  # type: ignore[no-any-return]  # a tensor, as was checked
 
     def _tell(self, grads: dict[int, Tensor]) -> Any:
-        """Calls the hook with the structures that were seen, gradients in their slots."""
+        """Calls the hook with inputs and outputs, in which gradients stand in place of tensors."""
         given = map_leaves(
             lambda x: grads.get(x.i) if isinstance(x, _Slot) else x, self.seen, lambda x: isinstance(x, _Slot)
         )
@@ -248,20 +248,20 @@ class _Call:
         return self.hook.call(self.module, tuple(given), self.call)
 
     def _picked(self, new: Any, slot: int) -> Any:
-        """The gradient in that slot of what the hook function has returned."""
+        """The gradient in a slot of the hook function's result."""
         places = self.seen[:2] if len(self.seen) == 3 and self.hook.with_kwargs else self.seen[0]
         slots, grads = _leaves(places), _leaves(new)
         if len(slots) != len(grads):
             raise ValueError(
-                f"{self.hook.title} returned {len(grads)} gradients where {len(slots)} are possible; "
-                "return a tensor, or as many gradients as there were, None for those to be left"
+                f"{self.hook.title} returned {len(grads)} gradients, expected {len(slots)}; "
+                "return a tensor, or one gradient for each, None for those to keep"
             )
         places_and_grads = zip(slots, grads, strict=True)
         return next(g for place, g in places_and_grads if isinstance(place, _Slot) and place.i == slot)
 
 
 class _Held:
-    """The parts of gradients that come from several nodes, until the last of them in a backward is there."""
+    """Sums of gradients that several nodes contribute to, until the last has run."""
 
     def __init__(self, nodes: dict[int, list[Node]]) -> None:
         self.nodes = nodes
@@ -269,7 +269,7 @@ class _Held:
         self.n_left: dict[int, int] = {}
 
     def add(self, slot: int, part: Tensor | None) -> Tensor | None:
-        """The whole gradient, with the last of its parts; None before."""
+        """The whole gradient when the last part has been added; None before."""
         if slot not in self.nodes:
             return part
         if not self.n_left.get(slot):
@@ -283,10 +283,10 @@ class _Held:
 
 
 def _consumers(outputs: list[Tensor], targets: Targets) -> Iterator[tuple[Node, Edges]]:
-    """The nodes between `outputs` and `targets` that hand on to a target, with the edges."""
+    """Nodes between `outputs` and `targets` that pass gradients to a target, with the edges."""
     if not targets:
         return
-    seen = {node for node, _ in targets}  # what lies behind them is not of this call
+    seen = {node for node, _ in targets}  # nodes beyond them belong to other calls
     todo = [x.grad_fn for x in outputs]
     while todo:
         node = todo.pop()
@@ -317,7 +317,7 @@ def _is_wrapped(x: Any) -> bool:
 
 
 class EnterTap(Tap):
-    """On a module's forward, before it: notes where the gradients of its inputs will go."""
+    """Forward pre-hook of a module: notes the edges that the gradients of its inputs will pass."""
 
     def __init__(self, hook: HookLike | None = None, watch: "GradientWatch | None" = None) -> None:
         super().__init__(hook)
@@ -328,14 +328,14 @@ class EnterTap(Tap):
         return self.watch.enter(module, *seen) if self.hook is not None and self.watch else None
 
     def close(self) -> None:
-        """Leads nowhere from now on."""
+        """Detaches it from its hook."""
         if self.watch is not None:
             self.watch.close()
         self.hook = self.watch = None
 
 
 class LeaveTap(EnterTap):
-    """On a module's forward, after it: follows the gradients of its outputs."""
+    """Forward hook of a module: follows the gradients of its outputs."""
 
     def __call__(self, module: nn.Module, *seen: Any) -> None:
         """Called with positional and keyword inputs and the output."""
@@ -345,6 +345,6 @@ class LeaveTap(EnterTap):
 
 @cache  # not at import: torch._dynamo takes a second
 def keep_gradient_taps_out_of_graphs() -> None:
-    """Has torch.compile break its graph at these taps, as hooks on tensors cannot be traced."""
+    """Makes torch.compile break its graph at these taps, because hooks on tensors cannot be traced."""
     for tap in (EnterTap, LeaveTap):
         tap.__call__ = torch.compiler.disable(tap.__call__)  # type: ignore[method-assign, no-untyped-call]

@@ -1,6 +1,6 @@
-"""HookCallback: hooks on layers from before_fit to after_fit."""
+"""HookCallback: hooks that are on layers during a fit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -8,34 +8,38 @@ from torch import nn
 from hookcb.core.console import warn
 from hookcb.core.sampling import SamplingCallback
 from hookcb.hooks.coverage import Coverage, introduce, note_used
-from hookcb.hooks.hook import HookFunc, Hooks
+from hookcb.hooks.hook import HOOK_OPTIONS, HookFunc, Hooks
 from hookcb.hooks.modules import Where, find_modules, make_ready_for_hooks
 
 
 class HookCallback(SamplingCallback):
-    """Puts a hook on layers when a fit begins and takes it off when the fit ends, however it ends.
+    """Puts a hook on layers when a fit begins and removes it when the fit ends, however it ends.
 
     Subclass it and define `hook(self, m, i, o)`, or pass a function as `hook=`. It is called in training
-    only, unless a subclass sets `run_valid = True`, and not where checkpointing runs a forward again.
+    only, unless a subclass sets `run_valid = True`, and not when checkpointing runs a forward again.
 
     Args:
         modules: the layers, see `find_modules`; by default all leaves with parameters. Looked up at each fit.
         every: act on training batches 0, every, 2·every …; by default on all.
-        remove_end: take the hooks off at the end of the fit; else `remove()` does, or the next fit.
-        is_forward, detach, cpu, pre, modify, prepend, with_kwargs, always_call: see `Hook`.
-        include_paramless: by default also the leaves without parameters, such as ReLU.
+        remove_end: remove the hooks at the end of the fit; else `remove()` does, or the next fit.
+        is_forward, detach, cpu: see `Hook`.
+        include_paramless: by default also hook the leaves without parameters, such as ReLU.
         hook: called as `hook(module, input, output)`, in place of a subclass's method.
-        name, **functions: see `Callback`.
+        name: see `Callback`.
+        **options: `gather`, `pre`, `modify`, `prepend`, `with_kwargs`, `always_call`, see `Hook`;
+            functions by event name, see `Callback`.
 
     Attributes:
-        hooks: `hooks.stored` has what each layer's hook gave last, in the last batch looked at.
-        results: the same by layer name, every call: `fc#0`, `fc#1` of a layer called more than once.
+        hooks: `hooks.stored` has the last value each layer's hook returned in the last recorded batch.
+        results: the values of all calls in that batch by layer name; `fc#0`, `fc#1` for a layer called twice.
         layers: the layers by name, while hooks are on.
-        left_out: what could not be looked at, by path, with its type.
-        coverage: what was looked at; a callback that saw nothing in its first batch warns.
+        left_out: type of each output that could not be recorded, by path.
+        coverage: which layers and batches the hooks have seen. A callback that saw nothing in its first batch
+            warns.
 
     Raises:
-        TypeError, ValueError, LookupError: for what cannot be hooked, `modules` that are not there among it.
+        TypeError, ValueError, LookupError: If an argument is invalid, or `modules` selects nothing; what
+            depends on the model is checked when the fit begins.
 
     >>> from hookcb import HookCallback, synth_learner
     >>> learn = synth_learner()
@@ -44,6 +48,8 @@ class HookCallback(SamplingCallback):
     >>> list(learn.means.results)
     ['0', '2']
     """
+
+    hook_options = HOOK_OPTIONS
 
     def __init__(
         self,
@@ -56,42 +62,46 @@ class HookCallback(SamplingCallback):
         include_paramless: bool = False,
         hook: HookFunc | None = None,
         *,
-        pre: bool = False,
-        modify: bool = False,
-        prepend: bool = False,
-        with_kwargs: bool = False,
-        always_call: bool = False,
         name: str | None = None,
-        **functions: Callable[[Any], object],
+        **options: Any,
     ) -> None:
-        super().__init__(every, name=name, **functions)
+        hook_options = {option: options.pop(option) for option in HOOK_OPTIONS if option in options}
+        super().__init__(every, name=name, **options)
         if not callable(hook) and (hook is not None or type(self).hook is HookCallback.hook):
             kind = type(self).__name__
             raise TypeError(f"{kind} has no function to call; define hook(self, m, i, o), or pass hook=")
         self.modules, self.remove_end, self.is_forward = modules, remove_end, is_forward
         self.include_paramless, self._function = include_paramless, hook
-        self._options = {"is_forward": is_forward, "detach": detach, "cpu": cpu, "pre": pre, "modify": modify}
-        self._options |= {"prepend": prepend, "with_kwargs": with_kwargs, "always_call": always_call}
-        self._acts_in: bool | None = None  # the value of `training` it acts in, None while it does not
+        self._options = {"is_forward": is_forward, "detach": detach, "cpu": cpu} | hook_options
+        self._acts_in: bool | None = None  # the value of `training` in which hooks act; None: they do not
         self.layers: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
-        self.left_out: dict[str, str] = {}
+        self._left_out: dict[str, str] = {}
         self.hooks: Hooks | None = None
 
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
-        """What to do with a layer's input and output; define it in a subclass."""
+        """Called with a layer's input and output; define it in a subclass."""
 
     def before_fit(self) -> None:
         super().before_fit()
         self.remove()
-        self.layers, self.left_out = find_modules(self.model, self.modules, self.include_paramless), {}
+        self.left_out.clear()
+        self.layers = find_modules(self.model, self.modules, self.include_paramless)
         self._names = {id(m): name or type(m).__name__ for name, m in self.layers.items()}
         make_ready_for_hooks(self.model)
-        self.hooks = Hooks(self.layers, self._function or self.hook, gate=self._acts, **self._options)
+        self.hooks = Hooks(self.layers, self._function or self.hook, gate=self.hooks_act, **self._options)
         introduce(self.hooks, self.model, f"{type(self).__name__}.hook")
 
+    def hooks_act(self) -> bool:
+        """Whether hooks act now: the gate that each hook asks at each call.
+
+        Events set its flag once a batch. A validation inside the batch, or code in another thread, triggers
+        no event of this callback, so that the phase and the thread are looked at in each call.
+        """
+        return self._acts_in is self.learn.training and self.learn.in_loop_thread
+
     def before_train(self) -> None:
-        self._acts_in = None  # a batch cut short has left it on
+        self._acts_in = None  # a batch that was cut short has left it set
 
     def before_batch(self) -> None:
         super().before_batch()
@@ -100,7 +110,7 @@ class HookCallback(SamplingCallback):
             self.hooks.restart()
 
     def before_backward(self) -> None:
-        if self.is_forward:  # for a forward from here on is recomputation under activation checkpointing
+        if self.is_forward:  # a forward after this is recomputation by activation checkpointing
             self._acts_in = None
 
     def after_cancel_backward(self) -> None:
@@ -124,29 +134,29 @@ class HookCallback(SamplingCallback):
             self.remove()
 
     def remove(self) -> None:
-        """Takes the hooks off and lets go of the layers; what the hooks stored stays."""
+        """Removes the hooks and releases the layers; what the hooks have stored stays."""
         if self.hooks is not None:
             self.hooks.remove()
         self.layers = {}
 
     def layer_name(self, m: nn.Module) -> str:
-        """The qualified name of a hooked layer, of the whole model its class."""
+        """Qualified name of a hooked layer; for the whole model its class."""
         return self._names[id(m)]
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """Type of each output that could not be recorded, by path."""
+        return self._left_out
+
+    @property
     def results(self) -> dict[str, Any]:
-        """What each call of a layer gave in the last batch looked at."""
+        """The values of all calls in the last recorded batch, by layer name."""
         return self.hooks.results if self.hooks else {}
 
     @property
     def coverage(self) -> Coverage:
-        """What was looked at so far, or in the last fit."""
+        """Which layers and batches the hooks have seen, in this fit or the last."""
         return Coverage.of(self.hooks or (), self.left_out, self.n_batches, self.n_skipped)
 
-    def _acts(self) -> bool:
-        return (
-            self._acts_in is self.learn.training and self.learn.in_loop_thread
-        )  # no validation inside a batch
-
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"layers": {}, "_names": {}}  # the model is not its to take along
+        return super().__getstate__() | {"layers": {}, "_names": {}}  # a copy does not contain the model

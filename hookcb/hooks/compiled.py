@@ -1,4 +1,4 @@
-"""Hooks of models that were compiled in place, whose graph runs none."""
+"""Hooks for modules compiled in place, whose graph runs no hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,14 @@ from hookcb.hooks.own import StandIn
 
 
 class CompiledTap(StandIn):
-    """Stands before the call of a module that was compiled in place, as hooks do nothing in its graph.
+    """Replaces the call of a module that was compiled in place, whose graph runs no hooks.
 
     Args:
         m: the module.
         begins: called with `(args, kwargs)` before its forward.
-        ends: called with its output after it, with None where it raises.
-        gives: called with its output before `ends`, unless it raises.
-        gate: asked at each call; while it says False, none of them is called.
+        ends: called with its output after it, with None if it raises.
+        gives: called with its output before `ends`, unless the forward raises.
+        gate: called at each call; if it returns False, none of them is called.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class CompiledTap(StandIn):
         return output
 
     def remove(self) -> None:
-        """Is in the way no longer, also where another one came before it meanwhile."""
+        """Restores the module's call, even if another tap has been put in front since."""
         self.hooks, m = None, self.m()
         while m is not None and isinstance(tap := compiled_call(m), CompiledTap) and tap.hooks is None:
             set_compiled_call(m, tap.own)

@@ -1,4 +1,4 @@
-"""Coverage: what a callback looked at, and what it did not see."""
+"""Coverage: which layers and batches the hooks of a callback have seen."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What a callback with hooks looked at in a fit.
+    """Layers and batches that the hooks of a callback have seen in a fit.
 
     Attributes:
-        hooked: the layers with a hook.
-        fired: those whose hook was called.
-        silent: the others, each with the likely reason.
-        left_out: what was seen and is no tensor, or has no statistics, by path, with its type.
-        without_grad: layers of which a gradient could not be had, with the reason.
-        n_batches: number of batches looked at.
-        n_skipped: number of training batches not looked at, as `every` says or as they were cancelled.
+        hooked: names of the layers with a hook.
+        fired: names of the layers whose hook was called.
+        silent: names of the others, with the likely reason.
+        left_out: type of each output that is not a tensor or has no statistics, by path.
+        without_grad: names of layers whose gradient is unknown, with the reason.
+        n_batches: number of recorded batches.
+        n_skipped: number of other training batches: left out by `every`, or cancelled.
 
     >>> from hookcb import HookCallback, synth_learner
     >>> learn = synth_learner()
@@ -55,7 +55,7 @@ class Coverage:
 
     @classmethod
     def of(cls, hooks: Iterable["Hook"], left_out: dict[str, str], n_batches: int, n_skipped: int) -> Self:
-        """What `hooks` have seen in so many batches."""
+        """Coverage of `hooks` after `n_batches` batches."""
         hooks = list(hooks)
         return cls(
             hooked=tuple(hook.name for hook in hooks),
@@ -81,31 +81,31 @@ class Coverage:
         return printable(lines)
 
     def warning(self) -> str:
-        """What to say when no hook was called at all."""
+        """The warning if no hook was called at all."""
         layers = "".join(f"\n  {name}: {reason}" for name, reason in islice(self.silent.items(), 5))
         more = f"\n  … and {len(self.silent) - 5} more" if len(self.silent) > 5 else ""
         return (
             f"none of {_count(len(self.hooked), 'hooked layer')} was seen in the first batch; choose others "
-            f"with modules=, or have the training call these; the likely reasons:{layers}{more}"
+            f"with modules=, or let the training call these; the likely reasons:{layers}{more}"
         )
 
 
 def introduce(hooks: Iterable["Hook"], model: nn.Module, title: str) -> None:
-    """Tells hooks on layers of `model` what their function is called, and why a layer may stay silent."""
+    """Gives hooks on layers of `model` the name of their function, and the likely reason for no call."""
     modules = named_modules(model)
     for hook in hooks:
         hook.title, hook.why_silent = title, why_not_called(modules, hook.name)
 
 
 def note_used(layers: Mapping[str, nn.Module], hooks: Iterable["Hook"]) -> None:
-    """After a backward, tells from the gradients which layers were used without being called."""
+    """Notes, after a backward, which layers have gradients and so were used without being called."""
     for m, hook in zip(layers.values(), hooks, strict=True):
         if hook.why_silent == NOT_CALLED and any(p.grad is not None for p in m.parameters()):
             hook.why_silent = USED
 
 
 def why_not_called(modules: Mapping[str, nn.Module], name: str) -> str:
-    """Why one of a model's `modules`, by name, may never be called, as far as its kind and place tell."""
+    """Why the module `name` of `modules` may never be called, judged by its type and place."""
     if isinstance(modules.get(name), CONTAINERS):
         return f"a {type(modules[name]).__name__} is never called itself"
     if isinstance(modules.get(name), torch.jit.ScriptModule):

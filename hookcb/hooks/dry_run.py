@@ -1,4 +1,4 @@
-"""Running a model to look at it, and leaving it as it was."""
+"""Running a model for inspection without changing it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,15 +16,15 @@ from hookcb.hooks.taps import taps_on
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Runs a `with` block in eval mode and without gradients, and leaves nothing changed by it.
+    """Runs a `with` block in eval mode and without gradients, and restores the model.
 
-    That is the modes of all modules, buffers such as batch-norm statistics, random numbers, and what hooks of
-    ours have stored. Compiled modules run uncompiled.
+    Restored are the modes of all modules, buffers such as batch-norm statistics, random numbers, and the
+    stored values of hookcb's hooks. Compiled modules run uncompiled.
     """
     with ExitStack() as stack:
         if any(map(is_compiled, model.modules())):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # else in eval mode attention and TransformerEncoder do not call their parts
+        # else attention and TransformerEncoder do not call their submodules in eval mode
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(preserve_random())
@@ -33,9 +33,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         # not by model.eval(), which some override to merge weights or keep a mode
         stack.enter_context(preserve_attribute(model.modules(), "training", False))
         stack.enter_context(preserve_buffers(model))
-        # some models take gradients in their forward; those that wait for a step stay apart
+        # some models compute gradients in their forward; those that wait for a step stay apart
         stack.enter_context(preserve_attribute(model.parameters(), "grad", None))
-        # with a largest norm they write to their weights in each forward, in eval mode too
+        # with a max_norm they write to their weights in each forward, in eval mode too
         embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         stack.enter_context(preserve_attribute(embeddings, "max_norm", None))
         yield
@@ -45,11 +45,11 @@ def dummy_eval(m: nn.Module, size: tuple[int, ...] = (64, 64)) -> Any:
     """The output of `m` for one random sample in [-1, 1], in eval mode; `m` stays as it is.
 
     Args:
-        m: whose first layer with channels or features tells how many there are.
+        m: a model whose first layer has `in_channels` or `in_features`, which give the shape of the sample.
         size: height and width; for convolutions of one or three dimensions the first counts for each.
 
     Raises:
-        ValueError: where no layer tells what the input may be.
+        ValueError: If no layer has these attributes.
     """
     with untouched(m):
         return m(_random_input(m, size))
@@ -69,10 +69,10 @@ def model_sizes(m: nn.Module, size: tuple[int, ...] = (64, 64)) -> list[Any]:
 
 
 def num_features_model(m: nn.Module) -> int:
-    """Number of output features of `m`: the channels its last child puts out.
+    """Number of output features of `m`: the channels of its last child's output.
 
     Raises:
-        RuntimeError, ValueError: what `m` raises for images of 32×32, where it does for larger ones too.
+        RuntimeError, ValueError: If `m` raises for images of 32×32 and for larger ones too.
     """
     first: Exception | None = None
     for size in (32, 64, 128, 256, 512, 1024, 2048):
@@ -80,7 +80,7 @@ def num_features_model(m: nn.Module) -> int:
             return int(model_sizes(m, (size, size))[-1][1])
         except (RuntimeError, ValueError) as error:
             if first is not None and str(error) == str(first):
-                break  # it is not about the size
+                break  # the size is not the problem
             first = first or error
     assert first is not None
     first.add_note("the same or another error came with larger images too")
@@ -88,7 +88,7 @@ def num_features_model(m: nn.Module) -> int:
 
 
 def shapes(output: Any) -> Any:
-    """`output` with each tensor in it replaced by its shape, a nested one by those of its parts."""
+    """`output` with each tensor replaced by its shape, a nested one by the shapes of its parts."""
 
     def shape(x: Tensor) -> Any:
         return [part.shape for part in x.unbind()] if x.is_nested else x.shape
@@ -111,6 +111,6 @@ def _random_input(m: nn.Module, size: tuple[int, ...]) -> Tensor:
         x = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
         return x.to(weight.device, weight.dtype)
     raise ValueError(
-        f"no layer of {type(m).__name__} tells what its input may be, by in_channels or in_features; "
-        "call it on an input of yours, or module_summary(model, x)"
+        f"no layer of {type(m).__name__} has in_channels or in_features, which give the shape of its input; "
+        "call the model on your own input, or use module_summary(model, x)"
     )

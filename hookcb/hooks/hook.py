@@ -1,4 +1,4 @@
-"""Hooks that attach to layers and tensors and come off again."""
+"""Hook and Hooks: functions called at the forward or backward of layers and tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
@@ -15,13 +15,20 @@ from hookcb.hooks.own import register
 from hookcb.hooks.taps import ParameterTap, Tap, TensorTap
 
 HookFunc = Callable[..., Any]
-Gate = Callable[[], bool] | None
+Gate = Callable[[], bool]
 Hookable = nn.Module | Tensor
-Call = tuple[int, int]  # when it was, and its index
+Call = tuple[int, int]  # its time and its index
+# keyword arguments of `Hook` that callbacks pass on
+HOOK_OPTIONS = ("gather", "pre", "modify", "prepend", "with_kwargs", "always_call")
+
+
+def always() -> bool:
+    """The gate of a hook that always acts."""
+    return True
 
 
 class Hook:
-    """Calls a function at each forward or backward of a module or tensor; `stored` is what it gave last.
+    """Calls a function at each forward or backward of a module or tensor; `stored` is its last result.
 
     | what is hooked | called as | when |
     |---|---|---|
@@ -30,35 +37,35 @@ class Hook:
     | … not `is_forward` | `hook_func(module, grad_input, grad_output)` | gradients of its inputs are known |
     | … not `is_forward`, `pre` | `hook_func(module, grad_output)` | gradients of its outputs are known |
     | a parameter | `hook_func(parameter, grad)` | a gradient was accumulated in its `.grad` |
-    | … with `pre`, or any other tensor | `hook_func(tensor, grad)` | a gradient has come to it |
+    | … with `pre`, or any other tensor | `hook_func(tensor, grad)` | its gradient is known |
 
-    `input` is the tuple of positional inputs. `grad_input` has the structure of `input`, `grad_output` that
-    of an output which is a tuple or list, else it is a tuple of one. None stands where there is no gradient.
-    `grad_input` is of this call alone: what passes beside it, in a residual connection, does not count.
+    `input` is the tuple of positional inputs, and `grad_input` has its structure. `grad_output` has the
+    structure of the output if that is a tuple or list, else it is a tuple of one. None means no gradient.
+    `grad_input` belongs to this call alone: gradients that bypass it, in a residual connection, do not count.
 
-    It observes: what it returns goes nowhere else. A copy or file of what it is on does not contain it.
-    An error in `hook_func` goes on with a note that names the layer, and takes the hook off.
+    It observes: its result goes nowhere else. Copies and files of the hooked object do not contain it.
+    An error in `hook_func` gets a note that names the layer, and removes the hook.
 
     Args:
         m: the module, parameter or tensor.
-        hook_func: what to call.
-        is_forward: the forward of a module, or its backward.
-        detach: give it tensors without their graph.
-        cpu: what is stored moves to the CPU when it is read; `hook_func` gets tensors where they are.
-        gather: reading `stored` joins what all ranks have stored, along the first dimension and on the CPU;
+        hook_func: the function to call.
+        is_forward: whether to hook a module's forward, or its backward.
+        detach: pass tensors without their graph.
+        cpu: move stored tensors to the CPU when they are read; `hook_func` gets tensors on their device.
+        gather: reading `stored` concatenates the values of all ranks along the first dimension, on the CPU;
             then each rank must read it.
-        pre: before the forward, or before the gradients pass the module.
-        modify: what `hook_func` returns, unless None, replaces the output, the inputs (`pre`) or the
-            gradient. It then gets tensors with their graph. A gradient hook is called for each tensor as its
-            gradient comes, the others being None.
-        prepend: before the other hooks on the forward.
-        with_kwargs: give it keyword inputs too, as a dict after `input` or `grad_input`.
-        always_call: also where the forward raises; `output` is then None.
-        gate: asked at each forward; while it says False, nothing is called.
+        pre: call it before the forward, or before the gradients pass the module.
+        modify: the result of `hook_func`, unless None, replaces the output, the inputs (`pre`) or the
+            gradient. The tensors then keep their graph. A gradient hook is called for each tensor when its
+            gradient is known, the others being None.
+        prepend: call it before the other hooks on the forward.
+        with_kwargs: pass keyword inputs too, as a dict after `input` or `grad_input`.
+        always_call: call it even if the forward raises; `output` is then None.
+        gate: called at each forward; the hook acts if it returns True.
 
     Raises:
-        TypeError: where `m` or `hook_func` is of another kind.
-        ValueError: for options that do not go together, and tensors that have no gradient.
+        TypeError: If `m` or `hook_func` is of another type.
+        ValueError: If options exclude each other, or a tensor requires no gradient.
 
     >>> import torch
     >>> from hookcb import Hook
@@ -83,7 +90,7 @@ class Hook:
         prepend: bool = False,
         with_kwargs: bool = False,
         always_call: bool = False,
-        gate: Gate = None,
+        gate: Gate = always,
     ) -> None:
         self.hook_func, self.cpu, self.gather, self.gate = hook_func, cpu, gather, gate
         self.is_forward, self.pre, self.modify = is_forward, pre, modify
@@ -94,11 +101,11 @@ class Hook:
         self.kind = self.name = type(m).__name__
         self.called = self.fired = False  # the forward has run; hook_func has been called
         self.why_silent = ""
-        self.without_grad: str | None = None  # why a gradient could not be had
-        self.left_out: dict[str, str] = {}  # what in the first output is no tensor, by path
-        self.results: dict[Call, Any] | None = None  # what each call stored since `restart`
+        self.without_grad: str | None = None  # why a gradient is unknown
+        self.left_out: dict[str, str] = {}  # type of what is not a tensor in the first output, by path
+        self.results: dict[Call, Any] | None = None  # the stored value of each call since `restart`
         self.calls: list[Call] = []
-        self.n_without_graph = 0  # calls that gradients could not be followed from
+        self.n_without_graph = 0  # calls whose gradients cannot be followed
         self._stored: Any = None
         self._is_brought = True
         self._taps: list[Tap] = []
@@ -122,7 +129,7 @@ class Hook:
             watch = GradientWatch(self, outputs_only=self.pre)
             if not self.pre:
                 self._on(m.register_forward_pre_hook, EnterTap(self, watch), with_kwargs=True)
-            # always called, as what has been noted before a forward must go when that forward raises
+            # always called, as notes made before a forward must be dropped if it raises
             leave = LeaveTap(self, watch)
             self._on(m.register_forward_hook, leave, with_kwargs=True, always_call=not self.pre)
 
@@ -130,23 +137,19 @@ class Hook:
         self._taps.append(tap)
         self._handles.append(register(on, tap, **options))
 
-    def is_open(self) -> bool:
-        """Whether it acts now."""
-        return self.gate is None or self.gate()
-
     def next_call(self, time: int = 0) -> Call:
-        """What tells this call from others since `restart`, in their order: by `time`, then as they come."""
+        """Key of this call among those since `restart`; keys sort by `time`, then by order."""
         call = time, len(self.calls)
-        if self.results is not None:  # a list that only grows would make compiled code compile each time
+        if self.results is not None:  # compiled code would be compiled anew each time the list has grown
             self.calls.append(call)
         return call
 
     def restart(self) -> None:
-        """From now on calls are counted anew, and `results` keeps what each stored."""
+        """Counts calls from 0 again, and keeps the value of each in `results`."""
         self.results, self.calls, self._stored, self.n_without_graph = {}, [], None, 0
 
     def call(self, m: Any, seen: tuple[Any, ...], call: Call) -> Any:
-        """Calls the function on what a tap has seen in that call, and stores what it gives."""
+        """Calls the function with the arguments of a tap, and stores its result."""
         if not torch.compiler.is_compiling() and not self.fired and self.is_forward:
             found = parts(seen[-1], self.name)
             self.left_out = {path: type(x).__name__ for path, x in found if not isinstance(x, Tensor)}
@@ -161,7 +164,7 @@ class Hook:
         self.fired = True
         if self.modify:
             self._stored = detached(result)
-        else:  # a view of the output would show what an in-place successor, ReLU(inplace=True), makes of it
+        else:  # a view of the output would show later in-place changes, as by ReLU(inplace=True)
             self._stored = _copied(result) if self.detach and result is seen[-1] else result
         self._is_brought = False
         if self.results is not None:
@@ -170,18 +173,18 @@ class Hook:
 
     @property
     def where(self) -> str:
-        """What it is on, for a message."""
+        """The hooked module or tensor, for a message."""
         return self.name if self.name == self.kind else f"{self.name} ({self.kind})"
 
     @property
     def stored(self) -> Any:
-        """What the function returned last, None before its first call."""
+        """The last result of the function; None before its first call."""
         if not self._is_brought:
             self._stored, self._is_brought = self.bring(self._stored), True
         return self._stored
 
     def bring(self, item: Any) -> Any:
-        """What was stored, as it is read: on the CPU or from all ranks, where that was asked for."""
+        """A stored value as it is read: on the CPU with `cpu`, from all ranks with `gather`."""
         if self.gather and distributed.is_available() and distributed.is_initialized():
             of_ranks: list[Any] = [None] * distributed.get_world_size()
             distributed.all_gather_object(of_ranks, map_tensors(_on_cpu, item))
@@ -190,11 +193,11 @@ class Hook:
 
     @property
     def removed(self) -> bool:
-        """Whether it is off."""
+        """Whether the hook was removed."""
         return not self._taps
 
     def remove(self) -> None:
-        """Takes the hook off; a second time does nothing. `stored` stays."""
+        """Removes the hook; a second time does nothing. `stored` stays."""
         for tap in self._taps:
             tap.close()
         for handle in self._handles:
@@ -208,19 +211,19 @@ class Hook:
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy is on nothing, and has what was stored
-        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": None}
+        # a copy hooks nothing, and keeps the stored values
+        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": always}
         return self.__dict__ | off | {"_stored": detached(self._stored), "results": detached(self.results)}
 
 
 class Hooks:
-    """One `Hook` on each of several modules or tensors; attached all, or none where one fails.
+    """One `Hook` on each of several modules or tensors; if one fails, none is attached.
 
     Args:
-        ms: one module, several, an `nn.Sequential` (its children), what `find_modules` gives, or parameters;
-            pairs of a name and one of these, as `model.named_parameters()` gives them.
-        hook_func, is_forward, detach, cpu, gather: as for `Hook`.
-        **options: the keyword arguments of `Hook`.
+        ms: one module, several, an `nn.Sequential` (its children), a result of `find_modules`, or parameters;
+            or pairs of a name and one of these, like `model.named_parameters()`.
+        hook_func, is_forward, detach, cpu, gather: see `Hook`.
+        **options: keyword arguments of `Hook`.
 
     >>> import torch
     >>> from hookcb import Hooks
@@ -253,12 +256,12 @@ class Hooks:
 
     @property
     def stored(self) -> L:
-        """What each hook's function returned last, None before its first call."""
+        """The last result of each hook's function; None before its first call."""
         return L(hook.stored for hook in self.hooks)
 
     @property
     def results(self) -> dict[str, Any]:
-        """What each call since `restart` has stored, by name: `fc`, or `fc#0`, `fc#1` of several calls."""
+        """The result of each call since `restart`, by name: `fc`, or `fc#0`, `fc#1` for several calls."""
         found = {}
         for hook in self.hooks:
             calls = sorted(hook.calls)
@@ -268,12 +271,12 @@ class Hooks:
         return found
 
     def restart(self) -> None:
-        """Has each hook count its calls from 0 and keep what each gives, see `Hook.restart`."""
+        """Restarts each hook, see `Hook.restart`."""
         for hook in self.hooks:
             hook.restart()
 
     def remove(self) -> None:
-        """Takes all hooks off; what they stored stays."""
+        """Removes all hooks; stored values stay."""
         for hook in self.hooks:
             hook.remove()
 
@@ -296,8 +299,8 @@ class Hooks:
 def hook_output(module: nn.Module, detach: bool = True, cpu: bool = False, grad: bool = False) -> Hook:
     """A hook that stores the output of `module`, a copy; with `detach=False` the output itself.
 
-    With `grad` it stores the gradients with respect to the output instead: `stored[0]`, or for an output that
-    is a tuple or list, each at its place.
+    With `grad` it stores the gradients with respect to the output instead: `stored[0]`, or one for each item
+    of an output that is a tuple or list.
     """
     return Hook(module, _last, not grad, detach, cpu, pre=grad)
 
@@ -308,7 +311,7 @@ def hook_outputs(
     cpu: bool = False,
     grad: bool = False,
 ) -> Hooks:
-    """Hooks that store the outputs of `modules`, or their gradients, each as `hook_output` does.
+    """Hooks that store the outputs of `modules`, or their gradients, like `hook_output`.
 
     >>> import torch
     >>> from hookcb import find_modules, hook_outputs
@@ -330,13 +333,13 @@ def _copied(item: Any) -> Any:
 
 
 def _on_cpu(x: Tensor) -> Tensor:
-    return x if x.is_meta else x.cpu()  # a copy that does not block would be read before it has arrived
+    return x if x.is_meta else x.cpu()  # a non-blocking copy could be read before it has arrived
 
 
 def detached(item: Any) -> Any:
-    """`item` with its tensors detached; plain ones and tuples of them quickly, as each call does it."""
+    """`item` with its tensors detached; the usual cases are fast, as each call needs it."""
     if not torch.compiler.is_compiling() and in_transform():
-        return map_tensors(_bare, item)  # a transform of torch.func is at work
+        return map_tensors(_bare, item)  # inside a transform of torch.func
     if type(item) is Tensor:
         return item.detach()
     if type(item) is tuple:
@@ -354,18 +357,18 @@ def _bare(x: Tensor) -> Tensor:
 
 def _check(hook: Hook, m: Any) -> None:
     if not callable(hook.hook_func):
-        raise TypeError(f"hook_func is {hook.hook_func!r:.80}; give a function")
+        raise TypeError(f"hook_func must be a function, got {hook.hook_func!r:.80}")
     if isinstance(m, torch.jit.ScriptModule):
         raise TypeError(
-            f"{type(m).__name__} is TorchScript, which calls no hooks; hook the module it was made of"
+            f"{type(m).__name__} is TorchScript, which calls no hooks; hook the module it was made from"
         )
     if isinstance(m, UninitializedParameter):
-        raise ValueError("the parameter is not initialized yet; give its lazy module a first batch before")
+        raise ValueError("the parameter is not initialized yet; run its lazy module on a batch first")
     if isinstance(m, Tensor):
         kind, refused = "tensor", ["prepend", "with_kwargs", "always_call"]
         if not m.requires_grad:
             raise ValueError(
-                f"the tensor of shape {tuple(m.shape)} needs no gradient; call requires_grad_() on it"
+                f"the tensor of shape {tuple(m.shape)} requires no gradient; call requires_grad_() on it"
             )
     elif isinstance(m, nn.Module):
         kind = ("forward" if hook.is_forward else "gradient") + (" pre" if hook.pre else "")
@@ -376,11 +379,11 @@ def _check(hook: Hook, m: Any) -> None:
             "gradient pre": ["prepend", "always_call", "with_kwargs"],
         }[kind]
     else:
-        hint = f"; give an instance, {m.__name__}(…)" if isinstance(m, type) else ""
-        raise TypeError(f"m is {m!r:.80}, no nn.Module and no tensor{hint}")
+        hint = f"; pass an instance, {m.__name__}(…)" if isinstance(m, type) else ""
+        raise TypeError(f"m must be an nn.Module or a tensor, got {m!r:.80}{hint}")
     for option in refused:
         if getattr(hook, option):
-            raise ValueError(f"{option}=True does not go with a {kind} hook; leave it out")
+            raise ValueError(f"{option}=True cannot be combined with a {kind} hook; leave it out")
 
 
 def _named(ms: Any) -> list[tuple[str, Any]]:

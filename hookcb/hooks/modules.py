@@ -1,4 +1,4 @@
-"""What a model consists of: the selection of its modules, and what kind they are."""
+"""Selection of a model's modules, and questions about them."""
 
 import difflib
 from collections.abc import Callable, Container, Iterable
@@ -23,7 +23,7 @@ Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
 
 class ModelGoneError(RuntimeError):
-    """The model that is asked for was freed; whoever looks at it does not keep it alive."""
+    """The model was freed; observers do not keep it alive."""
 
 
 def find_modules(
@@ -34,14 +34,14 @@ def find_modules(
     A shared module is found once, under its first name.
 
     Args:
-        model: where to look.
+        model: the model.
         where: None (leaves with parameters), a glob on qualified names (`"blocks.*.attn"`, where `*` also
             spans dots), a type, a predicate, a module of the model, or several of these.
         include_paramless: with None, also the leaves without parameters, such as activation functions.
 
     Raises:
-        LookupError: where one of them selects nothing; the message lists what there is.
-        TypeError: where `where` is of another kind.
+        LookupError: If one of them selects nothing; the message lists the modules.
+        TypeError: If `where` is of another type.
     """
     named = named_modules(model)
     if where is None:
@@ -58,7 +58,7 @@ def find_modules(
     several = [where] if _is_single(where) else list(where)  # type: ignore[arg-type]  # then it is iterable
     if not several:
         raise LookupError(
-            f"where is empty; give what to select of {type(model).__name__}: {join_names(named)}"
+            f"where is empty; choose from the modules of {type(model).__name__}: {join_names(named)}"
         )
     selected: set[int] = set()
     for one in several:
@@ -72,8 +72,7 @@ def find_modules(
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """All modules of `model` by qualified name, a shared one under its first name.
 
-    Names are those of the plain model: without the wrappers of torch.compile, DataParallel and
-    DistributedDataParallel.
+    Names are without the wrappers of torch.compile, DataParallel and DistributedDataParallel.
     """
     return {_plain_name(name): m for name, m in unwrapped(model).named_modules() if not is_compile_wrapper(m)}
 
@@ -92,7 +91,7 @@ def has_params(m: nn.Module) -> bool:
 
 
 class ParamCount(NamedTuple):
-    """How many parameters, and whether they are trained: True, False, or "partly"."""
+    """Number of parameters, and whether they are trained: True, False, or "partly"."""
 
     n: int
     trainable: bool | str
@@ -101,7 +100,7 @@ class ParamCount(NamedTuple):
 def total_params(m: nn.Module) -> ParamCount:
     """Number of parameters of `m`, each counted once, and whether they are trained.
 
-    Those of a lazy module that has not run yet count 0.
+    Parameters of a lazy module that has not run yet count 0.
 
     >>> import torch
     >>> from hookcb import total_params
@@ -117,23 +116,23 @@ def total_params(m: nn.Module) -> ParamCount:
 
 
 def has_uninitialized(m: nn.Module) -> bool:
-    """Whether `m` is lazy, or has a lazy module in it, that has not run yet."""
+    """Whether `m` is or contains a lazy module that has not run yet."""
     return any(map(is_lazy, [*m.parameters(), *m.buffers()]))
 
 
 def is_leaf(m: nn.Module) -> bool:
-    """Whether there is no module in `m`."""
+    """Whether `m` has no submodules."""
     return not any(True for _ in m.children())
 
 
 def make_ready_for_hooks(model: nn.Module) -> None:
-    """Drops what torch.compile has made, where a module of `model` is compiled.
+    """Resets torch.compile if a module of `model` is compiled.
 
     A hook that was added after the first compiled call never runs (pytorch#117758). Before that call there
     is nothing to drop; other compiled functions of the process are compiled again at their next call.
 
     Raises:
-        TypeError: if `model` is, or has in it, a DataParallel on several devices.
+        TypeError: If `model` is or contains a DataParallel on several devices.
     """
     for name, m in model.named_modules():
         if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1:  # else it calls the module itself
@@ -148,7 +147,7 @@ def make_ready_for_hooks(model: nn.Module) -> None:
 
 
 def is_compiled(m: nn.Module) -> bool:
-    """Whether torch.compile has been applied to this very module."""
+    """Whether torch.compile was applied to this module itself."""
     return compiled_call(m) is not None or is_compile_wrapper(m)
 
 
@@ -170,7 +169,7 @@ def _selects(where: Any, name: str, module: nn.Module) -> bool:
     if callable(where):
         return bool(where(module))
     raise TypeError(
-        f"{where!r:.80} selects no modules; give a glob, a type, a predicate, a module or a list of these"
+        f"where must be a glob, a type, a predicate, a module or a list of these, got {where!r:.80}"
     )
 
 
@@ -182,12 +181,12 @@ def _nothing(model: nn.Module, where: Any, named: dict[str, nn.Module]) -> Looku
 
 
 def unsaved_buffers(model: nn.Module, state: Container[str]) -> dict[str, Tensor]:
-    """The buffers that are no part of `state`, the model's `state_dict`."""
+    """The buffers that are not in `state`, the model's `state_dict`."""
     return {name: x for name, x in model.named_buffers() if name not in state}
 
 
 def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
-    """Moves the model to `device`, if one is given; returns where its first parameter or buffer then is."""
+    """Moves the model to `device`, if given; returns the device of its first parameter or buffer."""
     if device is not None:
         model.to(device)
     first = next(chain(model.parameters(), model.buffers()), None)
@@ -195,9 +194,9 @@ def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
 
 
 def outermost_compiled(model: nn.Module) -> dict[str, nn.Module]:
-    """What torch.compile was applied to, by name: wrappers, and modules that were compiled in place."""
+    """Modules that torch.compile was applied to, by name: wrappers, and modules compiled in place."""
     found: dict[str, nn.Module] = {}
-    if not any(map(is_compiled, model.modules())):  # the usual case without a look at names
+    if not any(map(is_compiled, model.modules())):  # the usual case, which needs no names
         return found
     names = {id(m): name for name, m in named_modules(model).items()}
     inside: set[int] = set()

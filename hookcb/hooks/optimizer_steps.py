@@ -1,4 +1,4 @@
-"""StepHook: hears of the steps of all optimizers, by one hook of torch's for all who listen."""
+"""StepHook: called at the steps of all optimizers, through one torch hook for all StepHooks."""
 
 import threading
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from torch.utils.hooks import RemovableHandle
 
 
 class _Dispatcher:
-    """A hook of torch's on the steps of all optimizers; it is registered while somebody listens.
+    """A torch hook on the steps of all optimizers; registered while there are listeners.
 
-    torch iterates over these hooks in each step of the process. A hook that comes or goes meanwhile makes
-    the iteration fail, in whatever thread it is, unless no other hook is left to be called. So there is one
-    hook for all who listen, and it goes only while it is the only one; beside hooks of others it stays, and
+    torch iterates over these hooks in each step of the process. Adding or removing a hook meanwhile makes
+    the iteration fail, in whatever thread, unless no other hook is left to be called. So there is one hook
+    for all listeners, which is removed only while it is the only one; beside hooks of others it stays and
     does nothing.
     """
 
@@ -26,7 +26,7 @@ class _Dispatcher:
         self._lock = threading.RLock()  # garbage collection may remove a hook in the middle of `update`
 
     def update(self, *new: "StepHook") -> None:
-        """Takes in new listeners and lets go of those that are off."""
+        """Adds new listeners and drops removed ones."""
         with self._lock:
             self._listening = tuple(hook for hook in (*self._listening, *new) if hook.is_on)
             if self._listening and self._handle is None:
@@ -41,7 +41,7 @@ class _Dispatcher:
         return hooks is not None and len(hooks) == 1
 
     def __call__(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Called by torch; gives the arguments of the step, if a listener has replaced them."""
+        """Called by torch; returns the arguments of the step if a listener has replaced them."""
         replaced = None
         for hook in self._listening:
             new = hook(opt, args, kwargs)
@@ -53,7 +53,7 @@ class _Dispatcher:
 class StepHook:
     """Calls a method before or after the step of any optimizer, in any thread, until it is removed.
 
-    Nothing is put on an optimizer. The owner of the method is not kept alive.
+    Nothing is registered on an optimizer. The owner of the method is not kept alive.
 
     Args:
         method: called as `method(opt, args, kwargs)`; before a step, what it returns, unless None, replaces
@@ -77,13 +77,13 @@ class StepHook:
         return None if method is None else method(opt, args, kwargs)
 
     def remove(self) -> None:
-        """Ends it; a second time does nothing."""
+        """Stops the calls; a second time does nothing."""
         self._method = None
         self._dispatcher.update()
 
 
 def params_of(opt: Optimizer) -> set[int]:
-    """The ids of the parameters that an optimizer has."""
+    """Ids of an optimizer's parameters."""
     return {id(p) for group in opt.param_groups for p in group["params"]}
 
 

@@ -1,4 +1,4 @@
-"""Hooks of hookcb's own on modules, tensors and optimizers, which no copy and no file of these contains."""
+"""Hooks of hookcb on modules, tensors and optimizers, which copies and files of these do not contain."""
 
 import copyreg
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 class OwnHook:
     """A hook that `register` keeps out of copies and files; a copy of the hook itself does nothing."""
 
-    __torch_unserializable__ = True  # else torch.save warns of it on every parameter
+    __torch_unserializable__ = True  # else torch.save warns about it for every parameter
 
     def __call__(self, *seen: Any, **named: Any) -> Any:
         """Called by torch."""
@@ -32,22 +32,22 @@ class _Calling(OwnHook):
 
 
 class StandIn:
-    """Base of what stands in the place of a callable of the user's, `own`; a copy calls that alone."""
+    """Base of callables that replace a callable of the user, `own`; a copy calls only that."""
 
     own: Any
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # asked only by a module that copies all of its `__dict__`; others leave a compiled call out
+        # called only by a module that copies all of its `__dict__`; others leave a compiled call out
         return partial, (self.own,)
 
 
 def register(on: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> RemovableHandle:
-    """Registers a hook that copies and files of what it is on do not contain.
+    """Registers a hook that copies and files of the hooked object do not contain.
 
     Args:
-        on: the method that registers: `m.register_forward_hook`, `x.register_hook` and the like.
+        on: the method that registers it, such as `m.register_forward_hook` or `x.register_hook`.
         hook: an `OwnHook`, or a function.
-        **options: for that method.
+        **options: arguments of that method.
     """
     _leave_out_of_copies()
     hook = hook if isinstance(hook, OwnHook) else _Calling(hook)
@@ -62,7 +62,7 @@ def register(on: Callable[..., RemovableHandle], hook: Callable[..., Any], **opt
 @cache
 def _leave_out_of_copies() -> None:
     # all dicts of hooks are OrderedDicts, and pickle and copy ask here how to reduce one; the handles of the
-    # user's own hooks would not know a dict of another class that takes their place
+    # user's hooks would not work with a dict of another class
     copyreg.pickle(OrderedDict, _reducing(copyreg.dispatch_table.get(OrderedDict, OrderedDict.__reduce__)))
 
 

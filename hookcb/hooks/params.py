@@ -1,4 +1,4 @@
-"""Parameters of a model, by name: which are there, and which are meant."""
+"""Selection of a model's parameters by name."""
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ Which = str | Callable[[str, nn.Parameter], bool]
 
 
 class Param(NamedTuple):
-    """A parameter that is looked at."""
+    """A selected parameter."""
 
     name: str
     p: nn.Parameter
@@ -24,16 +24,16 @@ class Param(NamedTuple):
 def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) -> list[Param]:
     """The parameters of `model` that `which` selects, each once, in the order of `named_parameters()`.
 
-    Names are those of the plain model: without the wrappers of torch.compile and DistributedDataParallel.
+    Names are without the wrappers of torch.compile and DistributedDataParallel.
 
     Args:
-        model: where to look.
+        model: the model.
         which: None for all, a glob on qualified names (`"blocks.*.weight"`, where `*` also spans dots), a
             predicate `(name, parameter) -> bool`, or several of these.
 
     Raises:
-        LookupError: where one of them selects nothing; the message lists what there is.
-        TypeError: where it is of another kind.
+        LookupError: If one of them selects nothing; the message lists the parameters.
+        TypeError: If `which` is of another type.
     """
     every: dict[int, Param] = {}
     for prefix, m in named_modules(model).items():
@@ -58,16 +58,16 @@ def check_which(which: Any) -> list[Which]:
     """`which` as a list, checked.
 
     Raises:
-        TypeError: where it is no glob, predicate or several of them.
-        ValueError: where it is empty.
+        TypeError: If it is not a glob, predicate or several of these.
+        ValueError: If it is empty.
     """
     single = isinstance(which, str) or callable(which)
     several: list[Any] = [which] if single else list(which) if isinstance(which, Iterable) else [None]
     for one in several:
         if not isinstance(one, str) and (not callable(one) or isinstance(one, type | nn.Module)):
             raise TypeError(
-                f"params is {which!r:.80}; give a glob on parameter names, a predicate (name, parameter) -> "
-                "bool, or a list of these"
+                "params must be a glob on parameter names, a predicate (name, parameter) -> bool, or a list "
+                f"of these, got {which!r:.80}"
             )
     if not several:
         raise ValueError("params is empty; give globs on parameter names, or None for all parameters")

@@ -1,4 +1,4 @@
-"""What a model consists of, layer by layer: parameters, output shapes, multiply-adds, bytes."""
+"""Summary of a model, layer by layer: parameters, output shapes, multiply-adds, bytes."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
 HEAD = ("layer", "type", "output", "params", "trained", "mult-adds")
-RANKS = (1, 2, 0, 3, 4)  # of all but the names: how soon they are left out in a narrow terminal
+RANKS = (1, 2, 0, 3, 4)  # of all columns but the names: the highest is left out first in a narrow terminal
 COLUMNS: list[Column[Any]] = [
     Column(HEAD[i], itemgetter(i), rank, is_text=i < 3) for i, rank in enumerate(RANKS, start=1)
 ]
@@ -54,23 +54,23 @@ class LayerInfo(NamedTuple):
 
 @dataclass(slots=True)
 class LayerRow:
-    """A module, as it stands in a `Summary`.
+    """A module in a `Summary`.
 
     Attributes:
-        name: qualified, empty for the whole model.
-        type: its class.
-        depth: how many modules it is inside of.
-        params: number of parameters of its own that no earlier row has counted; in the deepest rows shown
-            also those of the modules inside.
-        trainable_params: those of them that are trained.
+        name: qualified name, empty for the whole model.
+        type: class.
+        depth: number of modules that contain it.
+        params: number of its parameters that no earlier row has counted, without those of submodules; the
+            deepest rows shown include them.
+        trainable_params: number of `params` that are trained.
         buffers: number of elements of its buffers, counted like parameters.
-        n_calls: how often it was called.
-        shape: of its output in the last call, nested as that is; None where it was not called.
-        shapes: all different ones, by their text, in the order of its calls.
-        same: whether its output is shaped like one of its inputs, samples aside.
+        n_calls: number of calls.
+        shape: shape of its output in the last call, nested like the output; None if it was not called.
+        shapes: all different shapes by their text, in the order of the calls.
+        same: whether its output has the shape of one of its inputs, except for the first dimension.
         calls_others: whether it calls other modules.
-        multiply_adds: of its calls, without those of the modules inside that have a row of their own.
-        why_not_called: the likely reason, where it was not called and is more than a container.
+        multiply_adds: multiply-adds of its calls, without those of submodules that have a row of their own.
+        why_not_called: likely reason if it was not called;  for containers.
     """
 
     name: str
@@ -102,16 +102,16 @@ class LayerRow:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Summary:
-    """A model's modules as rows, and what they come to; prints as a table.
+    """A model's modules as rows, and their totals; prints as a table.
 
     Attributes:
-        rows: of all modules down to the depth that was asked for, in the order of `named_modules()`.
+        rows: a row for each module down to the requested depth, in the order of `named_modules()`.
         n_params, n_trainable, n_buffers: number of elements, each parameter and buffer counted once.
-        param_bytes, buffer_bytes: their size.
+        param_bytes, buffer_bytes: size of all parameters and all buffers.
         activation_bytes: size of the outputs of all calls in which no other module is called, for this input.
-        multiply_adds: for this input, two floating-point operations each. Source: `torch.utils.flop_counter`,
-            which counts matrix products, convolutions and attention, nothing else.
-        facts: what else there is to tell, by title.
+        multiply_adds: number for this input, two floating-point operations each. Source:
+            `torch.utils.flop_counter`, which counts only matrix products, convolutions and attention.
+        facts: further lines of the summary, by title.
 
     >>> import torch
     >>> from hookcb import module_summary
@@ -177,23 +177,23 @@ class Summary:
 
 
 def module_summary(model: nn.Module | Loop, *xb: Any, depth: int | None = None) -> Summary:
-    """Runs a model once on `xb` and tells what it consists of; leaves it, and what watches it, as they were.
+    """Summary of a model after one forward on `xb`, which leaves the model and its callbacks unchanged.
 
-    It runs in eval mode and without gradients. A model with lazy modules that have not run yet is run as a
-    copy, and stays lazy.
+    The model runs in eval mode and without gradients. If it has lazy modules that have not run yet, a copy
+    runs instead, and the model stays lazy.
 
     Args:
-        model: the model, or a learner, whose `predict` is called and whose optimizer, loss and callbacks are
-            told too.
-        *xb: its inputs, none for a model that takes none. A single mapping gives keyword arguments; if the
-            forward has no parameters of these names, it is itself the input. For a learner by default those
-            of the first batch. They are moved to the model's device.
-        depth: how deep to go; what is inside modules of that depth counts as theirs. By default all the way.
+        model: the model; or a learner, whose `predict` is called, and whose optimizer, loss and callbacks
+            are listed too.
+        *xb: the inputs, moved to the model's device; by default those of a learner's first batch. A single
+            mapping gives keyword arguments; if the forward has no parameters of these names, the mapping
+            itself is the input.
+        depth: depth of the deepest rows, which include their submodules; by default no limit.
 
     Raises:
-        TypeError: if `depth` is not a whole number.
-        ValueError: if there are no inputs and the model needs some, or `depth` is negative.
-        Exception: what the model raises, with a note that says where, and what had run before.
+        TypeError: If `depth` is not a whole number.
+        ValueError: If the model needs inputs and there are none, or `depth` is negative.
+        Exception: If the model raises; a note says in which module, and what had run before.
     """
     if depth is not None:
         check_count("depth", depth, "levels", least=0, hint=", or None for all")
@@ -215,10 +215,10 @@ def module_summary(model: nn.Module | Loop, *xb: Any, depth: int | None = None) 
 
 
 def layer_info(learn: nn.Module | Loop, *xb: Any) -> list[LayerInfo]:
-    """Type, parameters, trainable, output shape, and whether that is an input's, of each layer of a model.
+    """Type, parameters, trainable, output shape, and whether an input has that shape, for each layer.
 
-    Layers are the modules that call no others, and those with parameters of their own. The shape, without
-    which a layer was not called, is nested as the output is. See `module_summary` for the arguments.
+    Layers are the modules that call no others, and those with parameters of their own. The shape is nested
+    like the output; None if the layer was not called. See `module_summary` for the arguments.
     """
     trace = _traced(learn, xb)
     trace.count()
@@ -238,10 +238,10 @@ def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
 
 
 def _flop_counter() -> "FlopCounterMode":
-    with random_kept():  # here, as it takes as long to import as all of hookcb
+    with random_kept():  # not at the top, as its import takes as long as that of hookcb
         from torch.utils.flop_counter import FlopCounterMode
 
-    formulas = {  # of what it has none for; called with the shapes of the arguments
+    formulas = {  # for operations it does not know; called with the shapes of the arguments
         cudnn_rnn(): lambda x, weights, *args, **kwargs: _rnn_flops(x, weights),
         torch.ops.aten.mkldnn_rnn_layer: lambda x, w_ih, w_hh, *args, **kwargs: _rnn_flops(x, [w_ih, w_hh]),
         cpu_attention(): _attention_flops,
@@ -252,7 +252,7 @@ def _flop_counter() -> "FlopCounterMode":
 
 
 class _NoTracker:
-    """In place of the flop counter's own tracker of modules: all is counted in one place."""
+    """Replaces the flop counter's tracker of modules: everything counts in one place."""
 
     parents = frozenset({"Global"})
 
@@ -262,7 +262,7 @@ class _NoTracker:
 
 
 class _Trace:
-    """What one forward goes through, by module."""
+    """One forward, followed module by module."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = named_modules(model)
@@ -272,12 +272,12 @@ class _Trace:
         }
         self.names = {id(m): name for name, m in self.modules.items()}
         self.flops = _flop_counter()
-        self.running: list[_Running] = []  # whose forward is running, the innermost last
+        self.running: list[_Running] = []  # running calls, the innermost last
         self.activation_bytes = 0
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Notes what runs in a `with` block; to an error it adds where it came from."""
+        """Follows the calls in a `with` block; adds a note to an error that says which module raised it."""
         plain = {name: m for name, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)}
         with (
             Hooks(plain, self.enter, detach=False, pre=True),
@@ -319,7 +319,7 @@ class _Trace:
             error.add_note(f"in {row.name or 'the model itself'} ({row.type}), {before}")
 
     def count(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Counts each parameter and buffer in the first row it belongs to; gives them all."""
+        """Counts each parameter and buffer in the first row it belongs to; returns all of them."""
         seen: dict[int, Tensor] = {}
         params: list[Tensor] = []
         buffers: list[Tensor] = []
@@ -340,7 +340,7 @@ class _Trace:
 
 @dataclass
 class _Running:
-    """A call whose forward is running."""
+    """A running call."""
 
     row: LayerRow
     flops_before: int
@@ -351,7 +351,7 @@ class _Running:
 def _traced(model: nn.Module | Loop, xb: tuple[Any, ...]) -> _Trace:
     learn = None if isinstance(model, nn.Module) else model
     if not isinstance(model, nn.Module) and not hasattr(model, "predict"):
-        raise TypeError(f"{model!r:.80} is no nn.Module and no Learner; give one of these")
+        raise TypeError(f"model must be an nn.Module or a Learner, got {model!r:.80}")
     plain = unwrapped(model if isinstance(model, nn.Module) else model.model)
     if has_uninitialized(plain):
         plain = _lazy_copy(plain)
@@ -360,9 +360,7 @@ def _traced(model: nn.Module | Loop, xb: tuple[Any, ...]) -> _Trace:
         if learn is not None and not xb:
             xb = _first_inputs(learn)
         if not xb and not _takes(plain):
-            raise ValueError(
-                "there is no batch xb; give what the model is called with, module_summary(model, x)"
-            )
+            raise ValueError("no batch xb was given; pass the inputs of the model, module_summary(model, x)")
         xb = to_device(xb, _device(plain))
         named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
         with trace.following():
@@ -376,7 +374,7 @@ def _traced(model: nn.Module | Loop, xb: tuple[Any, ...]) -> _Trace:
 
 
 def _takes(model: nn.Module, **named: Any) -> bool:
-    """Whether a forward can be called with these keyword arguments alone, as far as its signature tells."""
+    """Whether, by its signature, a forward can be called with these keyword arguments alone."""
     try:
         inspect.signature(model.forward).bind(**named)
     except TypeError:
@@ -409,19 +407,19 @@ def _first_inputs(learn: Loop) -> tuple[Any, ...]:
         if isinstance(loader, Iterator):
             raise ValueError(
                 "the training loader can be iterated once, and its first batch would be lost to training; "
-                "give an input, learn.summary(x)"
+                "pass an input, learn.summary(x)"
             )
         with _kept_generators(loader):
             batch = next(iter(loader), None)
         if batch is None:
-            raise ValueError("the training loader gave no batch; give an input, learn.summary(x)")
+            raise ValueError("the training loader yields no batch; pass an input, learn.summary(x)")
         xb, _ = split_batch(batch, _device(learn.model), learn.n_inp)
     return (xb,) if isinstance(xb, Mapping) else tuple(xb)
 
 
 @contextmanager
 def _kept_generators(loader: Any) -> Iterator[None]:
-    """Puts back the random generators that a DataLoader and its sampler were given."""
+    """Restores the random generators of a DataLoader and its sampler."""
     batches = getattr(loader, "batch_sampler", None)
     holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     own = [getattr(holder, "generator", None) for holder in holders]
@@ -439,7 +437,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _folded(rows: Iterable[LayerRow], depth: int) -> list[LayerRow]:
-    """The rows down to `depth`, the deepest with what is inside."""
+    """The rows down to `depth`; the deepest include their submodules."""
     kept: dict[str, LayerRow] = {}
     for row in rows:
         if row.depth <= depth:

@@ -1,7 +1,8 @@
-"""What is registered on modules and tensors: it leads to a `Hook`."""
+"""Taps: the callables registered on modules and tensors, each of which calls a `Hook`."""
 
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -12,10 +13,9 @@ from hookcb.hooks.own import OwnHook
 
 
 class HookLike(Protocol):
-    """What a tap knows of the `Hook` it leads to."""
+    """The part of `Hook` that taps use."""
 
     title: str
-    kind: str
     modify: bool
     always_call: bool
     with_kwargs: bool
@@ -26,32 +26,33 @@ class HookLike(Protocol):
 
     @property
     def removed(self) -> bool:
-        """Whether it has come off."""
+        """Whether it was removed."""
 
     @property
     def where(self) -> str:
-        """The module or tensor it is on, in words."""
+        """The hooked module or tensor, for a message."""
 
-    def is_open(self) -> bool:
-        """Whether it acts now."""
+    @property
+    def gate(self) -> Callable[[], bool]:
+        """Called at each call of the module; the hook acts if it returns True."""
 
     def next_call(self, time: int = 0) -> Any:
         """Counts a call of the module."""
 
     def call(self, module: Any, seen: tuple[Any, ...], call: Any) -> Any:
-        """Has the hook's function called with what was seen."""
+        """Calls the hook's function."""
 
 
 class Tap(OwnHook):
-    """On a module's forward: calls the hook after it, or before it."""
+    """Forward hook or pre-hook of a module."""
 
     def __init__(self, hook: HookLike | None = None) -> None:
         self.hook = hook
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
-        """Calls the hook, if it is open, with what torch gives; what it returns replaces something or not."""
+        """Calls the hook if its gate is open; returns its result if the hook may modify."""
         hook = self.hook
-        if hook is None or not hook.is_open():
+        if hook is None or not hook.gate():
             return None
         try:
             result = hook.call(module, seen, hook.next_call())
@@ -64,13 +65,13 @@ class Tap(OwnHook):
         return result if hook.modify else None
 
     def close(self) -> None:
-        """Leads nowhere from now on, also where compiled code or a graph still holds it."""
+        """Detaches it from its hook, as compiled code or a graph may still call it."""
         self.hook = None
 
 
 def _raised_by_forward(caller: FrameType) -> BaseException | None:
-    """The exception of the forward after which `caller`, Module._call_impl, still calls hooks."""
-    error = sys.exc_info()[1]  # the hook's own, which came while the forward's was being handled
+    """The exception of a forward after which `caller`, Module._call_impl, still calls hooks."""
+    error = sys.exc_info()[1]  # the hook's, raised while the forward's was being handled
     while error is not None:
         if error.__traceback__ is not None and error.__traceback__.tb_frame is caller:
             return error
@@ -79,10 +80,10 @@ def _raised_by_forward(caller: FrameType) -> BaseException | None:
 
 
 class ParameterTap(Tap):
-    """On a leaf tensor: calls the hook when a gradient has been accumulated in its `.grad`."""
+    """Hook of a leaf tensor, called when a gradient was accumulated in its `.grad`."""
 
     def __call__(self, param: Tensor) -> None:  # type: ignore[override]  # torch calls it with the tensor alone
-        """Called with the tensor that now has a gradient."""
+        """Called with the tensor, which now has a gradient."""
         grad = super().__call__(param, param.grad)  # type: ignore[arg-type]
         if grad is not None:
             check_gradient(self.hook, grad, param)
@@ -90,7 +91,7 @@ class ParameterTap(Tap):
 
 
 class TensorTap(Tap):
-    """On a tensor: calls the hook with the gradient that has come to it."""
+    """Hook of a tensor, called with its gradient."""
 
     def __init__(self, hook: HookLike | None = None, tensor: Tensor | None = None) -> None:
         super().__init__(hook)
@@ -105,20 +106,20 @@ class TensorTap(Tap):
 
 
 def check_gradient(hook: HookLike | None, new: Any, grad: Tensor) -> None:
-    """Refuses what cannot take the place of `grad`.
+    """Checks that `new` can replace `grad`.
 
     Raises:
-        TypeError, ValueError: that name the hook, which torch's own error does not.
+        TypeError, ValueError: If it cannot; the message names the hook, which torch's own error does not.
     """
     if hook is None:
         return
     who = f"{hook.title}, the hook on {hook.where},"
     if not isinstance(new, Tensor):
-        raise TypeError(f"{who} returned {new!r:.80} for a gradient; return a tensor")
+        raise TypeError(f"{who} must return a tensor for a gradient, got {new!r:.80}")
     if new.shape != grad.shape:
         raise ValueError(
-            f"{who} returned a gradient of shape {tuple(new.shape)} for one of "
-            f"shape {tuple(grad.shape)}; return one of the same shape, or None to leave it"
+            f"{who} must return a gradient of shape {tuple(grad.shape)}, got {tuple(new.shape)}; "
+            "return None to keep the gradient"
         )
 
 

@@ -5,14 +5,13 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from hookcb.activations.callback import ActivationStats
-from hookcb.activations.readings import ActivationReadings
+from hookcb.activations.records import ActivationRecords
 from hookcb.core.callback import Callback
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
 from hookcb.loggers.base import Histogram
 from hookcb.profiling.steps.timer import StepTimer
-from hookcb.records.readings import LayerReadings
 from hookcb.records.records import LayerRecords
 
 # what names begin with, by the name of the callback; of another name they begin with that
@@ -42,7 +41,7 @@ class Newest:
         for cb in cbs:
             prefix = PREFIXES.get(cb.name, cb.name)
             if isinstance(cb, ActivationStats):
-                yield from self._of_layers(prefix, cb)
+                yield from self._of_layers(prefix, cb.records)
             elif isinstance(cb, GradientHealth):
                 for reading in self._of_layers(prefix, cb.records):
                     steps = {f"{prefix}/step/{stat}": cb.step_series(stat)[-1] for stat in STEP_STATS}
@@ -52,7 +51,7 @@ class Newest:
             elif isinstance(cb, StepTimer):
                 yield from self._of_times(prefix, cb)
 
-    def _of_layers(self, prefix: str, readings: LayerReadings | LayerRecords) -> Iterator[Reading]:
+    def _of_layers(self, prefix: str, readings: LayerRecords) -> Iterator[Reading]:
         store = readings.store_of("train")
         if not store.infos or self._seen.get(prefix) == store.infos[-1].record:
             return
@@ -67,17 +66,16 @@ class Newest:
             if isinstance(readings, GradientRecords) and readings.about[name][1] < 2:
                 del stats["zero_rows"]  # which it has none of
             reading.values.update({f"{prefix}/{name}/{stat}": x for stat, x in stats.items()})
-            if isinstance(readings, ActivationReadings) and readings.with_hist:
+            if isinstance(readings, ActivationRecords) and readings.with_hist:
                 below, *counts, above = numbers[len(readings.columns) :]
                 low, high = self._range(f"{prefix}/{name}", readings, name)
                 of_bins = Histogram(low, high, tuple(counts), below, above, stats["min"], stats["max"])
                 reading.hists[f"{prefix}/{name}"] = of_bins
         yield reading
 
-    def _range(self, key: str, readings: ActivationReadings, name: str) -> tuple[float, float]:
+    def _range(self, key: str, readings: ActivationRecords, name: str) -> tuple[float, float]:
         if key not in self._ranges:
-            edges = readings.hist_edges(name).tolist()
-            self._ranges[key] = edges[0], edges[-1]
+            self._ranges[key] = readings.buffer.range_of("train", name)
         return self._ranges[key]
 
     def _of_times(self, prefix: str, timer: StepTimer) -> Iterator[Reading]:

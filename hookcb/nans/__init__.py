@@ -1,1 +1,1 @@
-"""NaN and Inf: where one began, and ending the training at once."""
+"""NaN and infinity: finding their origin, and ending the training."""

@@ -1,4 +1,4 @@
-"""DetectAnomaly: autograd's search for the operation that made a NaN, on chosen batches."""
+"""DetectAnomaly: autograd's anomaly mode on chosen batches."""
 
 import threading
 from typing import Any
@@ -12,27 +12,27 @@ from hookcb.core.callback import Callback
 
 
 class DetectAnomaly(Callback):
-    """Has autograd stop at a backward pass that gives NaN, and name the forward operation it belongs to.
+    """Makes autograd raise at a backward that returns NaN, and name the forward operation.
 
     Turns on `torch.autograd.set_detect_anomaly` for training batches `start` to `stop` of a fit, counted over
-    all epochs. Training is several times slower there: give a window around the batch that
-    `TerminateOnNaN` has named. Outside a window, in validation and after the fit autograd's mode is what it
-    was. `learn.one_batch` is not looked at.
+    all epochs. Training is several times slower there, so choose a window around the batch that
+    `TerminateOnNaN` has named. Outside the window, in validation and after the fit the mode is restored.
+    `learn.one_batch` is not affected.
 
-    The mode is one for the process: while a window is open, it is on for trainings in other threads too, and
-    it is put back when the last window closes. It does not go with a GradScaler, whose scaled gradients
-    overflow until it has found its scale, which is no fault of the model.
+    The mode belongs to the process: while a window is open, it is also on for trainings in other threads, and
+    it is restored when the last window closes. It cannot be used with a GradScaler, whose scaled gradients
+    overflow until it has found its scale, which is not an error of the model.
 
     Args:
         start: index of the first training batch.
-        stop: index of the batch to stop before; by default all from `start` on.
-        name: what the learner calls it.
+        stop: index of the first batch after the window; by default the window has no end.
+        name: see `Callback`.
 
     Raises:
-        TypeError, ValueError: for a window without a batch.
-        RuntimeError: when a fit begins, if a GradScaler scales the losses, as with `MixedPrecision("fp16")`;
-            of autograd, in the fit, where backward gives NaN; a warning before it has the traceback
-            of the forward operation.
+        TypeError, ValueError: If the window is empty or not whole numbers.
+        RuntimeError: If a GradScaler scales the losses when a fit begins, as with `MixedPrecision("fp16")`;
+            in the fit, by autograd, if a backward returns NaN, after a warning with the traceback of the
+            forward operation.
 
     >>> import warnings
     >>> from hookcb import DetectAnomaly, synth_learner
@@ -47,7 +47,7 @@ class DetectAnomaly(Callback):
 
     order = orders.NONFINITE
     run_valid = False
-    run_lr_find = False  # which ends by itself where the loss is not finite
+    run_lr_find = False  # lr_find ends by itself if the loss is not finite
 
     def __init__(self, start: int = 0, stop: int | None = None, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -60,8 +60,8 @@ class DetectAnomaly(Callback):
     def before_fit(self) -> None:
         if self.learn.scaler is not None and self.learn.scaler.is_enabled():
             raise RuntimeError(
-                "DetectAnomaly stops at the first NaN of a backward, and under a GradScaler overflows are "
-                "normal; use NanTrace in a Learner, which runs the batch again without the scale, or "
+                "DetectAnomaly stops at the first NaN of a backward, but under a GradScaler overflows are "
+                "normal; use NanTrace in a Learner, which replays the batch without the scale, or "
                 "bfloat16, which needs no scaler"
             )
 
@@ -91,24 +91,24 @@ class DetectAnomaly(Callback):
         self.after_batch()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_is_on": False}  # a copy has not turned it on
+        return super().__getstate__() | {"_is_on": False}  # a copy has not turned the mode on
 
 
 _lock = threading.Lock()
-_open: list[tuple[bool, bool]] = []  # for each open window autograd's mode as the first of them found it
+_open: list[tuple[bool, bool]] = []  # per open window: autograd's mode before the first
 
 
 def _enter() -> None:
     """Turns anomaly mode on."""
     with _lock:
-        found = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-        _open.append(_open[0] if _open else found)
+        mode = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        _open.append(_open[0] if _open else mode)
         set_detect_anomaly(True)
 
 
 def _leave() -> None:
-    """Turns it back to what it was before the first window, when the last closes."""
+    """Restores the mode from before the first window when the last one closes."""
     with _lock:
-        found = _open.pop()
+        mode = _open.pop()
         if not _open:
-            set_detect_anomaly(*found)
+            set_detect_anomaly(*mode)

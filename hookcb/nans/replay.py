@@ -1,4 +1,4 @@
-"""How a batch began: a replay goes back to it, and leaves everything as it was found."""
+"""The state at the beginning of a batch, and a context manager that replays the batch from it."""
 
 import ctypes
 import random
@@ -18,20 +18,20 @@ from hookcb.core.torch_private import is_dynamo_imported, tensor_hooks, version_
 from hookcb.hooks.modules import unwrapped
 from hookcb.hooks.taps import Tap, taps_on
 
-MT19937_BYTES = 625 * 4  # of its state: 624 words, and where in them it is
+MT19937_BYTES = 625 * 4  # its state: 624 words and the position in them
 
-Autocast = tuple[str, bool, torch.dtype]  # the kind of device, whether it is on, and to what it casts
+Autocast = tuple[str, bool, torch.dtype]  # type of device, whether autocast is on, dtype
 
 
 @dataclass(slots=True)
 class BatchStart:
-    """How a batch began.
+    """State at the beginning of a batch.
 
     Attributes:
-        random: the random numbers, as they are read quickest; see `random_state`.
-        autocasts: of each kind of device whether it was on, and to which dtype.
-        buffers: what they held.
-        versions: how often each tensor of the batch had been changed in place.
+        random: state of the random generators, in the form that is fastest to read; see `random_state`.
+        autocasts: whether autocast was on and its dtype, for each type of device.
+        buffers: copies of the buffers.
+        versions: number of in-place changes of each tensor of the batch.
     """
 
     random: dict[str, Any]
@@ -41,7 +41,7 @@ class BatchStart:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Autocast as it was, with no cast of weights left from before, and leaving none."""
+        """Restores autocast for a `with` block; its cache of cast weights is empty before and after."""
         torch.clear_autocast_cache()
         with ExitStack() as stack:
             stack.callback(torch.clear_autocast_cache)
@@ -50,24 +50,26 @@ class BatchStart:
             yield
 
     def random_state(self) -> dict[str, Any]:
-        """For `hookcb.core.randomness.set_random_state`; what is of NumPy is in its arrays."""
+        """The argument of `hookcb.core.randomness.set_random_state`; NumPy's state is in arrays."""
         return self.random | {"loaders": []}
 
 
 class BatchStarts:
-    """Notes how batches begin, and keeps from one to the next what has not changed."""
+    """Records how batches begin, reusing copies that have not changed since the last."""
 
     def __init__(self) -> None:
         self.buffers = BufferCopies()
-        self._numpy: tuple[bytes, dict[str, Any]] | None = None  # the state as bytes, and as numpy gives it
+        self._numpy: tuple[bytes, dict[str, Any]] | None = (
+            None  # the state as bytes, and as returned by NumPy
+        )
 
     def note(self, learn: Any) -> BatchStart:
-        """How the batch begins that `learn` is about to put through the model, until the next is noted."""
+        """State at the beginning of the batch of `learn`; valid until the next call."""
         self.buffers.take(learn.model)
         return BatchStart(self._random(), autocasts(learn.model), self.buffers, versions_of(learn))
 
     def _random(self) -> dict[str, Any]:
-        """`random_state` without its lists, which take ten times as long as the rest."""
+        """Like `core.randomness.random_state`, without its lists, which take ten times as long."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if numpy := sys.modules.get("numpy"):
             state["numpy"] = self._of_numpy(numpy)
@@ -76,19 +78,19 @@ class BatchStarts:
         return state
 
     def _of_numpy(self, numpy: Any) -> dict[str, Any]:
-        """Its state, which takes 30 µs to read, and 1 to see that it is the last one still."""
+        """NumPy's state; reading it takes 30 µs, checking that it is unchanged takes 1."""
         generator = numpy.random.mtrand._rand._bit_generator
-        if type(generator).__name__ != "MT19937":  # somebody has set another
+        if type(generator).__name__ != "MT19937":  # another generator was set
             return dict(numpy.random.get_state(legacy=False))
         raw = ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
-        # the half of a pair of normal numbers that waits for the next call is not among the bytes
+        # the second of a pair of normal numbers, kept for the next call, is not among the bytes
         if self._numpy is None or self._numpy[0] != raw or self._numpy[1]["has_gauss"]:
             self._numpy = raw, numpy.random.get_state(legacy=False)
         return self._numpy[1]
 
 
 def autocasts(model: nn.Module) -> list[Autocast]:
-    """Of each kind of device that a model may run on, whether autocast is on, and to which dtype."""
+    """Whether autocast is on and its dtype, for each type of device that the model may run on."""
     param = next(model.parameters(), None)
     devices = {"cpu"} if param is None else {"cpu", param.device.type}
     return [
@@ -99,17 +101,17 @@ def autocasts(model: nn.Module) -> list[Autocast]:
 
 
 def versions_of(learn: Any) -> list[int]:
-    """How often each tensor of the batch has been changed in place."""
+    """Number of in-place changes of each tensor of the batch."""
     tensors = (x for _, x in parts((learn.xb, learn.yb)) if isinstance(x, Tensor))
     return [-1 if x.is_inference() else version_of(x) for x in tensors]
 
 
 @contextmanager
 def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
-    """In the block all is as when the batch of `learn` began, and the model runs plainly, not compiled.
+    """Runs a `with` block in the state in which the batch of `learn` began, with the model uncompiled.
 
-    Afterwards it is as it was found: buffers, random numbers, modes, what modules count in attributes, and
-    `xb`, `yb`, `pred` and `loss`. Callbacks do not see the replay, hooks of the user's own do.
+    Afterwards the previous state is restored: buffers, random numbers, modes, counters of modules, and `xb`,
+    `yb`, `pred` and `loss`. Callbacks do not see the replay; the user's hooks do.
     """
     plain = unwrapped(learn.model)  # without DistributedDataParallel, which would wait for the other ranks
     with (
@@ -118,7 +120,7 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
         preserve_attribute([learn], "model", plain),
         start.buffers.swapped_in(plain),
         preserve_counts(plain),
-        preserve_attribute(_looking_taps(plain), "hook", None),
+        preserve_attribute(_observing_taps(plain), "hook", None),
         _uncompiled(),
         torch.enable_grad(),
     ):
@@ -126,13 +128,13 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
         yield
 
 
-def _looking_taps(model: nn.Module) -> list[Tap]:
-    """Hooks of hookcb's that only look, those of callbacks among them."""
+def _observing_taps(model: nn.Module) -> list[Tap]:
+    """Hooks of hookcb that only observe, including those of callbacks."""
     on_params: Iterator[Any] = (tap for p in model.parameters() for tap in tensor_hooks(p).values())
     taps: list[Tap] = [*taps_on(model), *(tap for tap in on_params if isinstance(tap, Tap))]
     return [tap for tap in taps if tap.hook is not None and not tap.hook.modify]
 
 
 def _uncompiled() -> Any:
-    # where it was never imported nothing is compiled, and importing it takes a second
+    # if it was never imported nothing is compiled, and importing it takes a second
     return torch.compiler.set_stance("force_eager") if is_dynamo_imported() else nullcontext()

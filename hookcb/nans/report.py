@@ -1,4 +1,4 @@
-"""NanReport: where the first number that is not finite was made, in words and as a table."""
+"""NanReport: the origin of the first nonfinite number, as text and table."""
 
 import re
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from rich.text import Text
 from hookcb.core.console import as_text
 from hookcb.records.tables import Column, fitted
 
-LOSS, MODEL, BATCH = "the loss function", "the model itself", "the batch"  # what `where` may say but a name
+LOSS, MODEL, BATCH = "the loss function", "the model itself", "the batch"  # values of `where` besides names
 
-# what made it, by operation, and what to do
-_MASKED = "a row of -inf only has no softmax: let each query see a key, or mask with -1e9"
+# likely cause and remedy, by operation
+_MASKED = "a row of only -inf has no softmax: let each query see a key, or mask with -1e9"
 _BY_ZERO = "a division by 0: add a small number to the divisor"
-_ROOT = "the slope of a root at 0 is infinite: add a small number under the root"
-_SPREAD = "the spread of one element: have 2 or more, or pass correction=0"
+_ROOT = "the gradient of a root at 0 is infinite: add a small number under the root"
+_SPREAD = "the standard deviation of one element: use 2 or more, or pass correction=0"
 _LOG = "a logarithm of 0 or less: clamp its input, x.clamp(min=1e-8)"
-_LARGE = "an overflow: numbers have grown too large; lower the learning rate, clip gradients, or normalise"
-_EDGE = "outside of [-1, 1], or with its slope at the ends: clamp the input to within"
+_LARGE = "an overflow: numbers have grown too large; lower the learning rate, clip gradients, or normalize"
+_EDGE = "an input outside [-1, 1], or at its ends, where the gradient is infinite: clamp the input"
 HINTS = {
     "log_softmax": _MASKED,
     "_log_softmax": _MASKED,
@@ -37,7 +37,7 @@ HINTS = {
     "reciprocal": _BY_ZERO,
     "sqrt": "a root of a negative number: clamp its input, x.clamp(min=0)",
     "rsqrt": "1 / root of 0 or less: add a small number under the root",
-    "exp": "an overflow, above exp(88.7) in float32 and exp(11) in float16: subtract the largest first",
+    "exp": "an overflow, above exp(88.7) in float32 and exp(11) in float16: subtract the maximum first",
     "std": _SPREAD,
     "var": _SPREAD,
     **dict.fromkeys(
@@ -45,27 +45,27 @@ HINTS = {
     ),
     "acos": _EDGE,
     "asin": _EDGE,
-    "_to_copy": "too large for the dtype it is cast to, float16 ends at 65,504: use bfloat16",
+    "_to_copy": "too large for the dtype of the cast, float16 ends at 65,504: use bfloat16",
     "SqrtBackward": _ROOT,
-    "PowBackward": "the slope of this power is infinite at 0: add a small number to its base",
-    "LinalgVectorNormBackward": "the slope of this norm: add a small number to what is under it",
+    "PowBackward": "the gradient of this power is infinite at 0: add a small number to its base",
+    "LinalgVectorNormBackward": "the gradient of this norm is infinite at 0: add a small number to its input",
     "DivBackward": _BY_ZERO,
-    "LogBackward": "the slope of a logarithm at 0 is infinite: clamp its input, x.clamp(min=1e-8)",
+    "LogBackward": "the gradient of a logarithm at 0 is infinite: clamp its input, x.clamp(min=1e-8)",
     "AcosBackward": _EDGE,
     "AsinBackward": _EDGE,
-    "StdBackward": "the spread of equal elements: add a small number to their variance, then take its root",
+    "StdBackward": "the standard deviation of equal elements: add a small number to their variance first",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """A call of a module in the replay: what it put out, or the gradient that came to its output.
+    """A call of a module in the replay: statistics of its output, or of the gradient of its output.
 
     Attributes:
-        name: of the module, `fc#1` for the second call of several; with the path in a nested output.
-        type: of the module.
-        low, high: smallest and largest finite element; NaN where there is none.
-        zeros: share of exact zeros, 0..1; NaN where there is no number.
+        name: name of the module, `fc#1` for the second of several calls; with the path in a nested output.
+        type: class of the module.
+        low, high: smallest and largest finite element; NaN if there is none.
+        zeros: share of exact zeros, 0..1; NaN for an empty output.
         nans, infs: number of NaN and of infinite elements.
     """
 
@@ -79,7 +79,7 @@ class ModuleCall:
 
     @property
     def nonfinite(self) -> str:
-        """What of it is not finite: "", "3 NaN", "2 inf", "3 NaN 2 inf"."""
+        """Numbers of NaN and infinite elements as text: "", "3 NaN", "2 inf", "3 NaN 2 inf"."""
         return " ".join(f"{n} {what}" for n, what in ((self.nans, "NaN"), (self.infs, "inf")) if n)
 
 
@@ -88,27 +88,27 @@ COLUMNS: tuple[Column[Any], ...] = (
     Column("min", lambda call: f"{call.low:.3g}", 2),
     Column("max", lambda call: f"{call.high:.3g}", 1),
     Column("zeros", lambda call: f"{call.zeros:.0%}", 3),
-    Column("not finite", lambda call: call.nonfinite, is_text=True, style="red"),
+    Column("nonfinite", lambda call: call.nonfinite, is_text=True, style="red"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class NanReport(JupyterMixin):
-    """What `NanTrace` has found.
+    """Result of `NanTrace`.
 
     Attributes:
-        where: name of the module that made it, `fc#1` for the second call of several; "the model itself",
-            "the loss function", "the batch"; "" where it did not repeat.
-        type: of that module or function, "" for the batch.
+        where: name of the module that made it, `fc#1` for the second of several calls; "the model itself",
+            "the loss function", "the batch"; "" if it did not repeat.
+        type: class of that module, or name of the loss function; "" for the batch.
         direction: "forward", "backward" or "not repeated".
-        epoch, batch: counted from 0.
-        noticed: what was seen in training, "loss is nan" or "gradient of fc.weight not finite".
-        op: the operation, `log`, or the node of the graph, `SqrtBackward0`; "" where it is not known.
-        line: `file:line` of the user's code that ran it, or called the module; "" where there is none.
-        code: the text of that line.
-        calls: the last calls up to the culprit's; of gradients in the order of the backward.
-        notes: what else was seen, a sentence each.
-        bundle: where the reproduction bundle was written, or "".
+        epoch, batch: indices from 0.
+        noticed: symptom in training, "loss is nan" or "gradient of fc.weight not finite".
+        op: the operation, `log`, or the node of the graph, `SqrtBackward0`; "" if unknown.
+        line: `file:line` of the user's code that ran it or called the module; "" if unknown.
+        code: text of that line.
+        calls: the last calls up to the culprit; for gradients in the order of the backward.
+        notes: further observations, a sentence each.
+        bundle: path of the reproduction bundle, or "".
     """
 
     where: str
@@ -126,12 +126,12 @@ class NanReport(JupyterMixin):
 
     @property
     def repeated(self) -> bool:
-        """Whether the replay of the batch failed too."""
+        """Whether the replay of the batch had a nonfinite number too."""
         return self.direction != "not repeated"
 
     @property
     def position(self) -> str:
-        """Where in the training it was."""
+        """Epoch and batch."""
         return f"epoch {self.epoch}, batch {self.batch}"
 
     @property
@@ -141,7 +141,7 @@ class NanReport(JupyterMixin):
 
     @property
     def hint(self) -> str:
-        """What the operation tells of the cause, and what to do; "" where that is not known."""
+        """Likely cause and remedy for the operation; "" if unknown."""
         return HINTS.get(re.sub(r"(?<=Backward)\d+$|_$", "", self.op), "")
 
     @property

@@ -1,4 +1,4 @@
-"""The search for what made a loss or a gradient that is not finite: a replay of the batch, and its report."""
+"""Search for the origin of a nonfinite loss or gradient: a replay of the batch, and its report."""
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,12 +24,12 @@ from hookcb.nans.tracer import (
     tensors_in,
 )
 
-SOFTMAX = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention)  # which take -inf
+SOFTMAX = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention)  # -inf is a valid input of these
 
 
 @dataclass(slots=True)
 class _Replay:
-    """What a replay came to: what was not finite in the model's output, the loss and the gradients."""
+    """Result of a replay: nonfinite numbers in the model's output, the loss and the gradients."""
 
     tracer: Tracer
     pred: Kinds = FINITE
@@ -51,14 +51,14 @@ class _Cause:
 
 
 def search(learn: Any, start: BatchStart, noticed: str, gradient: bool, last: int = 21) -> NanReport:
-    """Runs the batch of `learn` again, and finds where the first number that is not finite is made.
+    """Replays the batch of `learn` and finds the origin of the first nonfinite number.
 
     Args:
-        learn: the learner, in the middle of a training batch; it is left as it was found.
-        start: how that batch began.
-        noticed: what was seen, for the report.
-        gradient: whether it was a gradient; then the backward is run too.
-        last: how many calls the report has.
+        learn: the learner, in the middle of a training batch; its state is restored.
+        start: state at the beginning of the batch.
+        noticed: the symptom, for the report.
+        gradient: whether a gradient was nonfinite; then the backward is replayed too.
+        last: number of calls in the report.
     """
     moved = versions_of(learn) != start.versions
     found = _replayed(learn, start, gradient, last)
@@ -70,15 +70,15 @@ def search(learn: Any, start: BatchStart, noticed: str, gradient: bool, last: in
     return NanReport(*named, *where, noticed, cause.op, line, code, found.tracer.calls(), tuple(notes))
 
 
-_MOVED = "the model changes the batch in place; the replay began with what that had left"
+_MOVED = "the model changes the batch in place; the replay began with the changed batch"
 
 
 def _replayed(learn: Any, start: BatchStart, gradient: bool, last: int) -> _Replay:
-    with suppress(Exception):  # some operations, those of higher order say, refuse to be looked at
+    with suppress(Exception):  # some operations, as of higher order, cannot be dispatched to a mode
         found = _replay(learn, start, gradient, last, operations=True)
         if not (found.loss.clean and found.grads.clean):
             return found
-    try:  # as plainly as it can be
+    try:  # without following operations
         return _replay(learn, start, gradient, last, operations=False)
     except Exception as error:
         return _Replay(Tracer(learn.model, last), error=f"the replay itself failed: {error!r}")
@@ -88,7 +88,7 @@ def _replay(learn: Any, start: BatchStart, gradient: bool, last: int, operations
     with as_at_start(learn, start):
         tracer = Tracer(learn.model, last)
         with tracer.hooked():
-            # anomaly mode has each node of the graph keep the lines that made it
+            # in anomaly mode each node of the graph keeps the lines that made it
             with (
                 torch.autograd.set_detect_anomaly(gradient, check_nan=False),
                 start.autocast(),
@@ -125,13 +125,13 @@ def _forward_cause(learn: Any, found: _Replay) -> _Cause:
     name, line = (op.name, op.line) if op else ("", call.line if call else "")
     if call is not None:
         return _Cause(tracer.name(call), type(call.module).__name__, "forward", name, line, call.module)
-    if found.pred.bad:  # by a predict() of the user's own, around the model
+    if found.pred.bad:  # by the user's own predict(), around the model
         return _Cause(MODEL, "", "forward", name, line)
     return _Cause(LOSS, _loss_type(learn), "forward", name, line)
 
 
 def _takes_minus_inf(call: Call) -> bool:
-    """Whether -inf may be meant for this module: a softmax, or one that is not torch's own."""
+    """Whether -inf may be a valid input of this module: a softmax, or a module that is not torch's."""
     return isinstance(call.module, SOFTMAX) or not type(call.module).__module__.startswith("torch.nn.modules")
 
 
@@ -143,7 +143,7 @@ def _backward_cause(learn: Any, found: _Replay) -> _Cause:
         return _Cause(MODEL, type(learn.model).__name__, "backward")
     if call.given.bad and _bad_parts(learn):
         return _Cause(BATCH, direction="backward")
-    op = node.name() if tracer.node is not None else ""  # else it came by a sum of gradients, or a hook
+    op = node.name() if tracer.node is not None else ""  # else a sum of gradients or a hook made it
     if call.name == LOSS:
         return _Cause(LOSS, _loss_type(learn), "backward", op, line_of(node))
     kind = type(call.module).__name__
@@ -156,7 +156,7 @@ def _loss_type(learn: Any) -> str:
 
 
 def _bad_parts(learn: Any) -> list[str]:
-    """Where in the batch there is NaN or +inf."""
+    """Paths of tensors in the batch with NaN or +inf."""
     tensors = [*tensors_in(learn.xb, "xb"), *tensors_in(learn.yb, "yb")]
     return [path for path, x in tensors if kinds(x).bad]
 
@@ -164,15 +164,19 @@ def _bad_parts(learn: Any) -> list[str]:
 def _notes(learn: Any, found: _Replay, cause: _Cause) -> list[str]:
     tracer, notes = found.tracer, []
     if bad := _bad_parts(learn):
-        notes.append(f"the batch holds NaN or inf in {', '.join(bad)}")
+        notes.append(f"the batch contains NaN or inf in {', '.join(bad)}")
     if cause.module is not None:
         own = [*cause.module.named_parameters(recurse=False), *cause.module.named_buffers(recurse=False)]
         if worn := [name for name, x in own if not kinds(x).clean]:
-            notes.append(f"its {', '.join(worn)} held NaN or inf before: from an earlier step, or a file")
+            notes.append(
+                f"its {', '.join(worn)} already contained NaN or inf: from an earlier step, or a file"
+            )
     if cause.direction == "forward" and tracer.minus_inf and tracer.name(tracer.minus_inf) != cause.where:
-        notes.append(f"-inf was first put out by {tracer.name(tracer.minus_inf)}")
+        notes.append(f"-inf was first in the output of {tracer.name(tracer.minus_inf)}")
     if cause.direction == "backward" and tracer.culprit is not None:
-        notes.append(f"{tracer.name(tracer.culprit)} put out NaN or inf, which did not reach the loss")
+        notes.append(
+            f"the output of {tracer.name(tracer.culprit)} had NaN or inf, which did not reach the loss"
+        )
     if cause.direction == "backward" and not cause.op:
         notes.append("no single operation made it: a sum of finite gradients did, or a hook on a tensor")
     if cause.direction == "not repeated" and not found.error:
@@ -190,12 +194,12 @@ _NOT_REPEATED = (
 
 
 def write_bundle(learn: Any, start: BatchStart, report: NanReport, path: str | Path) -> NanReport:
-    """Writes what it takes to run the batch elsewhere; `torch.load(path, weights_only=True)` reads it.
+    """Writes a file to replay the batch elsewhere; `torch.load(path, weights_only=True)` reads it.
 
-    A dict: `model` (state_dict when the batch began), `buffers` (those that are not in it), `modes` (train or
-    eval, by name), `xb`, `yb`, `random` (for `hookcb.core.randomness.set_random_state`), `autocast` (device,
-    enabled, dtype), `report` and `torch`, its version. Tensors are on the CPU; objects that are neither plain
-    values nor made of these are there as their repr.
+    A dict: `model` (state_dict when the batch began), `buffers` (those not in it), `modes` (train or eval, by
+    name), `xb`, `yb`, `random` (for `hookcb.core.randomness.set_random_state`), `autocast` (device,
+    enabled, dtype), `report` and `torch`, its version. Tensors are on the CPU; objects other than plain
+    values and containers of these are replaced by their repr.
     """
     with as_at_start(learn, start):
         model = learn.model

@@ -9,17 +9,17 @@ from hookcb.core.events import CancelBatchException, CancelFitException
 class TerminateOnNaN(Callback):
     """Ends the fit at a training loss that is NaN or infinite, before its backward pass.
 
-    So the weights stay what they were after the last good step; running statistics, as of batch norm, have
-    seen the bad batch. Says so once, as a UserWarning. `DetectAnomaly` then finds the operation that made the
-    NaN. In `learn.one_batch` it leaves out the batch's step.
+    The weights stay as they were after the last good step; running statistics, as of batch norm, include the
+    bad batch. It gives one UserWarning. `DetectAnomaly` then finds the operation that made the NaN. In
+    `learn.one_batch` the batch's step is skipped.
 
-    Looks at each loss, which waits for the device once a batch.
+    Reading each loss waits for the device once a batch.
 
     Args:
-        name: what the learner calls it.
+        name: see `Callback`.
 
     Attributes:
-        reason: "loss is nan at epoch 0, batch 3", counted from 0; None where the fit was not ended.
+        reason: "loss is nan at epoch 0, batch 3", counted from 0; None if the fit was not ended.
 
     >>> import torch, warnings
     >>> from hookcb import TerminateOnNaN, synth_learner
@@ -32,7 +32,7 @@ class TerminateOnNaN(Callback):
 
     order = orders.NONFINITE
     run_valid = False
-    run_lr_find = False  # which looks for a rate that is too high on purpose
+    run_lr_find = False  # lr_find raises the rate until it is too high, on purpose
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name="terminate_on_nan" if name is None else name)  # else …_on_na_n

@@ -19,35 +19,35 @@ from hookcb.nans.tracer import may_be_nonfinite, nonfinite_gradients
 
 
 class NanTrace(Callback):
-    """Waits for a loss or gradient that is not finite, and finds out where it was made.
+    """Finds the origin of the first loss or gradient that is not finite, and ends the fit.
 
-    Then no step is made: the batch runs once more, with the random numbers, buffers and autocast it began
-    with, and each module is looked at. The `report` names the first that made NaN or inf of finite inputs, in
-    the forward or in the backward, the operation, and the line of your code; or the loss function, or the
-    batch itself. `-inf` from a mask for attention counts only where NaN came of it. A one-line summary is
-    given as UserWarning, and the fit ends with everything as it was found: weights, buffers, gradients,
-    random numbers, hooks, `pred` and `loss`. In `learn.one_batch` the batch's step is left out.
+    The batch is replayed with the random numbers, buffers and autocast it began with. The `report` names the
+    first module that made NaN or inf from finite inputs, in the forward or in the backward, the operation,
+    and the line of your code; or the loss function, or the batch itself. `-inf` from an attention mask counts
+    only if it led to NaN. A UserWarning has a one-line summary. The fit ends before the step, with
+    everything as it was: weights, buffers, gradients, random numbers, hooks, `pred` and `loss`. In
+    `learn.one_batch` the batch's step is skipped.
 
-    A fp16 `learn.scaler` may overflow: the batch is run again without the scale, and only where it fails then
-    too is it reported. A compiled model runs uncompiled in the replay. Hooks and counters of your own see one
-    more forward. `TerminateOnNaN` is not needed beside it, nor in its way.
+    An fp16 `learn.scaler` may overflow: the batch is replayed without the scale, and reported only if that
+    fails too. A compiled model runs uncompiled in the replay. Your own hooks and counters see one more
+    forward. `TerminateOnNaN` is not needed beside it, but does no harm.
 
-    Costs, each batch: a sum of each gradient, which waits for the device once; about 10 µs for the random
-    numbers, 40 where NumPy has drawn some; copies of the buffers of up to 65,536 elements, of larger ones
-    where they have changed. Memory: one more copy of the buffers, in the replay that of one more batch.
+    Costs of each batch: a sum of each gradient, which waits for the device once; about 10 µs for the random
+    numbers, 40 if NumPy has drawn some; copies of the buffers of up to 65,536 elements, and of larger ones
+    that have changed. Memory: one more copy of the buffers; in the replay that of one more batch.
 
     Args:
-        bundle: a file to write what it takes to run the batch elsewhere, for `torch.load(weights_only=True)`:
-            weights, batch, random numbers; see `hookcb.nans.search.write_bundle`. It is replaced where it is.
-        last: number of calls of modules that the report has.
-        name: what the learner calls it.
+        bundle: path of a file to write for a replay elsewhere, by `torch.load(weights_only=True)`: weights,
+            batch, random numbers; see `hookcb.nans.search.write_bundle`. An existing file is replaced.
+        last: number of module calls in the report.
+        name: see `Callback`.
 
     Attributes:
         report: a `NanReport` to print, with `where`, `type`, `direction`, `op`, `line`, `calls`, `repeated`;
-            None where all was finite.
+            None if all was finite.
 
     Raises:
-        TypeError, ValueError: for a `bundle` that is no path to a file, and a `last` below 1.
+        TypeError, ValueError: If `bundle` is not a path of a file, or `last` is below 1.
 
     >>> import torch, warnings
     >>> from hookcb import NanTrace, synth_learner
@@ -64,12 +64,12 @@ class NanTrace(Callback):
 
     order = orders.NAN_TRACE
     run_valid = False
-    run_lr_find = False  # which looks for a rate that is too high on purpose
+    run_lr_find = False  # lr_find raises the rate until it is too high, on purpose
 
     def __init__(self, bundle: str | Path | None = None, last: int = 21, *, name: str | None = None) -> None:
         super().__init__(name=name)
         if bundle is not None and not isinstance(bundle, str | Path):
-            raise TypeError(f"bundle is {bundle!r}; give the path of a file to write, or None")
+            raise TypeError(f"bundle must be the path of a file to write, or None, got {bundle!r}")
         self.bundle, self.last = None if bundle is None else Path(bundle), check_count("last", last, "calls")
         self.report: NanReport | None = None
         self._forget()
@@ -77,12 +77,14 @@ class NanTrace(Callback):
     def _forget(self) -> None:
         self._start: BatchStart | None = None  # of the batch in progress
         self._starts = BatchStarts()
-        self._loss: Tensor | None = None  # that has yet to be looked at
-        self._overflowed = False  # the gradients at hand have, and the scaler will see to them
+        self._loss: Tensor | None = None  # a loss not checked yet
+        self._overflowed = False  # the scaled gradients have, which the scaler handles
 
     def before_fit(self) -> None:
         if self.bundle is not None and self.bundle.is_dir():
-            raise ValueError(f"bundle is {str(self.bundle)!r}, a folder; give the path of a file to write")
+            raise ValueError(
+                f"bundle must be the path of a file to write, got the folder {str(self.bundle)!r}"
+            )
         self.report = None
         self._forget()
 
@@ -110,7 +112,7 @@ class NanTrace(Callback):
         if loss is not None and not math.isfinite(value := loss.item()):
             self._trace(f"loss is {value}", gradient=False)
 
-    # where another has ended the batch, or more, at its loss
+    # another callback may have ended the batch, or more, at its loss
     after_cancel_batch = after_cancel_train = after_cancel_epoch = after_cancel_fit = _check_loss
 
     def after_step(self) -> None:
@@ -118,14 +120,14 @@ class NanTrace(Callback):
 
     def after_batch(self) -> None:
         self._start = None
-        if not self.learn.fitting:  # there is no after_fit to come
+        if not self.learn.fitting:  # no after_fit will follow
             self._forget()
 
     def after_fit(self) -> None:
         self._forget()
 
     def _trace(self, noticed: str, gradient: bool) -> None:
-        if self._start is None:  # it was added in the middle of the batch
+        if self._start is None:  # the callback was added in the middle of the batch
             return
         report = search(self.learn, self._start, noticed, gradient, self.last)
         if gradient and self.learn.scaler is not None and not report.repeated:
@@ -143,5 +145,5 @@ class NanTrace(Callback):
 
 
 def _is_at_hand(x: Tensor) -> bool:
-    """Whether reading it waits for nothing."""
+    """Whether reading it waits for no device."""
     return x.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Which call of a model, and which step of its backward, is the first to make what is not finite."""
+"""Tracer: the first call of a model, and the first node of its backward, to make a nonfinite number."""
 
 import linecache
 import math
@@ -26,8 +26,8 @@ from hookcb.nans.report import LOSS, MODEL, ModuleCall
 
 FOLDERS = tuple(f"{Path(sys.modules[name].__file__ or '').parent}{os.sep}" for name in ("torch", "hookcb"))
 STDLIB = f"{Path(os.__file__).parent}{os.sep}"
-FEW = 4_096  # elements up to which a gradient is small
-FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # as traceback.format_stack has it
+SMALL = 4_096  # maximum number of elements of a small gradient
+FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # a line of traceback.format_stack
 
 
 # ---- numbers that are not finite
@@ -35,14 +35,14 @@ FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # as traceback.format_
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What is not finite in something: NaN or +inf, and -inf, which attention is masked with."""
+    """Kinds of nonfinite numbers: NaN or +inf, and -inf, which masks attention."""
 
     bad: bool = False
     minus_inf: bool = False
 
     @property
     def clean(self) -> bool:
-        """Whether all is finite."""
+        """Whether all numbers are finite."""
         return not (self.bad or self.minus_inf)
 
 
@@ -50,7 +50,7 @@ FINITE = Kinds()
 
 
 def kinds(item: Any) -> Kinds:
-    """What is not finite in the tensors of a nested item; waits for the device."""
+    """Kinds of nonfinite numbers in the tensors of a nested item; waits for the device."""
     bad = minus_inf = False
     for _, x in tensors_in(item):
         if not bool(x.isfinite().all()):
@@ -60,13 +60,12 @@ def kinds(item: Any) -> Kinds:
 
 
 def tensors_in(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The numbers with fractions in a nested item, each with its path; dense, real and detached."""
+    """Floating-point tensors in a nested item, each with its path; dense, real and detached."""
     for at, x in parts(item, path):
         inside = [(at, x)]
         if not isinstance(x, Tensor | nn.Module | type) and hasattr(x, "__dict__"):
-            inside = [
-                (f"{at}.{key}", value) for key, value in vars(x).items()
-            ]  # an output class of one's own
+            # a custom output class
+            inside = [(f"{at}.{key}", value) for key, value in vars(x).items()]
         for name, tensor in inside:
             if isinstance(tensor, Tensor) and (values := _values(tensor)) is not None:
                 yield name, values
@@ -76,18 +75,18 @@ def _values(x: Tensor) -> Tensor | None:
     if not (x.is_floating_point() or x.is_complex()) or x.is_meta or x.is_nested or x.is_quantized:
         return None
     x = x.detach()
-    x = x.to_local() if hasattr(x, "to_local") else x  # of a DTensor this rank's part
+    x = x.to_local() if hasattr(x, "to_local") else x  # this rank's part of a DTensor
     x = coo_values(x) if x.layout is torch.sparse_coo else x
     if x.layout is not torch.strided or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None
     x = torch.view_as_real(x) if x.is_complex() else x
-    return x.float() if x.element_size() == 1 else x  # float8 can be compared with nothing
+    return x.float() if x.element_size() == 1 else x  # float8 supports no comparison
 
 
 def may_be_nonfinite(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of the tensors seems to hold NaN or inf; waits once for each device.
+    """Whether one of the tensors may contain NaN or inf; waits once for each device.
 
-    One reduction each. Where that overflows, what is finite seems not to be.
+    Each tensor takes one reduction; if that overflows, finite numbers seem nonfinite.
     """
     of_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     with torch.no_grad():
@@ -97,12 +96,12 @@ def may_be_nonfinite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _seem_finite(device: torch.device, xs: list[Tensor]) -> bool:
-    if any(hasattr(x, "full_tensor") for x in xs):  # a DTensor, of which each rank has a part
+    if any(hasattr(x, "full_tensor") for x in xs):  # each rank has a part of a DTensor
         return all(bool(_whole(torch.linalg.vector_norm(x)).isfinite()) for x in xs)
     if device.type != "cpu":
         return bool(torch.stack([norm.float() for norm in norms_of(xs)]).isfinite().all())
-    # sums are the quickest there, one of all that is small, and reading one costs nothing
-    large, small = [x for x in xs if x.numel() > FEW], [x for x in xs if x.numel() <= FEW]
+    # on a CPU sums are fastest, one for all small tensors, and reading one costs nothing
+    large, small = [x for x in xs if x.numel() > SMALL], [x for x in xs if x.numel() <= SMALL]
     flat = [flattened(small)] if small else []
     return all(math.isfinite(abs(x.sum().item())) for x in [*flat, *large])
 
@@ -113,7 +112,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient holds NaN or inf."""
+    """Names of the parameters whose gradient contains NaN or inf."""
     grads = ((name, p.grad) for name, p in unwrapped(model).named_parameters() if p.grad is not None)
     return [name for name, grad in grads if not kinds(grad).clean]
 
@@ -122,13 +121,13 @@ def nonfinite_gradients(model: nn.Module) -> list[str]:
 
 
 def run_forward(learn: Any) -> None:
-    """What the learner does with a batch; lines of the user's code are looked for up to this frame."""
+    """The learner's forward and loss; the search for lines of the user's code ends at this frame."""
     learn.pred = learn.predict()
     learn.loss = learn.get_loss()
 
 
 def user_line() -> str:
-    """`file:line` of the innermost frame of the user's code, "" where there is none in the replay."""
+    """`file:line` of the innermost frame of the user's code in the replay; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not run_forward.__code__:
         if _is_users(frame.f_code.co_filename):
@@ -138,8 +137,8 @@ def user_line() -> str:
 
 
 def line_of(node: Node) -> str:
-    """The same of a node of the graph, which anomaly mode has told the frames that made it."""
-    metadata: Any = node.metadata  # a property, whatever its type says
+    """`file:line` of the user's code that made a node of the graph, as recorded by anomaly mode."""
+    metadata: Any = node.metadata  # a property, despite its type
     for frame in reversed(metadata.get("traceback_", [])):
         found = FRAME.search(frame)
         if found is None or (found[3] == run_forward.__name__ and found[1] == __file__):
@@ -150,7 +149,7 @@ def line_of(node: Node) -> str:
 
 
 def shown_line(line: str) -> tuple[str, str]:
-    """A line as it is shown, from the working directory where it is in there, and its text."""
+    """A line for display, relative to the working directory if inside it, and its text."""
     file, _, number = line.rpartition(":")
     if not file:
         return "", ""
@@ -170,16 +169,16 @@ def _is_users(file: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call of a module, while it is traced.
+    """A traced call of a module.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         k: number of its calls before this one.
-        module: itself.
-        given, made: what was not finite in its inputs, and in its output.
-        entries: the nodes of the graph that its inputs come from.
-        inner: those of the calls inside it.
-        line: where in the user's code it was called.
+        module: the module.
+        given, made: kinds of nonfinite numbers in its inputs, and in its output.
+        entries: nodes of the graph that its inputs come from.
+        inner: entries of the calls inside it.
+        line: line of the user's code that called it.
     """
 
     name: str
@@ -194,7 +193,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation that has made what is not finite of what is; `calls`: those it ran in, innermost last."""
+    """An operation that made nonfinite numbers from finite ones, in `calls`, the innermost last."""
 
     name: str
     made: Kinds
@@ -203,7 +202,7 @@ class Operation:
 
 
 class _Operations(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Hands the operations of torch, below autograd, to a function."""
+    """Passes the operations of torch, below autograd, to a function."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -217,15 +216,15 @@ class Tracer:
     """Follows one forward of a model, and then its backward.
 
     Args:
-        model: without wrappers around it.
-        last: how many calls are kept.
+        model: the model without wrappers.
+        last: number of calls to keep.
 
     Attributes:
-        culprit: the first call that made NaN or +inf of inputs without; None where there was none.
-        minus_inf: the first that made -inf of finite inputs.
-        node: the first node of the backward that made of finite gradients others; None likewise.
-        arrived: the first node that gradients which are not finite came to.
-        owners: in which call each node was made.
+        culprit: first call that made NaN or +inf from inputs without any; None if there was none.
+        minus_inf: first call that made -inf from finite inputs, or None.
+        node: first node of the backward that made nonfinite gradients from finite ones, or None.
+        arrived: first node that received nonfinite gradients, or None.
+        owners: the call in which each node was made.
     """
 
     def __init__(self, model: nn.Module, last: int) -> None:
@@ -245,10 +244,10 @@ class Tracer:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Has its hooks on the model for the length of a block."""
+        """Registers its hooks on the model for a `with` block."""
         try:
             for name, m in named_modules(self.model).items():
-                if not isinstance(m, torch.jit.ScriptModule):  # which calls none
+                if not isinstance(m, torch.jit.ScriptModule):  # it calls no hooks
                     enter = register(
                         m.register_forward_pre_hook, partial(self._enter, name), with_kwargs=True
                     )
@@ -261,7 +260,7 @@ class Tracer:
 
     @contextmanager
     def forward(self, operations: bool) -> Iterator[None]:
-        """Follows the forward that runs in the block, with `operations` each operation too."""
+        """Follows a forward in a `with` block, and with `operations` each operation too."""
         self._looking = True
         try:
             with _Operations(self._operation) if operations else nullcontext():
@@ -271,7 +270,7 @@ class Tracer:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        self._looking, before = False, self._looking  # looking is not looked at
+        self._looking, before = False, self._looking  # the tracer's own operations are not traced
         try:
             with torch.no_grad():
                 yield
@@ -306,7 +305,7 @@ class Tracer:
             self._handles.append(register(x.register_hook, partial(self._gradient, call, path)))
 
     def _claim(self, nodes: Iterable[Node | None], call: Call) -> None:
-        """Notes that nodes, and those behind them that nobody has claimed, were made in `call`."""
+        """Notes that nodes, and unclaimed nodes behind them, were made in `call`."""
         todo = [*nodes, *call.inner]
         while todo:
             node = todo.pop()
@@ -330,9 +329,9 @@ class Tracer:
         return output
 
     def operation_of(self, call: Call | None) -> Operation | None:
-        """The one that made what is not finite in a call, its own before one of a call inside.
+        """The operation that made nonfinite numbers in a call, its own before those of calls inside.
 
-        With None that of the loss function.
+        None stands for the loss function.
         """
         if call is None:
             return next((op for op in self._operations if not op.calls), None)
@@ -343,12 +342,14 @@ class Tracer:
     # ---- the backward
 
     def backward(self, loss: Tensor) -> Kinds:
-        """Runs the backward, no `.grad` is touched; what is not finite in the parameters' gradients."""
+        """Runs the backward without changing `.grad`; returns the kinds of nonfinite gradients."""
         params = [p for p in self.model.parameters() if p.requires_grad]
         if not params or loss.grad_fn is None:
             return FINITE
         self._claim([loss.grad_fn], self._loss)
-        inner = [node for node in self.owners if not hasattr(node, "variable")]  # others outlive the graph
+        inner = [
+            node for node in self.owners if not hasattr(node, "variable")
+        ]  # the others outlive the graph
         handles = [node.register_hook(partial(self._passed, node)) for node in inner]
         self._rows.clear()
         self._in_backward = True
@@ -375,17 +376,17 @@ class Tracer:
     # ---- what came of it
 
     def name(self, call: Call) -> str:
-        """The module's name, of several calls with the number: `fc#1`."""
+        """Name of the module; for several calls with the number, `fc#1`."""
         name = call.name or MODEL
         return name if self._n_calls[call.name] < 2 else f"{name}#{call.k}"
 
     def calls(self) -> tuple[ModuleCall, ...]:
-        """The last ones, up to the culprit's."""
+        """The last calls, up to the culprit."""
         return tuple(replace(row, name=self.name(call) + path) for call, path, row in self._rows)
 
 
 def _can_make(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether what an operation gives is its making: neither memory as it came, nor an inf it was given."""
+    """Whether an operation computes its result: not uninitialized memory, nor an infinite argument."""
     given = [x for _, x in parts((args, kwargs))]
     if "empty" in operator_schema(func).name or any(
         isinstance(x, float) and not math.isfinite(x) for x in given
@@ -395,7 +396,7 @@ def _can_make(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def measured(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> ModuleCall:
-    """The numbers of a `ModuleCall`, of all elements of `tensors`; waits for the device."""
+    """Statistics of all elements of `tensors` as a `ModuleCall`; waits for the device."""
     low, high, n, zeros, nans, infs = math.inf, -math.inf, 0, 0, 0, 0
     for _, x in tensors:
         n, zeros = n + x.numel(), zeros + int((x == 0).sum())

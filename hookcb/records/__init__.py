@@ -1,1 +1,1 @@
-"""Numbers kept by record, step and layer, and how they are printed and drawn."""
+"""Numbers by record, step and layer; tables and figures of them."""

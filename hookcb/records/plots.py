@@ -1,4 +1,4 @@
-"""Pictures of plain data: matplotlib figures that pyplot never hears of, and bars made of text."""
+"""Figures of plain data: matplotlib figures without pyplot, and bars made of text."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-Size = tuple[float, float] | None  # width and height in inches; None: what the number of panels asks for
+Size = tuple[float, float] | None  # width and height in inches; None: by the number of panels
 Series = Mapping[str, Sequence[float]]  # a value per record, by name
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def gapped(values: Sequence[float]) -> list[float]:
-    """`values` with a NaN, which leaves a gap in a line, for each that is not finite."""
+    """`values` with NaN, which leaves a gap in a line, in place of each nonfinite value."""
     return [value if math.isfinite(value) else math.nan for value in values]
 
 
 def sparkline(values: Sequence[float], width: int = 20) -> str:
     """Bars of text from the smallest to the largest of `values`, averaged into at most `width` bins.
 
-    `!` is a bin with an infinite value, a blank one of NaN only, a constant a line of lowest bars.
+    `!` is a bin with an infinite value, a blank is a bin of NaN only; a constant gives the lowest bars.
 
     >>> sparkline([0, 1, 2, 3, float("nan"), 5, 6, 7])
     '▁▂▃▄ ▆▇█'
@@ -56,19 +56,19 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def check_any(layers: Collection[object], n_records: int) -> None:
-    """Raises ValueError where there is nothing to draw."""
+    """Raises ValueError if there is nothing to draw."""
     if not layers or not n_records:
         raise ValueError("there is nothing to draw yet; train for a batch first")
 
 
 def make_panels(n: int, columns: int, figsize: Size) -> "list[Axes]":
-    """`n` panels on a new figure, `columns` side by side; pyplot and its settings stay as they are."""
+    """`n` panels on a new figure, `columns` side by side; pyplot and its settings are not involved."""
     try:
         with random_kept():
             import matplotlib.figure
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
-            "pictures are drawn by matplotlib, which is not installed; pip install 'hookcb[plot]'"
+            "figures need matplotlib, which is not installed; pip install 'hookcb[plot]'"
         ) from missing
     rows = math.ceil(n / columns)
     width, height = (6.4, 3.6) if n == 1 else (3.2, 2.3) if n <= 9 else (2.2, 1.6)
@@ -84,20 +84,20 @@ def _png(fig: "Figure") -> bytes:
 
 
 def cut_name(name: str, room: int) -> str:
-    """`name` in about `room` letters, without its middle where it is longer."""
+    """`name` without its middle if it is longer than about `room` letters."""
     half = max(3, room // 2)
     return name if len(name) <= 2 * half else f"{name[:half]}…{name[1 - half :]}"
 
 
 def shortened_names(names: Collection[str], room: int) -> list[str]:
-    """`names` in `room` letters each, all numbered where without their middles two would be alike."""
+    """`names` in `room` letters each, all numbered if two would be equal without their middles."""
     short = [cut_name(name, room) for name in names]
     alike = len(set(short)) < len(names)
     return [cut_name(f"{i}: {name}", room) for i, name in enumerate(names)] if alike else short
 
 
 def draw_image(ax: "Axes", values: Tensor, bottom: float, top: float, most: float) -> "AxesImage":
-    """`values` `(rows, records)`, first row at the bottom; each column the records of one pixel, averaged."""
+    """`values` `(rows, records)`, first row at the bottom; records that share a pixel are averaged."""
     step = math.ceil(values.shape[1] / max(1, int(ax.bbox.width)))
     padded = torch.nn.functional.pad(values.float().cpu(), (0, -values.shape[1] % step), value=math.nan)
     columns = padded.reshape(len(values), -1, step).nanmean(2)
@@ -110,7 +110,7 @@ def draw_image(ax: "Axes", values: Tensor, bottom: float, top: float, most: floa
 
 
 def add_colorbar(image: "AxesImage", panels: "Sequence[Axes]", columns: int, label: str) -> None:
-    """A bar of 0.18 inches beside however many panels."""
+    """Adds a color bar, 0.18 inches wide for any number of panels."""
     width, height = (side / panels[0].figure.dpi for side in panels[0].bbox.size)
     share, aspect = min(0.15, 0.3 / (width * columns)), height * math.ceil(len(panels) / columns) / 0.18
     panels[0].figure.colorbar(

@@ -1,21 +1,18 @@
-"""What rich prints, also as text and in notebooks."""
+"""Objects that rich, `print` and notebooks show alike."""
 
 import html
 from collections.abc import Iterable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from rich.jupyter import JupyterMixin
 
 from hookcb.core.console import as_text
 from hookcb.core.text import join_names
 
-if TYPE_CHECKING:
-    pass
-
 
 class Printed(JupyterMixin):
-    """What rich prints, and `print` too: as wide as the terminal, in the characters of standard output."""
+    """Base of objects that `print` shows as rich does: in the terminal's width and encoding."""
 
     def __str__(self) -> str:
         return as_text(self)
@@ -28,16 +25,16 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """By which it is looked up."""
+        """Key of the row."""
 
 
 Row = TypeVar("Row", bound=Named)
 
 
 class Rows(Printed, Generic[Row]):
-    """Rows in their order, which can be had by name."""
+    """Rows in order, also found by name."""
 
-    missing = "there is no"  # what to say of a name that none has
+    missing = "there is no"  # beginning of the error for an unknown name
 
     def __init__(self, rows: Iterable[Row], title: str) -> None:
         self.rows, self.title = list(rows), title
@@ -56,7 +53,7 @@ class Rows(Printed, Generic[Row]):
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], n_left: int = 0) -> str:
-    """A table in HTML, its first `n_left` columns aligned to the left; the texts are escaped."""
+    """A table in HTML, its first `n_left` columns left-aligned; texts are escaped."""
 
     def line(cells: Iterable[str], tag: str) -> str:
         sides = (' style="text-align: left"' if i < n_left else "" for i in count())

@@ -20,6 +20,11 @@ T = TypeVar("T")
 PHASES = ("train", "valid")
 
 
+def module_of(name: str) -> str:
+    """Name of the module that a recorded output belongs to: `lstm` for `lstm[0]` and `lstm#1`."""
+    return name.partition("#")[0].partition("[")[0]
+
+
 class TableRow(NamedTuple):
     """One number of one layer in one batch."""
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MOST_QUEUED = 1024
+MAX_QUEUED = 1024
 
 
 class RecordInfo(NamedTuple):
-    """Which batch a record is of."""
+    """The batch of a record."""
 
-    record: int  # counts from 0, also those that are not kept
+    record: int  # index from 0, dropped records included
     epoch: int
     step: int
 
@@ -27,12 +27,12 @@ class _Queued(NamedTuple):
 class StatStore:
     """Columns of numbers of named layers over the batches of a run, in bounded memory.
 
-    Values may be put in later than their record began, several records at once, and from any device. What is
-    on a GPU waits there; a flush sends it in one transfer that nothing waits for, and reading waits.
+    Values may arrive after later records have begun, for several records at once, and from any device. Values
+    on a GPU wait there; a flush sends them in one transfer that nothing waits for, and reading waits.
 
-    Never more than `keep` records stay. When there would be more, every second one is dropped, and from then
-    on every second (fourth, eighth …) record is kept, so that those that stay are spread evenly over the run.
-    The newest is always there, until the next begins.
+    At most `keep` records are kept. When there would be more, every second one is dropped, and from then on
+    every second (fourth, eighth …) record is kept, so that they are spread evenly over the run. The newest
+    record is always kept until the next begins.
 
     >>> import torch
     >>> from hookcb.records.store import StatStore
@@ -45,20 +45,20 @@ class StatStore:
 
     def __init__(self, columns: Sequence[str], keep: int) -> None:
         self.columns, self.keep = tuple(columns), keep
-        self.stride = 1  # every so many-th record stays
+        self.stride = 1  # every stride-th record is kept
         self.infos: list[RecordInfo] = []
-        self._values: dict[str, Tensor] = {}  # by name (capacity, n_columns), rows as in infos
+        self._values: dict[str, Tensor] = {}  # (capacity, n_columns) by name, rows as in infos
         self._queue: list[_Queued] = []
-        self._coming: list[_Transfer] = []
-        self._newest: set[str] = set()  # names of which the newest record is written
+        self._transfers: list[_Transfer] = []
+        self._newest: set[str] = set()  # names with values in the newest record
 
     @property
     def names(self) -> list[str]:
-        """Of the layers, in the order in which they came."""
+        """Layer names, in the order of their first values."""
         return list(self._values)
 
     def begin(self, epoch: int, step: int) -> int:
-        """Begins a record, and gives its number."""
+        """Begins a record and returns its number."""
         record = self.infos[-1].record + 1 if self.infos else 0
         if self.infos and self.infos[-1].record % self.stride:
             self.infos.pop()
@@ -71,33 +71,33 @@ class StatStore:
         return record
 
     def add(self, name: str) -> None:
-        """Adds a layer, where its place in `names` shall come before its first values."""
+        """Adds a layer to `names` before its first values arrive."""
         if name not in self._values:
             self._values[name] = self._empty(0)
 
     def put(self, name: str, records: list[int], values: Tensor) -> None:
-        """Puts in the columns of a layer, `(len(records), n_columns)`, float32 or float64 on any device."""
+        """Adds values of a layer, `(len(records), n_columns)`, float32 or float64 on any device."""
         self.add(name)
         if values.device.type == "cpu":
             self._write(_Queued(name, records, values))
         else:
             self._queue.append(_Queued(name, records, values))
-            if len(self._queue) == MOST_QUEUED:
+            if len(self._queue) == MAX_QUEUED:
                 self.flush()
 
     def flush(self) -> None:
-        """Sends what waits on devices on its way, and takes in what was sent before."""
-        self._take_in()
+        """Starts the transfer of values that wait on devices, and stores those sent before."""
+        self._receive()
         alike: dict[tuple[torch.device, torch.dtype], list[_Queued]] = {}
         for queued in self._queue:
             alike.setdefault((queued.values.device, queued.values.dtype), []).append(queued)
-        self._coming += map(_Transfer, alike.values())
+        self._transfers += map(_Transfer, alike.values())
         self._queue = []
 
     def series(self, name: str) -> Tensor:
-        """The columns of a layer, `(n_records, n_columns)`; NaN where it was not there.
+        """The values of a layer, `(n_records, n_columns)`; NaN for records without the layer.
 
-        Float32, of one that has had float64 values float64.
+        Float32, or float64 if the layer has had float64 values.
         """
         self._read()
         values = self._values.get(name, self._empty(0))
@@ -105,10 +105,10 @@ class StatStore:
         return torch.cat([values[: len(self.infos)], self._empty(missing)])
 
     def row(self, record: int, name: str) -> Tensor:
-        """The columns of a layer in a record, `(n_columns,)`; NaN where it was not there.
+        """The values of a layer in a record, `(n_columns,)`; NaN if the record is without the layer.
 
         Raises:
-            LookupError: where it is not kept.
+            LookupError: If the record is not kept.
         """
         self._read()
         i = self._row_of(record)
@@ -118,7 +118,7 @@ class StatStore:
         return self._empty(1)[0] if values is None or i >= len(values) else values[i]
 
     def state(self) -> dict[str, Any]:
-        """All there is, of types that `torch.load(weights_only=True)` reads."""
+        """All records, of types that `torch.load(weights_only=True)` reads."""
         return {
             "columns": list(self.columns),
             "keep": self.keep,
@@ -129,7 +129,7 @@ class StatStore:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "StatStore":
-        """A store with what `state` gave."""
+        """A store made from what `state` has returned."""
         store = cls(state["columns"], state["keep"])
         store.stride, store._values = state["stride"], state["values"]
         store.infos = [RecordInfo(*info) for info in state["infos"]]
@@ -141,16 +141,16 @@ class StatStore:
 
     def _read(self) -> None:
         self.flush()
-        self._take_in()
+        self._receive()
 
-    def _take_in(self) -> None:
-        coming, self._coming = self._coming, []
-        for transfer in coming:
+    def _receive(self) -> None:
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
             for queued in transfer.arrived():
                 self._write(queued)
 
     def _write(self, queued: _Queued) -> None:
-        if self.stride == 1:  # all are there yet
+        if self.stride == 1:  # all records are kept
             taken: list[int] | slice = slice(None)
             kept = queued.records
         else:
@@ -160,10 +160,10 @@ class StatStore:
         if not kept:
             return
         values = self._values[queued.name]
-        if kept[-1] >= len(values):  # grows to twice, for then all the growing copies each row about once
+        if kept[-1] >= len(values):  # doubling copies each row about once in total
             capacity = min(self.keep, max(64, 2 * kept[-1]))
             values = self._values[queued.name] = torch.cat([values, self._empty(capacity - len(values))])
-        is_run = kept[-1] - kept[0] == len(kept) - 1  # which a slice writes in half the time
+        is_run = kept[-1] - kept[0] == len(kept) - 1  # a slice takes half the time
         if queued.values.dtype is torch.float64 and values.dtype is torch.float32:
             values = self._values[queued.name] = values.double()
         values[slice(kept[0], kept[-1] + 1) if is_run else kept] = queued.values[taken]
@@ -187,7 +187,7 @@ class StatStore:
 
 
 class _Transfer:
-    """Numbers of several layers on their way from one device to the host."""
+    """Transfer of several layers' values from one device to the host."""
 
     def __init__(self, sent: list[_Queued]) -> None:
         self.sent = [(q.name, q.records) for q in sent]
@@ -196,7 +196,7 @@ class _Transfer:
         if not values.is_cuda:
             self.host = values.cpu()
             return
-        # a stream of its own, as on the current one the copy would hold up the training that comes after it
+        # a stream of its own: on the current one the copy would delay the training that follows
         stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(values.device))
         with torch.cuda.stream(stream):
@@ -206,7 +206,7 @@ class _Transfer:
         values.record_stream(stream)
 
     def arrived(self) -> Iterator[_Queued]:
-        """What was sent; waits for it."""
+        """The values sent; waits for the transfer."""
         if self.event is not None:
             self.event.synchronize()
         parts = torch.split(self.host, [len(records) for _, records in self.sent])

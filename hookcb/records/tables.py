@@ -1,4 +1,4 @@
-"""Tables with a name in each row, which fit the terminal: numbers are left out before names are cut."""
+"""Tables of named rows that fit the terminal: columns are left out before names are shortened."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,21 +14,21 @@ from hookcb.core.arguments import check_count
 from hookcb.core.console import spelled
 from hookcb.records.printing import Row, Rows
 
-NAME, TEXT = 24, 12  # columns of a terminal that a name has at least if it is as long, and a text that wraps
-MANY, WORST = 30, 20  # a table with more rows than MANY shows the WORST of them, if nothing else is asked for
+MIN_NAME, MIN_TEXT = 24, 12  # minimum widths of long names and of texts that wrap
+MANY, WORST = 30, 20  # by default a table of more than MANY rows shows the WORST of them
 Worst = int | None | Literal["auto"]
 Item = TypeVar("Item")
 
 
 class Column(NamedTuple, Generic[Row]):
-    """Column of a table, shown if any row has a text for it.
+    """Column of a table, shown if it has text in any row.
 
     Attributes:
-        title: above it.
-        text: of a row.
-        rank: the higher, the sooner it is left out in a narrow terminal.
-        is_text: whether it is aligned to the left and may wrap; else it is a number.
-        style: of its texts.
+        title: heading.
+        text: function that returns the text for a row.
+        rank: columns with the highest rank are left out first in a narrow terminal.
+        is_text: whether texts are left-aligned and may wrap; else they are numbers.
+        style: rich style of the texts.
     """
 
     title: str
@@ -43,15 +43,15 @@ class LayerRow(Protocol):
 
     @property
     def name(self) -> str:
-        """Qualified, empty for the whole model."""
+        """Qualified name, empty for the whole model."""
 
     @property
     def type(self) -> str:
-        """Its class."""
+        """Class."""
 
     @property
     def depth(self) -> int:
-        """How many of the other layers it is inside of."""
+        """Number of layers that contain it."""
 
 
 Layer = TypeVar("Layer", bound=LayerRow)
@@ -62,10 +62,10 @@ class Ranked:
     """A row of a report.
 
     Attributes:
-        name: of a layer or parameter.
-        module: qualified name of the module by whose depth rows are grouped.
-        weight: numbers that are compared in their order; the rows with the largest need a look first.
-        n: number of rows it stands for, as the worst of them.
+        name: name of the layer or parameter.
+        module: qualified name of the module by which rows are grouped.
+        weight: numbers compared in order; the rows with the largest are the worst.
+        n: number of rows it represents, as the worst of them.
     """
 
     name: str
@@ -130,14 +130,14 @@ COUNT: Column[Any] = Column("worst of", lambda row: f"{row.n}" if row.n > 1 else
 
 
 class Report(Rows[Shown]):
-    """Layers or parameters in the order of the model, or those that need a look first, with what tells so.
+    """Layers or parameters with their numbers, in the order of the model or the worst first.
 
     Args:
-        rows: in the order of the model.
-        title: above the table.
+        rows: rows in the order of the model.
+        title: text above the table.
         worst: see `n_worst`.
-        depth: shows of all rows of modules that are alike in their first `depth` names the worst.
-        caption: below the table.
+        depth: shows the worst row of each group of modules whose names agree in the first `depth` parts.
+        caption: text below the table.
 
     Raises:
         TypeError, ValueError: If `worst` or `depth` is invalid.
@@ -158,8 +158,8 @@ class Report(Rows[Shown]):
         found = list(rows) if depth is None else list(_grouped(rows, depth))
         super().__init__(worst_of(found, worst, lambda row: row.weight), title)
         self._names = [row.name for row in rows]
-        told = "" if n_worst(found, worst) is None else told_of(len(self.rows), len(found))
-        self.caption = "\n".join(filter(None, [told, caption]))
+        shown = "" if n_worst(found, worst) is None else caption_of(len(self.rows), len(found))
+        self.caption = "\n".join(filter(None, [shown, caption]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = [row.name for row in self.rows]
@@ -186,7 +186,7 @@ def _grouped(rows: Sequence[Shown], depth: int) -> Iterator[Shown]:
 
 
 class LayerTable(Rows[Layer]):
-    """Layers, each under the one it is inside of; or those that take most, largest first."""
+    """Layers as a tree, or the largest first."""
 
     columns: ClassVar[Sequence[Column[Any]]]
 
@@ -195,11 +195,11 @@ class LayerTable(Rows[Layer]):
         super().__init__(worst_of(found, worst, self.size), title)
         self.is_tree = n_worst(found, worst) is None
         self._names = [row.name for row in found]
-        self.caption = "" if self.is_tree else told_of(len(self.rows), len(found), "largest")
+        self.caption = "" if self.is_tree else caption_of(len(self.rows), len(found), "largest")
 
     @staticmethod
     def size(row: Any) -> float:
-        """What it takes itself, without the layers in it."""
+        """Size of a layer without the layers in it."""
         raise NotImplementedError
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -217,7 +217,7 @@ class LayerTable(Rows[Layer]):
 
 
 def indented(rows: Iterable[LayerRow]) -> Iterator[str]:
-    """Their names, indented, each without that of the layer it stands under; the model's is its class."""
+    """Indented names, each without the name of the layer above; the model's name is its class."""
     around: list[str] = []
     for row in rows:
         del around[row.depth :]
@@ -230,11 +230,11 @@ def indented(rows: Iterable[LayerRow]) -> Iterator[str]:
 
 
 def n_worst(rows: Sequence[object], worst: Worst) -> int | None:
-    """How many rows to show, the worst first; None for all, in their order.
+    """Number of rows to show, the worst first; None for all, in their order.
 
     Args:
-        rows: that there are.
-        worst: a number; None for all; "auto" for all of up to 30 rows, and for 20 of more.
+        rows: all rows.
+        worst: a number; None for all; "auto" for all of up to 30 rows, and 20 of more.
 
     Raises:
         TypeError, ValueError: If `worst` is invalid.
@@ -245,13 +245,13 @@ def n_worst(rows: Sequence[object], worst: Worst) -> int | None:
 
 
 def worst_of(rows: Sequence[Item], worst: Worst, weight: Callable[[Item], Any]) -> list[Item]:
-    """The rows that `worst` asks for, see `n_worst`; those with the largest `weight` are the worst."""
+    """The rows to show, see `n_worst`; those with the largest `weight` are the worst."""
     n = n_worst(rows, worst)
     return list(rows) if n is None else sorted(rows, key=weight, reverse=True)[:n]
 
 
-def told_of(n_shown: int, n: int, which: str = "worst") -> str:
-    """What to say below a table of the worst rows."""
+def caption_of(n_shown: int, n: int, which: str = "worst") -> str:
+    """The caption of a table of the worst rows."""
     return f"the {n_shown} {which} of {n}; worst=None shows all" if n_shown < n else f"{which} first"
 
 
@@ -273,29 +273,29 @@ def fitted(
 ) -> Table:
     """A table of `rows` with as many of `columns` as fit beside their names.
 
-    A name has 24 columns of the terminal or more if it is as long, and what it takes to tell it from all
-    others. Names that are too long are shown without what all begin with, then without their beginnings.
+    A long name gets at least 24 characters, and as many as distinguish it from all others. Names that are
+    too long are shown without their common beginning, then without more of their beginnings.
 
     Args:
-        rows: what `columns` have the texts of.
-        names: of the rows.
-        columns: besides the names.
-        options: of the console, whose width and characters the table keeps to.
-        title: above.
-        caption: below.
-        head: title of the column of names.
-        is_tree: whether names are indented; those are wrapped, not cut.
+        rows: the rows.
+        names: names of the rows.
+        columns: columns besides the names.
+        options: options of the console, whose width and encoding the table respects.
+        title: text above the table.
+        caption: text below the table.
+        head: heading of the names.
+        is_tree: whether names are indented; those are wrapped, not shortened.
         is_framed: whether there are lines around the cells.
-        among: names of rows that are not shown.
+        among: names of all rows, those not shown included.
     """
     names, others = ([spelled(name, options.encoding) for name in of] for of in (names, among))
     cells = {c: [spelled(c.text(row), options.encoding) for row in rows] for c in columns}
     widths = {c: _width([c.title, *texts]) for c, texts in cells.items() if any(texts)}
     gap, edge = (3, 1) if is_framed else (2, 0)
-    need = _width(names) if is_tree else _told_apart(names, {*names, *others})
-    need = min(need, options.max_width // 2) if is_tree else need  # so deep a one leaves room for a number
+    need = _width(names) if is_tree else _distinct_width(names, {*names, *others})
+    need = min(need, options.max_width // 2) if is_tree else need  # a deep tree leaves room for a number
     room = options.max_width - edge - gap
-    shown = _chosen(widths, room - max(need, min(NAME, _width([head, *names]))), gap)
+    shown = _chosen(widths, room - max(need, min(MIN_NAME, _width([head, *names]))), gap)
     room = max(1, room - sum(gap + _squeezed(c, widths[c]) for c in shown))
     if not is_tree and _width(names) > room:
         names, begin = _shortened(names, room, options.encoding)
@@ -311,7 +311,7 @@ def fitted(
 
 
 def _chosen(widths: Mapping[Column[Any], int], room: int, gap: int) -> list[Column[Any]]:
-    """The columns that fit into so much room, with a gap before each."""
+    """The columns that fit into a width of `room`, with a gap before each."""
     shown = list(widths)
     while shown and sum(gap + _squeezed(c, widths[c]) for c in shown) > room:
         shown.remove(max(reversed(shown), key=lambda c: c.rank))
@@ -319,7 +319,7 @@ def _chosen(widths: Mapping[Column[Any], int], room: int, gap: int) -> list[Colu
 
 
 def _add_columns(table: Table, widths: Mapping[Column[Any], int], spare: int) -> None:
-    """Adds columns as narrow as they may be, and wider in their order as long as there is room to spare."""
+    """Adds columns with their minimum widths, widened in order while there is spare room."""
     for c, width in widths.items():
         least = _squeezed(c, width)
         own = min(width, least + spare)
@@ -335,12 +335,12 @@ def _width(texts: Iterable[str]) -> int:
 
 
 def _squeezed(column: Column[Any], width: int) -> int:
-    """How narrow a column of this width may be."""
-    return min(width, TEXT) if column.is_text else width
+    """Minimum width of a column whose full width is `width`."""
+    return min(width, MIN_TEXT) if column.is_text else width
 
 
-def _told_apart(names: Iterable[str], among: Iterable[str]) -> int:
-    """How many characters of the ends of `names`, and one for the cut, tell each from all others."""
+def _distinct_width(names: Iterable[str], among: Iterable[str]) -> int:
+    """Number of characters, with one for the cut, whose ends distinguish `names` from all others."""
     backwards = sorted(name[::-1] for name in among)
     alike = [_n_alike(*pair) for pair in pairwise(backwards)]
     before, after = [0, *alike], [*alike, 0]
@@ -353,13 +353,13 @@ def _n_alike(a: str, b: str) -> int:
 
 
 def _shortened(names: Sequence[str], width: int, encoding: str) -> tuple[list[str], str]:
-    """`names` in so many columns, and what was taken from the beginning of all."""
+    """`names` shortened to `width`, and the common beginning that was removed."""
     begin, cut = _beginning(names), spelled("…", encoding)
     return [_end(name.removeprefix(begin), width, cut) for name in names], begin
 
 
 def _beginning(names: Sequence[str]) -> str:
-    """The parts that all of several names begin with, "encoder.layers."."""
+    """The common beginning of several names, in whole parts: "encoder.layers."."""
     parts = [name.split(".")[:-1] for name in names]
     same = 0
     while len(names) > 1 and all(len(x) > same and x[same] == parts[0][same] for x in parts):
@@ -368,7 +368,7 @@ def _beginning(names: Sequence[str]) -> str:
 
 
 def _end(name: str, width: int, cut: str) -> str:
-    """The end of a name in so many columns, after `cut`."""
+    """The end of a name, after `cut`, in at most `width` characters."""
     if cell_len(name) <= width:
         return name
     kept = name[-width:]

@@ -498,7 +498,7 @@ def test_an_unknown_argument_is_named_as_one_with_those_that_there_are():
 
 
 def test_layers_given_as_histograms_are_refused():
-    with pytest.raises(TypeError, match=r"with_hist is 'conv\*'; .*modules="):
+    with pytest.raises(TypeError, match=r"with_hist must be True or False, got 'conv\*'; .*modules="):
         ActivationStats("conv*")
 
 

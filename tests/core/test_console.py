@@ -245,7 +245,7 @@ def reports():
     yield learn.activation_stats.report()
     yield learn.gradient_health.report()
     yield learn.gradient_health.output_stats.report()
-    yield learn.gradient_health.report(learn.diagnosis.verdict)
+    yield learn.gradient_health.report(verdict=learn.diagnosis.verdict)
     yield learn.gradient_health.flow()
     yield learn.step_timer.report()
     yield learn.memory_stats.report()

@@ -461,12 +461,12 @@ def test_the_report_fits_80_columns_and_marks_what_the_verdict_names():
     health = learn.gradient_health
     verdict = judge(gather([health], Frame.of(learn.model, [learn.opt])))
     assert verdict.primary.param == "0.weight"
-    rows = {row.name: row for row in health.report(verdict).rows}
+    rows = {row.name: row for row in health.report(verdict=verdict).rows}
     assert (rows["0.weight"].mark, rows["0.bias"].mark) == ("nonfinite.first", "")
     assert [row.mark for row in health.report().rows] == ["", ""]
-    assert health.report(verdict, worst=1).rows[0].name == "0.weight"
+    assert health.report(verdict=verdict, worst=1).rows[0].name == "0.weight"
     console = Console(file=io.StringIO(), width=80)
-    console.print(health.report(verdict), health.report())
+    console.print(health.report(verdict=verdict), health.report())
     text = console.file.getvalue()
     assert "nonfinite" in text
     assert "0.weight" in text

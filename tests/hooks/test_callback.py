@@ -779,3 +779,13 @@ def test_a_phase_that_joins_while_it_runs_closes_for_callbacks_that_forget_super
 
     learn = fit(three_layers(), Callback(before_batch=join), Means())
     assert learn.forgetful.n_batches == 1  # the third batch; of the second it has not seen the beginning
+
+
+def test_options_of_hooks_are_passed_on_and_a_wrong_name_is_refused_at_once():
+    cb = HookCallback(hook=lambda m, i: i, pre=True, prepend=True)
+    fit(three_layers(), cb)
+    assert all(hook.pre and hook.prepend for hook in cb.hooks)
+    with pytest.raises(
+        TypeError, match=r"no argument 'prepand'; did you mean 'prepend'\?.* gather, pre, modify"
+    ):
+        HookCallback(hook=lambda m, i, o: o, prepand=True)

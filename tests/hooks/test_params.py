@@ -75,7 +75,7 @@ def test_what_selects_is_checked_and_made_a_list():
     assert check_which(which) == [which]
     assert check_which(("a", which)) == ["a", which]
     for wrong in (3, [3], ["a", None], None, nn.Linear, nn.Linear(2, 2), [nn.Linear]):
-        with pytest.raises(TypeError, match="params is"):
+        with pytest.raises(TypeError, match="params must be a glob"):
             check_which(wrong)
     with pytest.raises(ValueError, match="params is empty"):
         check_which([])

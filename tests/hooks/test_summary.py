@@ -685,7 +685,7 @@ def test_a_model_that_takes_one_dict_is_given_it_whole():
 def test_a_model_that_takes_nothing_is_run_without_inputs():
     assert module_summary(TakesNothing()).rows[0].shape == torch.Size([4, 3])
     assert module_summary(TakesNothing(), {"n": 2}).rows[0].shape == torch.Size([2, 3])
-    with pytest.raises(ValueError, match="there is no batch xb"):
+    with pytest.raises(ValueError, match="no batch xb was given"):
         module_summary(nn.Linear(2, 1))
 
 

@@ -26,7 +26,8 @@ def test_methods_and_properties_are_those_of_the_records():
     owner = Owner(Records())
     assert owner.series("fc", stat="std") == "fc: std"
     assert owner.names == ["fc"]
-    assert Owner.series.__doc__ == "One statistic." and Owner.names.__doc__ == "Names of the layers."
+    assert Owner.series.__doc__ == "One statistic."
+    assert Owner.names.__doc__ == "Names of the layers."
 
 
 def test_records_that_override_a_method_are_called():

@@ -109,27 +109,62 @@ def test_few_rows_are_all_shown_in_the_order_of_the_model():
     assert "worst" not in in_terminal(stats.report())
 
 
-def test_the_worst_layer_comes_first_with_its_mark(learn):
-    first = learn.activation_stats.report().rows[0]
-    assert (first.name, first.mark) == (DEAD, "nearly all near zero")
-    marked = [bool(row.mark) for row in learn.activation_stats.report()]
-    assert marked == sorted(marked, reverse=True)
+def test_without_a_verdict_facts_decide_on_the_worst_layer_and_none_is_marked(learn):
+    report = learn.activation_stats.report()
+    assert report.rows[0].name == DEAD
+    assert not any(row.mark for row in report)
+    assert "look at" not in in_terminal(report, 200)
+
+
+def test_layers_that_a_verdict_has_findings_about_come_first_with_the_codes(learn):
+    names = [row.name for row in learn.activation_stats.report(worst=None)]
+    found = [("layer.exploded", names[5]), ("layer.dead", DEAD), ("layer.dead", names[5]), ("loss.flat", "")]
+    findings = tuple(Finding(code, "warning", layer=layer) for code, layer in found)
+    verdict = Verdict("suspect", findings[0], findings, (), ())
+    report = learn.activation_stats.report(verdict=verdict)
+    marks = [(row.name, row.mark) for row in report]
+    assert marks[:2] == [(names[5], "layer.exploded, layer.dead"), (DEAD, "layer.dead")]
+    assert not any(mark for _, mark in marks[2:])
+    assert "look at" in in_terminal(report, 200)
+    outputs = learn.gradient_health.output_stats.report(verdict=verdict)
+    assert [row.mark for row in outputs][:2] == ["layer.exploded, layer.dead", "layer.dead"]
+
+
+def test_a_finding_about_a_layer_marks_each_of_its_calls_and_outputs():
+    lstm = nn.LSTM(2, 2, batch_first=True)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.lstm = nn.Linear(2, 2), lstm
+
+        def forward(self, x):
+            return self.lstm(self.fc(self.fc(x)))[0]
+
+    stats = ActivationStats()
+    learn = Learner([torch.ones(3, 4, 2)], Twice(), torch.mean, torch.optim.SGD, cbs=stats)
+    with learn.no_logging():
+        learn.fit(1)
+    findings = tuple(Finding("layer.dead", "error", layer=layer) for layer in ("fc", "lstm"))
+    report = stats.report(verdict=Verdict("sick", findings[0], findings, (), ()))
+    assert {row.name.rstrip("]0123[1#") for row in report} == {"fc", "lstm"}
+    assert {row.mark for row in report} == {"layer.dead"}
 
 
 def test_a_parameter_with_a_finding_comes_first_and_then_those_without_a_gradient():
     health = GradientHealth()
     model = Branch(a=nn.Linear(2, 2), b=nn.Linear(2, 2), c=nn.Linear(2, 1))
     model.register_parameter("unused", nn.Parameter(torch.ones(3)))
-    model.b.bias.register_hook(lambda grad: grad * math.nan)
     learn = Learner([torch.ones(3, 2)] * 2, model, torch.mean, torch.optim.SGD, lr=1e-9, cbs=health)
     with learn.no_logging():
         learn.fit(1)
-    marked = [row for row in health.report(worst=None) if row.mark]
-    rows = health.report(worst=7).rows
-    assert [row.name for row in rows][: len(marked)] == [row.name for row in health.report(worst=len(marked))]
-    assert {row.name for row in marked} == {row.name for row in rows[: len(marked)]}
-    assert health.report()["b.bias"].mark == "nonfinite"
-    assert rows[len(marked)].name == "unused"
+    found = Finding("grad.attenuated", "warning", param="b.bias"), Finding("loss.flat", "warning")
+    verdict = Verdict("suspect", found[0], found, (), ())
+    rows = health.report(worst=7, verdict=verdict).rows
+    assert [row.name for row in rows[:2]] == ["b.bias", "unused"]
+    assert [row.mark for row in rows] == ["grad.attenuated", *[""] * 6]
+    assert not any(row.mark for row in health.report())
+    assert health.report(worst=7).rows[0].name == "unused"
     assert "none" in in_terminal(health.report(), 80)
 
 
@@ -206,7 +241,7 @@ def test_a_layer_that_was_not_called_in_the_last_batch_is_not_said_to_be_nan():
     learn = Learner(batches, Sometimes(), torch.mean, torch.optim.SGD, cbs=stats)
     with learn.no_logging():
         learn.fit(1)
-    assert stats.report()["other"].mark == "not called in this batch"
+    assert stats.report()["other"].note == "not called in this batch"
     assert "NaN" not in in_terminal(stats.report())
 
 
@@ -232,7 +267,7 @@ def test_names_can_be_told_apart_in_any_terminal(report, width, learn):
             assert [other for other in everything if other.endswith(end)] == [
                 row.name
             ] or begin + name == row.name
-        assert re.search("norm|std|look at", text), "no other column is left"
+        assert re.search("norm|std|look at|note", text), "no other column is left"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
@@ -246,7 +281,7 @@ def test_a_column_of_names_has_24_columns_of_the_terminal_or_its_content(width, 
 def test_all_names_are_whole_and_all_columns_there_if_there_is_room(learn):
     text = in_terminal(learn.activation_stats.report(worst=None), 200)
     assert all(row.name in text for row in learn.activation_stats.report(worst=None))
-    assert all(head in text for head in ("type", "output", "mean", "std", "near zero", "trend", "look at"))
+    assert all(head in text for head in ("type", "output", "mean", "std", "near zero", "trend"))
     assert "each name begins" not in text
 
 

@@ -137,7 +137,7 @@ def test_what_cannot_be_frozen_is_refused_before_training():
         ("bodi", LookupError, "did you mean 'body'"),
         ("*", ValueError, "leaves nothing to train of Body"),
         (None, ValueError, "leaves nothing to train"),
-        (3, TypeError, "3 selects no modules"),
+        (3, TypeError, "where must be a glob.*got 3"),
     ):
         learn = make_learner(model=Body())
         with pytest.raises(error, match=message):

@@ -1,0 +1,163 @@
+"""OutputBuffer: layers' outputs on their way from the hook to the records."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookcb.activations.stats import LAYER_STATS, WHOLE, histogram, summarize
+from hookcb.core.precision import widened, widest
+from hookcb.records.store import StatStore
+
+MAX_ELEMENTS = 64 * WHOLE  # elements of all layers that wait to be reduced: 16 MB
+MAX_BATCHES = 64  # batches that wait to be reduced
+MAX_REDUCED = 4 * WHOLE  # elements reduced together: 1 MB, which a CPU's cache holds
+LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
+
+
+class Output(NamedTuple):
+    """What the hook keeps of one output.
+
+    Attributes:
+        type: class of the layer; for an output without statistics, what the output is instead.
+        shape: shape of the output.
+        elements: a copy of the output or a sample of it, see `take`; None without statistics.
+        exact: moments of all elements if `elements` is a sample, else None.
+    """
+
+    type: str
+    shape: tuple[int, ...] = ()
+    elements: Tensor | None = None
+    exact: Tensor | None = None
+
+
+class Waiting(NamedTuple):
+    """Elements of a layer's output that have a record."""
+
+    record: int
+    elements: Tensor
+    exact: Tensor | None
+
+
+class OutputBuffer:
+    """The one buffer between hooks and records.
+
+    Hooks add outputs to `batch`. A batch that ends gets a record and waits; a cancelled one is dropped.
+    Reducing a few elements takes about as long as reducing thousands, so batches wait for one another.
+
+    Args:
+        stores: receive `LAYER_STATS`, then `bins + 2` counts if there are bins, by phase.
+        eps: see `layer_stats`.
+        bins: number of histogram bins, 0 for no histograms.
+        hist_range: range of all histograms. By default each layer has its own: the range of its first record,
+            extended by half on both sides, but not beyond 0 if an end is 0.
+
+    Attributes:
+        batch: outputs of the running batch: those of all calls, by path.
+        ranges: range of the histograms `(2,)`, by phase and name.
+    """
+
+    def __init__(
+        self, stores: Mapping[str, StatStore], eps: float, bins: int, hist_range: tuple[float, float] | None
+    ) -> None:
+        self.stores, self.eps, self.bins, self.hist_range = stores, eps, bins, hist_range
+        # new for each batch: compiled code would be compiled anew each time a list has grown
+        self.batch: dict[str, list[Output]] = {}
+        self.ranges: dict[tuple[str, str], Tensor] = {}
+        self._waiting: dict[tuple[str, str], list[Waiting]] = {}  # by phase and name
+        self._n_batches = self._n_elements = 0
+
+    def drop_batch(self) -> None:
+        """Forgets the outputs of the running batch."""
+        self.batch = {}
+
+    def end_batch(self, phase: str, epoch: int, step: int) -> dict[str, Output]:
+        """Gives the batch a record, if it has statistics; returns its outputs by name."""
+        batch, self.batch = self.batch, {}
+        named = {
+            path if len(calls) == 1 else f"{path}#{k}": output
+            for path, calls in batch.items()
+            for k, output in enumerate(calls)
+        }
+        record = None
+        for name, output in named.items():
+            if output.elements is not None:
+                record = self.stores[phase].begin(epoch, step) if record is None else record
+                waiting = Waiting(record, output.elements, output.exact)
+                self._waiting.setdefault((phase, name), []).append(waiting)
+                self._n_elements += output.elements.numel()
+        self._n_batches += 1
+        if self._n_batches == MAX_BATCHES or self._n_elements > MAX_ELEMENTS:
+            self.reduce()
+        return named
+
+    def reduce(self) -> None:
+        """Puts the statistics of all waiting outputs into the stores."""
+        waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, {}, 0, 0
+        for (phase, name), outputs in waiting.items():
+            for _, alike in groupby(outputs, _kind):
+                group = list(alike)
+                n = group[0].elements.numel()
+                at_once = 1 if n > WHOLE else MAX_REDUCED // max(1, n)
+                for i in range(0, len(group), at_once):
+                    self._put(phase, name, group[i : i + at_once])
+
+    def _put(self, phase: str, name: str, outputs: Sequence[Waiting]) -> None:
+        records, elements, exact = zip(*outputs, strict=True)
+        # a single one needs no copy
+        rows = elements[0][None] if len(records) == 1 else torch.stack(elements)
+        rows = rows.reshape(len(records), -1)
+        values = summarize(rows, None if exact[0] is None else torch.cat(exact), self.eps)
+        if self.bins:
+            counts = self._counts((phase, name), rows, values)
+            values = torch.cat([values, counts.to(values.dtype)], 1)
+        self.stores[phase].put(name, list(records), values)
+
+    def _counts(self, key: tuple[str, str], rows: Tensor, values: Tensor) -> Tensor:
+        if key not in self.ranges:
+            given = self.hist_range
+            self.ranges[key] = _around(values[0, LOW], values[0, HIGH]) if given is None else _pair(given)
+        self.ranges[key] = self.ranges[key].to(rows.device, widest(rows.device), non_blocking=True)
+        low, high = self.ranges[key].unbind()
+        return histogram(rows, low, high, self.bins)
+
+    def range_of(self, phase: str, name: str) -> tuple[float, float]:
+        """Range of a layer's histograms; NaN before its first record."""
+        edges = self.ranges.get((phase, name))
+        return (math.nan, math.nan) if edges is None else _floats(edges)
+
+    def state(self) -> list[tuple[str, str, tuple[float, float]]]:
+        """Ranges of the histograms, as plain numbers."""
+        return [(*key, _floats(edges)) for key, edges in self.ranges.items()]
+
+    def load_state(self, state: Sequence[tuple[str, str, tuple[float, float]]]) -> None:
+        """Restores what `state` has returned."""
+        self.ranges = {(phase, name): _pair(edges) for phase, name, edges in state}
+
+
+def _kind(waiting: Waiting) -> tuple[Any, ...]:
+    """What outputs that are reduced together have in common."""
+    elements = waiting.elements
+    return elements.shape, elements.dtype, elements.device, waiting.exact is None
+
+
+def _pair(edges: tuple[float, float]) -> Tensor:
+    return torch.tensor(edges, dtype=torch.float64)
+
+
+def _floats(edges: Tensor) -> tuple[float, float]:
+    low, high = edges.tolist()
+    return low, high
+
+
+def _around(low: Tensor, high: Tensor) -> Tensor:
+    """A range around finite `low` and `high`, with room for what training will add."""
+    limit = torch.finfo(low.dtype).max
+    low, high = widened(low.nan_to_num(-1)), widened(high.nan_to_num(1))
+    room = torch.where(high > low, high / 2 - low / 2, high.abs() / 2 + 0.5)
+    below = torch.where((low == 0) & (high > 0), low, low - room)  # nothing is below 0 after a ReLU
+    above = torch.where((high == 0) & (low < 0), high, high + room)
+    return torch.stack([below, above]).clamp(-limit, limit)

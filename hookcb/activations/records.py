@@ -1,0 +1,307 @@
+"""ActivationRecords: recorded statistics of layers' outputs, with histograms, pictures and a report."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import torch
+from fastcore.foundation import L
+from torch import Tensor
+
+from hookcb.activations import plots
+from hookcb.activations.buffer import Output, OutputBuffer
+from hookcb.activations.report import ActivationReport, ActivationRow
+from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample, has_stats, kind_of, take
+from hookcb.core.arguments import check_count
+from hookcb.core.text import join_names
+from hookcb.hooks.hook import detached
+from hookcb.records.records import PHASES, Layer, SavedRecords, module_of
+from hookcb.records.store import StatStore
+from hookcb.records.tables import NO_MARK, VerdictLike, Worst, marks_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SERIES = ("mean", "std", "near_zero")
+OPTIONS = ("with_hist", "eps", "bins", "hist_range", "sample", "keep")
+
+
+class ActivationRecords(SavedRecords):
+    """Statistics of layers' outputs, batch by batch.
+
+    `ActivationStats` records into one, `learn.activation_stats.records`. `load` reads one from a file.
+
+    Args:
+        with_hist, eps, bins, hist_range, sample, keep: see `ActivationStats`.
+
+    Attributes:
+        columns: names of the statistics.
+        outputs: type of each layer and shape of its last output, by name.
+        left_out: type of what has no statistics, by path.
+
+    Raises:
+        TypeError, ValueError: If an argument is invalid.
+
+    >>> import torch
+    >>> from hookcb import ActivationRecords
+    >>> records = ActivationRecords()
+    >>> records.take("fc", torch.tensor([1.0, 3.0]), "Linear")
+    >>> records.end_batch("train", epoch=0, step=0)
+    >>> records.stats[0]["fc"]["mean"]
+    2.0
+    """
+
+    columns = LAYER_STATS
+    keys = frozenset((*OPTIONS, "outputs", "left_out", "stores", "ranges"))
+
+    def __init__(
+        self,
+        with_hist: bool = False,
+        eps: float = 0.05,
+        bins: int = 40,
+        hist_range: tuple[float, float] | None = None,
+        sample: Sample = "auto",
+        keep: int = 5_000,
+    ) -> None:
+        _check(with_hist, eps, bins, hist_range, sample, keep)
+        self.with_hist, self.eps, self.bins, self.hist_range = with_hist, eps, bins, hist_range
+        self.sample, self.keep = sample, keep
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        bins = self.bins if self.with_hist else 0
+        columns = [*LAYER_STATS, *(f"bin {i}" for i in range(bins + 2) if bins)]
+        self._stores = {phase: StatStore(columns, self.keep) for phase in PHASES}
+        self.buffer = OutputBuffer(self._stores, self.eps, bins, self.hist_range)
+        self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.left_out: dict[str, str] = {}
+
+    # ---- recording
+
+    def take(self, path: str, output: Any, kind: str) -> None:
+        """Takes what statistics need of a call's output, in the running batch; waits for no device.
+
+        Args:
+            path: name of the layer, or of a tensor in its output.
+            output: a tensor; anything else is noted as left out.
+            kind: class of the layer.
+        """
+        if has_stats(output):
+            taken = Output(kind, output.shape, *take(detached(output), self.sample))
+        else:
+            taken = Output(kind_of(output))
+        self.buffer.batch.setdefault(path, []).append(taken)
+
+    def drop_batch(self) -> None:
+        """Forgets what was taken in the running batch."""
+        self.buffer.drop_batch()
+
+    def end_batch(self, phase: str, epoch: int, step: int) -> None:
+        """Makes a record of what was taken in the running batch."""
+        for name, output in self.buffer.end_batch(phase, epoch, step).items():
+            if output.elements is None:
+                self.left_out[name] = output.type
+            else:
+                self.outputs[name] = output.type, tuple(output.shape)
+
+    def flush(self) -> None:
+        """Starts the transfer to the host of what is on a device; nothing waits for it."""
+        self.buffer.reduce()
+        for store in self._stores.values():
+            store.flush()
+
+    # ---- reading
+
+    def store_of(self, phase: str) -> StatStore:
+        """Store of the records of training, "train", or validation, "valid"."""
+        self.buffer.reduce()
+        return self._stores[phase]
+
+    def layer_stats(self, layer: Layer) -> Any:
+        """Mean, standard deviation and share near zero of a layer: an `L` of three series."""
+        return self.of_layers(layer, self._three)
+
+    @overload
+    def hist(self, layer: int, phase: str = "train") -> Tensor: ...
+    @overload
+    def hist(self, layer: slice, phase: str = "train") -> Sequence[Tensor]: ...
+    @overload
+    def hist(self, layer: str, phase: str = "train") -> Tensor | Sequence[Tensor]: ...
+    def hist(self, layer: Layer, phase: str = "train") -> Any:
+        """Histograms of a layer, `(bins + 2, n_records)`: log(1 + count), 0 if the layer was not called.
+
+        The first row counts elements below the range, the last those above it, see `hist_edges`.
+
+        Raises:
+            RuntimeError: If no histograms were recorded.
+        """
+        self._check_hist()
+        return self.of_layers(layer, lambda name: self._counts(name, phase))
+
+    @overload
+    def hist_edges(self, layer: int, phase: str = "train") -> Tensor: ...
+    @overload
+    def hist_edges(self, layer: slice, phase: str = "train") -> Sequence[Tensor]: ...
+    @overload
+    def hist_edges(self, layer: str, phase: str = "train") -> Tensor | Sequence[Tensor]: ...
+    def hist_edges(self, layer: Layer, phase: str = "train") -> Any:
+        """Edges of a layer's bins, `(bins + 1,)`, in the unit of its output.
+
+        Raises:
+            RuntimeError: If no histograms were recorded.
+        """
+        self._check_hist()
+        store = self.store_of(phase)  # which sets the ranges
+
+        def edges(name: str) -> Tensor:
+            low, high = self.buffer.range_of(phase, name)
+            return torch.linspace(low, high, self.bins + 1, dtype=torch.float64).to(store.series(name).dtype)
+
+        return self.of_layers(layer, edges)
+
+    def color_dim(
+        self,
+        layer: Layer | None = None,
+        figsize: tuple[float, float] | None = None,
+        ax: "Axes | None" = None,
+    ) -> "Figure":
+        """The colorful dimension: a layer's histograms side by side, a column for each record.
+
+        By default of all layers.
+
+        Raises:
+            RuntimeError: If no histograms were recorded.
+            ModuleNotFoundError: Without matplotlib.
+
+        Source: Stefano Giomo, "The colorful dimension", forums.fast.ai, 2019.
+        """
+        self._check_hist()
+        hists = {
+            name: (self._counts(name, "train"), *self.buffer.range_of("train", name))
+            for name in self.names_of(layer)
+        }
+        return plots.color_dim(hists, figsize, ax)
+
+    def plot_layer_stats(
+        self, layer: Layer, figsize: tuple[float, float] | None = None, axs: Any = None
+    ) -> Any:
+        """A figure of mean, standard deviation and share near zero of a layer over the steps."""
+        return self.of_layers(
+            layer,
+            lambda name: plots.layer_lines(
+                name, dict(zip(SERIES, self._three(name), strict=True)), self.steps(), figsize, axs
+            ),
+        )
+
+    def dead_chart(self, figsize: tuple[float, float] | None = None, ax: "Axes | None" = None) -> "Figure":
+        """Share of near-zero elements of every layer over the steps, a row for each layer."""
+        title = f"share of activations within ±{self.eps:g} of zero"
+        shares = {name: self.layer_series(name, "near_zero") for name in self.names}
+        return plots.share_chart(shares, self.steps(), title, figsize, ax)
+
+    def report(
+        self, *, worst: Worst = "auto", depth: int | None = None, verdict: VerdictLike | None = None
+    ) -> ActivationReport:
+        """The layers with their statistics in the last record, as a table; `print` shows it.
+
+        The worst rows are those of layers that `verdict` has findings about, then those with the most NaN or
+        infinite elements, then those with the largest share near zero.
+
+        Args:
+            worst: number of rows to show, the worst first; None for all, in the order of the model. By
+                default all of up to 30, and the 20 worst of more.
+            depth: shows one row, the worst, for all layers whose names agree in the first `depth` parts, and
+                their number: `encoder.0.fc` and `encoder.1.fc` agree in one part.
+            verdict: marks the layers that it has findings about: `report(verdict=learn.diagnose())`.
+
+        Raises:
+            TypeError, ValueError: If `worst` or `depth` is invalid.
+        """
+        return ActivationReport(
+            list(self.rows(verdict)),
+            f"activations in the last of {len(self.stats)} recorded batches",
+            worst=worst,
+            depth=depth,
+            caption=self._caption(),
+        )
+
+    def rows(self, verdict: VerdictLike | None = None, share: str = "near_zero") -> Iterator[ActivationRow]:
+        """The rows of a report, in the order of the model; without findings `share` decides on the worst."""
+        marks, records = marks_of(verdict, "layer"), self.stats
+        for name, last in zip(self.names, records[-1], strict=True) if records else ():
+            kind, shape = self.outputs[name]
+            mark = marks.get(module_of(name), NO_MARK)
+            facts = (0.0 if math.isnan(last[stat]) else last[stat] for stat in ("nonfinite", share))
+            yield ActivationRow(
+                name=name,
+                module=name,
+                weight=(mark.weight, *facts),
+                type=kind,
+                shape=shape,
+                last=last,
+                spread=self.layer_series(name, "std"),
+                mark=mark.text,
+            )
+
+    def _caption(self) -> str:
+        left_out = [f"{name} ({kind})" for name, kind in self.left_out.items()]
+        lines = [self._sampling() or "", f"no statistics: {join_names(left_out)}" if left_out else ""]
+        return "\n".join(filter(None, lines))
+
+    def _sampling(self) -> str | None:
+        """How many elements statistics are computed from, if not from all."""
+        largest = max((math.prod(shape) for _, shape in self.outputs.values()), default=0)
+        if self.sample == "auto" and largest > WHOLE:
+            return f"near zero of outputs above {WHOLE:,} elements: from {SAMPLED:,} of them"
+        if isinstance(self.sample, int) and largest > self.sample:
+            return f"from {self.sample:,} elements of each output"
+        return None
+
+    def _counts(self, name: str, phase: str) -> Tensor:
+        return self.store_of(phase).series(name)[:, len(self.columns) :].T.nan_to_num(0).log1p()
+
+    def _three(self, name: str) -> Any:
+        return L(self.layer_series(name, stat) for stat in SERIES)
+
+    def _check_hist(self) -> None:
+        if not self.with_hist:
+            raise RuntimeError("no histograms were recorded; pass with_hist=True to ActivationStats")
+
+    # ---- saving
+
+    def state(self) -> dict[str, Any]:
+        """All that was recorded, of types that `torch.load(weights_only=True)` reads."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, "outputs", "left_out")}
+        state["stores"] = {phase: self.store_of(phase).state() for phase in PHASES}
+        state["ranges"] = self.buffer.state()
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """New records from what `state` has returned."""
+        records = cls(**{option: state[option] for option in OPTIONS})
+        records.outputs, records.left_out = state["outputs"], state["left_out"]
+        records._stores.update({phase: StatStore.of(store) for phase, store in state["stores"].items()})
+        records.buffer.load_state(state["ranges"])
+        return records
+
+
+def _check(with_hist: bool, eps: float, bins: int, hist_range: Any, sample: Sample, keep: int) -> None:
+    if not isinstance(with_hist, bool):
+        raise TypeError(f"with_hist must be True or False, got {with_hist!r:.80}; choose layers by modules=")
+    if not isinstance(eps, int | float) or not eps >= 0:
+        raise ValueError(f"eps must be a magnitude of 0 or more, got {eps!r}")
+    check_count("bins", bins)
+    check_count("keep", keep, "records", least=2)
+    if sample is not None and sample != "auto":
+        check_count("sample", sample, "elements", least=2, hint=", 'auto', or None for every one")
+    if hist_range is None:
+        return
+    try:
+        low, high = map(float, hist_range)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"hist_range must be two finite numbers, (low, high), or None, got {hist_range!r}")
