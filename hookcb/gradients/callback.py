@@ -109,7 +109,7 @@ class GradientHealth(Callback):
 
     def before_batch(self) -> None:
         if self._outputs and self.training:
-            self._outputs.begin_batch(is_open=self._is_recorded)
+            self._outputs.begin_batch(is_open=self.wants(self._n_steps))
 
     def before_backward(self) -> None:
         if self._outputs:
@@ -161,10 +161,9 @@ class GradientHealth(Callback):
 
     # ---- steps
 
-    @property
-    def _is_recorded(self) -> bool:
-        """Whether the next step is recorded."""
-        return self._n_steps % self.every == 0
+    def wants(self, i: int) -> bool:
+        """Whether step `i`, counted from 0, is recorded."""
+        return i % self.every == 0
 
     def _refresh(self, opt: Optimizer | None) -> None:
         """Reads the parameters and buffers that the model and the optimizer have now."""
@@ -182,7 +181,7 @@ class GradientHealth(Callback):
         opt, scaler = self.opt, self.learn.scaler
         if watch.begin(opt):
             self._refresh(opt)
-        self._capture, is_recorded = None, self._is_recorded
+        self._capture, is_recorded = None, self.wants(self._n_steps)
         self._n_steps += 1
         if is_recorded:
             lr, scale = detached_scalar(opt.param_groups[-1]["lr"]), scale_of(scaler, self.learn.model)
