@@ -38,5 +38,5 @@ with (
     Trainer(model, args, train_dataset=data, callbacks=[inside]).train()
 
 print(inside.activation_stats.report())
-print(inside.gradient_health.check() or "gradients: nothing found")
+print(inside.diagnose())
 print(str(inside.coverage))

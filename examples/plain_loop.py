@@ -21,6 +21,7 @@ with watch(model, optimizer, ActivationStats(include_paramless=True), GradientHe
         w.end_epoch()  # optional: where an epoch ends cannot be seen from outside
 
 print(w.activation_stats.report())
-print(w.gradient_health.report())
-print(w.gradient_health.check() or "nothing found")
+verdict = w.diagnose()
+print(verdict)
+print(w.gradient_health.report(verdict=verdict))
 print(str(w.coverage))  # what was seen, what was not, and why

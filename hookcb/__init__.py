@@ -23,9 +23,11 @@ from hookcb.core.events import (
 from hookcb.core.loop import Loop
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.callback import Diagnose
+from hookcb.diagnosis.one_backward import check_gradients
 from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.gradients.callback import GradientHealth
-from hookcb.gradients.flow import check_gradients, gradient_flow
+from hookcb.gradients.flow import gradient_flow
+from hookcb.gradients.records import GradientRecords
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
 from hookcb.hooks.dry_run import dummy_eval, model_sizes, num_features_model
@@ -101,6 +103,7 @@ __all__ = [
     "GradientAccumulation",
     "GradientClip",
     "GradientHealth",
+    "GradientRecords",
     "Hook",
     "HookCallback",
     "Hooks",

@@ -282,7 +282,7 @@ def test_a_statistical_check_has_a_source_and_a_limit(check):
 
 @pytest.mark.parametrize("check", named(CHECKS.values()))
 def test_what_a_check_needs_and_leads_to_is_there(check):
-    assert check.needs
+    assert check.needs or check.code == "nonfinite.first"  # which takes gradients or a batch
     assert set(check.needs) <= set(SOURCES)
     for pattern in check.leads_to:
         begin, is_open, _ = pattern.partition("*")

@@ -94,6 +94,7 @@ class Param:
         never_alive: share of units that never had a gradient.
         has_moved: whether any of 1,024 elements differs between the beginning and the end.
         n_without: number of inspected steps in which it required a gradient and had none.
+        first_bad: first step with a NaN or infinite gradient, even if its record was dropped, else None.
         optimizer: index of the optimizer that has it, None if none is known.
     """
 
@@ -116,6 +117,7 @@ class Param:
     never_alive: float = math.nan
     dead_since: int | None = None
     n_without: int = 0
+    first_bad: int | None = None
     has_moved: bool = True
     optimizer: int | None = None
 
@@ -189,6 +191,7 @@ class Evidence:
         observed: what there was to inspect: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps, n_skipped: number of optimizer steps, and of those that a GradScaler skipped.
         is_by_hand: whether the loop updates its weights without an optimizer.
+        is_one_backward: whether it is from one backward, without a training.
         observations: faults that probes observed directly.
         silent: layers whose hook was never called, with the likely reason.
         notes: remarks on what could not be inspected.
@@ -220,6 +223,7 @@ class Evidence:
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0
     is_by_hand: bool = False
+    is_one_backward: bool = False
     n_skipped: int = 0
     observations: list[Observation] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)

@@ -32,7 +32,8 @@ def explain(code: str) -> str:
 
 def paragraphs(check: Check, margins: str = "") -> Iterator[str]:
     """Paragraphs that describe a check, with its measured margins if given."""
-    yield f"{kind(check).capitalize()}. Needs {' and '.join(dict.fromkeys(SOURCES[x] for x in check.needs))}."
+    needs = " and ".join(dict.fromkeys(SOURCES[x] for x in check.needs)) or "Diagnose or GradientHealth"
+    yield f"{kind(check).capitalize()}. Needs {needs}."
     yield check.doc
     if margins:
         yield margins

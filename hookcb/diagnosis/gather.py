@@ -13,6 +13,7 @@ from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
+from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
 from hookcb.records.records import module_of
 from hookcb.training.recorder import Recorder
@@ -40,7 +41,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
     if stats := found.get(ActivationStats):
         _add_activations(evidence, stats, frame)
     if health := found.get(GradientHealth):
-        _add_gradients(evidence, health)
+        _add_gradients(evidence, health.records)
     if probed is None and (recorder := found.get(Recorder)):
         _add_losses(evidence, recorder)
     return evidence
@@ -82,39 +83,41 @@ def _layer(evidence: Evidence, name: str, frame: Frame, kind: str) -> Layer:
     return evidence.layers[name]
 
 
-def _add_gradients(evidence: Evidence, health: GradientHealth) -> None:
+def _add_gradients(evidence: Evidence, records: GradientRecords) -> None:
     evidence.sources.add("gradients")
-    steps, store = health.steps(), health.store_of("train")
+    steps, store = records.steps(), records.store_of("train")
     evidence.n_looked = max(evidence.n_looked, len(steps))
     evidence.n_batches = max(evidence.n_batches, 1 + max(steps, default=-1))
     for stat in STEP_STATS:
-        evidence.steps[stat] = Series.of(steps, health.step_series(stat))
+        evidence.steps[stat] = Series.of(steps, records.step_series(stat))
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
     if evidence.steps["lr"].steps != steps:  # made without an optimizer; clipping was not seen
         evidence.steps["clip_coef"] = Series()
-    was_made = [not skipped for skipped in health.step_series("skipped")]
+    was_made = [not skipped for skipped in records.step_series("skipped")]
     is_known = len(evidence.stepped) == len(steps) and len(set(evidence.stepped)) > 1
     stepped: list[int | None] = list(evidence.stepped) if is_known else [None] * len(steps)
-    for name in health.names:
+    for name in records.names:
         if name in evidence.params:
-            columns = dict(zip(health.columns, store.series(name).T.tolist(), strict=False))
+            columns = dict(zip(records.columns, store.series(name).T.tolist(), strict=False))
             optimizer = evidence.params[name].optimizer
             columns["update_ratio"] = [
                 x if made and (by is None or by == optimizer) else math.nan
                 for x, made, by in zip(columns["update_ratio"], was_made, stepped, strict=True)
             ]
             evidence.params[name].stats = {stat: Series.of(steps, values) for stat, values in columns.items()}
-    for name in set(health.without_grad) & evidence.params.keys():
+    for name in set(records.without_grad) & evidence.params.keys():
         param = evidence.params[name]
         param.n_without = param.n_without or len(steps)
-    for name in health.not_optimized:
+    for name in records.first_bad.keys() & evidence.params.keys():
+        evidence.params[name].first_bad = records.first_bad[name][0]
+    for name in records.not_optimized:
         if name in evidence.params:
             evidence.params[name].is_optimized = False
-    if health.output_stats is not None:
-        _add_output_gradients(evidence, health.output_stats)
+    if records.output_stats is not None:
+        _add_output_gradients(evidence, records.output_stats)
     if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else the scaler has not skipped them
-        evidence.n_skipped = health.skipped
+        evidence.n_skipped = records.skipped
     elif len(evidence.steps["scale"]):
         evidence.absent["scaler"] = "there is no GradScaler"
     evidence.n_steps = max(evidence.n_steps, len(steps))

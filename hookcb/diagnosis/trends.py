@@ -24,6 +24,11 @@ class Span:
     n: int
 
 
+def records_needed(evidence: Evidence) -> int:
+    """Number of records that a median is taken of: five, or the only one of one backward."""
+    return 1 if evidence.is_one_backward else LATEST
+
+
 def finite(values: Iterable[float]) -> list[float]:
     """The values that are neither NaN nor infinite."""
     return [x for x in values if math.isfinite(x)]

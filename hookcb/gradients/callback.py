@@ -1,47 +1,58 @@
-"""GradientHealth: gradients and weights around each step of the optimizer, and what can be read of them."""
+"""GradientHealth: records gradients and weights around each optimizer step."""
 
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
-from hookcb.gradients.readings import GradientReadings
-from hookcb.gradients.recorder import GradientRecorder
-from hookcb.hooks.params import Which, check_which
+from hookcb.core.optim import detached_scalar
+from hookcb.gradients.capture import GradientReader, StepCapture, first_nonfinite
+from hookcb.gradients.hand_steps import StepByHand
+from hookcb.gradients.outputs import OutputGradients, OutputHooks
+from hookcb.gradients.records import GradientRecords
+from hookcb.gradients.steps import StepWatch, is_unscaled, running_stats, scale_of
+from hookcb.hooks.params import Which, check_which, find_params
+from hookcb.records.forward import forwarded, forwarded_property
 
 
-class GradientHealth(Callback, GradientReadings):
-    """Records gradients, weights and updates of each parameter at each step: are they alive, do they move.
+class GradientHealth(Callback):
+    """Records gradients, weights and updates of each parameter at each step: do they live, do they move.
 
-    Gradients are read whole, unscaled and before clipping, then as the optimizer gets them; weights after the
-    step. Nothing waits for a GPU, but for sparse gradients, which are coalesced.
+    Gradients are read whole, unscaled and before clipping, and once more as the optimizer gets them; weights
+    are read after the step. Nothing waits for a GPU, except for sparse gradients, which are coalesced.
 
     Args:
-        every: look at steps 0, every, 2·every … of the optimizer; by default at each.
+        every: record steps 0, every, 2·every … of the optimizer; by default all.
         params: a glob on names ("blocks.*.weight"), a predicate (name, parameter) -> bool, or several of
             these; by default all parameters.
-        activations: also the gradients with respect to the outputs of all leaves with parameters.
-        on_nonfinite: at a NaN or infinite gradient of any parameter: "record"; "skip" leaves the step out and
-            drops the gradients; "raise" ends the fit with weights and optimizer as they were before the step.
-            The last two wait for the device at each step. Overflows under a GradScaler are left to it, until
-            its scale has come down to 1.
-        keep: number of records that stay; of more every second, fourth … is kept, and the newest.
-        name: what the learner calls it.
+        activations: also record gradients with respect to the outputs of all leaf modules with parameters.
+        on_nonfinite: what to do at a NaN or infinite gradient of any parameter: "record" it; "skip" the step
+            and drop the gradients; "raise", which ends the fit with weights and optimizer as they were before
+            the step. "skip" and "raise" wait for the device at each step. They leave overflows under a
+            GradScaler to it until its scale has come down to 1.
+        keep: maximum number of records; beyond it every second, fourth … is kept, and the newest.
+        name: name of the callback in the learner.
 
     Attributes:
-        stats: `stats[record][parameter]` is a dict of `norm` (L2), `clipped_norm` (NaN where the step was
+        records: what was recorded, a `GradientRecords`, which can be saved without the callback.
+        stats: `stats[record][parameter]` is a dict of `norm` (L2), `clipped_norm` (NaN if the step was
             skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number), `zero_rows` (share, 0..1;
-            NaN of one dimension), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of
-            this step) and `drift` (the same since the fit began), these two of 1,024 elements at most.
-            Gradients are of all elements, weights up to 65,536, above that of 1,024: their norm is off by 2 %
-            as a rule.
-        skipped: number of steps without an update, in all of the fit.
+            NaN for one dimension), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of
+            this step) and `drift` (the same since the fit began). The last two are from 1,024 elements at
+            most. Gradient statistics are from all elements, weight statistics from all up to 65,536 and from
+            1,024 of more; that norm is usually within 2 %.
 
     Raises:
-        FloatingPointError: with `on_nonfinite="raise"`; it names the first bad parameter, and the batch.
-        LookupError: when a fit begins, where `params` selects nothing.
-        TypeError, ValueError: for arguments that cannot be.
+        FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.
+        LookupError: When a fit begins, if `params` selects nothing.
+        TypeError, ValueError: If an argument is invalid.
 
     >>> from hookcb import GradientHealth, synth_learner
     >>> learn = synth_learner()
@@ -49,11 +60,9 @@ class GradientHealth(Callback, GradientReadings):
     ...     learn.fit(1, cbs=GradientHealth())
     >>> learn.gradient_health.names, len(learn.gradient_health.stats)
     (['0.weight', '0.bias', '2.weight', '2.bias'], 10)
-    >>> list(learn.gradient_health.check())
-    []
     """
 
-    run_lr_find = False  # which looks for a rate that is too high on purpose
+    run_lr_find = False  # it looks for a rate that is too high on purpose
 
     def __init__(
         self,
@@ -68,52 +77,67 @@ class GradientHealth(Callback, GradientReadings):
         super().__init__(name=name)
         if on_nonfinite not in ("record", "skip", "raise"):
             raise ValueError(f"on_nonfinite is {on_nonfinite!r}; give 'record', 'skip' or 'raise'")
-        check_count("keep", keep, "records", least=2)
+        self.every = check_count("every", 1 if every is None else every, "steps")
         self.params = None if params is None else check_which(params)
-        self._set_up(
-            check_count("every", 1 if every is None else every, "steps"), activations, on_nonfinite, keep
-        )
-        self._recorder: GradientRecorder | None = None  # while a fit runs
+        self.activations, self.on_nonfinite = activations, on_nonfinite
+        self.keep = check_count("keep", keep, "records", least=2)
+        self.records = GradientRecords(keep, activations)
+        self._end()
+
+    def _end(self) -> None:
+        """Drops what exists during a fit only."""
+        self._n_steps = 0
+        self._reader: GradientReader | None = None
+        self._watch: StepWatch | None = None
+        self._outputs: OutputHooks | None = None
+        self._capture: StepCapture | None = None  # of the step in progress, if it is recorded
+
+    # ---- events
 
     def before_fit(self) -> None:
-        self.clear()
-        self._recorder = GradientRecorder(self, self.learn.model, self.params)
-        self._recorder.refresh(self.opt)
+        self._end()
+        model = self.learn.model
+        self.records = GradientRecords(self.keep, self.activations)
+        self._reader = GradientReader(find_params(model, self.params))
+        stats = self.records.output_stats
+        self._outputs = None if stats is None else OutputHooks(model, stats)
+        self._watch = StepWatch(model, self._at_step)
+        self._refresh(self.opt)
 
     def before_train(self) -> None:
-        if self._recorder:
-            self._recorder.refresh(self.opt)
+        self._refresh(self.opt)
 
     def before_batch(self) -> None:
-        if self._recorder and self.training:
-            self._recorder.begin_batch()
+        if self._outputs and self.training:
+            self._outputs.begin_batch(is_open=self.wants(self._n_steps))
 
     def before_backward(self) -> None:
-        if self._recorder:
-            self._recorder.note_scale(self.learn.scaler)
+        if self._outputs:
+            self._outputs.scale = scale_of(self.learn.scaler, self.learn.model)
 
-    after_pred = before_backward  # in a loop that is not ours the first gradient may be there before
+    after_pred = before_backward  # in a loop hookcb does not run, the first gradient may come before that
 
     def after_cancel_batch(self) -> None:
-        if self._recorder and self.training:
-            self._recorder.drop_batch()
+        if self._outputs and self.training:
+            self._outputs.begin_batch(is_open=False)
 
     def after_batch(self) -> None:
-        if self._recorder and self.training:
-            self._recorder.end_batch(self.epoch, self.train_iter)
+        if self._outputs and self.training:
+            self._outputs.end_batch(self.epoch, self.train_iter)
 
     def before_step(self) -> None:
-        if self._recorder is None:  # outside a fit
+        if self._reader is None or self._watch is None:  # outside a fit
             return
-        self._recorder.begin_step(self.opt, self.learn.scaler)
-        if self.on_nonfinite == "record" or (found := self._recorder.nonfinite(self.learn.scaler)) is None:
+        self._begin_step(self._reader, self._watch)
+        if self.on_nonfinite == "record" or (reason := self._nonfinite()) is None:
             return
         if self.on_nonfinite == "skip":
-            self._recorder.drop_gradients(self.opt)
+            self.opt.zero_grad()  # else the next backward would add to them
+            self.learn.model.zero_grad()
             raise CancelStepException
-        self._recorder.end_step(self.epoch, self.train_iter, is_cancelled=True)
+        self._end_step(is_cancelled=True)
         raise FloatingPointError(
-            f"{found} at {', '.join(self.learn.position('before_step'))}; "
+            f"{reason} at {', '.join(self.learn.position('before_step'))}; "
             "weights and optimizer are as they were before this step"
         )
 
@@ -122,27 +146,149 @@ class GradientHealth(Callback, GradientReadings):
 
     def after_step(self) -> None:
         is_cancelled = self.phase_state.pop("cancelled", False)
-        if self._recorder:
-            has_scaler = self.learn.scaler is not None
-            self._recorder.end_step(self.epoch, self.train_iter, is_cancelled, has_scaler)
+        self._end_step(is_cancelled, has_scaler=self.learn.scaler is not None)
 
     def after_epoch(self) -> None:
-        self.flush()
+        self.records.flush()
 
     def after_fit(self) -> None:
-        if self._recorder:
-            self._recorder.close()
-        self.flush()
-        self._recorder = None
+        if self._watch:
+            self._watch.close()
+        if self._outputs:
+            self._outputs.remove()
+        self.records.flush()
+        self._end()
+
+    # ---- steps
+
+    def wants(self, i: int) -> bool:
+        """Whether step `i`, counted from 0, is recorded."""
+        return i % self.every == 0
+
+    def _refresh(self, opt: Optimizer | None) -> None:
+        """Reads the parameters and buffers that the model and the optimizer have now."""
+        if self._reader is None or self._watch is None:
+            return
+        model = self.learn.model
+        with suppress(LookupError):  # the selected parameters are gone
+            self._reader.refresh(find_params(model, self.params), running_stats(model))
+        if opt is not None:
+            self._watch.note(opt)
+
+    @torch.no_grad()
+    def _begin_step(self, reader: GradientReader, watch: StepWatch) -> None:
+        """Captures gradients that are whole, and not clipped yet."""
+        opt, scaler = self.opt, self.learn.scaler
+        if watch.begin(opt):
+            self._refresh(opt)
+        self._capture, is_recorded = None, self.wants(self._n_steps)
+        self._n_steps += 1
+        if is_recorded:
+            lr, scale = detached_scalar(opt.param_groups[-1]["lr"]), scale_of(scaler, self.learn.model)
+            grad_scale = 1.0 if is_unscaled(scaler, opt) else scale
+            # an unknown GradScaler has set this for a fused optimizer
+            if scaler is None and isinstance(given := getattr(opt, "grad_scale", None), Tensor):
+                grad_scale = scale = detached_scalar(given)
+            self._capture = reader.before_step(grad_scale, lr, scale)
+        if isinstance(opt, StepByHand):  # its gradients may be cleared when the step ends
+            watch.make()
+
+    @torch.no_grad()
+    def _at_step(self) -> None:
+        """The optimizer begins its step."""
+        if self._capture is not None and self._reader is not None:
+            self._reader.at_step(self._capture)
+
+    @torch.no_grad()
+    def _end_step(self, is_cancelled: bool, has_scaler: bool = False) -> None:
+        """Adds the record of a step that was made, or cancelled."""
+        if self._reader is None or self._watch is None:
+            return
+        skipped = self._watch.end(is_cancelled, has_scaler)
+        self.records.count_step(skipped)
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.not_optimized = self._watch.missing(self._reader.with_grad)
+            self._reader.after_step(capture, skipped)
+            self.records.add_step(capture, self.epoch, self.train_iter)
+
+    @torch.no_grad()
+    def _nonfinite(self) -> str | None:
+        """Description of the first gradient that is not finite; None while a GradScaler adapts its scale.
+
+        An overflow halves the scale, so at 1 the cause is another one.
+        """
+        scaler, bad = self.learn.scaler, first_nonfinite(find_params(self.learn.model))
+        if bad is None or (scaler is not None and scaler.get_scale() > 1):
+            return None
+        name, n = bad
+        return f"the gradient of {name!r} has {n:,} NaN or infinite element{'s' * (n != 1)}"
+
+    # ---- records
+
+    columns = GradientRecords.columns
+    names = forwarded_property(GradientRecords.names)
+    stats = forwarded_property(GradientRecords.stats)
+    step_stats = forwarded_property(GradientRecords.step_stats)
+    buffer_stats = forwarded_property(GradientRecords.buffer_stats)
+    skipped = forwarded_property(GradientRecords.skipped)
+    series = forwarded(GradientRecords.series)
+    steps = forwarded(GradientRecords.steps)
+    table = forwarded(GradientRecords.table)
+    step_series = forwarded(GradientRecords.step_series)
+    buffer_series = forwarded(GradientRecords.buffer_series)
+    flow = forwarded(GradientRecords.flow)
+    plot_flow = forwarded(GradientRecords.plot_flow)
+    plot_updates = forwarded(GradientRecords.plot_updates)
+    report = forwarded(GradientRecords.report)
+    save = forwarded(GradientRecords.save)
+
+    @staticmethod
+    def load(path: str | Path) -> GradientRecords:
+        """The records in a file written by `save`; see `GradientRecords.load`."""
+        return GradientRecords.load(path)
+
+    @property
+    def without_grad(self) -> list[str]:
+        """Names of the parameters that require a gradient and had none in the last record."""
+        return self.records.without_grad
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that require no gradient."""
+        return self.records.frozen
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Parameters whose elements cannot be read, by name, with the type."""
+        return self.records.left_out
+
+    @property
+    def not_optimized(self) -> list[str]:
+        """Names of the parameters that are in no optimizer that has made a step."""
+        return self.records.not_optimized
+
+    @property
+    def output_stats(self) -> OutputGradients | None:
+        """Gradients of layers' outputs, with `activations=True`; else None."""
+        return self.records.output_stats
+
+    # ---- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recorded": self._saved()} | (self._recorder.state() if self._recorder else {})
+        state: dict[str, Any] = {"recorded": self.records.state()}
+        if self._reader:
+            state |= {"n_steps": self._n_steps, "starts": dict(self._reader.starts)}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._restore(state["recorded"])
-        if self._recorder:
-            self._recorder.load_state(state)
+        self.records = GradientRecords.from_state(state["recorded"])
+        if self._reader:
+            self._n_steps, self._reader.starts = state["n_steps"], dict(state["starts"])
+        if self._outputs and self.records.output_stats is not None:
+            self._outputs.stats = self.records.output_stats
 
     def __getstate__(self) -> dict[str, Any]:
-        self.flush()
-        return super().__getstate__() | {"_recorder": None}
+        self.records.flush()
+        parts = "_reader", "_watch", "_outputs", "_capture"  # they belong to the fit, and hold the model
+        return super().__getstate__() | dict.fromkeys(parts)

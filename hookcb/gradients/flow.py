@@ -1,4 +1,4 @@
-"""Gradient flow: how large gradients are along a model's depth, in a training or after one backward."""
+"""Size of gradients along the depth of a model, in a training or after one backward."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from torch import nn
 
 from hookcb.core.console import as_text
 from hookcb.gradients import plots
-from hookcb.gradients.capture import GradientReader, StepTaken, reduce_steps
-from hookcb.gradients.checks import GradientCheck, GradientHistory, ParamHistory, check_history
+from hookcb.gradients.capture import GradientReader, StepCapture
+from hookcb.gradients.reduce import reduce_steps
 from hookcb.gradients.stats import GRAD_STATS
 from hookcb.hooks.params import find_params
 from hookcb.records.tables import Column, fitted
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-READ = (*GRAD_STATS, "mean_abs")  # columns as they are stored
+STORED = (*GRAD_STATS, "mean_abs")  # columns of a parameter in its store
 
 
 class LayerFlow(NamedTuple):
-    """How large the gradients of one layer's own parameters are."""
+    """Size of the gradients of one layer's own parameters."""
 
     layer: str
     mean: float  # |gradient|, over all elements
@@ -34,17 +34,17 @@ class LayerFlow(NamedTuple):
 
 
 class GradientFlow(JupyterMixin, L):  # type: ignore[misc]  # fastcore ships no types
-    """Mean and largest |gradient| of each layer in the order of the model: an `L` of `LayerFlow`.
+    """Mean and largest |gradient| of each layer with gradients, in the order of the model.
 
-    Layers without a gradient are not in it. Printed, and in a notebook, it is a table.
+    A list (`L`) of `LayerFlow`; printed, and in a notebook, it is a table.
     """
 
     def plot(self, figsize: tuple[float, float] | None = None, ax: "Axes | None" = None) -> "Figure":
-        """The classic figure: a bar for the largest and a line for the mean, on a logarithmic axis.
+        """Plots a bar for the largest and a line for the mean of each layer, on a logarithmic axis.
 
         Raises:
-            ModuleNotFoundError: without matplotlib.
-            ValueError: when there is nothing to draw.
+            ModuleNotFoundError: Without matplotlib.
+            ValueError: If there is nothing to draw.
         """
         return plots.flow_bars([tuple(layer) for layer in self], figsize, ax)
 
@@ -61,29 +61,30 @@ class GradientFlow(JupyterMixin, L):  # type: ignore[misc]  # fastcore ships no 
 
 
 def flow_of(numels: Mapping[str, int], stats: Mapping[str, Mapping[str, float]]) -> GradientFlow:
-    """Flow by layer, of the number of elements and the statistics of each parameter, in order."""
+    """Flow by layer, from the number of elements and the statistics of each parameter."""
     layers: dict[str, list[str]] = {}
     for name in numels:
         if name in stats and not math.isnan(stats[name]["nonfinite"]):  # else it had no gradient
             layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
 
-    def of(layer: str, names: Sequence[str]) -> LayerFlow:
+    def flow(layer: str, names: Sequence[str]) -> LayerFlow:
         mean = sum(stats[name]["mean_abs"] * numels[name] for name in names if numels[name])
-        largest = [most for name in names if not math.isnan(most := stats[name]["abs_max"])]
+        largest = [x for name in names if not math.isnan(x := stats[name]["abs_max"])]
         n = sum(numels[name] for name in names)
         return LayerFlow(layer, mean / max(1, n), max(largest, default=math.nan))
 
-    return GradientFlow(of(layer, names) for layer, names in layers.items())
+    return GradientFlow(flow(layer, names) for layer, names in layers.items())
 
 
 def gradient_flow(model: nn.Module) -> GradientFlow:
     """Mean and largest |gradient| of each layer, after a `backward()`; `.plot()` draws it.
 
-    Of parameters above 65,536 elements the mean is that of 1,024 of them, off by 3 % as a rule. Reads
-    gradients as they are: scaled under a GradScaler, before or after clipping.
+    The mean of a parameter with more than 65,536 elements is that of 1,024 of them, usually within 3 %.
+    Gradients are read as they are: scaled under a GradScaler, before or after clipping.
 
     Raises:
-        ValueError: where no parameter has a gradient.
+        TypeError: If `model` is not an nn.Module.
+        ValueError: If no parameter has a gradient.
 
     >>> import torch
     >>> from hookcb import gradient_flow
@@ -92,59 +93,27 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
     >>> gradient_flow(model)[0]
     LayerFlow(layer='0', mean=0.0, max=0.0)
     """
-    read, _ = _read(model)
-    return flow_of({param.name: param.p.numel() for param in find_params(model)}, read)
+    capture, stats = read_gradients(model)
+    return flow_of({name: about[0] for name, about in capture.about.items()}, stats)
 
 
-def check_gradients(model: nn.Module) -> GradientCheck:
-    """What is wrong with the gradients after a `backward()`: an empty list where nothing was found.
-
-    NaN and infinite ones, vanishing and exploding ones relative to the model's own scale, parameters that
-    have none. One batch says less than a training: `GradientHealth` looks at many.
+def read_gradients(model: nn.Module) -> tuple[StepCapture, dict[str, dict[str, float]]]:
+    """The gradients of a model as they are now, and their statistics by name, in the order of the model.
 
     Raises:
-        ValueError: where no parameter has a gradient.
-
-    >>> import torch
-    >>> from hookcb import check_gradients
-    >>> model = torch.nn.Linear(2, 1)
-    >>> model(torch.tensor([[float("nan"), 1.0]])).sum().backward()
-    >>> print(check_gradients(model)[0])
-    weight has 1 NaN or infinite gradient
+        TypeError: If `model` is not an nn.Module.
+        ValueError: If no parameter has a gradient.
     """
-    read, reader = _read(model)
-    norms = [stats["norm"] for stats in read.values()]
-    history = GradientHistory(
-        steps=[0],
-        total_norm=[math.sqrt(sum(norm**2 for norm in norms))],
-        mean_norm=[sum(norms) / len(norms)],
-        lr=[math.nan],
-        scale=[1.0],
-        skipped=[0.0],
-        params={
-            param.name: ParamHistory(param.kind, param.p.ndim, {k: [v] for k, v in read[param.name].items()})
-            for param in find_params(model)
-            if param.name in read
-        },
-        without_grad=reader.without_grad,
-        is_of_fit=False,
-    )
-    return check_history(history)
-
-
-def _read(model: nn.Module) -> tuple[dict[str, dict[str, float]], GradientReader]:
-    """The statistics of the gradients that are there, by name of the parameter."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {model!r:.80}, no nn.Module")
+        raise TypeError(f"model must be an nn.Module, got {model!r:.80}")
     reader = GradientReader(find_params(model))
     with torch.no_grad():
-        step = StepTaken(reader.before_step(), math.nan, 1.0)
-        if not step.takens:
+        capture = reader.before_step()
+        if not capture.captures:
             raise ValueError(
                 "no parameter has a gradient; call this after loss.backward(), before zero_grad()"
             )
-        reader.after_step(step)
-        ((_, by_device),) = reduce_steps([step])
-    found = {name: values[0].tolist() for columns in by_device for name, values in columns.items()}
-    order = [param.name for param in reader.params if param.name in found]
-    return {name: dict(zip(READ, found[name], strict=True)) for name in order}, reader
+        reader.after_step(capture)
+        ((_, by_device),) = reduce_steps([capture])
+    rows = {name: values[0].tolist() for columns in by_device for name, values in columns.items()}
+    return capture, {name: dict(zip(STORED, rows[name], strict=True)) for name in capture.about}

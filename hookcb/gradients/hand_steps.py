@@ -14,7 +14,7 @@ from hookcb.gradients.stats import is_readable, sketch, sketch_copy
 
 
 class StepByHand(Optimizer):
-    """Stands for the steps of a loop that writes to weights itself: their parameters, and no known rate."""
+    """Stand-in for the optimizer of a loop that writes to weights itself; its learning rate is unknown."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(list(params), {"lr": math.nan})
@@ -25,7 +25,7 @@ class StepByHand(Optimizer):
 
 
 class WeightMark:
-    """Where weights were when a backward ended: up to 1,024 elements of each parameter with a gradient.
+    """Values of the weights when a backward ended: up to 1,024 elements of each parameter with a gradient.
 
     On a device that would have to be waited for, only writes are seen that count a parameter's version up,
     as `p.sub_(…)` under `no_grad` does and `p.data.sub_(…)` does not.
@@ -48,7 +48,7 @@ def _can_move(p: nn.Parameter) -> bool:
 
 
 def _some(p: nn.Parameter) -> Tensor | None:
-    """A copy of some elements; None of what cannot be read without waiting."""
+    """A copy of some elements; None if reading them would wait for a device."""
     if not p.is_cpu or not is_readable(p) or not p.numel():
         return None
     view = sketch(p)

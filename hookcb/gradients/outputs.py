@@ -17,12 +17,13 @@ from hookcb.records.tables import Column, VerdictLike, Worst
 
 
 class OutputGradients(ActivationRecords):
-    """Statistics of the gradients with respect to layers' outputs, as `ActivationStats` has them of outputs.
+    """Statistics of the gradients with respect to layers' outputs, the same as `ActivationStats` records.
 
     `near_zero` is the share of exact zeros.
 
     Args:
-        keep: number of records that stay.
+        keep: maximum number of records.
+        **options: see `ActivationRecords`.
     """
 
     def __init__(self, keep: int, **options: Any) -> None:
@@ -31,7 +32,7 @@ class OutputGradients(ActivationRecords):
     def report(
         self, *, worst: Worst = "auto", depth: int | None = None, verdict: VerdictLike | None = None
     ) -> "OutputReport":
-        """The layers with the statistics of the last record, as a table; `print` shows it.
+        """Table of the layers with the statistics of the last record; `print` shows it.
 
         The worst rows are those of layers that `verdict` has findings about, then those with NaN or infinite
         gradients, then those with the largest share of zeros. See `ActivationStats.report` for the arguments.
@@ -53,14 +54,14 @@ class OutputReport(ActivationReport):
 
 
 class OutputHooks:
-    """Hooks on the leaves with parameters, that take the gradients of their outputs batch by batch.
+    """Hooks on leaf modules with parameters, which record the gradients of their outputs batch by batch.
 
     Args:
-        model: whose layers.
-        stats: where records go.
+        model: the model whose layers get hooks.
+        stats: the records to add to.
 
     Attributes:
-        scale: what a GradScaler has multiplied the loss of this batch by.
+        scale: factor by which a GradScaler has multiplied the loss of this batch.
     """
 
     def __init__(self, model: nn.Module, stats: OutputGradients) -> None:
@@ -71,8 +72,8 @@ class OutputHooks:
         self._names = {id(m): name or type(m).__name__ for name, m in layers.items()}
         self._hooks = Hooks(layers, self._take, is_forward=False, pre=True, gate=self._acts)
 
-    def begin(self, is_open: bool) -> None:
-        """A batch begins that is looked at, or is not."""
+    def begin_batch(self, is_open: bool) -> None:
+        """A batch begins; it is recorded if `is_open`."""
         self.stats.drop_batch()
         self._is_open = is_open
 
@@ -86,17 +87,17 @@ class OutputHooks:
                 is_scaled = has_stats(x) and not (isinstance(self.scale, float) and self.scale == 1)
                 self.stats.take(path, x.float() / self.scale if is_scaled else x, type(m).__name__)
 
-    def end(self, epoch: int, step: int) -> None:
-        """The batch has ended: it becomes a record."""
+    def end_batch(self, epoch: int, step: int) -> None:
+        """Makes a record of the batch that has ended."""
         buffer, self._is_open = self.stats.buffer, False
         order = {name: i for i, name in enumerate(self._names.values())}
         in_order = sorted(buffer.batch, key=lambda path: order.get(path.partition("[")[0], 0))
-        # gradients come to the last call first
+        # the gradient of the last call comes first
         buffer.batch = {path: buffer.batch[path][::-1] for path in in_order}
         self.stats.end_batch("train", epoch, step)
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         self._hooks.remove()
         self.stats.drop_batch()
         self._is_open = False

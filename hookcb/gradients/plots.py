@@ -20,8 +20,8 @@ def flow_bars(
     `layers` has name, mean and largest; what is 0 or not finite leaves a gap, and a red cross below says so.
 
     Raises:
-        ModuleNotFoundError: without matplotlib.
-        ValueError: when there is nothing to draw.
+        ModuleNotFoundError: Without matplotlib.
+        ValueError: If there is nothing to draw.
 
     Source: A. Rossi ("RoshanRane"), "Check gradient flow in network", discuss.pytorch.org, 2018.
     """
@@ -60,11 +60,11 @@ def update_lines(
 ) -> "Figure":
     """Log10 of ‖Δw‖/‖w‖ of parameters over the steps `x`, with a line at 1e-3; of many without a legend.
 
-    A step without a change leaves a gap. Colours go from the first parameter, dark, to the last, light.
+    A step without a change leaves a gap. Colors go from dark for the first parameter to light for the last.
 
     Raises:
-        ModuleNotFoundError: without matplotlib.
-        ValueError: when there is nothing to draw.
+        ModuleNotFoundError: Without matplotlib.
+        ValueError: If there is nothing to draw.
 
     Source: A. Karpathy, "Building makemore part 3", 2022.
     """
@@ -74,12 +74,12 @@ def update_lines(
     with random_kept():
         import matplotlib
 
-    colours = matplotlib.colormaps["viridis"]
+    colors = matplotlib.colormaps["viridis"]
     for i, (name, values) in enumerate(zip(shortened_names(ratios, 30), ratios.values(), strict=True)):
         logs = [math.log10(value) if 0 < value < math.inf else math.nan for value in values]
         alone = [k for k, value in enumerate(logs) if not math.isnan(value) and len(logs) == 1]
-        colour = colours(0.92 * i / max(1, len(ratios) - 1))
-        ax.plot(x, logs, color=colour, linewidth=1, marker=".", markevery=alone, label=name)
+        color = colors(0.92 * i / max(1, len(ratios) - 1))
+        ax.plot(x, logs, color=color, linewidth=1, marker=".", markevery=alone, label=name)
     ax.axhline(-3, color="C3", linestyle="--", linewidth=1)
     ax.annotate("1e-3, usual", (1, -3), xycoords=("axes fraction", "data"), color="C3", fontsize=8,
                 xytext=(-3, 3), textcoords="offset points", ha="right")  # fmt: skip

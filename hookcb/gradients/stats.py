@@ -23,11 +23,11 @@ WHOLE = 65_536  # up to so many elements weights, and the mean |gradient|, are t
 # squares of what lies outside leave float32: they underflow below 1e-38 and overflow above 3e38
 SAFE_LOW, SAFE_HIGH = 1e-15, 1e15
 
-Number = float | Tensor  # a float on a CPU, where to read costs nothing; else a 0-d tensor on its device
+Number = float | Tensor  # a float on a CPU, where reading costs nothing; else a 0-d tensor on its device
 
 
 class GradSummary(NamedTuple):
-    """What is kept of one large gradient."""
+    """Summary of one large gradient."""
 
     rows: Tensor  # L2 norm of each row, along the first dimension: (n_rows,)
     low: Number  # smallest and largest of the finite elements
@@ -36,7 +36,7 @@ class GradSummary(NamedTuple):
 
 
 def plain_gradient(x: Tensor) -> Tensor | None:
-    """A gradient as a dense or sparse real tensor of its whole: None where that cannot be had.
+    """A whole gradient as a dense or sparse real tensor; None if its elements cannot be read.
 
     A DTensor is gathered from all ranks; complex elements count by their magnitude; half precision, float8
     and integers are widened to float32; a sparse one is coalesced, up to 1,024 elements made dense.
@@ -67,14 +67,13 @@ def _sparse(x: Tensor, values: Tensor) -> Tensor:
 
 
 def is_readable(p: Tensor) -> bool:
-    """Whether the elements of a parameter can be had: not of subclasses of Tensor that hide them."""
+    """Whether the elements of a parameter can be read; some subclasses of Tensor hide them."""
     return (hasattr(p, "full_tensor") or _is_native(p)) and not (p.is_nested or p.is_quantized or p.is_meta)
 
 
 def _is_native(x: Tensor) -> bool:
-    return (
-        type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
-    )  # which subclasses without their own inherit
+    # subclasses without their own inherit it
+    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def row_norms(x: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def row_norms(x: Tensor) -> Tensor:
 
 
 def summarize_gradient(x: Tensor) -> GradSummary:
-    """What there is to know of a large gradient, not empty, as `plain_gradient` gives it.
+    """Summary of a large gradient from `plain_gradient`.
 
     On a CPU extremes tell whether another look is needed: at NaN and infinities, and where squares would
     leave the range of float32. On other devices that look is always taken, as nothing waits for them.
@@ -132,7 +131,7 @@ class GradColumns(NamedTuple):
 
 
 def reduce_small(x: Tensor, shape: torch.Size) -> GradColumns:
-    """Of k small gradients of one shape in R records: `(R, k, n)`."""
+    """Statistics of k small gradients of one shape in R records, `(R, k, n)`."""
     n, wide = x.shape[-1], widest(x.device)
     nothing = torch.full(x.shape[:-1], math.nan, dtype=wide, device=x.device)
     if not n:
@@ -151,12 +150,12 @@ def reduce_small(x: Tensor, shape: torch.Size) -> GradColumns:
 
 
 def reduce_large(rows: Tensor, numbers: Tensor, n_dims: int) -> GradColumns:
-    """Of k large gradients of one shape in R records.
+    """Statistics of k large gradients of one shape in R records.
 
     Args:
         rows: norms of their rows, `(R, k, n_rows)`.
         numbers: smallest and largest finite element, number of others, mean |gradient|: `(R, k, 4)`.
-        n_dims: of the gradients.
+        n_dims: number of dimensions of the gradients.
     """
     low, high, nonfinite, mean_abs = numbers.unbind(2)
     norm = scaled_norm(widened(rows), dim=2)
@@ -165,7 +164,7 @@ def reduce_large(rows: Tensor, numbers: Tensor, n_dims: int) -> GradColumns:
 
 
 def sketch_stride(n: int) -> int:
-    """How far apart the followed elements lie among n: about n / 1,024, with no divisor in common with n.
+    """Stride of the tracked elements among n: about n / 1,024, with no divisor in common with n.
 
     A stride that shares a divisor with a dimension would see some channels only.
     """
@@ -234,7 +233,7 @@ def update_ratio(change: Tensor, before: Tensor) -> Tensor:
         before: the weights they are relative to.
 
     Returns:
-        `(…)`; 0 where nothing has changed, inf where all were zero before.
+        `(…)`; 0 if nothing has changed, inf if all weights were zero before.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
@@ -243,7 +242,7 @@ def update_ratio(change: Tensor, before: Tensor) -> Tensor:
 
 
 def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm, mean and unbiased std of followed weights, `(…, n)`, those of complex ones of the magnitudes.
+    """Norm, mean and unbiased std of tracked weights, `(…, n)`; of their magnitudes if they are complex.
 
     The norm is the root of the sum of squares of these n. `(…)` each, as the device can: see `widest`.
     """

@@ -27,10 +27,10 @@ class StepWatch:
 
     It listens to all optimizers, as a step may be made by several; a step counts as made when the first of
     them, that has parameters of ours, begins in the thread that this was made in. A GradScaler calls none
-    where it skips a step.
+    if it skips a step.
 
     Args:
-        model: whose parameters are ours.
+        model: the model whose parameters count.
         on_step: called once a step, after all clipping.
     """
 
@@ -44,7 +44,7 @@ class StepWatch:
         self._hook = StepHook(self._at_step)  # last, as a step of another thread calls it at once
 
     def note(self, opt: Optimizer) -> bool:
-        """Notes what parameters it has; whether these are news."""
+        """Notes the parameters of an optimizer; True if they have changed."""
         n = _n_params(opt)
         if self._noted.get(opt) == n:
             return False
@@ -53,7 +53,7 @@ class StepWatch:
         return True
 
     def begin(self, opt: Optimizer) -> bool:
-        """A step is about to be made; whether the optimizer has other parameters than before."""
+        """Begins a step; True if the optimizer's parameters have changed."""
         self._is_open, self._is_made, self._found_inf = True, False, None
         return self.note(opt)
 
@@ -83,23 +83,23 @@ class StepWatch:
         return self.note(opt)
 
     def end(self, is_cancelled: bool, has_scaler: bool) -> Number:
-        """The step has ended; 1.0 where it was not made, on its device where that is not known yet."""
+        """Ends the step; 1.0 if it was not made, as a tensor on the device if that is not known yet."""
         self._is_open = False
         if not (self._is_made or has_scaler or is_cancelled):
             self._on_step()  # made by hand, or by an optimizer without hooks
             return 0.0
-        if is_cancelled:  # in a loop that is not ours the optimizer is called all the same
+        if is_cancelled:  # in a loop hookcb does not run, the optimizer is called all the same
             return 1.0
         if self._found_inf is not None:
             return detached_scalar((self._found_inf.reshape(()) > 0).float())
         return 0.0 if self._is_made else 1.0
 
     def missing(self, params: Sequence[Param]) -> list[str]:
-        """Names of those that are in no optimizer seen so far."""
+        """Names of the parameters that no optimizer seen so far has."""
         return [param.name for param in params if id(param.p) not in self._ids]
 
     def close(self) -> None:
-        """Listens no more."""
+        """Removes the hook on optimizers."""
         self._hook.remove()
 
 
@@ -131,7 +131,7 @@ class SkipCount:
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
-    """What a GradScaler multiplies losses by; 1.0 without. To ask it by `get_scale` would wait."""
+    """Factor by which a GradScaler multiplies losses; 1.0 without one. Its `get_scale` would wait."""
     return (
         1.0
         if scaler is None

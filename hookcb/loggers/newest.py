@@ -8,11 +8,10 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.activations.records import ActivationRecords
 from hookcb.core.callback import Callback
 from hookcb.gradients.callback import GradientHealth
-from hookcb.gradients.readings import GradientReadings
+from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
 from hookcb.loggers.base import Histogram
 from hookcb.profiling.steps.timer import StepTimer
-from hookcb.records.readings import LayerReadings
 from hookcb.records.records import LayerRecords
 
 # first part of the names, by the name of the callback; else it is that name
@@ -44,7 +43,7 @@ class Newest:
             if isinstance(cb, ActivationStats):
                 yield from self._read_layers(prefix, cb.records)
             elif isinstance(cb, GradientHealth):
-                for reading in self._read_layers(prefix, cb):
+                for reading in self._read_layers(prefix, cb.records):
                     steps = {f"{prefix}/step/{stat}": cb.step_series(stat)[-1] for stat in STEP_STATS}
                     yield reading._replace(values=reading.values | steps)
                 if cb.output_stats is not None:
@@ -52,7 +51,7 @@ class Newest:
             elif isinstance(cb, StepTimer):
                 yield from self._read_times(prefix, cb)
 
-    def _read_layers(self, prefix: str, readings: LayerReadings | LayerRecords) -> Iterator[Reading]:
+    def _read_layers(self, prefix: str, readings: LayerRecords) -> Iterator[Reading]:
         store = readings.store_of("train")
         if not store.infos or self._seen.get(prefix) == store.infos[-1].record:
             return
@@ -64,7 +63,7 @@ class Newest:
             if all(x != x for x in numbers):
                 continue  # it was not called
             stats = dict(zip(readings.columns, numbers, strict=False))
-            if isinstance(readings, GradientReadings) and readings.about[name][1] < 2:
+            if isinstance(readings, GradientRecords) and readings.about[name][1] < 2:
                 del stats["zero_rows"]  # a parameter with fewer than 2 dimensions has no rows
             reading.values.update({f"{prefix}/{name}/{stat}": x for stat, x in stats.items()})
             if isinstance(readings, ActivationRecords) and readings.with_hist:

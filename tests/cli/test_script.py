@@ -17,7 +17,7 @@ from hookcb import Learner
 from hookcb.cli.main import main
 from hookcb.cli.model_tracker import MAX_MODELS
 from hookcb.gradients.callback import GradientHealth
-from hookcb.gradients.recorder import GradientRecorder
+from hookcb.gradients.capture import GradientReader
 
 BEGIN = """
 import sys
@@ -502,7 +502,7 @@ def test_a_search_for_a_rate_and_a_preflight_are_no_training(run):
 
 
 def test_what_fails_in_a_callback_of_ours_is_told_and_the_script_goes_on(run, monkeypatch):
-    monkeypatch.setattr(GradientRecorder, "begin_step", None)
+    monkeypatch.setattr(GradientReader, "before_step", None)
     _, out, err = run("train(*make())\nprint('to the end')")
     assert out.startswith("to the end\n")
     assert titles(out) == ["Sequential"]

@@ -4,6 +4,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -52,6 +53,26 @@ def at(event, act, order=0, name="acting"):
     cb = Callback(name=name, **{event: act})
     cb.order = order
     return cb
+
+
+OPTIONS = {
+    "default": {},
+    "outputs": {"activations": True},
+    "seldom": {"every": 3, "keep": 2},
+    "skipping": {"on_nonfinite": "skip"},
+    "raising": {"on_nonfinite": "raise", "activations": True},
+}
+
+
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def spoiling(steps, name="2.weight", bad=NAN):
+    def act(cb):
+        if cb.train_iter in steps:
+            dict(cb.model.named_parameters())[name].grad.flatten()[1] = bad
+
+    return at("after_backward", act, order=-50, name="spoiling")
 
 
 # ---- the oracle
@@ -274,7 +295,7 @@ HEALTHY = {
 
 def run(make, data, *cbs, lr=5e-3, opt=adam, loss=CE, n_epoch=5):
     def train(health, seed):
-        learner(
+        return learner(
             seeded(make, seed),
             data(seed),
             health,

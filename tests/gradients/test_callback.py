@@ -21,9 +21,12 @@ from hookcb import (
     check_callback,
     unfreeze,
 )
+from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.judge import judge
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
-from tests.support import fit, make_batches, make_learner, make_model, same, weights
+from tests.support import fit, in_terminal, make_batches, make_learner, make_model, same, weights
 
 
 def plain(x):
@@ -183,7 +186,7 @@ def test_under_a_grad_scaler_gradients_are_unscaled_and_skipped_steps_are_counte
     F.mse_loss(plain_model(x), y).backward()
     true = plain_model[0].weight.grad.norm().item()
     assert health.series("0.weight", "norm")[first] == pytest.approx(true, rel=0.02)
-    assert not any(finding.code == "nonfinite" for finding in health.check())
+    assert "nonfinite.first" not in {finding.code for finding in learn.diagnose().findings}
 
 
 class Rows(nn.Module):
@@ -302,7 +305,7 @@ def test_several_optimizers_are_all_listened_to():
     assert health.skipped == 0
     assert min(health.series("2.weight", "update_ratio")) > 0
     assert min(health.series("0.weight", "update_ratio")) > 0
-    assert list(health.check()) == []
+    assert health.not_optimized == []
 
 
 def test_frozen_parameters_and_those_without_a_gradient_are_told_apart():
@@ -314,10 +317,6 @@ def test_frozen_parameters_and_those_without_a_gradient_are_told_apart():
     fit(make_learner(model=model, cbs=health))
     assert health.frozen == ["0.bias"]
     assert health.without_grad == ["unused.weight", "unused.bias"]
-    assert [(f.code, f.param) for f in health.check()] == [
-        ("no_gradient", "unused.weight"),
-        ("no_gradient", "unused.bias"),
-    ]
 
 
 def test_a_parameter_that_thaws_appears_from_then_on():
@@ -383,10 +382,8 @@ def test_recording_counts_them_and_names_the_first_step():
     learn = fit(poisoned(), cbs=GradientHealth())
     health = learn.gradient_health
     assert health.series("0.weight", "nonfinite")[:3] == [0, 0, 6]
-    found = [f for f in health.check() if f.code == "nonfinite"]
-    assert {f.step for f in found} == {2}
-    assert {f.param for f in found} == set(health.names)
-    assert "step 2" in str(found[0])
+    assert health.records.first_bad.keys() == set(health.names)
+    assert {step for step, _ in health.records.first_bad.values()} == {2}
 
 
 def test_skip_leaves_the_step_out_and_goes_on():
@@ -453,12 +450,25 @@ def test_it_keeps_the_contract_with_options_too():
     assert not optimizers._global_optimizer_pre_hooks
 
 
-def test_the_report_fits_80_columns_and_names_what_is_wrong():
+def test_before_any_fit_there_is_nothing_to_read():
+    health = GradientHealth()
+    assert len(health.stats) == len(health.table()) == len(health.step_stats) == health.skipped == 0
+    assert in_terminal(health.report())
+
+
+def test_the_report_fits_80_columns_and_marks_what_the_verdict_names():
     learn = fit(poisoned(), cbs=[GradientHealth(), Freeze("2")])
+    health = learn.gradient_health
+    verdict = judge(gather([health], Frame.of(learn.model, [learn.opt])))
+    assert verdict.primary.param == "0.weight"
+    rows = {row.name: row for row in health.report(verdict=verdict).rows}
+    assert (rows["0.weight"].mark, rows["0.bias"].mark) == ("nonfinite.first", "")
+    assert [row.mark for row in health.report().rows] == ["", ""]
+    assert health.report(verdict=verdict, worst=1).rows[0].name == "0.weight"
     console = Console(file=io.StringIO(), width=80)
-    console.print(learn.gradient_health.report(), learn.gradient_health.check())
+    console.print(health.report(verdict=verdict), health.report())
     text = console.file.getvalue()
     assert "nonfinite" in text
     assert "0.weight" in text
     assert "2 frozen" in text
-    console.print(GradientHealth().report(), GradientHealth().check())
+    assert f"total norm {health.step_series('total_norm')[-1]:.3g}" in text

@@ -156,16 +156,16 @@ def test_a_parameter_with_a_finding_comes_first_and_then_those_without_a_gradien
     health = GradientHealth()
     model = Branch(a=nn.Linear(2, 2), b=nn.Linear(2, 2), c=nn.Linear(2, 1))
     model.register_parameter("unused", nn.Parameter(torch.ones(3)))
-    model.b.bias.register_hook(lambda grad: grad * math.nan)
     learn = Learner([torch.ones(3, 2)] * 2, model, torch.mean, torch.optim.SGD, lr=1e-9, cbs=health)
     with learn.no_logging():
         learn.fit(1)
-    marked = [row for row in health.report(worst=None) if row.mark]
-    rows = health.report(worst=7).rows
-    assert [row.name for row in rows][: len(marked)] == [row.name for row in health.report(worst=len(marked))]
-    assert {row.name for row in marked} == {row.name for row in rows[: len(marked)]}
-    assert health.report()["b.bias"].mark == "nonfinite"
-    assert rows[len(marked)].name == "unused"
+    found = Finding("grad.attenuated", "warning", param="b.bias"), Finding("loss.flat", "warning")
+    verdict = Verdict("suspect", found[0], found, (), ())
+    rows = health.report(worst=7, verdict=verdict).rows
+    assert [row.name for row in rows[:2]] == ["b.bias", "unused"]
+    assert [row.mark for row in rows] == ["grad.attenuated", *[""] * 6]
+    assert not any(row.mark for row in health.report())
+    assert health.report(worst=7).rows[0].name == "unused"
     assert "none" in in_terminal(health.report(), 80)
 
 

@@ -50,7 +50,7 @@ class Odd(nn.Module):
 def test_odd_shaped_tied_frozen_and_unused_parameters():
     steps = by_hand(seeded(Odd), batches())
     health = GradientHealth()
-    learner(seeded(Odd), None, health)
+    learn = learner(seeded(Odd), None, health)
     names = ["scale", "one", "body.weight", "body.bias", "tied.bias"]
     for k, step in enumerate(steps):
         for stat in ("norm", "clipped_norm", "update_ratio", "drift", "weight_norm"):
@@ -67,7 +67,7 @@ def test_odd_shaped_tied_frozen_and_unused_parameters():
     assert "tied.weight" not in health.names
     assert list(health.without_grad) == ["unused"]
     assert sorted(health.frozen) == ["eighth", "fixed", "whole"]
-    assert not {"fixed", "whole", "eighth"} & {f.param for f in health.check()}
+    assert not {"fixed", "whole", "eighth"} & {f.param for f in learn.diagnose().findings}
 
 
 def test_a_parameter_without_gradient_has_nan_and_one_that_gets_none_later_too():

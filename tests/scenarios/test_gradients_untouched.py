@@ -31,29 +31,23 @@ from tests.gradients.support import (
     NAN,
     Encoder,
     Lstm,
+    adam,
     at,
     batches,
     cnn,
+    each_option,
     images,
     learner,
     mlp,
     norm_of,
     seeded,
+    spoiling,
     tokens,
 )
 from tests.hooks import support as zoo
 from tests.support import everything, fit, same, weights
 from tests.training.support import equal
 
-adam = torch.optim.Adam
-OPTIONS = {
-    "default": {},
-    "outputs": {"activations": True},
-    "seldom": {"every": 3, "keep": 2},
-    "skipping": {"on_nonfinite": "skip"},
-    "raising": {"on_nonfinite": "raise", "activations": True},
-}
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 MODELS = {"mlp": (mlp, lambda: batches(5), F.mse_loss)}
 MODELS |= {"cnn": (cnn, lambda: images(0)[:4], F.cross_entropy)}
 MODELS |= {"lstm": (Lstm, lambda: tokens(0)[:4], F.cross_entropy)}
@@ -111,14 +105,6 @@ def test_beside_other_callbacks_a_training_is_to_the_bit_what_it_is_without(othe
 # ---- steps that are left out, or stopped at
 
 
-def spoiling(steps, name="2.weight", bad=NAN):
-    def act(cb):
-        if cb.train_iter in steps:
-            dict(cb.model.named_parameters())[name].grad.flatten()[1] = bad
-
-    return at("after_backward", act, order=-50, name="spoiling")
-
-
 @pytest.mark.parametrize("opt", [partial(torch.optim.SGD, momentum=0.9), adam, partial(adam, fused=True)])
 @pytest.mark.parametrize("options", [{}, {"every": 4}, {"params": "0.*"}])
 def test_a_step_that_is_left_out_is_as_if_its_batch_had_not_been(opt, options):
@@ -135,7 +121,8 @@ def test_a_step_that_is_left_out_is_as_if_its_batch_had_not_been(opt, options):
         assert health.step_series("skipped") == [0, 0, 1, 0, 0, 1, 0]
         assert [x == 0 for x in health.series("0.weight", "update_ratio")] == [k in (2, 5) for k in range(7)]
         assert health.series("2.weight", "nonfinite") == [0, 0, 1, 0, 0, 1, 0]
-        assert {(f.param, f.step) for f in health.check() if f.code == "nonfinite"} == {("2.weight", 2)}
+        (finding,) = [f for f in learn.diagnose().findings if f.code == "nonfinite.first"]
+        assert (finding.param, finding.step) == ("2.weight", 2)
 
 
 def test_with_accumulation_the_whole_group_is_left_out():
@@ -248,7 +235,7 @@ def test_neither_model_nor_learner_live_on_with_the_readings(options):
     gc.collect()
     assert [ref() for ref in refs] == [None] * 4
     assert health.table()
-    assert list(health.check()) == []
+    assert health.report().rows
 
 
 SYNCS = {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}

@@ -101,7 +101,7 @@ def recorded(loop):
     found["means"] = dict(loop.means.results)
     memory = loop.memory_stats
     found["memory"] = [repr(row) for row in memory.layers()]
-    found["findings"] = [str(x) for x in loop.gradient_health.check()]
+    found["findings"] = [str(x) for x in loop.diagnose().findings]
     found["coverage"] = [str(x) for x in (loop.activation_stats.coverage, memory.coverage)]
     return found
 

@@ -1,4 +1,4 @@
-"""Checks of how gradients flow back: gradients that vanish, that explode, and units that get none."""
+"""Checks of the gradient flow: vanishing gradients, exploding gradients, and units without a gradient."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,23 +18,27 @@ from hookcb.diagnosis.trends import (
     median,
     place,
     ratio,
+    records_needed,
     trailing,
     weights,
 )
 from hookcb.diagnosis.verdict import Finding
 
-# Limits beside what 75 healthy trainings came to (those of tests/gradients, five seeds each).
-ATTENUATED, ATTENUATED_ERROR = 1e-4, 1e-6  # a weight's gradient RMS to the largest one's: 3e-4
-FAINT = 1e-3  # to the largest one's: so much more comes to what is nearer to the input, of no chain
-DROP = 0.01  # to that of the next layer: by so much a single layer takes away
-# To the median layer's and the last one's: 600, in the first steps of branches that begin with zeros.
+# Limits next to the worst of 75 healthy trainings (those of tests/gradients, five seeds each).
+ATTENUATED, ATTENUATED_ERROR = 1e-4, 1e-6  # RMS of a weight's gradient / that of the largest: 3e-4
+FAINT = (
+    1e-3  # of the largest RMS; a gradient above it nearer to the input means that nothing fades on the way
+)
+DROP = 0.01  # of the RMS of the next layer; below it a single layer takes the gradient away
+# RMS / the larger of those of the median and of the last layer: 600, in the first steps of branches that
+# begin with zeros.
 EXPLODING = 1e3
-REACHES = 1 / 30  # of a gradient that explodes; of the layer before it, which gets it multiplied once more
-JUMP, JUMP_BEFORE, ENOUGH_BEFORE = 10.0, 50, 5  # the total norm to the median of the records before
-RISEN, ENOUGH_AFTER = 2.0, 3  # the loss after a jump to that before it, and batches to tell it from
+REACHES = 1 / 30  # an exploding gradient reaches the layer before it, with at least this share of its size
+JUMP, JUMP_BEFORE, MIN_BEFORE = 10.0, 50, 5  # total norm / its median over the records before
+RISEN, MIN_AFTER = 2.0, 3  # loss after a jump / loss before it, and the number of batches after it
 DEAD, DEAD_ERROR = 0.6, 0.8  # share of units; healthy trainings have up to 0.44
-DEAD_LOOKS, DEAD_EXAMPLES, FEWEST_UNITS = 8, 512, 8
-LEFT, LARGE_STEP = 0.05, 0.2  # of the first loss; an update ratio that may have killed all
+DEAD_LOOKS, DEAD_EXAMPLES, MIN_UNITS = 8, 512, 8
+LEFT, LARGE_STEP = 0.05, 0.2  # share of the first loss; an update ratio that may have killed all units
 ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in records, of zero activations
 RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
@@ -42,7 +46,7 @@ FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
 
 @dataclass(frozen=True, slots=True)
 class _Low:
-    """A weight with small gradients: its own, those of the largest one behind it, and when."""
+    """A weight with small gradients, their share of the largest behind it, and the records with them."""
 
     param: Param
     ratio: float
@@ -50,7 +54,7 @@ class _Low:
 
 
 def _rms(param: Param, until: float) -> Series:
-    """Its gradient RMS before a step, of records in which it had a gradient: experts are not always asked."""
+    """RMS of its gradient up to a step, without records of zeros: an expert is not used in each batch."""
     series = before(param.series("rms"), until)
     pairs = [(step, x) for step, x in series if x > 0]
     return Series([step for step, _ in pairs], [x for _, x in pairs])
@@ -65,26 +69,27 @@ def _rms(param: Param, until: float) -> Series:
 def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
     """Gradients that fade on the way from the loss to the input, so that early layers do not learn.
 
-    Formula: RMS of a weight's gradient / that of the largest weight behind it (of all, where the order is not
-    known), the median of five records up to the last before convergence, records of zeros left out: those are
-    of `unit.dead`. Limit: 1e-4, and 1e-6 for an error; healthy trainings came down to 3e-4, eight sigmoids in
-    series to 5e-7. Records in which one weight explodes are left out, as all look small beside it.
+    Formula: RMS of a weight's gradient / that of the largest weight behind it (of all weights if their order
+    is unknown), the median of the last five records before convergence, or of one backward. Records of zeros
+    belong to `unit.dead` and are left out, as are records in which one weight explodes, since all others look
+    small next to it. Limit: 1e-4, and 1e-6 for an error; healthy trainings came down to 3e-4, eight sigmoids
+    in series to 5e-7.
 
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
     """
-    until = evidence.converged_at()
+    until, n = evidence.converged_at(), records_needed(evidence)
     sizes = {p.name: _rms(p, until) for p in weights(evidence)}
-    params = [p for p in weights(evidence) if len(sizes[p.name]) >= LATEST]
+    params = [p for p in weights(evidence) if len(sizes[p.name]) >= n]
     if len(params) < 2:
-        yield Skipped(f"fewer than two weights had a gradient in {LATEST} records before convergence")
+        yield Skipped(f"fewer than two weights had a gradient in {n} records before convergence")
         return
     ratios = _ratios(params, sizes)
     usual = max(median(sizes[p.name].values[-LATEST:]) for p in params)
     low = [
         _Low(p, median(series.values[-LATEST:]), span)
         for p, series in zip(params, ratios, strict=True)
-        if (span := trailing(series, lambda x: x < ATTENUATED)) and _is_faint_before(p, usual, evidence)
+        if (span := trailing(series, lambda x: x < ATTENUATED, n)) and _is_faint_before(p, usual, evidence)
     ]
     if low:
         yield _attenuated(evidence, params, sizes, low)
@@ -94,21 +99,21 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
 
 
 def _is_faint_before(param: Param, largest: float, evidence: Evidence) -> bool:
-    """Whether nothing nearer to the input has gradients either; keys of attention have small ones anyway."""
+    """Whether all weights nearer to the input have small gradients, too; attention keys always have."""
     others = [p for p in evidence.params.values() if _comes_before(p, param)]
     strongest = [median(p.series("rms").values[-LATEST:]) for p in others]
     return not any(x > FAINT * largest for x in strongest)
 
 
 def _comes_before(one: Param, other: Param) -> bool:
-    """Whether it is nearer to the input: by order of execution, else of definition."""
+    """Whether `one` is nearer to the input, by order of execution, else of definition."""
     if one.place_of_layer is None or other.place_of_layer is None:
         return one.place < other.place
     return one.place_of_layer < other.place_of_layer
 
 
 def _ratios(params: Sequence[Param], sizes: dict[str, Series]) -> list[Series]:
-    """Of each weight its size to that of the largest one behind it, by record."""
+    """Series of each weight's size / that of the largest weight behind it."""
     table = {p.name: dict(sizes[p.name]) for p in params}
     found = [Series() for _ in params]
     is_ordered = any(p.place_of_layer is not None for p in params)
@@ -132,7 +137,7 @@ def _attenuated(
     usual = [median(sizes[p.name].values[-LATEST:]) for p in params]
     lowest = min(low, key=lambda found: found.ratio)
     names = [p.name for p in params]
-    # from the head on: the first that has far less than the one behind it; else it is gradual
+    # the one nearest to the loss that has far less than the one behind it; without one the fall is gradual
     steep = [x for x in reversed(low) if (i := names.index(x.param.name)) + 1 < len(usual)
              and usual[i] < DROP * usual[i + 1]]  # fmt: skip
     named = steep[0] if steep else lowest
@@ -143,7 +148,7 @@ def _attenuated(
     falls = (
         f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers." if n > 1 else ""
     )
-    where = " It falls there all at once." if steep else falls
+    where = " It falls at this layer all at once." if steep else falls
     causes, steps = _why_attenuated(evidence, params[at : top + 1])
     return finding(
         "grad.attenuated",
@@ -152,8 +157,8 @@ def _attenuated(
         when=named.span,
         value=named.ratio,
         limit=ATTENUATED,
-        message=f"The gradient (RMS) of {named.param.name} is {named.ratio:.1e} of that of {largest}; below "
-        f"{ATTENUATED:.0e} a layer hardly learns.{where}",
+        message=f"The gradient (RMS) of {named.param.name} is {named.ratio:.1e} times that of {largest}; "
+        f"below {ATTENUATED:.0e} a layer barely learns.{where}",
         causes=causes,
         next_steps=steps,
     )
@@ -168,16 +173,16 @@ def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[s
             f"Use ReLU or GELU instead of {kind}, or residual connections or normalization",
         )
     if any(p.kind in RECURRENT for p in evidence.params.values()):
-        return ("a long sequence, through which the gradient fades step by step", "closed gates"), (
-            "Use shorter sequences, and begin with a forget-gate bias of 1",
+        return ("a long sequence, along which the gradient fades step by step", "closed gates"), (
+            "Use shorter sequences, and initialize the forget-gate bias to 1",
         )
     advice = "Add normalization or residual connections"
     if begins_small(chain):
-        return ("weights that begin too small", "many layers without a shortcut"), (
+        return ("weights that are initialized too small", "many layers without a shortcut"), (
             init_advice(chain),
             advice,
         )
-    return ("units that are saturated", "many layers without a shortcut"), (advice,)
+    return ("saturated units", "many layers without a shortcut"), (advice,)
 
 
 @check(
@@ -197,25 +202,25 @@ def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[s
 def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     """Gradients that grow on the way from the loss to the input, or from one step to the next.
 
-    Formula: (a) RMS of a layer's largest weight gradient / the larger of that of the median layer and of the
-    last one, the median of five records: 1,000; healthy trainings came up to 600. Only of a layer whose
-    gradient is at most thirty times that of the one before it, as what explodes does so up to the input. (b)
-    the norm of all gradients above ten times its median over up to 50 records before, and the loss twice as
-    high in the ten batches after it as in the ten before: a rare batch alone is no fault. Both before
-    convergence.
+    Formula: (a) RMS of a layer's largest weight gradient / the larger of those of the median and of the last
+    layer, the median of five records, or of one backward. Limit: 1,000; healthy trainings came up to 600.
+    Only layers count whose gradient is at most thirty times that of the layer before, since an explosion goes
+    on to the input. (b) The norm of all gradients is above ten times its median over up to 50 records before,
+    and the loss is twice as high in the ten batches after it as in the ten before: a rare batch alone is not
+    a fault. Both before convergence.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
-    until = evidence.converged_at()
+    until, n = evidence.converged_at(), records_needed(evidence)
     layers = _by_layer(evidence, until)
     norms = before(evidence.steps.get("total_norm", Series()), until)
-    if max((len(series) for _, series in layers), default=0) < LATEST and len(norms) <= ENOUGH_BEFORE:
-        yield Skipped(f"fewer than {LATEST} records of gradients before convergence")
-    elif found := _excess(layers):
-        yield _exploding([p for p, _ in layers], *found)
+    if max((len(series) for _, series in layers), default=0) < n and len(norms) <= MIN_BEFORE:
+        yield Skipped(f"fewer than {n} records of gradients before convergence")
+    elif excess := _excess(layers, n):
+        yield _exploding([p for p, _ in layers], *excess)
     elif jump := _jump(evidence, norms):
         yield _jumping(evidence, *jump)
-    elif math.isnan(largest := _largest(layers)):
+    elif math.isnan(largest := _largest(layers, n)):
         yield Skipped("there is only one layer with weights")
     else:
         yield Passed(
@@ -224,25 +229,25 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
 
 
 def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
-    """Of each layer, in order, the series of its largest weight gradient, and the weight that has it."""
+    """The weight with the largest gradient in each layer, and the series of its RMS, in order."""
     layers: dict[str, list[tuple[Param, Series]]] = {}
     for p in weights(evidence):
         if len(series := _rms(p, until)):
             layers.setdefault(p.layer, []).append((p, series))
-    return [max(found, key=lambda of: median(of[1].values)) for found in layers.values()]
+    return [max(pairs, key=lambda pair: median(pair[1].values)) for pairs in layers.values()]
 
 
-def _windows(layers: list[tuple[Param, Series]]) -> Iterator[tuple[int, int, list[float]]]:
-    """The first and last step of each five records in a row, and the median of each layer over them."""
+def _windows(layers: list[tuple[Param, Series]], n: int) -> Iterator[tuple[int, int, list[float]]]:
+    """First and last step of each `n` records in a row, and the median of each layer over them."""
     table = [dict(series) for _, series in layers]
     steps = sorted({step for row in table for step in row})
-    for i, last in enumerate(steps[LATEST - 1 :]):
-        window = steps[i : i + LATEST]
+    for i, last in enumerate(steps[n - 1 :]):
+        window = steps[i : i + n]
         yield window[0], last, [median(row.get(step, math.nan) for step in window) for row in table]
 
 
 def _times_usual(sizes: list[float]) -> tuple[int, float]:
-    """The layer with the largest gradient, and how many times larger than the usual one that is."""
+    """Index of the layer with the largest gradient, and its factor to the usual gradient; NaN if unknown."""
     known = sorted(finite(sizes))
     last = next((x for x in reversed(sizes) if math.isfinite(x)), math.nan)
     if len(known) < 2:
@@ -253,9 +258,9 @@ def _times_usual(sizes: list[float]) -> tuple[int, float]:
 
 
 def _passed_on(sizes: list[float]) -> Iterator[int]:
-    """The layers whose gradient is not far above that of the one before them, which an explosion reaches too.
+    """Indices of layers whose gradient is not far above that of the layer before, as in an explosion.
 
-    The head of a value beside a policy is: its gradient is large as its loss is.
+    That of a value head next to a policy is: its gradient is large because its loss is.
     """
     previous = math.inf
     for i, size in enumerate(sizes):
@@ -265,17 +270,18 @@ def _passed_on(sizes: list[float]) -> Iterator[int]:
             previous = size
 
 
-def _excess(layers: list[tuple[Param, Series]]) -> tuple[Param, float, Span] | None:
-    """The layer that exceeds the others in the first such five records."""
-    for first, last, sizes in _windows(layers):
+def _excess(layers: list[tuple[Param, Series]], n: int) -> tuple[Param, float, Span] | None:
+    """The layer that exceeds the others, in the first `n` records in which one does."""
+    for first, last, sizes in _windows(layers, n):
         i, excess = _times_usual(sizes)
         if excess > EXPLODING:
-            return layers[i][0], excess, Span(first, last, LATEST)
+            return layers[i][0], excess, Span(first, last, n)
     return None
 
 
-def _largest(layers: list[tuple[Param, Series]]) -> float:
-    return max((x for *_, sizes in _windows(layers) if (x := _times_usual(sizes)[1]) > 0), default=math.nan)
+def _largest(layers: list[tuple[Param, Series]], n: int) -> float:
+    factors = (_times_usual(sizes)[1] for *_, sizes in _windows(layers, n))
+    return max((x for x in factors if x > 0), default=math.nan)
 
 
 def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span) -> Finding:
@@ -291,18 +297,17 @@ def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span)
         when=span,
         value=excess,
         limit=EXPLODING,
-        message=f"The gradient (RMS) of {param.name} is {format_factor(excess)} times that of the usual layer "
-        "and of the "
-        f"last one; up to {EXPLODING:,.0f} times is healthy.",
+        message=f"The gradient (RMS) of {param.name} is {format_factor(excess)} times that of the median "
+        f"layer and of the last layer; up to {EXPLODING:,.0f} times is healthy.",
         causes=(cause or "layers that each multiply the gradient",),
         next_steps=(first, second) if is_recurrent else (second, first),
     )
 
 
 def _jump(evidence: Evidence, norms: Series) -> tuple[int, float] | None:
-    """The first step whose total norm exceeds what was before, and after which the loss is higher."""
+    """The first step whose total norm is far above those before, and after which the loss is higher."""
     values = norms.values
-    for i in range(ENOUGH_BEFORE, len(values)):
+    for i in range(MIN_BEFORE, len(values)):
         usual = median(values[max(0, i - JUMP_BEFORE) : i])
         if values[i] > JUMP * usual > 0 and _rises(evidence, norms.steps[i]):
             return norms.steps[i], values[i] / usual
@@ -313,16 +318,16 @@ def _rises(evidence: Evidence, step: int) -> bool:
     """Whether the loss is twice as high in the ten batches after a step as in the ten before."""
     before_it = [x for at, x in evidence.loss if at <= step][-WINDOW:]
     after = sorted([x for at, x in evidence.loss if at > step][:WINDOW])
-    if len(after) < ENOUGH_AFTER or not finite(before_it):
+    if len(after) < MIN_AFTER or not finite(before_it):
         return False
     usual = median(before_it)
-    return after[len(after) // 2] > usual + (RISEN - 1) * abs(usual)  # infinite ones are large, too
+    return after[len(after) // 2] > usual + (RISEN - 1) * abs(usual)  # an infinite loss is high, too
 
 
 def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
     norms = [(dict(p.series("norm")).get(step, math.nan), p) for p in evidence.params.values()]
-    param = max(((x, p) for x, p in norms if x > 0), key=lambda found: found[0], default=(0.0, None))[1]
-    most = f"; most of it is of {param.name}" if param else ""
+    param = max(((x, p) for x, p in norms if x > 0), key=lambda pair: pair[0], default=(0.0, None))[1]
+    most = f" Most of it comes from {param.name}." if param else ""
     return finding(
         "grad.exploding",
         "warning",
@@ -330,9 +335,9 @@ def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
         when=step,
         value=jump,
         limit=JUMP,
-        message=f"The norm of all gradients is {format_factor(jump)} times its median before step {step} (limit "
-        f"{JUMP:.0f}), and the loss is higher after it{most}.",
-        causes=("a learning rate that is too high", "a batch with odd samples"),
+        message=f"The norm of all gradients at step {step} is {format_factor(jump)} times its median before "
+        f"(limit {JUMP:.0f}), and the loss is higher after it.{most}",
+        causes=("a learning rate that is too high", "a batch with unusual samples"),
         next_steps=(
             "Clip the norm of the gradients: GradientClip(1.0)",
             f"Look at the batch of step {step}",
@@ -358,23 +363,27 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
     """Units that no sample activates, so that their weights get no gradient and stay as they are.
 
     Formula: share of rows of a weight whose gradient was exactly zero each time, over 8 looks and 512
-    examples; without `Diagnose`, when the number of examples is not known, the smallest share of zero rows of
-    8 records, from 0.99 on, and nothing is ruled out below.
-    Limit: 0.6, and 0.8 for an error; healthy ReLU networks came to 0.44 in narrow layers. A layer of which
-    one weight gets gradients is not dead, as recurrent weights of sequences of one. Where whole layers are
-    dead, those before them get no gradient either: then it is told of the layer at which the activations
-    become zero.
+    examples. Without `Diagnose` the number of examples is unknown: then it is the smallest share of zero rows
+    in 8 records, from 0.99 on, and nothing is ruled out below. Or no weight of the model has
+    a gradient at all, in five records or after one backward.
+    Limit: 0.6, and 0.8 for an error; healthy ReLU networks came to 0.44 in narrow layers. A layer is not dead
+    if one of its weights gets gradients, such as an LSTM that sees sequences of one element. If whole layers
+    are dead, those before them get no gradient either; the finding then names the layer at which the
+    activations become zero.
 
     Source: Lu et al., "Dying ReLU and Initialization", 2019.
     """
     if silent := _silent_since(evidence):
-        yield _all_silent(evidence, silent)
+        yield _all_silent(evidence, silent, f"All gradients are exactly zero since step {silent.first}")
         return
     shares = _dead_shares(evidence, has_converged=evidence.converged_at() < math.inf)
+    if not shares and (silent := _silent_weights(evidence)):
+        yield _all_silent(evidence, silent, "The gradients of all weights are exactly zero")
+        return
     if not shares:
         yield Skipped(f"no weight was looked at {DEAD_LOOKS} times and at {DEAD_EXAMPLES} examples")
         return
-    worst = max(shares.values(), key=lambda found: found[1])[1]
+    worst = max(share for _, share in shares.values())
     if worst < DEAD and all(math.isnan(p.dead) for p, _ in shares.values()):
         yield Skipped("dead units are counted by Diagnose, which knows the number of examples")
         return
@@ -385,7 +394,7 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
     if all_dead and _is_silent_throughout(evidence):
         begins = _first_silent(evidence, shares)
         if begins is None:
-            yield Skipped("every gradient is exactly zero: nothing tells one layer from another")
+            yield Skipped("every gradient is exactly zero, so that no layer differs from another")
             return
     else:
         begins = _first_silent(evidence, shares) or _last_dead(evidence, all_dead) if all_dead else None
@@ -395,7 +404,7 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
 
 
 def _silent_since(evidence: Evidence) -> Span | None:
-    """The last records, where all gradients are zero in them, and neither a small loss explains it."""
+    """The last records, if all gradients are zero in them and a small loss does not explain it."""
     norms = list(evidence.steps.get("total_norm", Series()))
     silent = [step for step, _ in takewhile(lambda at: at[1] == 0, reversed(norms))]
     if len(silent) < LATEST or len(silent) == len(norms):
@@ -407,10 +416,20 @@ def _silent_since(evidence: Evidence) -> Span | None:
     return Span(silent[-1], silent[0], len(silent)) if max(ratios, default=0.0) > LARGE_STEP else None
 
 
-def _all_silent(evidence: Evidence, span: Span) -> Finding:
+def _silent_weights(evidence: Evidence) -> Span | None:
+    """All records, if all weights have zero gradients; in a training, others must have a gradient."""
+    norms = [p.series("norm") for p in weights(evidence) if p.stats]
+    if min(map(len, norms), default=0) < records_needed(evidence) or any(any(x.values) for x in norms):
+        return None
+    if not evidence.is_one_backward and _is_silent_throughout(evidence):
+        return None
+    return Span(norms[0].steps[0], norms[0].steps[-1], len(norms[0]))
+
+
+def _all_silent(evidence: Evidence, span: Span, what: str) -> Finding:
     shares = {p.layer: (p, 1.0) for p in weights(evidence)}
     param = _first_silent(evidence, shares)
-    where = f"; from {param.layer} on all outputs are zero" if param else ""
+    where = f", and all outputs from {param.layer} on are zero" if param else ""
     return finding(
         "unit.dead",
         "error",
@@ -418,32 +437,32 @@ def _all_silent(evidence: Evidence, span: Span) -> Finding:
         when=span,
         value=1.0,
         limit=DEAD,
-        message=f"All gradients are exactly zero since step {span.first}{where}: nothing is learned.",
+        message=f"{what}{where}: the model learns nothing.",
         causes=(
             "a step that was too large, after which no unit is active",
             "an output or a loss that is constant",
         ),
         next_steps=(
             *lower_rate(evidence),
-            "Look at the outputs and the loss at this step: nothing in them depends on the weights any more",
+            "Look at the outputs and the loss at this step: they no longer depend on the weights",
         ),
     )
 
 
 def _dead_shares(evidence: Evidence, has_converged: bool) -> dict[str, tuple[Param, float]]:
-    """By layer, in order, the weight with the fewest dead units, and their share; of a list the most."""
-    found: dict[str, tuple[Param, float]] = {}
+    """By layer, in order, the weight with the fewest dead units, and their share; in a list, the most."""
+    shares: dict[str, tuple[Param, float]] = {}
     for p in weights(evidence):
         share = _dead_share(p, has_converged)
-        before = found[p.layer][1] if p.layer in found else math.nan
-        is_list = p.kind.startswith("Parameter")  # of weights that have nothing else in common
+        before = shares[p.layer][1] if p.layer in shares else math.nan
+        is_list = p.kind.startswith("Parameter")  # its weights have nothing else in common
         if not math.isnan(share) and not (share <= before if is_list else share >= before):
-            found[p.layer] = p, share
-    return found
+            shares[p.layer] = p, share
+    return shares
 
 
 def _dead_share(param: Param, has_converged: bool) -> float:
-    if param.shape[0] < FEWEST_UNITS:
+    if param.shape[0] < MIN_UNITS:
         return math.nan
     if not math.isnan(param.dead):
         is_enough = param.n_looked >= DEAD_LOOKS and param.n_examples >= DEAD_EXAMPLES
@@ -456,12 +475,12 @@ def _dead_share(param: Param, has_converged: bool) -> float:
 
 
 def _is_silent_throughout(evidence: Evidence) -> bool:
-    """Whether no parameter has had a gradient at all, as of a loss that is constant."""
+    """Whether no parameter has ever had a gradient, as with a constant loss."""
     return not any(x > 0 for p in evidence.params.values() for x in p.series("norm").values)
 
 
 def _first_silent(evidence: Evidence, shares: dict[str, tuple[Param, float]]) -> Param | None:
-    """The first layer whose output, or what follows up to the next one with weights, is nothing but zeros."""
+    """Weight of the first layer after which, before the next layer with weights, all outputs are zero."""
     last: Param | None = None
     with_weights = {p.layer for p in weights(evidence)}
     for layer in sorted(evidence.layers.values(), key=lambda layer: layer.place):
@@ -477,14 +496,14 @@ def _is_silent(layer: Layer) -> bool:
 
 
 def _last_dead(evidence: Evidence, dead: list[Param]) -> Param | None:
-    """The dead weight nearest to the loss, without those that only see zeros: their bias gets a gradient."""
-    fed = {
+    """The dead weight nearest to the loss, except those that only get zeros: their bias has a gradient."""
+    with_bias = {
         p.layer
         for p in evidence.params.values()
         if len(p.shape) == 1 and any(x > 0 for x in p.series("norm").values)
     }
     ordered = sorted(dead, key=place)
-    return next((p for p in reversed(ordered) if p.layer not in fed), ordered[-1])
+    return next((p for p in reversed(ordered) if p.layer not in with_bias), ordered[-1])
 
 
 def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Finding:
@@ -492,7 +511,7 @@ def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Findin
     span = trailing(rows, lambda x: x >= min(share, DEAD_ERROR))
     more = f", and {others} more layer{'s' * (others > 1)} with such units" if others else ""
     n = round(min(1.0, share) * param.shape[0])
-    seen = (
+    looks = (
         f"{param.n_looked} looks at {param.n_examples:,} examples"
         if param.n_looked
         else f"{len(rows)} records"
@@ -508,11 +527,11 @@ def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Findin
         value=share,
         limit=DEAD,
         message=f"{share:.0%} of the units of {param.layer or param.name} ({n} of {param.shape[0]}) had no "
-        f"gradient in {seen}; from {DEAD:.0%} on too few are left to learn{more}.",
+        f"gradient in {looks}; from {DEAD:.0%} on too few are left to learn{more}.",
         causes=("a bias far below zero or weights that are too large", "a step that was too large"),
         next_steps=(
-            f"Look at the bias of {param.layer or param.name}, and at what goes into it",
+            f"Look at the bias of {param.layer or param.name}, and at the inputs of the layer",
             *lower_rate(evidence),
-            "Use LeakyReLU or GELU in place of ReLU",
+            "Use LeakyReLU or GELU instead of ReLU",
         ),
     )

@@ -3,33 +3,67 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import EVERYTHING, passed_on
-from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.verdict import Finding
 
 
-@check("nonfinite.first", site=Site.MODULES, needs=("batch",), exact=True, leads_to=EVERYTHING)
+@check("nonfinite.first", site=Site.MODULES, needs=(), exact=True, leads_to=EVERYTHING)
 def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
-    """The first module that turns finite inputs, or finite gradients, into NaN or infinity.
+    """The first module that makes NaN or infinity from finite inputs, or from finite gradients.
 
-    Formula: the batch is run again, see `hookcb.nans.search`.
+    Formula: the batch is run again, see `hookcb.nans.search`. Without `Diagnose`: the parameters whose
+    gradient has NaN or infinite elements, at the first step with such gradients. Steps that a GradScaler with
+    a scale above 1 has skipped are left out.
     """
-    is_named = any(observation.code == "nonfinite.first" for observation in evidence.observations)
-    step = None if is_named else _not_finite(evidence)
-    if step is None:
+    is_named = any(x.code == "nonfinite.first" for x in evidence.observations)
+    bad = {} if is_named else _nonfinite_gradients(evidence)
+    step = next((step for step, x in evidence.loss if not math.isfinite(x)), None)
+    if bad:
+        yield _nonfinite(evidence, bad)
+    elif step is not None and not is_named:
+        yield Skipped(f"the loss of step {step} was not finite; its origin was not searched for")
+    elif evidence.is_one_backward:
+        yield Passed("NaN and infinite gradients")
+    elif "batch" in evidence.sources:
         yield from passed_on(evidence, "nonfinite.first", "error", "NaN and infinities", requires="backward")
     else:
-        yield Skipped(f"step {step} was not finite, but no search for the origin was made")
+        yield Skipped("needs Diagnose, or a Learner with a batch to look at")
 
 
-def _not_finite(evidence: Evidence) -> int | None:
-    """First step whose loss or, without a GradScaler, whose gradients are known not to be finite."""
-    steps = [step for step, x in evidence.loss if not math.isfinite(x)]
-    if "scaler" in evidence.absent:
-        bad = (step for p in evidence.params.values() for step, n in p.series("nonfinite") if n > 0)
-        steps.extend(bad)
-    return min(steps, default=None)
+def _nonfinite_gradients(evidence: Evidence) -> dict[str, int]:
+    """By parameter, its first step with a NaN or infinite gradient that is not a GradScaler's to handle."""
+    scale, skipped = (dict(evidence.steps.get(stat, Series())) for stat in ("scale", "skipped"))
+    bad = {}
+    for p in evidence.params.values():
+        steps = [step for step, n in p.series("nonfinite") if n > 0]
+        steps = [step for step in steps if not (skipped.get(step, 0) > 0 and scale.get(step, 1) > 1)]
+        if p.first_bad is not None or steps:
+            bad[p.name] = steps[0] if p.first_bad is None else p.first_bad
+    return bad
+
+
+def _nonfinite(evidence: Evidence, bad: dict[str, int]) -> Finding:
+    step = min(bad.values())
+    first, *others = [evidence.params[name] for name, at in bad.items() if at == step]
+    n = dict(first.series("nonfinite")).get(step, math.nan)
+    number = "" if math.isnan(n) else f"{n:,.0f} "
+    more = f", as have {join_names([p.name for p in others], 3)}" if others else ""
+    return finding(
+        "nonfinite.first",
+        "error",
+        at=first,
+        when=(step, None),
+        value=n,
+        limit=0.0,
+        message=f"The gradient of {first.name} has {number}NaN or infinite element{'s' * (n != 1)} at step "
+        f"{step}{more}.",
+        causes=("an operation in the forward or backward that is not defined for its input, such as 0/0",),
+        next_steps=("Find the module where it began: train with cbs=NanTrace()",),
+    )
 
 
 @check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)

@@ -1,12 +1,14 @@
 """Exact checks of parameters that get no gradient or are never updated."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
-from hookcb.diagnosis.evidence import Evidence, Param
+from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import records_needed
+from hookcb.diagnosis.verdict import Finding
 
 MIN_RECORDS = 5  # inspected steps
 MIN_STEPS = 20  # of the run
@@ -16,16 +18,20 @@ MIN_STEPS = 20  # of the run
 def unreachable(evidence: Evidence) -> Iterator[Result]:
     """A layer that was called in the forward and never received a gradient.
 
-    Formula: `requires_grad`, and `.grad` is None in at least five inspected steps. Parameters that are
-    frozen, that had a gradient at some step, or whose layer was not called are left out.
+    Formula: `requires_grad`, and `.grad` is None in at least five inspected steps, or after one backward if
+    there is no training. Parameters that are frozen, that had a gradient at some step, or whose layer was not
+    called are left out. A warning if the calls of layers were not recorded.
     """
-    steps = evidence.steps.get("total_norm")
-    if steps is None or len(steps) < MIN_RECORDS:
-        yield Skipped(f"fewer than {MIN_RECORDS} steps were inspected")
+    steps, needed = evidence.steps.get("total_norm"), records_needed(evidence)
+    if steps is None or len(steps) < needed:
+        yield Skipped(f"fewer than {needed} steps were inspected")
         return
-    ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= MIN_RECORDS]
+    ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= needed]
     without = [p for p in ungraded if p.layer in evidence.layers]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
+    if unknown and not evidence.layers:
+        yield _without_gradient(unknown, steps)
+        return
     if not without and unknown:
         yield Skipped(f"{unknown[0].name} had no gradient, and it is not known whether its layer is used")
         return
@@ -48,6 +54,24 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
         next_steps=(
             f"Follow the output of {last.layer or 'the model'} to the loss, and find where it is cut",
         ),
+    )
+
+
+def _without_gradient(params: Sequence[Param], steps: Series) -> Finding:
+    """Parameters of layers that are not known to be called."""
+    first, names, n = params[0], [p.name for p in params], len(steps)
+    looks = "one backward" if n == 1 else f"{n} steps"
+    others = f" or {join_names(names[1:], 3)}" if len(names) > 1 else ""
+    return finding(
+        "param.unreachable",
+        "warning",
+        at=first,
+        when=steps,
+        value=float(len(params)),
+        limit=0.0,
+        message=f"No gradient has come in {looks} to {first.name}{others}; the loss may not depend on it.",
+        causes=("a layer that is not used in the forward, or whose output does not reach the loss",),
+        next_steps=(f"Check that the forward uses {first.layer or first.name}, or freeze it",),
     )
 
 

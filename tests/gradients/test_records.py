@@ -1,4 +1,4 @@
-"""The readings of GradientHealth in a second fit, in copies, in files and in resumed fits."""
+"""The records of GradientHealth: how they are read, copied, saved, and resumed."""
 
 import copy
 import math
@@ -13,39 +13,90 @@ from hookcb import (
     GradientAccumulation,
     GradientClip,
     GradientHealth,
+    GradientRecords,
     Learner,
     count_hooks,
 )
-from hookcb.gradients.flow import check_gradients, gradient_flow
-from tests.gradients.support import NAN, at, batches, cnn, images, learner, mlp, seeded, sgd
+from hookcb.gradients.flow import gradient_flow
+from tests.gradients.support import (
+    adam,
+    at,
+    batches,
+    cnn,
+    each_option,
+    images,
+    learner,
+    mlp,
+    seeded,
+    sgd,
+    spoiling,
+)
 from tests.hooks import support as zoo
-from tests.support import everything, fit, make_learner
+from tests.support import Net, everything, fit, make_batches, make_learner
 from tests.training.checkpoint import support as resuming
 from tests.training.checkpoint.support import RESULTS, check_resumes
 from tests.training.checkpoint.support import learner as resuming_learner
 from tests.training.support import equal
 
-adam = torch.optim.Adam
+# ---- reading
 
 
-OPTIONS = {
-    "default": {},
-    "outputs": {"activations": True},
-    "seldom": {"every": 3, "keep": 2},
-    "skipping": {"on_nonfinite": "skip"},
-    "raising": {"on_nonfinite": "raise", "activations": True},
+def test_numbers_are_found_by_name_index_glob_slice_and_as_a_table():
+    health = GradientHealth()
+    learner(mlp(), None, health, n_epoch=2)
+    assert health.steps() == list(range(8))
+    norms = health.series("0.weight", "norm")
+    assert norms == [record[0]["norm"] for record in health.stats] == health.series(0, "norm")
+    assert health.series("0.*", "norm") == [norms, health.series("0.bias", "norm")]
+    assert [s["norm"] for s in health.stats[3][1:3]] == [health.stats[3][i]["norm"] for i in (1, 2)]
+    rows = [row for row in health.table() if row.layer == "2.bias" and row.stat == "update_ratio"]
+    assert [row.value for row in rows] == health.series("2.bias", "update_ratio")
+    assert [(row.epoch, row.step, row.phase) for row in rows[3:5]] == [(0, 3, "train"), (1, 4, "train")]
+    for look in (lambda: health.series("9.weight", "norm"), lambda: health.series(0, "norms")):
+        with pytest.raises(LookupError):
+            look()
+    with pytest.raises(LookupError, match="total_norm"):
+        health.step_series("total")
+
+
+CHOICES = {
+    "glob": ("blocks.*.weight", ["blocks.0.0.weight", "blocks.1.0.weight"]),
+    "globs": (["head.*", "scale"], ["head.weight", "head.bias", "scale"]),
+    "predicate": (lambda name, p: p.dim() == 0, ["scale"]),
 }
 
 
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("params", "names"), CHOICES.values(), ids=CHOICES)
+def test_parameters_are_chosen_by_name_or_predicate(params, names):
+    health = GradientHealth(params=params)
+    learner(seeded(Net), make_batches(), health, lr=0.01)
+    assert sorted(health.names) == sorted(names)
+    assert {row.layer for row in health.table()} == set(names)
 
 
-def spoiling(steps, name="2.weight", bad=NAN):
-    def act(cb):
-        if cb.train_iter in steps:
-            dict(cb.model.named_parameters())[name].grad.flatten()[1] = bad
+@pytest.mark.parametrize("params", ["body.*", ["head.*", "nothing"], lambda name, p: False])
+def test_a_choice_of_nothing_is_refused_before_training_with_what_there_is(params):
+    model = seeded(Net)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(LookupError, match=r"head\.weight"):
+        learner(model, make_batches(), GradientHealth(params=params))
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
-    return at("after_backward", act, order=-50, name="spoiling")
+
+def test_arguments_that_cannot_be_are_refused_at_once():
+    wrong = [{"every": 0}, {"every": 1.5}, {"on_nonfinite": "ignore"}, {"on_nonfinite": None}, {"keep": 0}]
+    for options in [*wrong, {"params": 3}, {"params": []}]:
+        with pytest.raises((ValueError, TypeError), match=str(next(iter(options)))):
+            GradientHealth(**options)
+
+
+def test_records_stay_within_keep_and_the_newest_is_there():
+    health = GradientHealth(keep=6)
+    learner(mlp(), batches(5), health, n_epoch=9)
+    assert len(health.stats) == len(health.step_stats) <= 6
+    assert health.steps()[0] == 0
+    assert health.steps()[-1] == 44
+    assert all(math.isfinite(x) for x in health.step_series("total_norm") + health.series(0, "drift"))
 
 
 # ---- again, elsewhere, later
@@ -70,7 +121,7 @@ def test_copies_hold_the_same_readings_and_no_model(options):
     for twin in (copy.deepcopy(health), pickle.loads(pickle.dumps(health))):
         assert equal(twin.table(), health.table())
         assert equal(list(twin.step_stats), list(health.step_stats))
-        assert str(twin.check()) == str(health.check())
+        assert str(twin.report()) == str(health.report())
         assert list(twin.flow()) == list(health.flow())
 
 
@@ -88,12 +139,13 @@ def test_what_is_saved_is_read_back_and_holds_plain_values(tmp_path):
     learner(seeded(cnn), images(0)[:4], spoiling((1,), "0.weight"), health, lr=0.01, loss=F.cross_entropy)
     path = health.save(tmp_path / "health.pt")
     torch.load(path, weights_only=True)
-    twin = GradientHealth.load(path)
+    twin = GradientRecords.load(path)
+    assert equal(GradientHealth.load(path).table(), twin.table())
     assert equal(twin.table(), health.table())
     assert equal(list(twin.step_stats), list(health.step_stats))
     assert equal(*([list(record) for record in h.buffer_stats] for h in (twin, health)))
     assert equal(twin.output_stats.table(), health.output_stats.table())
-    assert str(twin.check()) == str(health.check())
+    assert str(twin.report()) == str(health.report())
     assert twin.names == health.names
     assert repr(twin.flow()) == repr(health.flow())
     with pytest.raises(FileNotFoundError):
@@ -139,13 +191,12 @@ def test_a_checkpoint_holds_plain_values_of_it(tmp_path):
         torch.load(file, weights_only=True)
 
 
-def test_functions_of_one_backward_change_nothing():
+def test_reading_the_flow_of_one_backward_changes_nothing():
     model = seeded(cnn)
     x, y = images(0)[0]
     F.cross_entropy(model(x), y).backward()
     before = everything(model)
     gradient_flow(model)
-    check_gradients(model)
     after = everything(model)
     assert [k for k in before if not zoo.alike(before[k], after[k])] == []
     assert math.isfinite(gradient_flow(model)[0].mean)

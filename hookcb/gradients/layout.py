@@ -1,0 +1,56 @@
+"""Layout: parameters on one device, in the order in which their numbers are captured."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.core.precision import at_least_float32
+from hookcb.gradients.stats import SKETCH, WHOLE, sketch, sketch_copy, sketch_stride
+from hookcb.hooks.params import Param
+
+
+class Layout:
+    """Parameters with gradients on one device, and the order in which their numbers are stored."""
+
+    def __init__(self, params: Sequence[Param]) -> None:
+        self.device = params[0].p.device
+        in_order = sorted(params, key=lambda param: (param.p.is_complex(), param.p.numel(), param.p.shape))
+        small = [param for param in in_order if param.p.numel() <= SKETCH]
+        large = [param for param in in_order if param.p.numel() > SKETCH]
+        self.params, self.n_small = [*small, *large], len(small)
+        self.numels = [param.p.numel() for param in self.params]
+        self.shapes = [param.p.shape for param in self.params]
+        self.is_complex = [param.p.is_complex() for param in self.params]
+        sizes = zip(self.numels, self.is_complex, strict=True)
+        self.sketch_lengths = [min(n, SKETCH) * (1 + is_complex) for n, is_complex in sizes]
+        self.is_middle = [n <= WHOLE for n in self.numels[self.n_small :]]
+        middle = [i for i, n in enumerate(self.numels) if SKETCH < n <= WHOLE]
+        self.middle = torch.tensor(middle, dtype=torch.int64, device="cpu").to(self.device)
+        self.strides = {n: sketch_stride(n) for n in self.numels if n > WHOLE}
+        self.start: Tensor | None = None  # the first sketch
+        self.empty = torch.empty(0, device=self.device)
+        is_double = any(param.p.dtype in (torch.float64, torch.complex128) for param in params)
+        self.dtype = torch.float64 if is_double else torch.float32  # of the recorded numbers
+        self._with_memory = [param.p for param in self.params if _has_memory(param.p)]
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []
+        self._copied: dict[int, nn.Parameter] = {}  # parameters without a view, by index in `_views`
+
+    def sketch(self) -> Tensor:
+        """Copy of the tracked elements of all parameters, `(n,)`."""
+        addresses = [p.data_ptr() for p in self._with_memory]
+        if addresses != self._addresses or not self._views:  # also after `p.data` was replaced
+            self._addresses = addresses
+            views = [sketch(param.p) for param in self.params]
+            self._views = [self.empty if view is None else view for view in views]
+            self._copied = {i: self.params[i].p for i, view in enumerate(views) if view is None}
+        for i, p in self._copied.items():
+            self._views[i] = sketch_copy(p)
+        whole = torch.cat(self._views)
+        return at_least_float32(whole)
+
+
+def _has_memory(p: Tensor) -> bool:
+    """Whether a parameter has an address of its own; a DTensor has none."""
+    return not hasattr(p, "full_tensor") and p.layout is torch.strided

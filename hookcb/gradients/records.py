@@ -1,0 +1,309 @@
+"""GradientRecords: recorded gradients, weights and updates, as numbers, tables and figures."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from fastcore.foundation import L
+
+from hookcb.core.text import join_names
+from hookcb.gradients import plots
+from hookcb.gradients.capture import About, StepCapture
+from hookcb.gradients.flow import STORED, GradientFlow, flow_of
+from hookcb.gradients.outputs import OutputGradients
+from hookcb.gradients.reduce import Columns, reduce_steps, step_columns
+from hookcb.gradients.report import GradientReport, param_rows
+from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
+from hookcb.gradients.steps import SkipCount
+from hookcb.records.records import Layer, LayerRecords, SavedRecords
+from hookcb.records.store import StatStore
+from hookcb.records.tables import VerdictLike, Worst, marks_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad")
+MAX_STEPS, MAX_ELEMENTS = 64, 2**19  # steps, or elements (2 MB), that wait to be reduced together
+STEP = "step"  # name of the row of a whole step in its store
+
+
+class BufferRecords(LayerRecords):
+    """Minimum and maximum of running statistics, by name of the buffer."""
+
+    columns = BUFFER_STATS
+
+    def __init__(self, store: StatStore) -> None:
+        self._store = store
+
+    def store_of(self, phase: str) -> StatStore:
+        """The records of training; those of validation are empty."""
+        return self._store if phase == "train" else StatStore(self.columns, self._store.keep)
+
+
+class GradientRecords(SavedRecords):
+    """Records of `GradientHealth`, one for each step it has looked at.
+
+    Args:
+        keep: maximum number of records, see `GradientHealth`.
+        activations: also keep the gradients of layers' outputs.
+
+    Attributes:
+        columns: names of the statistics of a parameter.
+        about: number of elements, number of dimensions and type of the module, by parameter.
+        without_grad: names of the parameters that require a gradient and had none in the last record.
+        frozen: names of the parameters that require no gradient.
+        left_out: parameters whose elements cannot be read, by name, with the type.
+        not_optimized: names of the parameters that are in no optimizer that has made a step.
+        first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU also if
+            its record was dropped.
+        output_stats: gradients of layers' outputs, with `activations=True`; else None.
+    """
+
+    columns = GRAD_STATS
+    keys = frozenset((*STATE, "keep", "stores", "outputs", "skipped"))
+
+    def __init__(self, keep: int = 5_000, activations: bool = False) -> None:
+        self.keep = keep
+        columns = {"params": STORED, "steps": STEP_STATS, "buffers": BUFFER_STATS}
+        self._stores = {name: StatStore(stats, keep) for name, stats in columns.items()}
+        self._waiting: list[StepCapture] = []
+        self._n_elements = 0
+        self._last_about: About = {}
+        self._skips = SkipCount()
+        self.about: About = {}
+        self.without_grad: list[str] = []
+        self.frozen: list[str] = []
+        self.left_out: dict[str, str] = {}
+        self.not_optimized: list[str] = []
+        self.first_bad: dict[str, tuple[int, float]] = {}
+        self.output_stats = OutputGradients(keep) if activations else None
+
+    # ---- adding
+
+    def count_step(self, skipped: float | torch.Tensor) -> None:
+        """Counts a step, whether it is recorded or not; `skipped` is 1 if it was not made."""
+        self._skips.add(skipped)
+
+    def add_step(self, capture: StepCapture, epoch: int, step: int) -> None:
+        """Adds a record."""
+        (capture.record, *_) = [store.begin(epoch, step) for store in self._stores.values()]
+        capture.step = step
+        self.without_grad, self.frozen = capture.without_grad, capture.frozen
+        self.left_out, self.not_optimized = capture.left_out, capture.not_optimized
+        if capture.about is not self._last_about:
+            self._last_about = capture.about
+            for name in [name for name in capture.about if name not in self.about]:
+                self.about[name] = capture.about[name]
+                self._stores["params"].add(name)
+        self._waiting.append(capture)
+        self._n_elements += capture.n_elements
+        if len(self._waiting) == MAX_STEPS or self._n_elements > MAX_ELEMENTS:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Moves the waiting steps into the stores."""
+        waiting, self._waiting, self._n_elements = self._waiting, [], 0
+        for steps, by_device in reduce_steps(waiting):
+            records = [step.record for step in steps]
+            for columns in by_device:
+                self._note_nonfinite(steps, columns)
+                for name, values in columns.items():
+                    self._stores["params"].put(name, records, values)
+            self._stores["steps"].put(STEP, records, step_columns(steps, by_device))
+            self._put_buffers(steps)
+
+    def _note_nonfinite(self, steps: Sequence[StepCapture], columns: Columns) -> None:
+        """Remembers the first NaN, whose record may be dropped; on a CPU only, where reading is free."""
+        counts = torch.stack([values[:, GRAD_STATS.index("nonfinite")] for values in columns.values()])
+        if not counts.is_cpu or not bool(counts.any()):
+            return
+        for name, numbers in zip(columns, counts.tolist(), strict=True):
+            for step, n in zip(steps, numbers, strict=True):
+                is_overflow = float(step.skipped) > 0 and float(step.scale) > 1  # a GradScaler handles it
+                if n and not is_overflow:
+                    self.first_bad.setdefault(name, (step.step, n))
+
+    def _put_buffers(self, steps: Sequence[StepCapture]) -> None:
+        for device in {device for step in steps for device in step.buffers}:
+            on_device = [(step.record, *step.buffers[device]) for step in steps if device in step.buffers]
+            for sizes, group in groupby(on_device, lambda item: item[1]):
+                records, _, values = zip(*group, strict=True)
+                buffers = torch.split(torch.stack(values), [*sizes.values()], dim=1)
+                for name, buffer in zip(sizes, buffers, strict=True):
+                    ends = torch.stack(torch.aminmax(buffer, dim=1), 1).float()
+                    self._stores["buffers"].put(name, list(records), ends)
+
+    def flush(self) -> None:
+        """Starts the transfer of numbers from their device to the host, and does not wait for it."""
+        self.reduce()
+        for store in self._stores.values():
+            store.flush()
+        if self.output_stats is not None:
+            self.output_stats.flush()
+
+    # ---- reading
+
+    def store_of(self, phase: str) -> StatStore:
+        """The records of training; those of validation are empty."""
+        self.reduce()
+        return self._stores["params"] if phase == "train" else StatStore(STORED, self.keep)
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps without an update in the whole fit; reading it waits for the device."""
+        return int(self._skips)
+
+    @property
+    def step_stats(self) -> L:
+        """Statistics of whole steps: `step_stats[record]` is a dict with the keys of `STEP_STATS`.
+
+        `total_norm`, `clipped_total_norm` (NaN if the step was skipped) and `mean_norm` over parameters, all
+        L2; `lr` of the last parameter group; `scale` of a GradScaler, else 1; `skipped`, 1.0 if no optimizer
+        made a step; `clip_coef`, the share of the total norm that clipping has left, 0..1.
+        """
+        self.reduce()
+        rows = self._stores["steps"].series(STEP).tolist()
+        return L(dict(zip(STEP_STATS, row, strict=True)) for row in rows)
+
+    def step_series(self, stat: str) -> list[float]:
+        """One statistic of whole steps, a float for each record; see `step_stats`.
+
+        Raises:
+            LookupError: If there is no such statistic.
+        """
+        if stat not in STEP_STATS:
+            raise LookupError(f"there is no statistic {stat!r} of a step; there are {', '.join(STEP_STATS)}")
+        self.reduce()
+        numbers: list[float] = self._stores["steps"].series(STEP)[:, STEP_STATS.index(stat)].tolist()
+        return numbers
+
+    @property
+    def buffer_stats(self) -> Any:
+        """Running statistics: `buffer_stats[record][buffer]` is a dict with `min` and `max`."""
+        return self._buffers.stats
+
+    def buffer_series(self, buffer: Layer, stat: str) -> Any:
+        """One statistic of a buffer with running statistics, a float for each record."""
+        return self._buffers.series(buffer, stat)
+
+    @property
+    def _buffers(self) -> BufferRecords:
+        self.reduce()
+        return BufferRecords(self._stores["buffers"])
+
+    def flow(self, record: int = -1) -> GradientFlow:
+        """Mean and largest |gradient| of each layer in one record, in the order of the model, unclipped.
+
+        The mean of a parameter with more than 65,536 elements is that of 1,024 of them, usually within 3 %.
+
+        Raises:
+            ValueError: If nothing is recorded.
+            IndexError: If there is no such record.
+        """
+        store = self.store_of("train")
+        if not store.infos:
+            raise ValueError("nothing is recorded yet; train for a step first")
+        if not -len(store.infos) <= record < len(store.infos):
+            raise IndexError(f"there is no record {record}; there are {len(store.infos)}")
+        rows = {
+            name: dict(zip(STORED, store.series(name)[record].tolist(), strict=True)) for name in store.names
+        }
+        return flow_of({name: about[0] for name, about in self.about.items()}, rows)
+
+    def plot_flow(
+        self, ax: "Axes | None" = None, *, figsize: tuple[float, float] | None = None, record: int = -1
+    ) -> "Figure":
+        """Plots the gradient flow of a record, by default the last.
+
+        Raises:
+            ModuleNotFoundError: Without matplotlib.
+            ValueError: If there is nothing to draw.
+        """
+        return self.flow(record).plot(figsize, ax)
+
+    def plot_updates(
+        self,
+        ax: "Axes | None" = None,
+        *,
+        figsize: tuple[float, float] | None = None,
+        params: Layer | None = None,
+    ) -> "Figure":
+        """Plots log10 of the update ratio of each parameter over the steps, with a line at the usual 1e-3.
+
+        By default it shows weights with two or more dimensions, as in the source, or all parameters if there
+        are none.
+
+        Raises:
+            ModuleNotFoundError: Without matplotlib.
+            ValueError: If there is nothing to draw.
+
+        Source: A. Karpathy, "Building makemore part 3", 2022.
+        """
+        names = self.names_of(params)
+        if params is None:
+            names = [name for name in names if self.about[name][1] > 1] or names
+        series = {name: self.layer_series(name, "update_ratio") for name in names}
+        return plots.update_lines(series, self.steps(), figsize, ax)
+
+    def report(
+        self, *, worst: Worst = "auto", depth: int | None = None, verdict: VerdictLike | None = None
+    ) -> GradientReport:
+        """Table of the parameters with the statistics of the last record; `print` shows it.
+
+        The worst rows are those with a finding of the verdict, the worst first; then those without a
+        gradient; then those whose gradient norm is the farthest from the median, as a factor.
+
+        Args:
+            worst: number of rows to show, the worst first; None shows all, in the order of the model. By
+                default up to 30 rows are all shown, and of more the 20 worst.
+            depth: group parameters by the first `depth` parts of their module's name, and show the worst
+                parameter of each group, with the size of the group.
+            verdict: the verdict of `learn.diagnose()`, whose findings mark the rows.
+
+        Raises:
+            TypeError, ValueError: If `worst` or `depth` is invalid.
+        """
+        params = {name: self._all_series(name) for name in self.names}
+        rows = list(param_rows(params, self.without_grad, marks_of(verdict, "param")))
+        title = f"gradients in the last of {len(self.steps())} recorded steps"
+        return GradientReport(rows, title, worst=worst, depth=depth, caption=self._caption())
+
+    def _caption(self) -> str:
+        steps = self.step_stats
+        lines = []
+        if steps:
+            last, step = steps[-1], self.steps()[-1]
+            total, mean = last["total_norm"], last["mean_norm"]
+            lines.append(f"total norm {total:.3g}, mean norm {mean:.3g} at step {step}")
+        if self.frozen:
+            lines.append(f"{len(self.frozen)} frozen: {join_names(self.frozen, 4)}")
+        if skipped := sum(step["skipped"] > 0 for step in steps):
+            lines.append(f"{skipped} of these steps were skipped")
+        return "\n".join(lines)
+
+    def _all_series(self, name: str) -> dict[str, list[float]]:
+        return dict(zip(self.columns, self.store_of("train").series(name).T.tolist(), strict=False))
+
+    # ---- saving
+
+    def state(self) -> dict[str, Any]:
+        """All that was recorded, as plain values and tensors."""
+        self.reduce()
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*STATE, "keep", "skipped")}
+        state["stores"] = {name: store.state() for name, store in self._stores.items()}
+        state["outputs"] = None if self.output_stats is None else self.output_stats.state()
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """New records from the value of `state`."""
+        records = cls(state["keep"], activations=state["outputs"] is not None)
+        for name in STATE:
+            setattr(records, name, state[name])
+        records._stores = {name: StatStore.of(store) for name, store in state["stores"].items()}
+        records._skips = SkipCount(state["skipped"])
+        if records.output_stats is not None:
+            records.output_stats = OutputGradients.from_state(state["outputs"])
+        return records

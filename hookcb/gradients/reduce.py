@@ -1,0 +1,149 @@
+"""Statistics of captured steps, reduced for as many steps together as have the same parameters."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from hookcb.core.precision import moved, scaled_norm, widened, widest
+from hookcb.gradients.capture import Capture, Numbers, StepCapture
+from hookcb.gradients.stats import (
+    SKETCH,
+    GradColumns,
+    Number,
+    reduce_large,
+    reduce_small,
+    std_of,
+    update_ratio,
+    weight_stats,
+)
+
+Columns = dict[str, Tensor]  # statistics of R records, (R, n_columns), by name of the parameter
+
+
+def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCapture], list[Columns]]]:
+    """Runs of steps with the same parameters, each with its statistics.
+
+    The statistics are one dict for each device, with the columns `GRAD_STATS` and mean |gradient|.
+    """
+    for _, group in groupby(steps, _kind):
+        run = list(group)
+        n_devices = len(run[0].captures)
+        skipped = [step.skipped for step in run]
+        yield run, [_reduce([step.captures[i] for step in run], skipped) for i in range(n_devices)]
+
+
+def _kind(step: StepCapture) -> tuple[object, ...]:
+    """Key that is equal for steps that can be reduced together."""
+    return tuple(x for c in step.captures for x in (id(c.layout), c.clipped_small is None))
+
+
+def _reduce(captures: list[Capture], skipped: list[Number]) -> Columns:
+    layout = captures[0].layout
+    norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures)
+    clipped = _clipped_norms(captures)
+    made = numbers_on(layout.device, skipped)[:, None] == 0
+    used = (norm if clipped is None else clipped).where(made, torch.nan)
+    numels = torch.tensor(layout.numels, dtype=norm.dtype, device="cpu").to(layout.device)
+    rms = norm / numels.sqrt()
+    values = [norm, used, rms, abs_max, nonfinite, zero_rows, *_weight_columns(captures, numels), mean_abs]
+    by_param = torch.stack(values, 2).to(layout.dtype).transpose(0, 1).contiguous()
+    return dict(zip([param.name for param in layout.params], by_param, strict=True))
+
+
+def _gradient_columns(captures: list[Capture]) -> GradColumns:
+    """Statistics of all gradients; gradients of one shape lie side by side and are reduced together."""
+    layout, n, n_steps = captures[0].layout, captures[0].layout.n_small, len(captures)
+    shapes = [(shape, len(list(same))) for shape, same in groupby(layout.shapes[:n])]
+    small = _split(_stacked(c.small for c in captures), [k * shape.numel() for shape, k in shapes])
+    found = [
+        reduce_small(x.reshape(n_steps, k, -1) if x.shape[1] else x.new_empty(n_steps, k, 0), shape)
+        for x, (shape, k) in zip(small, shapes, strict=True)
+    ]
+    large = [(shape, len(list(same))) for shape, same in groupby(layout.shapes[n:])]
+    n_rows = [k * (shape[0] if len(shape) > 1 else 1) for shape, k in large]
+    rows = _split(_stacked(c.rows for c in captures), n_rows)
+    numbers = _table([c.numbers for c in captures]).view(n_steps, -1, 4)
+    parts = _split(numbers, [k for _, k in large])
+    for x, part, (shape, k) in zip(rows, parts, large, strict=True):
+        found.append(reduce_large(x.reshape(n_steps, k, -1), part, len(shape)))
+    return GradColumns(*(torch.cat(column, 1) for column in zip(*found, strict=True)))
+
+
+def _weight_columns(captures: list[Capture], numels: Tensor) -> list[Tensor]:
+    """Norm, mean, std, update ratio and drift of all parameters, `(R, n_params)` each."""
+    layout, n = captures[0].layout, captures[0].layout.n_small
+    before, after = _stacked(c.before for c in captures), _stacked(c.after for c in captures)
+    start = before[:1] if layout.start is None else layout.start[None]
+    vectors = before, after, start, after - before, after - start
+    kinds = zip(layout.sketch_lengths, layout.is_complex, strict=True)
+    alike = [(kind, len(list(same))) for kind, same in groupby(kinds)]
+    split = [_split(x, [k * length for (length, _), k in alike]) for x in vectors]
+    found = []
+    for ((length, is_complex), k), *parts in zip(alike, *split, strict=True):
+        then, now, begun, change, drift = (x.reshape(len(x), k, length) for x in parts)
+        ratios = update_ratio(change, then), update_ratio(drift, begun)
+        found.append([*weight_stats(now, is_complex), *ratios])
+    size, mean, std, ratio, drift = (torch.cat(column, 1) for column in zip(*found, strict=True))
+    size[:, n:] *= (numels[n:] / SKETCH).sqrt()  # a norm grows with the number of elements
+    if len(middle := layout.middle):
+        exact, total = _table([c.weights for c in captures]).view(len(captures), -1, 2).unbind(2)
+        std[:, middle] = std_of(exact, total, numels[middle], std[:, middle])
+        size[:, middle], mean[:, middle] = exact, total / numels[middle]
+    return [size, mean, std, ratio, drift]
+
+
+def _clipped_norms(captures: list[Capture]) -> Tensor | None:
+    """Gradient norms at the step, `(R, n_params)`; None if nothing has changed the gradients."""
+    layout, n = captures[0].layout, captures[0].layout.n_small
+    if captures[0].clipped_small is None:
+        return None
+    small = _split(_stacked(c.clipped_small for c in captures), layout.numels[:n])
+    norms = [scaled_norm(widened(x), dim=1) for x in small]
+    large = _table([c.clipped_large for c in captures])
+    return torch.cat([*(x[:, None] for x in norms), large.view(len(captures), -1)], 1)
+
+
+def _split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    return torch.split(x, list(sizes), dim=1)
+
+
+def _stacked(xs: Iterable[Tensor | None]) -> Tensor:
+    tensors = [x for x in xs if x is not None]
+    if len({x.dtype for x in tensors}) > 1:
+        tensors = [widened(x) for x in tensors]
+    return torch.stack(tensors)
+
+
+def numbers_on(device: torch.device, numbers: Sequence[Number]) -> Tensor:
+    """Numbers of several steps, `(R,)`, on one device, in its widest dtype; see `widest`."""
+    if not any(isinstance(x, Tensor) for x in numbers):
+        return torch.tensor(numbers, dtype=widest(device), device="cpu").to(device, non_blocking=True)
+    tensors = [x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in numbers]
+    return torch.stack([moved(x.detach().reshape(()), device) for x in tensors])
+
+
+def _table(rows: Sequence[Numbers]) -> Tensor:
+    """Rows of numbers of several steps, `(R, n)`, in the widest dtype of their device; see `widest`."""
+    if isinstance(rows[0], Tensor):
+        return widened(torch.stack(rows))  # type: ignore[arg-type]  # all are tensors
+    return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+
+def step_columns(steps: Sequence[StepCapture], by_device: Sequence[Columns]) -> Tensor:
+    """`STEP_STATS` of steps, `(R, 7)`, from the columns of their parameters."""
+    norms = [x[:, :2] for columns in by_device for x in columns.values()]
+    device = norms[0].device if norms else torch.device("cpu")
+    of_steps = [s.lr for s in steps], [s.scale for s in steps], [s.skipped for s in steps]
+    lr, scale, skipped = (numbers_on(device, numbers) for numbers in of_steps)
+    if norms:
+        whole = torch.stack([moved(x, device) for x in norms])  # (n_params, R, 2)
+        (total, clipped), mean = scaled_norm(whole, dim=0).unbind(1), whole[..., 0].mean(0)
+    else:
+        total, clipped = torch.zeros_like(lr), torch.where(skipped == 0, 0.0, torch.nan)
+        mean = torch.full_like(lr, torch.nan)
+    coef = torch.where(total == 0, torch.where(clipped == 0, 1.0, clipped), clipped / total)
+    is_double = any(x.dtype is torch.float64 for x in norms)
+    values = torch.stack([total, clipped, mean, lr, scale, skipped, coef], 1)
+    return values.to(torch.float64 if is_double else torch.float32)
