@@ -197,12 +197,39 @@ _row("gate.shut", Site.MODULES, ("batches", "model"),
 _row("head.activation", Site.LOSS, ("batch", "graph"),
     ("loss.*", "grad.*", "unit.*", "update.too_small", "act.collapse"), "error",
     "an activation before the loss", doc="""
-    A softmax, sigmoid or ReLU before a loss that applies its own activation.
+    A softmax, sigmoid or ReLU before a loss that applies its own, or no activation before one that needs it.
 
     Formula: the nodes of the autograd graph next to the loss.
 
     Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss take unnormalized logits, NLLLoss
     log-probabilities.
+    """)  # fmt: skip
+
+_row("head.degenerate", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "a softmax over one number",
+    doc="""
+    A softmax or log_softmax over a dimension of size 1: its output is 1 whatever the weights are.
+
+    Exact: length of that dimension, in the autograd graph between the loss and the last layer.
+
+    Source: torch.nn.Softmax, whose outputs along `dim` sum to 1.
+    """)  # fmt: skip
+
+_row("head.range", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "targets out of the model's reach",
+    requires="targets", doc="""
+    Targets that the model's last operation cannot reach, of a squared, absolute or Huber error.
+
+    Formula: share of the targets of the first batch outside the range of the softmax, sigmoid, tanh, ReLU or
+    the like that the output comes from, scaled and shifted as it is. Limit: 5 %, as a few outliers may be
+    out of range on purpose.
+    """)  # fmt: skip
+
+_row("label.range", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets of a binary cross-entropy",
+    requires="targets", doc="""
+    Targets of a binary cross-entropy below 0 or above 1: the loss then has no minimum.
+
+    Exact: the smallest and the largest target of the first batch, with 0.001 for rounding.
+
+    Source: torch.nn.BCEWithLogitsLoss, whose targets are numbers between 0 and 1.
     """)  # fmt: skip
 
 _row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat"), "error",

@@ -1,57 +1,37 @@
-"""Reads from the autograd graph what kind of loss it is and what it is computed from."""
+"""Kind, scale and input of a loss, as its autograd graph shows them."""
 
 import math
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from hookcb.diagnosis.probes.loss_terms import (
+    HIDING,
+    LAYERS,
+    Term,
+    behind_shapes,
+    is_opaque,
+    node_name,
+    nodes_near,
+    read_terms,
+)
 
-from hookcb.core.torch_private import input_shape, saved
-
-# Nodes that only scale, reshape, select from or sum their input; `BY_A_NUMBER` if the factor is one number.
-SCALING = (
-    "Neg", "Mean", "Sum", "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Index", "Gather"
-)  # fmt: skip
-BY_A_NUMBER = ("Div", "Mul")
-SHAPING = (
-    "View", "UnsafeView", "ReshapeAlias", "Reshape", "Slice", "Select", "Squeeze", "Unsqueeze", "ToCopy",
-    "Clone", "Transpose", "Permute", "T", "Alias"
-)  # fmt: skip
-KINDS = {
-    "NllLoss": "nll",
-    "NllLoss2D": "nll",
-    "MseLoss": "mse",
-    "SmoothL1Loss": "huber",
-    "HuberLoss": "huber",
-    "BinaryCrossEntropy": "binary cross-entropy",
-    "BinaryCrossEntropyWithLogits": "binary cross-entropy",
-}
-COMPILED = "CompiledFunction"  # node of torch.compile
-HIDING = {
-    COMPILED: "torch.compile",
-    "CheckpointFunction": "a checkpointed region with use_reentrant=True",
-    "DifferentiableGraph": "TorchScript",
-}
 HEADS = ("Softmax", "Sigmoid", "Relu")
-MEAN = 1  # value of torch's enum of reductions
-WEIGHTS = ("weight", "pos_weight")
-MAX_NODES = 64
-FREED = object()  # stands for a saved tensor that the backward has freed
 
 
 class LossGraph(NamedTuple):
-    """Kind of a loss and its input, as read from its autograd graph.
+    """What a loss is.
 
     Attributes:
-        kind: "cross-entropy", "nll" (without log-softmax), "binary cross-entropy", "mse", "huber", or "" for
-            any other loss.
-        is_pure: whether the loss is that and nothing else, except for scale and sign.
-        scale: factor of the mean over samples; NaN for a sum, and if unknown.
-        applies: "softmax" or "sigmoid" if the loss applies that itself, else "".
-        head: operation whose output the loss gets, "Softmax", "Sigmoid" or "Relu", else "".
-        hidden_by: operation that hides the loss's input, "" if none does.
+        kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", "mse", "mae", "huber",
+            "kl", or "" for anything else.
+        is_pure: whether the loss is that and nothing else, but for its scale and sign.
+        scale: factor of the mean over samples; NaN of a sum, and if it is not known.
+        applies: "softmax" or "sigmoid", if the loss does that itself.
+        head: operation whose output the loss is given, "Softmax", "Sigmoid", "Relu", or "".
+        hidden_by: the operation that hides what is behind it, "" if nothing does.
+        takes: what the loss must be given: "scores", "log-probabilities", "probabilities", "values", or "".
+        is_raw: whether it is given the output of a linear or convolutional layer as it is.
+        has_penalty: whether a penalty on parameters is added to it.
     """
 
     kind: str = ""
@@ -60,110 +40,65 @@ class LossGraph(NamedTuple):
     applies: str = ""
     head: str = ""
     hidden_by: str = ""
+    takes: str = ""
+    is_raw: bool = False
+    has_penalty: bool = False
 
     @property
     def why_hidden(self) -> str:
-        """Reason why the kind or input of the loss is unknown, "" if both are known."""
+        """Why it is not known what gives the loss, "" if it is."""
         if self.hidden_by:
-            hiding = HIDING.get(self.hidden_by, f"{self.hidden_by}, a custom autograd function,")
-            return f"{hiding} hides what the loss is computed from"
-        return "" if self.kind else "the kind of the loss is unknown"
+            what = HIDING.get(
+                self.hidden_by, f"{self.hidden_by}, an autograd function that is not torch's own,"
+            )
+            return f"{what} hides what gives the loss"
+        return "" if self.kind else "the kind of the loss is not known"
 
 
 def read_loss(node: Any) -> LossGraph:
-    """Reads the nodes next to the loss; runs nothing and keeps nothing alive.
+    """Reads what a loss is from the nodes next to it; runs nothing.
 
-    It may be called while the backward runs, when nodes have freed their saved tensors; a factor of the loss
-    is then unknown.
+    It may be called while the backward runs, when the loss's nodes have freed what they had saved; a number
+    that the loss was multiplied by is then not known.
 
     Args:
-        node: `loss.grad_fn`, or None.
+        node: `loss.grad_fn`, None if there is none.
     """
-    nodes = (at for at in _around(node) if node_name(at[0]) in (*KINDS, "LogSoftmax"))
-    loss, is_pure, scale = next(nodes, (None, False, math.nan))
-    if loss is None:
-        opaque = (node_name(at) for at, *_ in _around(node) if _is_opaque(at))
-        return LossGraph(hidden_by=next(opaque, ""))
-    name, source = node_name(loss), _input_of(loss)
-    is_weighted = any(_saved(loss, name) is not None for name in WEIGHTS)
-    is_mean = saved(loss, "reduction", MEAN) == MEAN
-    scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan
-    if name == "LogSoftmax":  # with soft targets, cross-entropy has no node of its own
-        return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(source))
-    if KINDS[name] == "nll" and node_name(source) == "LogSoftmax":
-        return LossGraph("cross-entropy", is_pure, scale, "softmax", *_head(_input_of(source)))
-    applies = "sigmoid" if name == "BinaryCrossEntropyWithLogits" else ""
-    return LossGraph(KINDS[name], is_pure, scale, applies, *_head(source))
+    terms = read_terms(node)
+    main = main_term(terms)
+    if main is None:
+        return LossGraph(hidden_by=next((node_name(at) for at in nodes_near(node) if is_opaque(at)), ""))
+    head, hidden_by = _head(main.given)
+    return LossGraph(
+        main.kind,
+        len(terms) == 1 and main.is_exact,
+        main.scale,
+        _applied(main),
+        head,
+        hidden_by,
+        main.takes,
+        node_name(main.given) in LAYERS,
+        any(term.kind == "penalty" and term.scale > 0 for term in terms),
+    )
 
 
-def node_name(node: Any) -> str:
-    """Operation of a node: `Softmax` for `SoftmaxBackward0`."""
-    name = "" if node is None else str(node.name()).rpartition("::")[2]
-    return name.partition("Backward")[0]
+def main_term(terms: Sequence[Term]) -> Term | None:
+    """The first term of a known kind; one that is nothing else comes before others."""
+    known = [term for term in terms if term.kind not in ("", "penalty")]
+    return next((term for term in known if term.is_exact), known[0] if known else None)
 
 
-def _around(node: Any) -> Iterator[tuple[Any, bool, float]]:
-    """Nodes behind the loss, nearest first, each with whether only scaling lies between, and the factor."""
-    waiting, n = deque([(node, True, 1.0)]), 0
-    while waiting and n < MAX_NODES:
-        now, is_pure, scale = waiting.popleft()
-        if now is None:
-            continue
-        n += 1
-        yield now, is_pure, scale
-        factor = _factor(now)
-        waiting.extend(
-            (behind, is_pure and factor is not None, scale * (factor or 1.0))
-            for behind, _ in now.next_functions
-        )
-
-
-def _factor(node: Any) -> float | None:
-    """Factor by which a node scales, NaN if unknown; None if it does anything else."""
-    name = node_name(node)
-    if name not in BY_A_NUMBER:
-        return (math.nan if name == "Sum" else -1.0 if name == "Neg" else 1.0) if name in SCALING else None
-    if sum(behind is not None for behind, _ in node.next_functions) > 1:
-        return None  # both factors depend on the model
-    factors = (_saved(node, "other"), _saved(node, "self"))
-    if any(x is FREED for x in factors):  # the factors of a 0-d loss are numbers
-        return None if input_shape(node) else math.nan
-    others = [x.detach() for x in factors if isinstance(x, Tensor)]
-    if any(x.numel() != 1 for x in others):  # weights per sample, such as advantages, may be negative
-        return None
-    number = float(others[0]) if others and others[0].is_cpu else math.nan
-    return number if name == "Mul" else 1 / number if number else math.nan
-
-
-def _saved(node: Any, name: str) -> Any:
-    """Tensor that a node has saved; None if it has not, FREED if its backward has run."""
-    try:
-        return saved(node, name)
-    except RuntimeError:
-        return FREED
-
-
-def _input_of(node: Any) -> Any:
-    """Node that produces the input of a node, without nodes that only reshape it."""
-    while True:
-        node = next((behind for behind, _ in node.next_functions if behind is not None), None)
-        if node is None or node_name(node) not in SHAPING:
-            return node
+def _applied(term: Term) -> str:
+    if term.takes != "scores":
+        return ""
+    return "sigmoid" if term.kind == "binary cross-entropy" else "softmax"
 
 
 def head_of(node: Any) -> tuple[str, str]:
-    """`head` and `hidden_by` of a `LossGraph` whose loss gets the output of this node."""
-    return _head(_input_of(node) if node is not None and node_name(node) in SHAPING else node)
+    """`head` and `hidden_by` of a `LossGraph` that is given what this node makes."""
+    return _head(behind_shapes(node))
 
 
 def _head(node: Any) -> tuple[str, str]:
     name = node_name(node)
-    return name if name in HEADS else "", name if _is_opaque(node) else ""
-
-
-def _is_opaque(node: Any) -> bool:
-    """Whether the node hides several operations; names of torch's own nodes end in a digit."""
-    if node is None:
-        return False
-    name = str(node.name())
-    return isinstance(node, BackwardCFunction) or name.endswith("Backward") or "CppNode" in name
+    return name if name in HEADS else "", name if is_opaque(node) else ""

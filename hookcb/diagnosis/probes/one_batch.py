@@ -15,8 +15,9 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_head, observe_inputs
+from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_inputs
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
+from hookcb.diagnosis.probes.head import observe_output
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin
@@ -123,7 +124,8 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     found.loss_kind = graph.kind if graph.is_pure else ""
     if learn.loss.grad_fn is None:
         found.observations.append(detached_loss(0))
-    found.observations += observe_head(graph, last, 0)
+    found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
+    found.observed |= {"targets"} if learn.yb else set()
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden
     else:

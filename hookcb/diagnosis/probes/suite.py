@@ -21,17 +21,17 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
-    constant_of,
     guess_of,
     input_numbers,
-    observe_head,
     observe_inputs,
     observe_labels,
 )
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
+from hookcb.diagnosis.probes.head import observe_output
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
-from hookcb.diagnosis.probes.loss_graph import COMPILED, LossGraph, read_loss
+from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
@@ -41,6 +41,7 @@ from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
+from hookcb.diagnosis.probes.targets import Targets
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import ModelGoneError
@@ -85,7 +86,7 @@ class Probes:
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
-        self.guess = self.constant = math.nan
+        self.guess, self.targets = math.nan, Targets()
         self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
         self._is_step_cancelled = False
@@ -164,6 +165,8 @@ class Probes:
         if self.graph is None:
             self._read_graph(loop, node)
         self.retained.mark_graph(node, loop.train_iter)
+        if looking:
+            self.targets.add_batch(loop.yb)
         self._has_labels = self._has_labels or len(loop.yb) > 0
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
@@ -180,10 +183,11 @@ class Probes:
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
-        self.constant = constant_of(self.graph, loop.yb)
         if node is None:
             self.observations.append(detached_loss(loop.train_iter))
-        self.observations += observe_head(self.graph, self.layers.last, loop.train_iter)
+        self.observations += observe_output(
+            self.graph, node, loop.pred, loop.yb, self.layers.last, loop.train_iter
+        )
 
     def _find_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Finds the origin of the first non-finite number, once."""
@@ -292,7 +296,8 @@ class Probes:
         if len(evidence.loss):
             evidence.sources.add("loss")
         evidence.loss_kind = self.graph.kind if self.graph and self.graph.is_pure else ""
-        evidence.guess, evidence.constant = self.guess, self.constant
+        evidence.guess = self.guess
+        evidence.constant = math.nan if self.graph is None else self.targets.constant(self.graph)
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()
         evidence.memory = self.memory.series()
         self._add_sources(evidence)
@@ -329,6 +334,7 @@ class Probes:
         seen: dict[str, object] = {"inputs": self._inputs.infos, "labels": self._has_labels}
         seen |= {"loss": len(evidence.loss), "backward": self._n_backward, "steps": self.n_steps}
         seen |= {"batches": self.n_batches, "groups of the optimizer": self._has_grouped}
+        seen["targets"] = self._has_labels
         seen["samples that differ"] = any(x > 0 for x in self._inputs.series("x")[:, -1].tolist())
         seen["attention"] = any(len(shares) >= MIN_BATCHES for shares in self._attention.values())
         seen["time before a backward"] = self.stale.has_looked and len(self.optimizers) == 1

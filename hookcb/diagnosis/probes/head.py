@@ -1,0 +1,270 @@
+"""Observes where the model's output, the loss and the targets meet: heads that do not suit them."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookcb.core.batch import parts
+from hookcb.core.torch_private import input_shape, saved
+from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
+from hookcb.diagnosis.probes.loss_terms import (
+    BY_A_NUMBER,
+    LAYERS,
+    MAX_NODES,
+    SHAPING,
+    behind_shapes,
+    factor_of,
+    node_name,
+    read_saved,
+    read_terms,
+)
+
+RANGES = {  # of the outputs of operations
+    "Softmax": (0.0, 1.0),
+    "Sigmoid": (0.0, 1.0),
+    "Hardsigmoid": (0.0, 1.0),
+    "Tanh": (-1.0, 1.0),
+    "Relu": (0.0, math.inf),
+    "Softplus": (0.0, math.inf),
+    "Exp": (0.0, math.inf),
+    "LogSoftmax": (-math.inf, 0.0),
+    "LogSigmoid": (-math.inf, 0.0),
+}
+NAMES = {"Relu": "ReLU", "LogSoftmax": "log_softmax", "LogSigmoid": "logsigmoid", "Hardtanh": "hard tanh"}
+SOFTMAXES = ("Softmax", "LogSoftmax")
+SQUARES = ("mse", "mae", "huber")  # losses that compare each output with a target
+MAX_SHARE = 0.05  # of targets out of range
+SLACK = 1e-3  # rounding of targets at the ends of a range
+HEAD_ADVICE = {  # by the function that the loss applies itself
+    "softmax": ("cross-entropy applies a softmax itself", "pass it the raw scores (logits)"),
+    "sigmoid": ("this loss applies a sigmoid itself", "pass it the raw scores, or use binary_cross_entropy"),
+}
+
+
+class Head(NamedTuple):
+    """The operation that limits a model's output.
+
+    Attributes:
+        name: name of the operation in the graph, "Sigmoid".
+        low, high: range of the model's output, whatever its weights are.
+    """
+
+    name: str
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        low = "-∞" if self.low == -math.inf else f"{self.low:.3g}"
+        high = "∞" if self.high == math.inf else f"{self.high:.3g}"
+        return f"range {low} to {high} of the {_label(self.name)}"
+
+
+def observe_output(
+    graph: LossGraph, node: Any, pred: Any, yb: Any, layer: str, step: int
+) -> Iterator[Observation]:
+    """Heads and targets that do not suit the loss, as one batch shows them.
+
+    Args:
+        graph: what the loss is.
+        node: `loss.grad_fn`.
+        pred: output of the model.
+        yb: targets, empty if unknown.
+        layer: the last layer that was called.
+        step: number of the batch.
+    """
+    if any(_softmax_size(at) == 1 for at in _softmaxes(node)):
+        yield degenerate_head(layer, step)
+        return
+    yield from observe_activation(graph, layer, step)
+    x, y = compared(node, pred, yb)
+    if y is None:
+        return
+    if x is not None and graph.kind in SQUARES and (head := read_head(x)):
+        yield from observe_range(head, layer, y, step)
+    if graph.kind == "binary cross-entropy":
+        yield from observe_bits(y, step)
+
+
+def compared(node: Any, pred: Any, yb: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The model's output and the targets that the loss compares element by element; None if unknown."""
+    main = main_term(read_terms(node))
+    outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
+    x = next((x for x in outputs if main is not None and behind_shapes(x.grad_fn) is main.given), None)
+    y = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.is_floating_point()), None)
+    return (None, None) if x is None or y is None or not _can_be_compared(x, y) else (x, y)
+
+
+def _can_be_compared(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors can be broadcast to one shape."""
+    pairs = zip(reversed(x.shape), reversed(y.shape), strict=False)
+    return y.numel() > 0 and all(a == b or 1 in (a, b) for a, b in pairs)
+
+
+def read_head(x: Tensor) -> Head | None:
+    """Head of the model that computed `x`, None if no operation limits it or if that is unknown.
+
+    Between the head and `x`, the output may be reshaped, and scaled or shifted by numbers. Numbers that are
+    added do not stay in the graph: the shift is the difference between the mean of `x` and that of the scaled
+    output of the head.
+    """
+    node, scale, is_shifted = x.grad_fn, 1.0, False
+    for _ in range(MAX_NODES):
+        name = node_name(node)
+        if name in RANGES or name == "Hardtanh":
+            break
+        factor = _factor(node, name)
+        if node is None or factor is None or math.isnan(factor):
+            return None
+        scale *= factor
+        is_shifted |= name in ("Add", "Sub", "Rsub")
+        node = _only_input(node)
+    else:
+        return None
+    ends = (saved(node, "min_val"), saved(node, "max_val")) if name == "Hardtanh" else RANGES[name]
+    shift = _shift(x, node, scale) if is_shifted else 0.0
+    if math.isnan(shift) or not all(isinstance(end, int | float) for end in ends):
+        return None
+    return Head(name, *sorted(shift + scale * end for end in ends))
+
+
+def _factor(node: Any, name: str) -> float | None:
+    """Factor of a node's only input; None if the node does more than reshape, scale or shift it."""
+    if node is None or _only_input(node) is None:
+        return None
+    if name in ("Add", "Sub", "Rsub"):
+        return -1.0 if name == "Rsub" or (name == "Sub" and node.next_functions[0][0] is None) else 1.0
+    return factor_of(node) if name in (*SHAPING, *BY_A_NUMBER, "Neg") else None
+
+
+def _only_input(node: Any) -> Any:
+    inputs = [behind for behind, _ in node.next_functions if behind is not None]
+    return inputs[0] if len(inputs) == 1 else None
+
+
+def _shift(x: Tensor, node: Any, scale: float) -> float:
+    """The number added to `scale` times the head's output, NaN if it is not the same for all elements."""
+    output = read_saved(node, "result")
+    if not isinstance(output, Tensor) or output.numel() != x.numel():
+        return math.nan
+    x, output = x.detach().double(), output.detach().double() * scale
+    if not bool(torch.isclose(x.std(correction=0), output.std(correction=0), rtol=1e-3, atol=1e-6)):
+        return math.nan
+    return round(float(x.mean() - output.mean()), 6)
+
+
+def _softmaxes(node: Any) -> Iterator[Any]:
+    """Softmax nodes between the loss and the last layers, except those that weigh something else."""
+    waiting = [node]
+    for _ in range(MAX_NODES):
+        if not waiting:
+            return
+        now = waiting.pop(0)
+        name = node_name(now)
+        if name in SOFTMAXES:
+            yield now
+        inputs = [] if now is None else [behind for behind, _ in now.next_functions if behind is not None]
+        if name not in LAYERS and not (name == "Mul" and len(inputs) > 1):
+            waiting += inputs
+
+
+def _softmax_size(node: Any) -> int:
+    """Length of the dimension over which a softmax node normalizes; 0 if unknown."""
+    shape, dim = input_shape(node), saved(node, "dim")
+    if dim is None or not shape:
+        return 0
+    return int(shape[dim - 2**64 if dim >= 2**63 else dim])  # negative dims are stored as unsigned numbers
+
+
+def _label(name: str) -> str:
+    return NAMES.get(name, name.lower())
+
+
+def degenerate_head(layer: str, step: int) -> Observation:
+    """A softmax over a single number."""
+    return Observation(
+        "head.degenerate",
+        layer,
+        step=step,
+        value=1.0,
+        text="The softmax before the loss normalizes over a dimension of size 1, so its output is 1 whatever "
+        "the model computes, and no gradient reaches the weights.",
+        causes=("a softmax on a single output unit, or over the wrong dim",),
+        next_steps=(
+            "For two classes and one output, remove the softmax and use nn.BCEWithLogitsLoss",
+            "For several classes, use one output per class, and a softmax over the dim of the classes",
+        ),
+    )
+
+
+def observe_activation(graph: LossGraph, layer: str, step: int) -> Iterator[Observation]:
+    """A final activation in front of a loss that applies its own or needs a different one."""
+    name, takes = _label(graph.head), graph.takes
+    ends = f"a {name}" if name else "a linear layer"
+    end = f"The model ends in {ends}, and its output goes to {graph.kind}"
+    is_binary = graph.kind == "binary cross-entropy"
+    logits = "BCEWithLogitsLoss" if is_binary else "CrossEntropyLoss"
+    raw = f"End the model in a linear layer and use nn.{logits}"
+    if graph.head and graph.applies:
+        why, advice = HEAD_ADVICE[graph.applies]
+        text, cause = f"{end}; {why}.", f"the {name} squeezes the scores, and the gradients with them"
+        advice = f"Remove the {name}: {advice}"
+    elif takes == "log-probabilities" and graph.head:
+        text, cause = f"{end}; NLLLoss expects log-probabilities.", f"a {name} in place of a log_softmax"
+        advice = f"Remove the {name}: use log_softmax, or cross_entropy on the scores"
+    elif takes == "probabilities" and (graph.is_raw or graph.head == "Relu"):
+        text = (
+            f"{end}, which takes its logarithm as if it were a probability; but it is not limited to 0 to 1."
+        )
+        cause, advice = f"a missing {'sigmoid' if is_binary else 'softmax'}", raw
+    elif takes == "probabilities" and graph.head == "Sigmoid" and not is_binary:
+        text, cause = (
+            f"{end} over several classes, whose probabilities must sum to 1.",
+            "a sigmoid, not a softmax",
+        )
+        advice = raw
+    else:
+        return
+    yield Observation("head.activation", layer, step=step, text=text, causes=(cause,), next_steps=(advice,))
+
+
+def observe_range(head: Head, layer: str, target: Tensor, step: int) -> Iterator[Observation]:
+    """Targets that the head cannot reach, if they are more than one in twenty."""
+    y = target.detach().float()
+    share = float(((y < head.low - SLACK) | (y > head.high + SLACK)).float().mean())
+    if share > MAX_SHARE:
+        yield Observation(
+            "head.range",
+            layer,
+            step=step,
+            value=share,
+            text=f"{share:.0%} of the targets are outside the {head} that the model ends in: they go from "
+            f"{float(y.min()):.3g} to {float(y.max()):.3g}.",
+            causes=(f"a {_label(head.name)} at the end of a model for other targets",),
+            next_steps=(
+                f"Remove the {_label(head.name)}, so that a linear layer is last; or scale the targets",
+            ),
+        )
+
+
+def observe_bits(target: Tensor, step: int) -> Iterator[Observation]:
+    """Targets of a binary cross-entropy that are not between 0 and 1."""
+    y = target.detach().float()
+    low, high = float(y.min()), float(y.max())
+    if low < -SLACK or high > 1 + SLACK:
+        share = float(((y < -SLACK) | (y > 1 + SLACK)).float().mean())
+        yield Observation(
+            "label.range",
+            step=step,
+            value=share,
+            text=f"{share:.0%} of the targets of the binary cross-entropy are not in 0 to 1: they go from "
+            f"{low:.3g} to {high:.3g}, so the loss has no minimum.",
+            causes=("class indices, or values of a regression, in a loss for probabilities",),
+            next_steps=(
+                "For several classes, use one output per class and nn.CrossEntropyLoss",
+                "For a regression, use nn.MSELoss; map labels of -1 and 1 to 0 and 1",
+            ),
+        )

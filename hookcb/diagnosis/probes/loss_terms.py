@@ -1,0 +1,283 @@
+"""Terms of a loss, as its autograd graph shows them: hand-written losses and penalties too."""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from hookcb.core.torch_private import input_shape, saved
+
+SHAPING = (
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Reshape",
+    "Slice",
+    "Select",
+    "Squeeze",
+    "Unsqueeze",
+    "Expand",
+    "ToCopy",
+    "Clone",
+    "Transpose",
+    "Permute",
+    "T",
+    "Alias",
+)
+CHOOSING = ("Index", "Gather", "MaskedSelect", "IndexSelect")  # of samples, or of the score of the label
+REDUCING = ("Mean", "Sum")
+BY_A_NUMBER = ("Div", "Mul")
+LAYERS = (
+    "Addmm",
+    "Mm",
+    "Bmm",
+    "Baddbmm",
+    "Mv",
+    "Addmv",
+    "Linear",
+    "Convolution",
+)  # whose output is any number
+BOUNDING = ("Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum")
+LOGARITHMS = ("Log", "Log2", "Log10")
+KINDS = {
+    "NllLoss": "nll",
+    "NllLoss2D": "nll",
+    "MseLoss": "mse",
+    "SmoothL1Loss": "huber",
+    "HuberLoss": "huber",
+    "BinaryCrossEntropy": "binary cross-entropy",
+    "BinaryCrossEntropyWithLogits": "binary cross-entropy",
+    "KlDiv": "kl",
+}
+COMPILED = "CompiledFunction"  # which runs what torch.compile has made
+HIDING = {
+    COMPILED: "torch.compile",
+    "CheckpointFunction": "a checkpointed region with use_reentrant=True",
+    "DifferentiableGraph": "TorchScript",
+}
+MEAN = 1  # of the reductions of torch
+WEIGHTS = ("weight", "pos_weight")
+MAX_NODES = 64
+FREED = object()  # stands for a tensor that a node had saved
+
+
+class Term(NamedTuple):
+    """One term of a loss.
+
+    Attributes:
+        kind: "cross-entropy", "nll", "binary cross-entropy", "mse", "mae", "huber", "kl"; "penalty" on
+            parameters; "" for anything else.
+        scale: factor of the mean over samples; NaN of a sum, or if it is not known.
+        takes: what it must be given: "scores", "log-probabilities", "probabilities", "values", or "".
+        given: node of what the model gives to it.
+        is_exact: whether it is a plain mean or sum of that kind, without weights of samples.
+        is_complement: whether it is the logarithm of 1 - p.
+    """
+
+    kind: str
+    scale: float = math.nan
+    takes: str = ""
+    given: Any = None
+    is_exact: bool = True
+    is_complement: bool = False
+
+
+def read_terms(node: Any) -> list[Term]:
+    """Terms of the loss with this node; runs nothing and keeps nothing.
+
+    The two logarithms of a binary cross-entropy written by hand are one term.
+
+    Args:
+        node: `loss.grad_fn`.
+    """
+    terms = list(_terms(node, 1.0, [MAX_NODES]))
+    logs = [term for term in terms if term.kind == "log"]
+    others = [term for term in terms if term.kind != "log"]
+    kind = "cross-entropy"
+    if len(logs) == 2 and (logs[0].takes == "scores" or any(term.is_complement for term in logs)):
+        logs, kind = [min(logs, key=lambda term: term.is_complement)], "binary cross-entropy"
+    return [*(term._replace(kind=kind) for term in logs), *others]
+
+
+def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:
+    budget[0] -= 1
+    if node is None or budget[0] < 0:
+        return
+    if (leaf := _leaf(node, scale)) is not None:
+        yield leaf
+        return
+    name, inputs = node_name(node), node.next_functions
+    behind = [n for n, _ in inputs if n is not None]
+    factor = factor_of(node)
+    if name in ("Add", "Sub") and len(behind) == 2:
+        signs = 1.0, saved(node, "alpha", 1) * (-1.0 if name == "Sub" else 1.0)
+        for n, sign in zip(behind, signs, strict=True):
+            yield from _terms(n, scale * sign, budget)
+    elif factor is not None and len(behind) == 1:
+        yield from _terms(behind[0], scale * factor, budget)
+    else:
+        found = [leaf for at in nodes_near(node) if at is not node and (leaf := _leaf(at, math.nan))]
+        is_target = name == "Mul" and len(behind) == 1  # by soft targets, or weights of samples
+        yield from (x._replace(is_exact=is_target and x.kind == "log") for x in found)
+        if not found:
+            yield Term("penalty" if _is_of_params(node) else "", scale)
+
+
+def _leaf(node: Any, scale: float) -> Term | None:
+    """The term that a node is, None if it only combines or scales others."""
+    name, given = node_name(node), behind(node)
+    if name in KINDS:
+        return _torch_loss(node, name, scale, given)
+    if name == "LogSoftmax":  # of soft targets, or with the label's score chosen by hand
+        return Term("cross-entropy", -scale, "scores", given)
+    if name == "LogSigmoid":
+        return Term("log", -scale, "scores", given)
+    if name in LOGARITHMS and input_shape(node):  # not of a loss
+        return _logarithm(-scale, given)
+    inputs = node.next_functions
+    is_square = name == "Mul" and len(inputs) == 2 and inputs[0][0] is inputs[1][0] is not None
+    if name == "Abs" or is_square or (name == "Pow" and saved(node, "exponent") == 2):
+        return _difference(node, scale, "mae" if name == "Abs" else "mse")
+    return None
+
+
+def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
+    is_weighted = any(read_saved(node, weight) is not None for weight in WEIGHTS)
+    is_mean = saved(node, "reduction", MEAN) == MEAN
+    scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan
+    if KINDS[name] == "nll":
+        if node_name(given) == "LogSoftmax":
+            return Term("cross-entropy", scale, "scores", behind(given))
+        if node_name(given) in LOGARITHMS:
+            term = _logarithm(scale, behind(given))
+            return term._replace(kind="cross-entropy")
+        return Term("nll", scale, "log-probabilities", given)
+    if name == "BinaryCrossEntropy":
+        return _logarithm(scale, given)._replace(kind=KINDS[name])
+    return Term(KINDS[name], scale, "scores" if name.startswith("Binary") else "values", given)
+
+
+def _logarithm(scale: float, node: Any) -> Term:
+    """Logarithm of a probability, which may be bounded, normalized, or have a small number added."""
+    is_complement = False
+    for _ in range(MAX_NODES):
+        name = node_name(node)
+        inputs = [] if node is None else [n for n, _ in node.next_functions if n is not None]
+        if name == "Rsub" or (name == "Sub" and node.next_functions[0][0] is None):
+            is_complement = not is_complement
+        elif name == "Div" and len(inputs) == 2 and _is_sum_of(inputs[1], inputs[0]):
+            inputs = inputs[:1]  # p / p.sum()
+        elif name not in (*BOUNDING, *SHAPING, *CHOOSING, "Add"):
+            break
+        if len(inputs) != 1:
+            break
+        node = inputs[0]
+    return Term("log", scale, "probabilities", node, is_complement=is_complement)
+
+
+def _is_sum_of(node: Any, other: Any) -> bool:
+    """Whether a node sums up what another gives."""
+    for _ in range(4):
+        if node is other:
+            return True
+        if node is None or node_name(node) not in (*SHAPING, "Sum", "ClampMin", "Add"):
+            return False
+        node = next((n for n, _ in node.next_functions if n is not None), None)
+    return False
+
+
+def _difference(node: Any, scale: float, kind: str) -> Term | None:
+    """Squared or absolute errors against constants; None for anything else, such as two parts of a model."""
+    given = behind(node)
+    if node_name(given) not in ("Sub", "Rsub"):
+        return None
+    inputs = [n for n, _ in given.next_functions if n is not None]
+    if len(inputs) != 1:
+        return None
+    return Term(kind, scale, "values", behind_shapes(inputs[0]))
+
+
+def _is_of_params(node: Any) -> bool:
+    """Whether a node depends on parameters alone, and on no layer's output."""
+    waiting, n = [node], 0
+    while waiting and n < MAX_NODES:
+        now = waiting.pop()
+        n += 1
+        name = node_name(now)
+        if name in LAYERS or is_opaque(now):
+            return False
+        waiting += [at for at, _ in now.next_functions if at is not None]
+    return not waiting
+
+
+def factor_of(node: Any) -> float | None:
+    """Factor by which a node scales its only input, NaN if unknown; None if it does more than that."""
+    name = node_name(node)
+    if name in BY_A_NUMBER:
+        return _number_of(node, name)
+    if name == "Sum":
+        return math.nan
+    if name == "Neg":
+        return -1.0
+    return 1.0 if name in ("Mean", *SHAPING, *CHOOSING) else None
+
+
+def _number_of(node: Any, name: str) -> float | None:
+    if sum(n is not None for n, _ in node.next_functions) > 1:
+        return None  # of two parts of the model
+    factors = (read_saved(node, "other"), read_saved(node, "self"))
+    if any(x is FREED for x in factors):  # factors of a loss that is a number are numbers
+        return None if input_shape(node) else math.nan
+    others = [x.detach() for x in factors if isinstance(x, Tensor)]
+    if any(x.numel() != 1 for x in others):
+        return None
+    number = float(others[0]) if others and others[0].is_cpu else math.nan
+    return number if name == "Mul" else 1 / number if number else math.nan
+
+
+def read_saved(node: Any, name: str) -> Any:
+    """A tensor that a node has saved, None if it has not, FREED if its backward has run."""
+    try:
+        return saved(node, name)
+    except RuntimeError:
+        return FREED
+
+
+def nodes_near(node: Any) -> Iterator[Any]:
+    """Nodes from the loss back to the last layers, nearest first."""
+    waiting, n = deque([node]), 0
+    while waiting and n < MAX_NODES:
+        if (now := waiting.popleft()) is not None:
+            n += 1
+            yield now
+            if node_name(now) not in LAYERS:
+                waiting.extend(at for at, _ in now.next_functions)
+
+
+def node_name(node: Any) -> str:
+    """Operation of a node: `Softmax` of `SoftmaxBackward0`."""
+    name = "" if node is None else str(node.name()).rpartition("::")[2]
+    return name.partition("Backward")[0]
+
+
+def behind(node: Any) -> Any:
+    """The node that gives a node its input, past those that only reshape it."""
+    return behind_shapes(next((n for n, _ in node.next_functions if n is not None), None))
+
+
+def behind_shapes(node: Any) -> Any:
+    """This node, or the first behind it that does more than reshape."""
+    while node is not None and node_name(node) in SHAPING:
+        node = next((n for n, _ in node.next_functions if n is not None), None)
+    return node
+
+
+def is_opaque(node: Any) -> bool:
+    """Whether a node hides several operations; names of torch's own nodes end in a number."""
+    if node is None:
+        return False
+    own = str(node.name())
+    return isinstance(node, BackwardCFunction) or own.endswith("Backward") or "CppNode" in own
