@@ -1,10 +1,12 @@
 """Trend of a loss: whether it falls, how surely, and how it compares with guessing."""
 
 import math
+from statistics import fmean
 
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.trends import before, finite, median, slope
 
+MAX_OF_CONSTANT = 0.95  # of the loss of the best constant prediction, for a model that learns
 MIN_BATCHES = 50  # to tell a flat or rising loss
 FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of guessing
 CONFIDENCE = 3.0  # standard deviations
@@ -40,3 +42,15 @@ def falls_by(loss: Series) -> tuple[float, float]:
 def guesses(evidence: Evidence) -> bool:
     """Whether the final loss is at least 0.8 of the loss of guessing; False if that is unknown."""
     return median(evidence.loss.values[-WINDOW:]) >= NEAR_GUESS * evidence.guess > 0
+
+
+def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
+    """Mean loss of the last fifth of the batches, and that divided by the loss of the best constant prediction.
+
+    NaN for fewer than 50 batches, and the ratio if the loss of a constant is unknown.
+    """
+    values = finite(evidence.loss.values)
+    if len(values) < MIN_BATCHES:
+        return math.nan, math.nan
+    last = fmean(values[-max(WINDOW, len(values) // 5) :])
+    return last, last / evidence.constant if evidence.constant > 0 else math.nan

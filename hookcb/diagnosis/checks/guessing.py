@@ -6,11 +6,10 @@ from statistics import fmean
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.falling import MIN_BATCHES
+from hookcb.diagnosis.falling import MAX_OF_CONSTANT, MIN_BATCHES, loss_of_constant
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import is_warming_up, slope
 
-MAX_OF_CONSTANT = 0.95  # of the loss of the best constant
 SURE = 3.0  # standard deviations
 STILL_FALLS = 0.02  # of the loss, in a hundred batches
 PREDICTIONS = {
@@ -32,20 +31,17 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "input-independent baseline".
     """
-    values = [x for x in evidence.loss.values if math.isfinite(x)]
-    constant = evidence.constant
-    if len(values) < MIN_BATCHES or is_warming_up(evidence):
+    last, ratio = loss_of_constant(evidence)
+    if math.isnan(last) or is_warming_up(evidence):
         yield Skipped(f"fewer than {MIN_BATCHES} batches, or the learning rate still rises")
         return
-    if not constant > 0:
-        yield Skipped("the loss of the best constant prediction is not known")
+    if math.isnan(ratio):
+        yield Skipped("the loss of the best constant prediction is unknown")
         return
-    last = fmean(values[-max(10, len(values) // 5) :])
-    ratio = last / constant
     if ratio <= MAX_OF_CONSTANT:
         yield Passed(f"no better than a constant (loss {ratio:.2g} of that)", ratio, MAX_OF_CONSTANT)
         return
-    if last - _fall(evidence.loss) <= MAX_OF_CONSTANT * constant:
+    if last - _fall(evidence.loss) <= MAX_OF_CONSTANT * evidence.constant:
         yield Skipped("the loss still falls, and may soon be below that of a constant")
         return
     better = "better" if ratio < 1 else "worse"
@@ -57,8 +53,8 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
         when=evidence.loss,
         value=ratio,
         limit=MAX_OF_CONSTANT,
-        message=f"After {len(values):,} batches the loss is {last:.3g}; {predicting} would give "
-        f"{constant:.3g}. The model is {far} a constant that ignores its input.",
+        message=f"After {len(evidence.loss):,} batches the loss is {last:.3g}; {predicting} would give "
+        f"{evidence.constant:.3g}. The model is {far} a constant that ignores its input.",
         causes=(
             "a head or loss that does not suit the targets",
             "inputs on a bad scale, or that do not belong to the targets",

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE
 from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.falling import MAX_OF_CONSTANT, loss_of_constant
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import MAX_SATURATED, format_factor, median
 
 RECURRENT = ("RNN", "LSTM", "GRU")
-MAX_STD = 100.0
+MAX_RMS = 30.0
+LEARNS = 0.5  # of the loss of a constant
 N_FIRST = 3  # records
 MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of units
 
@@ -24,28 +26,30 @@ MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of unit
 def input_scale(evidence: Evidence) -> Iterator[Result]:
     """Inputs on a scale far above 1 that harm the training.
 
-    Formula: median standard deviation of the first three inspected batches above 100, and one of these harms:
+    Formula: median root mean square of the first three inspected batches above 30, and one of these harms:
     in the first three records, an update above a fifth of a weight, a first loss above three times that of
-    guessing, or units that are saturated or dead; or the inputs go to a recurrent layer, whose gates saturate
-    unseen.
+    guessing, or units that are saturated or dead; a loss that ends no better than that of a constant; or the
+    inputs go to a recurrent layer, whose gates saturate unseen. A note if the loss ends below half of that of
+    a constant, as the model then learns all the same.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
-    std = median(evidence.input_std.values[:N_FIRST])
-    if math.isnan(std):
+    rms = median(evidence.input_rms.values[:N_FIRST])
+    if math.isnan(rms):
         yield Skipped("no float input was recorded")
         return
     harm = _harm(evidence)
-    if std <= MAX_STD or not harm:
-        yield Passed(f"scale of the inputs (std {std:.2g})", std, MAX_STD)
+    if rms <= MAX_RMS or not harm:
+        yield Passed(f"scale of the inputs (root mean square {rms:.2g})", rms, MAX_RMS)
         return
+    learns = loss_of_constant(evidence)[1] < LEARNS
     yield finding(
         "input.scale",
-        "error",
-        when=evidence.input_std,
-        value=std,
-        limit=MAX_STD,
-        message=f"The inputs have a standard deviation of {std:.3g} (limit {MAX_STD:g}), and {harm}.",
+        "info" if learns else "error",
+        when=evidence.input_rms,
+        value=rms,
+        limit=MAX_RMS,
+        message=f"The inputs have a root mean square of {rms:.3g} (limit {MAX_RMS:g}), and {harm}.",
         causes=("inputs that are not normalized",),
         next_steps=("Subtract the mean of the training inputs and divide by their standard deviation",),
     )
@@ -66,4 +70,7 @@ def _harm(evidence: Evidence) -> str:
         return "they go to a recurrent layer, whose gates they saturate"
     if any(median(values) > MAX_SATURATED for values in saturated):
         return "they saturate units"
-    return "units get no gradient" if any(p.dead > MAX_DEAD for p in params) else ""
+    if any(p.dead > MAX_DEAD for p in params):
+        return "units get no gradient"
+    is_trivial = loss_of_constant(evidence)[1] > MAX_OF_CONSTANT
+    return "the model is no better than a constant prediction" if is_trivial else ""
