@@ -79,3 +79,22 @@ def slow_dataset(seed: int, cbs: Callbacks) -> Run:
     model = Mlp()
     batches = DataLoader(SlowDigits(seed, 16 * 50), batch_size=16, shuffle=True)
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
+
+
+@fault(DATA_FAULTS, "class indices as targets of a binary cross-entropy", codes=["label.range"])
+def indices_for_bits(seed: int, cbs: Callbacks) -> Run:
+    """One output and BCEWithLogitsLoss for ten classes."""
+    batches = [(x, y.float()[:, None]) for x, y in digit_batches(seed)]
+    model = Mlp(n_out=1)
+    opt = Adam(model.parameters(), lr=2e-3)
+    return fit(model, F.binary_cross_entropy_with_logits, opt, batches, cbs, seed)
+
+
+@fault(DATA_FAULTS, "a table that says nothing about its targets", codes=["loss.trivial"])
+def unrelated_inputs(seed: int, cbs: Callbacks) -> Run:
+    """Squared errors against noise, in batches so large that nothing can be memorized."""
+    rng = generator(seed)
+    x, y = torch.randn(4096, 8, generator=rng), torch.randn(4096, 1, generator=rng)
+    model = Mlp(n_in=8, n_out=1)
+    opt = SGD(model.parameters(), lr=0.02)
+    return follow(model, F.mse_loss, opt, batched(x, y, seed=seed, size=256), cbs, seed)

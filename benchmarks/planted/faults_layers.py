@@ -75,6 +75,22 @@ def trunk_detached(seed: int, cbs: Callbacks) -> Run:
     return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
 
 
+@fault(LAYER_FAULTS, "softmax over one output", codes=["head.degenerate"])
+def softmax_over_one(seed: int, cbs: Callbacks) -> Run:
+    """A softmax where a sigmoid is meant: is the digit even?"""
+    batches = [(x, (y % 2 == 0).float()[:, None]) for x, y in digit_batches(seed)]
+    model = nn.Sequential(stack(64, 64, 32), nn.ReLU(), nn.Linear(32, 1), nn.Softmax(dim=1))
+    return fit(model, F.binary_cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@fault(LAYER_FAULTS, "sigmoid at the end of a regression", codes=["head.range"])
+def sigmoid_regression(seed: int, cbs: Callbacks) -> Run:
+    """Which digit it is, as a number from 0 to 9."""
+    batches = [(x, y.float()[:, None]) for x, y in digit_batches(seed)]
+    model = nn.Sequential(stack(64, 64, 32), nn.ReLU(), nn.Linear(32, 1), nn.Sigmoid())
+    return follow(model, F.mse_loss, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
 @fault(
     LAYER_FAULTS,
     "softmax before cross-entropy",

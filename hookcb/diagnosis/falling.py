@@ -45,7 +45,7 @@ def guesses(evidence: Evidence) -> bool:
 
 
 def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
-    """Mean loss of the last fifth of the batches, and that divided by the loss of the best constant prediction.
+    """Mean loss of the last fifth of the batches, and its ratio to the loss of the best constant prediction.
 
     NaN for fewer than 50 batches, and the ratio if the loss of a constant is unknown.
     """

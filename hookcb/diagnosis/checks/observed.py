@@ -115,7 +115,7 @@ _row("label.out_of_range", Site.INPUT, ("batch",), EVERYTHING, "error", "labels 
     """)  # fmt: skip
 
 
-@check("data.labels", site=Site.INPUT, needs=("loss",), exact=False, leads_to=("loss.flat",))
+@check("data.labels", site=Site.INPUT, needs=("loss",), exact=False, leads_to=("loss.flat", "loss.trivial"))
 def data_labels(evidence: Evidence) -> Iterator[Result]:
     """The model can overfit a single batch but learns nothing: the labels do not follow from the inputs.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.evidence import Observation
-from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
+from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term, target_of
 from hookcb.diagnosis.probes.loss_terms import (
     BY_A_NUMBER,
     LAYERS,
@@ -72,7 +72,7 @@ def observe_output(
         graph: what the loss is.
         node: `loss.grad_fn`.
         pred: output of the model.
-        yb: targets, empty if unknown.
+        yb: targets; if empty, those that a loss of torch has saved count.
         layer: the last layer that was called.
         step: number of the batch.
     """
@@ -94,7 +94,8 @@ def compared(node: Any, pred: Any, yb: Any) -> tuple[Tensor | None, Tensor | Non
     main = main_term(read_terms(node))
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
     x = next((x for x in outputs if main is not None and behind_shapes(x.grad_fn) is main.given), None)
-    y = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.is_floating_point()), None)
+    targets = (y for _, y in parts(yb or target_of(node)) if isinstance(y, Tensor))
+    y = next((y for y in targets if y.is_floating_point()), None)
     return (None, None) if x is None or y is None or not _can_be_compared(x, y) else (x, y)
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from hookcb.diagnosis.probes.loss_terms import (
     HIDING,
     LAYERS,
@@ -86,6 +88,12 @@ def main_term(terms: Sequence[Term]) -> Term | None:
     """The first term of a known kind; one that is nothing else comes before others."""
     known = [term for term in terms if term.kind not in ("", "penalty")]
     return next((term for term in known if term.is_exact), known[0] if known else None)
+
+
+def target_of(node: Any) -> Tensor | None:
+    """Targets that a loss of torch has saved for its backward, None if unknown."""
+    main = main_term(read_terms(node))
+    return None if main is None else main.target
 
 
 def _applied(term: Term) -> str:

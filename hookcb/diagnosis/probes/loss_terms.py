@@ -75,6 +75,7 @@ class Term(NamedTuple):
         given: node of what the model gives to it.
         is_exact: whether it is a plain mean or sum of that kind, without weights of samples.
         is_complement: whether it is the logarithm of 1 - p.
+        target: what torch's loss compares with, None if unknown.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class Term(NamedTuple):
     given: Any = None
     is_exact: bool = True
     is_complement: bool = False
+    target: Tensor | None = None
 
 
 def read_terms(node: Any) -> list[Term]:
@@ -145,6 +147,12 @@ def _leaf(node: Any, scale: float) -> Term | None:
 
 
 def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
+    target = read_saved(node, "target")
+    term = _kind_of_torch(node, name, scale, given)
+    return term._replace(target=target if isinstance(target, Tensor) else None)
+
+
+def _kind_of_torch(node: Any, name: str, scale: float, given: Any) -> Term:
     is_weighted = any(read_saved(node, weight) is not None for weight in WEIGHTS)
     is_mean = saved(node, "reduction", MEAN) == MEAN
     scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan

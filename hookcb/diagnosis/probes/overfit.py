@@ -19,6 +19,7 @@ LEARNED = 0.5  # share of the loss at the beginning
 N_ORDERS, N_STEPS, FASTER = 9, 20, 3.0  # permutations of labels, steps with each, standard deviations
 MIN_PAIRS = 32  # of samples of one class, and one for each sample at least
 MAX_PARAMS = 5_000_000  # a larger model would take too long
+NOT_LEARNED = {"loss.flat", "loss.trivial", "loss.init"}
 
 
 def observe_memorized_labels(
@@ -36,11 +37,11 @@ def observe_memorized_labels(
         n_batches: number of training batches.
         falls_slowly: whether the loss falls, but is little better than guessing.
     """
-    others = [f for f in findings if f.severity != "info" and f.code not in ("loss.flat", "loss.init")]
-    is_flat = any(f.code == "loss.flat" and f.severity != "info" for f in findings)
+    alarms = {f.code for f in findings if f.severity != "info"}
+    is_flat = "loss.flat" in alarms
     model = unwrapped(learn.model)
     is_large = total_params(model).n > MAX_PARAMS or any(map(is_compiled, model.modules()))
-    if others or is_large or not (is_flat or falls_slowly):
+    if alarms - NOT_LEARNED or is_large or not (is_flat or falls_slowly or "loss.trivial" in alarms):
         return
     with preserve_random(), preserve_attribute([learn], "model"), torch.enable_grad(), learn.restored():
         losses = _train(learn, MAX_STEPS)

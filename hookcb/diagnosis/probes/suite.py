@@ -30,7 +30,7 @@ from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.head import observe_output
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
-from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
@@ -166,7 +166,7 @@ class Probes:
             self._read_graph(loop, node)
         self.retained.mark_graph(node, loop.train_iter)
         if looking:
-            self.targets.add_batch(loop.yb)
+            self.targets.add_batch(loop.yb or target_of(node))
         self._has_labels = self._has_labels or len(loop.yb) > 0
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
@@ -334,7 +334,7 @@ class Probes:
         seen: dict[str, object] = {"inputs": self._inputs.infos, "labels": self._has_labels}
         seen |= {"loss": len(evidence.loss), "backward": self._n_backward, "steps": self.n_steps}
         seen |= {"batches": self.n_batches, "groups of the optimizer": self._has_grouped}
-        seen["targets"] = self._has_labels
+        seen["targets"] = self.targets.is_known
         seen["samples that differ"] = any(x > 0 for x in self._inputs.series("x")[:, -1].tolist())
         seen["attention"] = any(len(shares) >= MIN_BATCHES for shares in self._attention.values())
         seen["time before a backward"] = self.stale.has_looked and len(self.optimizers) == 1

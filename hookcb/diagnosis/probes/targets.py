@@ -20,6 +20,11 @@ class Targets:
     def __init__(self) -> None:
         self._batches: list[Tensor] = []
 
+    @property
+    def is_known(self) -> bool:
+        """Whether targets were seen."""
+        return bool(self._batches)
+
     def add_batch(self, yb: Any) -> None:
         """Copies the first tensor of a batch's targets; every n-th sample of a large one."""
         y = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.ndim and y.numel()), None)
