@@ -1,4 +1,4 @@
-"""Kind, scale and input of a loss, as its autograd graph shows them."""
+"""Reads from the autograd graph what kind of loss it is and what it is computed from."""
 
 import math
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ HEADS = ("Softmax", "Sigmoid", "Relu")
 
 
 class LossGraph(NamedTuple):
-    """What a loss is.
+    """Kind of a loss and its input, as read from its autograd graph.
 
     Attributes:
-        kind: "cross-entropy", "nll" of what is no log-softmax, "binary cross-entropy", "mse", "mae", "huber",
-            "kl", or "" for anything else.
-        is_pure: whether the loss is that and nothing else, but for its scale and sign.
-        scale: factor of the mean over samples; NaN of a sum, and if it is not known.
-        applies: "softmax" or "sigmoid", if the loss does that itself.
-        head: operation whose output the loss is given, "Softmax", "Sigmoid", "Relu", or "".
-        hidden_by: the operation that hides what is behind it, "" if nothing does.
-        takes: what the loss must be given: "scores", "log-probabilities", "probabilities", "values", or "".
-        is_raw: whether it is given the output of a linear or convolutional layer as it is.
+        kind: "cross-entropy", "nll" (without log-softmax), "binary cross-entropy", "mse", "mae", "huber",
+            "kl", or "" for any other loss.
+        is_pure: whether the loss is that and nothing else, except for scale and sign.
+        scale: factor of the mean over samples; NaN for a sum, and if unknown.
+        applies: "softmax" or "sigmoid" if the loss applies that itself, else "".
+        head: operation whose output the loss gets, "Softmax", "Sigmoid" or "Relu", else "".
+        hidden_by: operation that hides the loss's input, "" if none does.
+        takes: input that the loss expects: "scores", "log-probabilities", "probabilities", "values", or "".
+        is_raw: whether its input is the raw output of a linear or convolutional layer.
         has_penalty: whether a penalty on parameters is added to it.
     """
 
@@ -48,23 +48,21 @@ class LossGraph(NamedTuple):
 
     @property
     def why_hidden(self) -> str:
-        """Why it is not known what gives the loss, "" if it is."""
+        """Reason why the kind or input of the loss is unknown, "" if both are known."""
         if self.hidden_by:
-            what = HIDING.get(
-                self.hidden_by, f"{self.hidden_by}, an autograd function that is not torch's own,"
-            )
-            return f"{what} hides what gives the loss"
-        return "" if self.kind else "the kind of the loss is not known"
+            hiding = HIDING.get(self.hidden_by, f"{self.hidden_by}, a custom autograd function,")
+            return f"{hiding} hides what the loss is computed from"
+        return "" if self.kind else "the kind of the loss is unknown"
 
 
 def read_loss(node: Any) -> LossGraph:
-    """Reads what a loss is from the nodes next to it; runs nothing.
+    """Reads the nodes next to the loss; runs nothing and keeps nothing alive.
 
-    It may be called while the backward runs, when the loss's nodes have freed what they had saved; a number
-    that the loss was multiplied by is then not known.
+    It may be called while the backward runs, when nodes have freed their saved tensors; a factor of the loss
+    is then unknown.
 
     Args:
-        node: `loss.grad_fn`, None if there is none.
+        node: `loss.grad_fn`, or None.
     """
     terms = read_terms(node)
     main = main_term(terms)
@@ -85,7 +83,7 @@ def read_loss(node: Any) -> LossGraph:
 
 
 def main_term(terms: Sequence[Term]) -> Term | None:
-    """The first term of a known kind; one that is nothing else comes before others."""
+    """The first term of a known kind; exact ones come first."""
     known = [term for term in terms if term.kind not in ("", "penalty")]
     return next((term for term in known if term.is_exact), known[0] if known else None)
 
@@ -103,7 +101,7 @@ def _applied(term: Term) -> str:
 
 
 def head_of(node: Any) -> tuple[str, str]:
-    """`head` and `hidden_by` of a `LossGraph` that is given what this node makes."""
+    """`head` and `hidden_by` of a `LossGraph` that gets the output of this node."""
     return _head(behind_shapes(node))
 
 

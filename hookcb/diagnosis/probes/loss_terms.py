@@ -52,16 +52,16 @@ KINDS = {
     "BinaryCrossEntropyWithLogits": "binary cross-entropy",
     "KlDiv": "kl",
 }
-COMPILED = "CompiledFunction"  # which runs what torch.compile has made
+COMPILED = "CompiledFunction"  # node of torch.compile
 HIDING = {
     COMPILED: "torch.compile",
     "CheckpointFunction": "a checkpointed region with use_reentrant=True",
     "DifferentiableGraph": "TorchScript",
 }
-MEAN = 1  # of the reductions of torch
+MEAN = 1  # value of torch's enum of reductions
 WEIGHTS = ("weight", "pos_weight")
 MAX_NODES = 64
-FREED = object()  # stands for a tensor that a node had saved
+FREED = object()  # stands for a saved tensor that the backward has freed
 
 
 class Term(NamedTuple):
@@ -120,12 +120,13 @@ def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:
             yield from _terms(n, scale * sign, budget)
     elif factor is not None and len(behind) == 1:
         yield from _terms(behind[0], scale * factor, budget)
+    elif name == "Mul" and len(behind) == 1:  # by soft targets, or by weights of samples
+        for term in _terms(behind[0], scale, budget):
+            yield term if term.kind == "log" else term._replace(is_exact=False, scale=math.nan)
     else:
-        found = [leaf for at in nodes_near(node) if at is not node and (leaf := _leaf(at, math.nan))]
-        is_target = name == "Mul" and len(behind) == 1  # by soft targets, or weights of samples
-        yield from (x._replace(is_exact=is_target and x.kind == "log") for x in found)
-        if not found:
-            yield Term("penalty" if _is_of_params(node) else "", scale)
+        near = (at for at in nodes_near(node) if node_name(at) in (*KINDS, "LogSoftmax"))
+        found = [leaf._replace(is_exact=False) for at in near if (leaf := _leaf(at, math.nan))]
+        yield from found or [Term("penalty" if _is_of_params(node) else "", scale)]
 
 
 def _leaf(node: Any, scale: float) -> Term | None:

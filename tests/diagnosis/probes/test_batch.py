@@ -13,7 +13,6 @@ from hookcb.diagnosis.probes.batch import (
     MIN_BATCHES,
     guess_of,
     input_numbers,
-    observe_head,
     observe_inputs,
     observe_labels,
 )
@@ -304,34 +303,3 @@ def test_without_labels_it_is_known_where_scores_are_of_classes():
     assert math.isnan(guess_of(graph, zeros(N, T, C), ()))
     assert math.isnan(guess_of(graph, None, ()))
     assert math.isnan(guess_of(LossGraph("mse", True, 1.0), zeros(N, C), ()))
-
-
-# ---- heads
-
-
-@pytest.mark.parametrize("head", ["Softmax", "Sigmoid", "Relu"])
-@pytest.mark.parametrize("applies", ["softmax", "sigmoid"])
-def test_an_activation_before_a_loss_that_applies_its_own_is_told(head, applies):
-    (found,) = observe_head(LossGraph("cross-entropy", True, 1.0, applies, head), "head.act", 2)
-    assert (found.code, found.layer, found.step) == ("head.activation", "head.act", 2)
-    assert {"Softmax": "softmax", "Sigmoid": "sigmoid", "Relu": "ReLU"}[head] in found.text
-
-
-def test_probabilities_for_nll_are_told():
-    (found,) = observe_head(LossGraph("nll", head="Softmax"), "", 0)
-    assert "log_softmax" in found.next_steps[0]
-
-
-@pytest.mark.parametrize(
-    "graph",
-    [
-        LossGraph(),
-        LossGraph("cross-entropy", True, 1.0, "softmax", ""),
-        LossGraph("mse", True, 1.0, "", "Sigmoid"),
-        LossGraph("mse", True, 1.0, "", "Relu"),
-        LossGraph("binary cross-entropy", True, 1.0, "", "Sigmoid"),
-        LossGraph("nll", True, 1.0, "", ""),
-    ],
-)
-def test_a_head_that_fits_its_loss_is_no_finding(graph):
-    assert list(observe_head(graph, "act", 0)) == []

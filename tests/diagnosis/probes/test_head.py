@@ -1,0 +1,204 @@
+"""Heads: which operation limits the output, and whether it suits the loss and the targets."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, diagnose, watch
+from hookcb.diagnosis.probes.head import observe_activation, read_head
+from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
+
+INF = math.inf
+BCE = F.binary_cross_entropy_with_logits
+
+
+def scores(n_out=3, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 5, generator=g) @ torch.randn(5, n_out, generator=g).requires_grad_()
+
+
+HEADS = {
+    "sigmoid": (lambda x: x.sigmoid(), 0, 1),
+    "tanh": (lambda x: x.tanh(), -1, 1),
+    "softmax": (lambda x: x.softmax(-1), 0, 1),
+    "log_softmax": (lambda x: x.log_softmax(-1), -INF, 0),
+    "ReLU": (F.relu, 0, INF),
+    "softplus": (F.softplus, 0, INF),
+    "hardtanh": (lambda x: F.hardtanh(x, -2, 3), -2, 3),
+    "ReLU6": (F.relu6, 0, 6),
+    "tanh, scaled and shifted": (lambda x: (x.tanh() + 1) / 2, 0, 1),
+    "sigmoid, from 5 down": (lambda x: 5 - 2 * x.sigmoid(), 3, 5),
+    "-ReLU + 1": (lambda x: 1 - F.relu(x), -INF, 1),
+    "sigmoid, reshaped": (lambda x: x.sigmoid().t().reshape(-1)[:, None], 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_range_of_a_head_is_known(name):
+    make, low, high = HEADS[name]
+    head = read_head(make(scores()))
+    assert (head.low, head.high) == pytest.approx((low, high), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        F.leaky_relu,
+        F.gelu,
+        lambda x: x.sigmoid() * torch.rand(3),  # an element has a range of its own
+        lambda x: x.tanh() + torch.arange(24.0).view(8, 3),
+        lambda x: x.sigmoid() + x,
+        lambda x: x.detach().sigmoid(),
+    ],
+)
+def test_outputs_without_a_common_range_have_no_head(make):
+    assert read_head(make(scores())) is None
+
+
+def model(*head, n_out=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, n_out), *head)
+
+
+def batch(target):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 5, generator=g)
+    return x, target(x)
+
+
+def bits(x):
+    return (x[:, :1] > 0).float()
+
+
+def classes(x):
+    return (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def codes(model, batch, loss):
+    return {f.code for f in diagnose(model, batch, loss).findings if f.severity != "info"}
+
+
+def zeros(x):
+    return torch.zeros(len(x), dtype=torch.long)
+
+
+def signed(x):
+    return x[:, :1]
+
+
+def with_outlier(x):
+    return x[:, :1].tanh() + 9 * (torch.arange(len(x))[:, None] == 3)
+
+
+def squares(p, y):
+    return ((p - y) ** 2).mean()
+
+
+def nll_of_probabilities(p, y):
+    return F.nll_loss(torch.log(p.clamp_min(1e-7)), y)
+
+
+def bounded_bce(p, y):
+    return F.binary_cross_entropy(p.clamp(1e-7, 1 - 1e-7), y)
+
+
+FAULTS = {
+    "softmax of one unit": (model(nn.Softmax(1)), bits, F.binary_cross_entropy, "head.degenerate"),
+    "log_softmax of one unit": (model(nn.LogSoftmax(1)), zeros, F.nll_loss, "head.degenerate"),
+    "cross-entropy of one unit": (model(), zeros, F.cross_entropy, "head.degenerate"),
+    "sigmoid, targets of both signs": (model(nn.Sigmoid()), signed, F.mse_loss, "head.range"),
+    "tanh, large targets": (model(nn.Tanh()), lambda x: 9 + x[:, :1], F.l1_loss, "head.range"),
+    "ReLU, targets of both signs": (model(nn.ReLU()), signed, F.smooth_l1_loss, "head.range"),
+    "squares by hand": (model(nn.ReLU()), signed, squares, "head.range"),
+    "classes as bits": (model(), lambda x: classes(x)[:, None].float(), BCE, "label.range"),
+    "labels of -1 and 1": (model(), lambda x: bits(x) * 2 - 1, BCE, "label.range"),
+    "ReLU before log": (model(nn.ReLU(), n_out=3), classes, nll_of_probabilities, "head.activation"),
+    "scores before log": (model(n_out=3), classes, nll_of_probabilities, "head.activation"),
+    "ReLU as a probability": (model(nn.ReLU()), bits, bounded_bce, "head.activation"),
+    "score as a probability": (model(), bits, bounded_bce, "head.activation"),
+    "sigmoid for classes": (model(nn.Sigmoid(), n_out=3), classes, nll_of_probabilities, "head.activation"),
+}  # fmt: skip
+HEALTHY = {
+    "sigmoid": (model(nn.Sigmoid()), bits, F.binary_cross_entropy),
+    "logits": (model(), bits, BCE),
+    "soft bits": (model(), lambda x: bits(x) * 0.8 + 0.1, BCE),
+    "softmax and log": (model(nn.Softmax(1), n_out=3), classes, nll_of_probabilities),
+    "log_softmax": (model(nn.LogSoftmax(1), n_out=3), classes, F.nll_loss),
+    "cross-entropy": (model(n_out=3), classes, F.cross_entropy),
+    "regression": (model(), lambda x: 9 * x[:, :1], F.mse_loss),
+    "sigmoid for a share": (model(nn.Sigmoid()), lambda x: x[:, :1].sigmoid(), F.mse_loss),
+    "ReLU for a size": (model(nn.ReLU()), lambda x: x[:, :1].abs(), F.mse_loss),
+    "tanh with one outlier": (model(nn.Tanh()), with_outlier, F.mse_loss),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_head_that_does_not_suit_is_named_before_training(name):
+    net, target, loss, code = FAULTS[name]
+    assert code in codes(net, batch(target), loss)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_head_that_suits_is_not(name):
+    net, target, loss = HEALTHY[name]
+    assert not {x for x in codes(net, batch(target), loss) if x.startswith(("head.", "label."))}
+
+
+def test_a_softmax_over_one_key_inside_the_model_is_no_head():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.score, self.out = nn.Linear(5, 1), nn.Linear(5, 3)
+
+        def forward(self, x):
+            keys = x[:, None]  # one key for each sample
+            return self.out((self.score(keys).softmax(1) * keys).sum(1))
+
+    torch.manual_seed(0)
+    assert "head.degenerate" not in codes(Pooled(), batch(classes), F.cross_entropy)
+
+
+def test_under_watch_a_reported_loss_gives_its_targets():
+    net = model(nn.Sigmoid())
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    x, y = batch(lambda x: 5 * x[:, :1])
+    with watch(net, opt, Diagnose("ignore", show=False)) as w:
+        for _ in range(3):
+            w.report_loss(F.mse_loss(net(x), y)).backward()
+            opt.step()
+            opt.zero_grad()
+    assert w.diagnose().primary.code == "head.range"
+    assert w.diagnose().primary.layer == "3"
+
+
+@pytest.mark.parametrize("head", ["Softmax", "Sigmoid", "Relu"])
+@pytest.mark.parametrize("applies", ["softmax", "sigmoid"])
+def test_an_activation_before_a_loss_that_applies_its_own_is_named(head, applies):
+    (found,) = observe_activation(LossGraph("cross-entropy", True, 1.0, applies, head), "head.act", 2)
+    assert (found.code, found.layer, found.step) == ("head.activation", "head.act", 2)
+    assert {"Softmax": "softmax", "Sigmoid": "sigmoid", "Relu": "ReLU"}[head] in found.text
+
+
+def test_probabilities_for_nll_are_named():
+    graph = read_loss(F.nll_loss(scores().softmax(-1), torch.zeros(8, dtype=torch.long)).grad_fn)
+    (found,) = observe_activation(graph, "", 0)
+    assert "log_softmax" in found.next_steps[0]
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        LossGraph(),
+        LossGraph("cross-entropy", True, 1.0, "softmax", ""),
+        LossGraph("mse", True, 1.0, "", "Sigmoid"),
+        LossGraph("mse", True, 1.0, "", "Relu", takes="values"),
+        LossGraph("binary cross-entropy", True, 1.0, "", "Sigmoid", takes="probabilities"),
+        LossGraph("nll", True, 1.0, "", "", takes="log-probabilities"),
+    ],
+)
+def test_a_head_that_fits_its_loss_is_no_finding(graph):
+    assert list(observe_activation(graph, "act", 0)) == []

@@ -1,0 +1,92 @@
+"""The loss of the best constant prediction, against a search for that constant."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.probes.targets import MAX_BATCHES, MAX_ELEMENTS, Targets
+
+G = torch.Generator().manual_seed(0)
+VALUES = torch.randn(200, 3, generator=G) * torch.tensor([1.0, 5.0, 0.2]) + 4
+CLASSES = torch.tensor([0, 0, 0, 1, 2]).repeat(40)
+BITS = (torch.rand(200, 2, generator=G) < 0.2).float()
+CASES = {
+    "mse": (F.mse_loss, VALUES, VALUES.shape[1:]),
+    "mae": (F.l1_loss, VALUES, VALUES.shape[1:]),
+    "bits": (F.binary_cross_entropy_with_logits, BITS, BITS.shape[1:]),
+    "classes": (F.cross_entropy, CLASSES, (3,)),
+    "soft classes": (F.cross_entropy, F.one_hot(CLASSES, 3).float(), (3,)),
+    "half of squares": (lambda p, y: 0.5 * F.mse_loss(p, y), VALUES, VALUES.shape[1:]),
+}
+
+
+def collected(y, size=50):
+    targets = Targets()
+    for part in y.split(size):
+        targets.add_batch((part,))
+    return targets
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_constant_is_better(name):
+    loss_func, y, shape = CASES[name]
+    constant = torch.zeros(shape, requires_grad=True)
+    opt = torch.optim.Adam([constant], lr=0.05)
+    for _ in range(800):
+        loss = loss_func(constant.expand(len(y), *shape), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    graph = read_loss(loss_func(constant.expand(len(y), *shape), y).grad_fn)
+    if name == "soft classes":
+        graph = graph._replace(scale=1.0, is_pure=True)
+    assert collected(y).constant(graph) == pytest.approx(loss.item(), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        LossGraph(),
+        LossGraph("mse"),
+        LossGraph("mse", True),
+        LossGraph("nll", True, 1.0),
+        LossGraph("kl", True, 1.0),
+    ],
+)
+def test_of_other_losses_it_is_unknown(graph):
+    assert math.isnan(collected(VALUES).constant(graph))
+
+
+def test_without_targets_it_is_unknown():
+    targets = Targets()
+    for nothing in (
+        (),
+        None,
+        "text",
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        torch.zeros(3, dtype=torch.complex64),
+    ):
+        targets.add_batch(nothing)
+    assert not targets.is_known
+    assert math.isnan(targets.constant(LossGraph("mse", True, 1.0)))
+
+
+def test_ignored_classes_do_not_count():
+    y = torch.cat([CLASSES, torch.full((100,), -100)])
+    graph = LossGraph("cross-entropy", True, 1.0)
+    assert collected(y).constant(graph) == pytest.approx(collected(CLASSES).constant(graph))
+
+
+def test_copies_are_bounded_and_are_no_views_of_the_user_s_tensors():
+    targets, y = Targets(), torch.arange(4.0 * MAX_ELEMENTS).view(-1, 4)
+    for _ in range(MAX_BATCHES + 5):
+        targets.add_batch(y)
+    assert len(targets._batches) == MAX_BATCHES
+    assert all(x.numel() <= MAX_ELEMENTS for x in targets._batches)
+    before = targets.constant(LossGraph("mse", True, 1.0))
+    y.zero_()
+    assert targets.constant(LossGraph("mse", True, 1.0)) == before > 0
