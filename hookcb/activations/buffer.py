@@ -19,7 +19,7 @@ LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
 class Output(NamedTuple):
-    """What the hook keeps of one output.
+    """The part of one output that the hook keeps.
 
     Attributes:
         type: class of the layer; for an output without statistics, what the output is instead.
@@ -139,7 +139,7 @@ class OutputBuffer:
 
 
 def _kind(waiting: Waiting) -> tuple[Any, ...]:
-    """What outputs that are reduced together have in common."""
+    """Key that is equal for outputs that can be reduced together."""
     elements = waiting.elements
     return elements.shape, elements.dtype, elements.device, waiting.exact is None
 

@@ -251,7 +251,7 @@ class ActivationRecords(SavedRecords):
         return "\n".join(filter(None, lines))
 
     def _sampling(self) -> str | None:
-        """How many elements statistics are computed from, if not from all."""
+        """Number of elements that statistics are computed from, as text; None if from all."""
         largest = max((math.prod(shape) for _, shape in self.outputs.values()), default=0)
         if self.sample == "auto" and largest > WHOLE:
             return f"near zero of outputs above {WHOLE:,} elements: from {SAMPLED:,} of them"

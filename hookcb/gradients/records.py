@@ -59,6 +59,16 @@ class GradientRecords(SavedRecords):
         first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU also if
             its record was dropped.
         output_stats: gradients of layers' outputs, with `activations=True`; else None.
+
+    >>> from hookcb import GradientHealth, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=GradientHealth())
+    >>> records = learn.gradient_health.records
+    >>> records.names
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    >>> len(records.series("0.weight", "norm"))
+    10
     """
 
     columns = GRAD_STATS

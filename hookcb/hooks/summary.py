@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.filesize import decimal
 from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
@@ -23,7 +22,7 @@ from hookcb.core.batch import parts, split_batch, to_device
 from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
-from hookcb.core.text import join_names, short_number
+from hookcb.core.text import format_bytes, join_names, short_number
 from hookcb.core.torch_private import cpu_attention, cudnn_rnn
 from hookcb.hooks.coverage import CONTAINERS, NOT_CALLED, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
@@ -70,7 +69,7 @@ class LayerRow:
         same: whether its output has the shape of one of its inputs, except for the first dimension.
         calls_others: whether it calls other modules.
         multiply_adds: multiply-adds of its calls, without those of submodules that have a row of their own.
-        why_not_called: likely reason if it was not called;  for containers.
+        why_not_called: likely reason if it was not called; "" for containers.
     """
 
     name: str
@@ -166,11 +165,11 @@ class Summary:
             if row.why_not_called not in ("", NOT_CALLED) and row.params:
                 silent.setdefault(row.why_not_called, []).append(row.name)
         return [
-            f"{self.n_params:,} parameters, {decimal(self.param_bytes)}: "
+            f"{self.n_params:,} parameters, {format_bytes(self.param_bytes)}: "
             f"{self.n_trainable:,} trained, {self.n_frozen:,} frozen",
-            f"{self.n_buffers:,} elements in buffers, {decimal(self.buffer_bytes)}",
+            f"{self.n_buffers:,} elements in buffers, {format_bytes(self.buffer_bytes)}",
             f"for this input: {short_number(self.multiply_adds)} multiply-adds, "
-            f"{decimal(self.activation_bytes)} of activations",
+            f"{format_bytes(self.activation_bytes)} of activations",
             *(f"not called, as {why}: {join_names(names, 5)}" for why, names in silent.items()),
             *(f"{title}: {fact}" for title, fact in self.facts.items()),
         ]

@@ -79,7 +79,7 @@ class FindingLike(Protocol):
 
     @property
     def code(self) -> str:
-        """What is wrong, "layer.dead"."""
+        """Kind of the finding, "layer.dead"."""
 
     @property
     def layer(self) -> str:
@@ -99,7 +99,7 @@ class VerdictLike(Protocol):
 
 
 class Mark(NamedTuple):
-    """What a judge has found about a row.
+    """Findings about a row.
 
     Attributes:
         weight: the larger, the worse; 0 without a finding.

@@ -122,7 +122,7 @@ def _check_moms(moms: Any) -> None:
         return
     if not isinstance(moms, tuple | list) or len(moms) != 2:
         raise ValueError(
-            f"moms must be the momentum at both ends and at the peak, such as (0.95, 0.85), got {moms!r:.80}"
+            f"moms must be two momenta, at both ends and at the peak, such as (0.95, 0.85), got {moms!r:.80}"
         )
     for i, mom in enumerate(moms):
         check_number(f"moms[{i}]", mom, 0, 1)
