@@ -129,22 +129,66 @@ Shown = TypeVar("Shown", bound=Ranked)
 COUNT: Column[Any] = Column("worst of", lambda row: f"{row.n}" if row.n > 1 else "", rank=1)
 
 
-class Report(Rows[Shown]):
+class WorstRows(Rows[Row]):
+    """Rows as a table: all of them in their order, or the worst first.
+
+    Args:
+        rows: all rows.
+        title: text above the table.
+        worst: number of rows to show, the worst first; None for all, in their order; "auto" for all of up to
+            30 rows, and 20 of more.
+        weight: function of a row; the rows with the largest values are the worst.
+        caption: text below the table.
+
+    Raises:
+        TypeError, ValueError: If `worst` is invalid.
+    """
+
+    head, which, is_tree = "layer", "worst", False
+    columns: ClassVar[Sequence[Column[Any]]]
+
+    def __init__(
+        self, rows: Iterable[Row], title: str, worst: Worst, weight: Callable[[Row], Any], caption: str = ""
+    ) -> None:
+        shown = found = list(rows)
+        n = (WORST if len(found) > MANY else None) if worst == "auto" else worst
+        if n is not None:
+            shown = sorted(found, key=weight, reverse=True)[: check_count("worst", n, "rows")]
+            is_part = len(shown) < len(found)
+            part = f"the {len(shown)} {self.which} of {len(found)}; worst=None shows all"
+            caption = "\n".join(filter(None, [part if is_part else f"{self.which} first", caption]))
+        super().__init__(shown, title)
+        self.in_order, self.caption = n is None, caption
+        self._names = [row.name for row in found]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield fitted(
+            self.rows,
+            self._labels(),
+            self.columns,
+            options,
+            title=self.title,
+            head=self.head,
+            is_tree=self.is_tree,
+            among=self._names,
+            caption=self.caption,
+        )
+
+    def _labels(self) -> list[str]:
+        return [row.name for row in self.rows]
+
+
+class Report(WorstRows[Shown]):
     """Layers or parameters with their numbers, in the order of the model or the worst first.
 
     Args:
         rows: rows in the order of the model.
-        title: text above the table.
-        worst: see `n_worst`.
+        title, worst, caption: see `WorstRows`.
         depth: shows the worst row of each group of modules whose names agree in the first `depth` parts.
-        caption: text below the table.
 
     Raises:
         TypeError, ValueError: If `worst` or `depth` is invalid.
     """
-
-    head = "layer"
-    columns: ClassVar[Sequence[Column[Any]]]
 
     def __init__(
         self,
@@ -155,24 +199,9 @@ class Report(Rows[Shown]):
         depth: int | None = None,
         caption: str = "",
     ) -> None:
-        found = list(rows) if depth is None else list(_grouped(rows, depth))
-        super().__init__(worst_of(found, worst, lambda row: row.weight), title)
+        found = rows if depth is None else _grouped(rows, depth)
+        super().__init__(found, title, worst, lambda row: row.weight, caption)
         self._names = [row.name for row in rows]
-        shown = "" if n_worst(found, worst) is None else caption_of(len(self.rows), len(found))
-        self.caption = "\n".join(filter(None, [shown, caption]))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = [row.name for row in self.rows]
-        yield fitted(
-            self.rows,
-            names,
-            self.columns,
-            options,
-            title=self.title,
-            head=self.head,
-            among=self._names,
-            caption=self.caption,
-        )
 
 
 def _grouped(rows: Sequence[Shown], depth: int) -> Iterator[Shown]:
@@ -185,38 +214,25 @@ def _grouped(rows: Sequence[Shown], depth: int) -> Iterator[Shown]:
         yield replace(max(group, key=lambda row: row.weight), n=len(group))
 
 
-class LayerTable(Rows[Layer]):
+class LayerTable(WorstRows[Layer]):
     """Layers as a tree, or the largest first."""
 
-    columns: ClassVar[Sequence[Column[Any]]]
+    which = "largest"
 
     def __init__(self, rows: Iterable[Layer], title: str, worst: Worst = None) -> None:
-        found = list(rows)
-        super().__init__(worst_of(found, worst, self.size), title)
-        self.is_tree = n_worst(found, worst) is None
-        self._names = [row.name for row in found]
-        self.caption = "" if self.is_tree else caption_of(len(self.rows), len(found), "largest")
+        super().__init__(rows, title, worst, self.size)
+        self.is_tree = self.in_order
 
     @staticmethod
     def size(row: Any) -> float:
         """Size of a layer without the layers in it."""
         raise NotImplementedError
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = indented(self.rows) if self.is_tree else (row.name or row.type for row in self.rows)
-        yield fitted(
-            self.rows,
-            list(names),
-            self.columns,
-            options,
-            title=self.title,
-            is_tree=self.is_tree,
-            among=self._names,
-            caption=self.caption,
-        )
+    def _labels(self) -> list[str]:
+        return list(_indented(self.rows)) if self.is_tree else [row.name or row.type for row in self.rows]
 
 
-def indented(rows: Iterable[LayerRow]) -> Iterator[str]:
+def _indented(rows: Iterable[LayerRow]) -> Iterator[str]:
     """Indented names, each without the name of the layer above; the model's name is its class."""
     around: list[str] = []
     for row in rows:
@@ -224,35 +240,6 @@ def indented(rows: Iterable[LayerRow]) -> Iterator[str]:
         outer = f"{around[-1]}." if around and around[-1] else ""
         yield "  " * row.depth + (row.name or row.type).removeprefix(outer)
         around.append(row.name)
-
-
-# ---- which rows
-
-
-def n_worst(rows: Sequence[object], worst: Worst) -> int | None:
-    """Number of rows to show, the worst first; None for all, in their order.
-
-    Args:
-        rows: all rows.
-        worst: a number; None for all; "auto" for all of up to 30 rows, and 20 of more.
-
-    Raises:
-        TypeError, ValueError: If `worst` is invalid.
-    """
-    if worst == "auto":
-        return WORST if len(rows) > MANY else None
-    return None if worst is None else check_count("worst", worst, "rows")
-
-
-def worst_of(rows: Sequence[Item], worst: Worst, weight: Callable[[Item], Any]) -> list[Item]:
-    """The rows to show, see `n_worst`; those with the largest `weight` are the worst."""
-    n = n_worst(rows, worst)
-    return list(rows) if n is None else sorted(rows, key=weight, reverse=True)[:n]
-
-
-def caption_of(n_shown: int, n: int, which: str = "worst") -> str:
-    """The caption of a table of the worst rows."""
-    return f"the {n_shown} {which} of {n}; worst=None shows all" if n_shown < n else f"{which} first"
 
 
 # ---- how they fit
