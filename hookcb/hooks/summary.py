@@ -27,7 +27,7 @@ from hookcb.core.torch_private import cpu_attention, cudnn_rnn
 from hookcb.hooks.coverage import CONTAINERS, NOT_CALLED, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
 from hookcb.hooks.hook import Hooks
-from hookcb.hooks.modules import has_uninitialized, named_modules, unwrapped
+from hookcb.hooks.modules import device_of, has_uninitialized, named_modules, unwrapped
 from hookcb.records.printing import html_table
 from hookcb.records.tables import Column, fitted
 
@@ -360,7 +360,7 @@ def _traced(model: nn.Module | Loop, xb: tuple[Any, ...]) -> _Trace:
             xb = _first_inputs(learn)
         if not xb and not _takes(plain):
             raise ValueError("no batch xb was given; pass the inputs of the model, module_summary(model, x)")
-        xb = to_device(xb, _device(plain))
+        xb = to_device(xb, device_of(plain))
         named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
         with trace.following():
             if learn is not None:
@@ -412,7 +412,7 @@ def _first_inputs(learn: Loop) -> tuple[Any, ...]:
             batch = next(iter(loader), None)
         if batch is None:
             raise ValueError("the training loader yields no batch; pass an input, learn.summary(x)")
-        xb, _ = split_batch(batch, _device(learn.model), learn.n_inp)
+        xb, _ = split_batch(batch, device_of(learn.model), learn.n_inp)
     return (xb,) if isinstance(xb, Mapping) else tuple(xb)
 
 
@@ -428,11 +428,6 @@ def _kept_generators(loader: Any) -> Iterator[None]:
     finally:
         for generator, state in states:
             generator.set_state(state)
-
-
-def _device(model: nn.Module) -> torch.device:
-    tensor = next(iter([*model.parameters(), *model.buffers()]), torch.empty(0))
-    return tensor.device
 
 
 def _folded(rows: Iterable[LayerRow], depth: int) -> list[LayerRow]:

@@ -385,11 +385,6 @@ def _sum(*values: float | None) -> float | None:
     return sum(known) if known else None
 
 
-def _short(row: LayerTime) -> str:
-    """Name of the layer; for the whole model, its class."""
-    return row.name or row.type
-
-
 def _operator_text(key: str, value: int) -> str:
     if "time" in key:
         return duration(value / 1e9)
@@ -407,4 +402,4 @@ def _data_line(phases: PhaseTimes) -> str:
 def _layer_line(row: LayerTime, step: float) -> str:
     what = "on the device" if row.device_forward_self is not None else "on the host"
     share = row.self_time / step if step else 0.0
-    return f"  {_short(row)} ({row.type}): {duration(row.self_time)} {what}, {share:.1%} of the step"
+    return f"  {row.name or row.type} ({row.type}): {duration(row.self_time)} {what}, {share:.1%} of the step"

@@ -206,7 +206,9 @@ class Window:
         if not self.has_batch or self._prof.profiler is None:
             return None
         ops = read_ops(self._prof.profiler.kineto_results.events())  # type: ignore[union-attr]
-        sums, spans = summarize(ops, self.ranges.infos, self.ranges.output_bytes, self.steps, self.types)
+        sums, spans = summarize(
+            ops, self.ranges.range_layers, self.ranges.output_bytes, self.steps, self.types
+        )
         sums.compilations = n_compilations() - self._compilations
         return sums, take_trace(self._prof, spans, self.steps)
 
