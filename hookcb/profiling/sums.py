@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Self
 
 from hookcb.profiling.attribution import COMPILED, Attribution, Span
-from hookcb.profiling.ops import MEMORY, RUNS_NODE, WAITS, Op, enclosing, self_times, stacks
+from hookcb.profiling.ops import MEMORY, RUNS_NODE, WAITS, Op, self_times, stacks
 from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import STEP
 
@@ -200,8 +200,11 @@ def _add_range(profile: Profile, attribution: Attribution, i: int, inside: int) 
 
 
 def _is_inside_itself(attribution: Attribution, i: int) -> bool:
-    owners, starts_range = attribution.owners, attribution.starts_range
-    return enclosing(attribution.parent, i, lambda j: starts_range(j) and owners[j] == owners[i]) >= 0
+    owner, around = attribution.owners[i], i
+    while (around := attribution.parent[around]) >= 0:
+        if attribution.starts_range(around) and attribution.owners[around] == owner:
+            return True
+    return False
 
 
 def _add_operators(profile: Profile, attribution: Attribution) -> None:
