@@ -56,7 +56,7 @@ class OutputBuffer:
             extended by half on both sides, but not beyond 0 if an end is 0.
 
     Attributes:
-        batch: outputs of the running batch: those of all calls, by path.
+        batch: outputs of all calls in the running batch, by path.
         ranges: range of the histograms `(2,)`, by phase and name.
     """
 

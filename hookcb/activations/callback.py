@@ -1,4 +1,4 @@
-"""ActivationStats: statistics of every layer's output, batch by batch, and what can be read of them."""
+"""ActivationStats: records statistics of every layer's output, batch by batch."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class ActivationStats(HookCallback):
             `hook`, `cpu`, `gather` and `modify`.
 
     Attributes:
-        records: what was recorded, an `ActivationRecords`; its methods are also methods of this callback.
+        records: the recorded statistics, an `ActivationRecords`; this callback has its methods too.
         stats: `stats[record][layer]` is a dict of `mean`, `std` (unbiased), `min`, `max`, `abs_max` (of
             finite elements), `near_zero`, `zeros` (shares, 0..1) and `nonfinite` (number); NaN if a layer
             was not called.

@@ -215,8 +215,8 @@ class ActivationRecords(SavedRecords):
     ) -> ActivationReport:
         """The layers with their statistics in the last record, as a table; `print` shows it.
 
-        The worst rows are those of layers that `verdict` has findings about, then those with the most NaN or
-        infinite elements, then those with the largest share near zero.
+        The worst rows are layers that `verdict` has findings about, then layers with the most NaN or infinite
+        elements, then layers with the largest share near zero.
 
         Args:
             worst: number of rows to show, the worst first; None for all, in the order of the model. By

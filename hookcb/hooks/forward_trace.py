@@ -214,12 +214,12 @@ def _lazy_copy(model: nn.Module) -> nn.Module:
 
 
 def _predict(learn: Loop, model: nn.Module, xb: Any) -> None:
-    own, learn.model = learn.model, model
+    before, learn.model = learn.model, model
     try:
         learn.xb = xb
         learn.predict()
     finally:
-        learn.model = own
+        learn.model = before
 
 
 def _first_inputs(learn: Loop) -> tuple[Any, ...]:

@@ -242,7 +242,7 @@ class Tracer:
         return output
 
     def operation_of(self, call: Call | None) -> Operation | None:
-        """The operation that made nonfinite numbers in a call, its own before those of calls inside.
+        """The operation that made nonfinite numbers in a call, rather its own than one of a call inside.
 
         None stands for the loss function.
         """
@@ -260,9 +260,8 @@ class Tracer:
         if not params or loss.grad_fn is None:
             return FINITE
         self._claim([loss.grad_fn], self._loss)
-        inner = [
-            node for node in self.owners if not hasattr(node, "variable")
-        ]  # the others outlive the graph
+        # nodes of leaves outlive the graph
+        inner = [node for node in self.owners if not hasattr(node, "variable")]
         handles = [node.register_hook(partial(self._passed, node)) for node in inner]
         self._rows.clear()
         self._in_backward = True

@@ -26,7 +26,7 @@ class _Open(threading.local):
 
 
 class LayerRanges:
-    """Opens and closes ranges; those of layers by hooks.
+    """Opens and closes the ranges of steps and phases, and by hooks the ranges of layers.
 
     Args:
         layers: layers by qualified name.

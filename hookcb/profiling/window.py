@@ -226,7 +226,7 @@ class Windows:
         profile: sums over all windows.
         traces: trace of each window, as gzipped JSON.
         n_steps: number of steps that have ended.
-        n_switched: how often a window began or ended.
+        n_switched: number of times a window began or ended.
     """
 
     def __init__(

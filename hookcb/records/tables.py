@@ -275,11 +275,12 @@ def fitted(
         is_framed: whether there are lines around the cells.
         among: names of all rows, those not shown included.
     """
-    names, others = ([spelled(name, options.encoding) for name in of] for of in (names, among))
+    names = [spelled(name, options.encoding) for name in names]
+    others = {spelled(name, options.encoding) for name in among}
     cells = {c: [spelled(c.text(row), options.encoding) for row in rows] for c in columns}
     widths = {c: _width([c.title, *texts]) for c, texts in cells.items() if any(texts)}
     gap, edge = (3, 1) if is_framed else (2, 0)
-    need = _width(names) if is_tree else _distinct_width(names, {*names, *others})
+    need = _width(names) if is_tree else _distinct_width(names, others.union(names))
     need = min(need, options.max_width // 2) if is_tree else need  # a deep tree leaves room for a number
     room = options.max_width - edge - gap
     shown = _chosen(widths, room - max(need, min(MIN_NAME, _width([head, *names]))), gap)
@@ -309,11 +310,11 @@ def _add_columns(table: Table, widths: Mapping[Column[Any], int], spare: int) ->
     """Adds columns with their minimum widths, widened in order while there is spare room."""
     for c, width in widths.items():
         least = _squeezed(c, width)
-        own = min(width, least + spare)
-        spare -= own - least
+        final = min(width, least + spare)
+        spare -= final - least
         side: Literal["left", "right"] = "left" if c.is_text else "right"
         table.add_column(
-            c.title, justify=side, width=own, no_wrap=not c.is_text, overflow="fold", style=c.style
+            c.title, justify=side, width=final, no_wrap=not c.is_text, overflow="fold", style=c.style
         )
 
 

@@ -35,7 +35,7 @@ class LayerMemory:
         peak: peak in one of its calls, above the bytes at its beginning.
         kept: bytes kept for the backward, by it and the layers called in it; a storage counts once, for the
             layer that saved it first; parameters, buffers and the batch do not count.
-        kept_self: those of `kept` that no layer called in it has saved.
+        kept_self: the part of `kept` that no layer called in it has saved.
         output_bytes: size of its outputs.
         param_bytes: size of its own parameters that no earlier row has counted.
         grad_bytes: size of their gradients, after the backward.
@@ -62,7 +62,7 @@ class MemoryTotals:
 
     Attributes:
         kept: bytes kept for the backward, by layers, the loss and any code in between.
-        kept_by_loss: those of `kept` that the loss was the first to save.
+        kept_by_loss: the part of `kept` that the loss saved first.
         peak: peak of the live bytes that the forward and the loss made.
         param_bytes, grad_bytes, optimizer_bytes: sums over all parameters.
     """
