@@ -20,14 +20,7 @@ from hookcb.profiling.trace_file import write_trace
 from hookcb.profiling.window import Windows
 from hookcb.records.tables import Worst
 
-TOTALS = (
-    "own_backward",
-    "nodes",
-    "own_device_forward",
-    "own_device_backward",
-    "own_memory",
-    "own_flops",
-)
+TOTALS = ("own_backward", "nodes", "own_device_forward", "own_device_backward", "own_memory", "own_flops")
 N_SLOWEST = 5
 
 

@@ -80,7 +80,8 @@ def backward_events(spans: Iterable[Span], base: int) -> list[dict[str, Any]]:
         same = takewhile(lambda pair: pair[0][0] == pair[1], zip(open_ones, span.path, strict=False))
         del open_ones[len(list(same)) :]
         for call in span.path[len(open_ones) :]:
-            event = {"ph": "X", "cat": CATEGORY, "name": call[0], "pid": pid, "tid": OWN_THREAD, "ts": start}
+            event: dict[str, Any] = {"ph": "X", "cat": CATEGORY, "name": call[0], "ts": start}
+            event |= {"pid": pid, "tid": OWN_THREAD}
             open_ones.append((call, event))
             events.append(event)
         for _, event in open_ones:
