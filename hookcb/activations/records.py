@@ -292,7 +292,9 @@ class ActivationRecords(SavedRecords):
         """New records from what `state` has returned."""
         records = cls(**{option: state[option] for option in OPTIONS})
         records.outputs, records.left_out = state["outputs"], state["left_out"]
-        records._stores.update({phase: StatStore.of(store) for phase, store in state["stores"].items()})
+        records._stores.update(
+            {phase: StatStore.from_state(store) for phase, store in state["stores"].items()}
+        )
         records.buffer.load_state(state["ranges"])
         return records
 

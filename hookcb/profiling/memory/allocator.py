@@ -31,7 +31,7 @@ class Allocator:
         self.most = 0
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> "Allocator | None":
+    def for_tensors(cls, tensors: Iterable[Tensor]) -> "Allocator | None":
         """Allocator of the CUDA devices of tensors; None if there are none."""
         devices = {x.device for x in tensors if x.is_cuda}
         return cls(sorted(devices, key=str)) if devices else None

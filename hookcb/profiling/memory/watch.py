@@ -99,7 +99,7 @@ class MemoryWatch:
         """
         self.drop()
         state = [*model.parameters(), *model.buffers()]
-        allocator = Allocator.of(state)
+        allocator = Allocator.for_tensors(state)
         forward, self._where, self._meter = Forward(), OUTSIDE, allocator or self.ledger
         forward.allocated_before = allocator.counts()[0] if allocator else None
         self.ledger.begin_batch()
