@@ -1,5 +1,6 @@
 """Diagnose: watches a training and reports what is wrong with it."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes.one_batch import add_preflight
-from hookcb.diagnosis.probes.suite import raised
 from hookcb.diagnosis.recorder import EvidenceRecorder, is_external
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
@@ -90,9 +90,11 @@ class Diagnose(EvidenceRecorder):
     def after_fit(self) -> None:
         if self._probes is None:
             return
-        self._probes.guarded(self._probes.observe_end, self.learn, raised())
+        error = sys.exception()  # the one that has ended the fit
+        self._probes.guarded(self._probes.observe_end, self.learn, error)
         verdict = judge(evidence := self.evidence())
-        if self._probes.try_to_overfit(self.learn, verdict.findings, falls_slowly(evidence)):
+        slowly = falls_slowly(evidence)
+        if error is None and self._probes.try_to_overfit(self.learn, verdict.findings, slowly):
             verdict = judge(evidence := self.evidence())
         self.finish(evidence)
         self.verdict = verdict

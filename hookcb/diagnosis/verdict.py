@@ -95,15 +95,20 @@ class Finding:
         is_one = self.last_step is None or self.last_step == self.step
         return f"step {self.step}" if is_one else f"steps {self.step}–{self.last_step}"
 
+    @property
+    def _sentence(self) -> str:
+        names = tuple(name for name in (self.layer, self.param) if name)  # these keep their case
+        return self.message if self.message.startswith(names) else _capitalized(self.message)
+
     def lines(self, ruled_out: Sequence[str] = (), width: int = WIDTH) -> Iterator[str]:
         """The finding as text, with `ruled_out` beside the likely causes."""
         yield from _filled(self.head, width, 2, indent="")
-        yield from _filled(_sentence(self.message), width)
+        yield from _filled(self._sentence, width)
         likely = f"Likely: {'; '.join(self.causes)}." if self.causes else ""
         others = f"Ruled out: {', '.join(ruled_out)}." if ruled_out else ""
         yield from _filled("  ".join(part for part in (likely, others) if part), width, 3)
         if self.next_steps:
-            yield from _filled(f"Next: {_sentence(self.next_steps[0])}.", width, 2)
+            yield from _filled(f"Next: {_capitalized(self.next_steps[0])}.", width, 2)
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -187,7 +192,7 @@ class Verdict(Printed):
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The verdict as text, in at most 15 lines of at most `width` columns."""
-        end = _filled(self._looked_at(), width, 2)
+        end = _filled(self._looked_at(), width, 3)
         if self.primary is None:
             notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
@@ -199,7 +204,7 @@ class Verdict(Printed):
             names = ", ".join(dict.fromkeys(map(_short, self.consequences)))
             lines += _filled(f"Consequences: {names}.", width, 2)
         for other in self._other_causes()[:2]:
-            lines += _filled(f"{other.head}: {_sentence(other.message)}", width, 2, indent="")
+            lines += _filled(f"{other.head}: {other._sentence}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
 
     def _other_causes(self) -> list[Finding]:
@@ -207,10 +212,8 @@ class Verdict(Printed):
         return [finding for finding in alone if finding is not self.primary]
 
     def _looked_at(self) -> str:
-        n = len(self.gaps)
-        why = "the reason" if n == 1 else f"the {n} reasons"
-        more = f"; some checks could not run, see .coverage for {why}" if n else ""
-        return f"Inspected: {'; '.join(self.looked)}{more}." if self.coverage else ""
+        more = " Some checks could not run; the verdict's .coverage says why." if self.gaps else ""
+        return f"Inspected: {'; '.join(self.looked)}.{more}" if self.coverage else ""
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -263,7 +266,7 @@ def _short(finding: Finding) -> str:
     return " ".join(part for part in (finding.code, finding.layer or finding.param) if part)
 
 
-def _sentence(text: str) -> str:
+def _capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 

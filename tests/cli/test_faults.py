@@ -61,7 +61,7 @@ def test_a_fault_that_there_is_not_is_told_with_those_that_there_are(capsys):
         main(["demo", "--fault", "lr-to-high"])
     assert ended.value.code == 2
     complaint = " ".join(capsys.readouterr().err.split())
-    assert "there is no fault 'lr-to-high'" in complaint
+    assert "unknown fault 'lr-to-high'" in complaint
     for name in FAULTS:
         assert name in complaint
 

@@ -101,15 +101,13 @@ def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) 
     layer = report.where.partition("#")[0].partition("[")[0] if is_layer else ""
     by = f" by {report.op}" if report.op else ""
     line = f", at {report.line}: {report.code}" if report.line and report.code else ""
-    if (report.where == LOSS and is_external) or not report.repeated:
-        how = "it did not repeat when the batch was run again"
-        if is_external:
-            how = (
-                "the model's output is finite, so it arises after the model, in the loss or on the way to it"
-            )
-    else:
+    if report.repeated and not (report.where == LOSS and is_external):
         kind = f" ({report.type})" if report.type else ""
-        how = f"it arises from finite numbers in the {report.direction} of {report.where}{kind}{by}{line}"
+        how = f"it comes from the {report.direction} of {report.where}{kind}{by}, on finite numbers{line}"
+    elif is_external:
+        how = "the model's output is finite, so it comes from the loss, or from code between the two"
+    else:
+        how = "it did not repeat when the batch was run again"
     hint = report.hint.partition(": ")
     return Observation(
         "nonfinite.first",
