@@ -110,7 +110,7 @@ class Diagnose(EvidenceRecorder):
         return judge(self.evidence()) if self.verdict is None else self.verdict
 
     def react(self) -> None:
-        """Does what `on_sick` says if the training is sick; warns or calls the function once per fit."""
+        """Acts on a sick training as `on_sick` says; warns or calls the function once per fit."""
         if self.on_sick == "ignore" or (self._has_reacted and self.on_sick != "stop"):
             return
         verdict = self.judge()
@@ -128,7 +128,7 @@ class Diagnose(EvidenceRecorder):
 
 
 def diagnose_loop(loop: Any) -> Verdict:
-    """Verdict on the training of a loop: of its `Diagnose`, else from what other callbacks recorded.
+    """Verdict on the training of a loop, from its `Diagnose` or else the records of other callbacks.
 
     For a learner without `Diagnose`, outside of a fit, one batch is inspected as well; see `add_preflight`.
 

@@ -88,7 +88,7 @@ class EvidenceRecorder(SamplingCallback):
         self._probe(Probes.begin_batch)
 
     def after_pred(self) -> None:
-        if self.is_looking or self._is_external:  # whose loss may never be reported
+        if self.is_looking or self._is_external:  # an external loop may never report its loss
             self._probe(Probes.record_pred)
 
     def after_loss(self) -> None:
@@ -187,7 +187,7 @@ class Attached:
 
 
 class AttachedStats(Attached, ActivationStats):
-    """`ActivationStats` of all layers, whose hooks serve the owner too."""
+    """`ActivationStats` of all layers; its hooks measure for the owner too."""
 
     def __init__(self, owner: EvidenceRecorder, name: str) -> None:
         super().__init__(include_paramless=True, name=name)

@@ -38,11 +38,11 @@ class Finding:
         severity: "error", "warning" or "info".
         layer: qualified name of the module, "" if it concerns no single one.
         param: qualified name of the parameter, "" if it concerns no single one.
-        step: number of the training batch at which it was first seen, None if there is no such batch.
+        step: number of the training batch at which it was first seen, None if it concerns no batch.
         value, limit: measured number and its limit; NaN if there is none.
         message: a sentence with both.
         causes: likely causes.
-        next_steps: what to do, best first.
+        next_steps: actions to take, best first.
         consequence_of: code of the finding that this one follows from, "" if it follows from none.
         kind: type and size of the layer, `Linear 64→64`.
         last_step: number of the training batch at which it was last seen.
@@ -170,13 +170,13 @@ class Verdict(Printed):
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """`looked` and `gaps` as text: what was inspected, and what could not be."""
+        """`looked` and `gaps` as text: what was and what could not be inspected."""
         return (*self.looked, *map(str, self.gaps))
 
     @property
     def headline(self) -> str:
         """Status, cause, and number of checks that ran, in one line."""
-        looked = f"{self.n_checked} of {self.n_checks} checks"
+        looked = f"{self.n_checked} of {self.n_checks} checks ran"
         if self.primary is not None:
             return f"{self.status.upper()}  {_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
         if self.status == "unknown":

@@ -76,7 +76,7 @@ def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def low_heads(weights: Tensor) -> Tensor:
-    """Share of the heads whose mean entropy is below a twentieth of that of uniform attention.
+    """Share of the heads with a mean entropy below a twentieth of the entropy of uniform attention.
 
     Args:
         weights: attention weights, `(…, heads, queries, keys)`, each row a distribution; or
@@ -94,7 +94,7 @@ def low_heads(weights: Tensor) -> Tensor:
 
 
 def observe_attention(shares_by_layer: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
-    """Layers whose heads attend to one place only, in each inspected batch."""
+    """Layers with heads that attend to one place only, in each inspected batch."""
     for layer, shares in shares_by_layer.items():
         values = [(step, float(share)) for step, share in shares]
         known = [(step, x) for step, x in values if not math.isnan(x)]
@@ -106,7 +106,7 @@ def observe_attention(shares_by_layer: dict[str, list[tuple[int, Tensor]]]) -> I
                 step=known[0][0],
                 value=least,
                 text=f"At least {least:.0%} of the heads of {layer or 'the model'} attend to one place only: "
-                f"the entropy of their attention is below {LOW_ENTROPY:.0%} of that of uniform attention.",
+                f"its entropy is below {LOW_ENTROPY:.0%} of the entropy of uniform attention.",
                 causes=("scores before the softmax are far too large, or are not divided by √d",),
                 next_steps=("Divide the scores by √d, and check the size of the query and key weights",),
             )
@@ -124,11 +124,11 @@ def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
 class OpHooks:
     """Enters an `OpProbe` when the model is called and exits it when the call ends or fails.
 
-    A model that is compiled, in whole or in part, is left alone, because it would run uncompiled. A model
-    whose first call had no attention is not measured again.
+    A model that is compiled, in whole or in part, is not measured, because it would run uncompiled. If the
+    first call of a model has no attention, it is not measured again.
 
     Args:
-        model: model whose forward is measured.
+        model: model to measure.
         acts: whether to measure a call that begins.
         in_loop_thread: whether the training makes the call, and not another thread.
 
@@ -181,7 +181,7 @@ class OpHooks:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> str:
-        """Name of the innermost module of the model whose code is running."""
+        """Name of the innermost module of the model that is running."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             is_method = frame.f_code.co_varnames[:1] == ("self",)

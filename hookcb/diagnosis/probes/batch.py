@@ -201,7 +201,7 @@ HEAD_ADVICE = {  # by the function that the loss applies itself
 
 
 def observe_loss(node: Any, graph: LossGraph, layer: str, step: int) -> Iterator[Observation]:
-    """A loss without a graph, and a final activation where the loss applies its own or needs another one.
+    """A loss without a graph, and a final activation before a loss that applies its own or needs another.
 
     Args:
         node: `loss.grad_fn`, or None.

@@ -39,7 +39,7 @@ def add_preflight(evidence: Evidence, learn: Any, cbs: list[Callback]) -> None:
     Args:
         evidence: records of the callbacks; if the batch cannot be run its `missing` says why.
         learn: the learner, outside of a fit.
-        cbs: its callbacks, and those of its last fit; none of them is called.
+        cbs: its callbacks, also from its last fit; none of them is called.
     """
     why = _why_not(learn, cbs)
     if not why:

@@ -27,7 +27,7 @@ class LostUpdates:
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
 
     def before_step(self) -> None:
-        """Copies some weights, and notes which of them have a gradient."""
+        """Copies some weights, and records which of them have a gradient."""
         self._before = [
             (name, p, _elements(p), _elements(p.grad) != 0) for name, p in self._params if p.grad is not None
         ]

@@ -58,7 +58,7 @@ class Probes:
     The methods for events take the loop, and whether the batch is inspected closely.
 
     Args:
-        loop: loop whose training is measured.
+        loop: loop to measure.
         acts: whether to measure a call of the model that begins now.
         is_external: whether hookcb does not run the loop, so that its loss function is unknown.
 
@@ -143,7 +143,7 @@ class Probes:
                 self._inputs.put("x", [self._inputs.begin(0, loop.train_iter)], numbers[None].float())
 
     def record_pred(self, loop: Any, looking: bool) -> None:
-        """Checks the model's output in an external loop, whose loss may never be reported."""
+        """Checks the model's output in an external loop, because its loss may never be reported."""
         if looking:
             self._autocasts = autocasts(loop.model)
         if self._is_external and not self._has_origin:
@@ -185,7 +185,7 @@ class Probes:
             self.observations.append(find_origin(batch, noticed, gradient, loop.train_iter, self._autocasts))
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
-        """Reads the gradients that are left from before."""
+        """Reads the gradients that are left from earlier steps."""
         if self.n_steps < N_DENSE:
             self.stale.before_backward()
 
@@ -221,7 +221,7 @@ class Probes:
         self._n_samples = 0
 
     def cancel_step(self, loop: Any, looking: bool) -> None:
-        """Notes that the current step is not made; its gradients may stay for the next one."""
+        """Records that the current step is not made; its gradients may stay for the next one."""
         self.lost_updates.drop_step()
         self._is_step_cancelled = True
 
@@ -279,7 +279,7 @@ class Probes:
     def evidence(self, frame: Frame) -> Evidence:
         """Evidence recorded so far."""
         evidence = Evidence(sources=set(self._sources), params=frame.params)
-        # a batch after its backward may be the last one, whose end an external loop does not report
+        # a batch after its backward may be the last one; an external loop does not report its end
         evidence.n_batches = self.n_batches + (self._under_way is not None)
         evidence.n_looked = self.n_looked + bool(self._under_way)
         evidence.loss, evidence.lr = self.loss.series(), self.lr.series()
