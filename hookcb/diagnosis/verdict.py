@@ -201,15 +201,13 @@ class Verdict(Printed):
         lines = _filled(self.headline, width, 1, indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
         if self.consequences:
-            names = ", ".join(dict.fromkeys(map(_short, self.consequences)))
+            named = (f"{f.code} {f.layer or f.param}".rstrip() for f in self.consequences)
+            names = ", ".join(dict.fromkeys(named))
             lines += _filled(f"Consequences: {names}.", width, 2)
-        for other in self._other_causes()[:2]:
+        causes = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
+        for other in [f for f in causes if f is not self.primary][:2]:
             lines += _filled(f"{other.head}: {other._sentence}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
-
-    def _other_causes(self) -> list[Finding]:
-        alone = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
-        return [finding for finding in alone if finding is not self.primary]
 
     def _looked_at(self) -> str:
         more = " Some checks could not run; the verdict's .coverage says why." if self.gaps else ""
@@ -260,10 +258,6 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 def _summary(finding: Finding) -> str:
     where = _plain_text(finding.layer or finding.param)
     return f"{finding.code}{f' in {where}' if where else ''}"
-
-
-def _short(finding: Finding) -> str:
-    return " ".join(part for part in (finding.code, finding.layer or finding.param) if part)
 
 
 def _capitalized(text: str) -> str:
