@@ -20,7 +20,7 @@ MIN_BATCHES = 3  # that must be constant
 
 
 def input_numbers(xb: Any) -> Tensor | None:
-    """`COLUMNS` of the inputs of a batch, float32 `(4,)` on their device; None if there is no tensor.
+    """`COLUMNS` of the inputs of a batch, float32 `(4,)` on their device; None without tensors.
 
     Standard deviation and root mean square of the first float tensor that is not 0-d, NaN if there is none;
     number of non-finite elements in all tensors; whether samples differ, NaN for a single sample.
@@ -33,9 +33,7 @@ def input_numbers(xb: Any) -> Tensor | None:
     std = rms = nothing
     bad = torch.zeros((), device=tensors[0].device)
     if floats:
-        first = next(
-            (x for x in floats if x.ndim), nothing
-        ).float()  # the scale of a 0-d tensor means nothing
+        first = next((x for x in floats if x.ndim), nothing).float()  # a 0-d tensor has no scale
         std, rms = first.std(correction=0), first.square().mean().sqrt()
         bad = torch.stack([x.isfinite().logical_not().sum().to(bad.device) for x in floats]).sum().float()
     several = [x for x in tensors if x.ndim and len(x) > 1]
@@ -193,14 +191,35 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 HEAD_ADVICE = {  # by the function that the loss applies itself
-    "softmax": ("cross-entropy applies a softmax itself", "pass it the raw scores (logits)"),
-    "sigmoid": ("this loss applies a sigmoid itself", "pass it the raw scores, or use binary_cross_entropy"),
-    "": ("NLLLoss expects log-probabilities", "use log_softmax, or cross_entropy on the scores"),
+    "softmax": ("which applies a softmax itself", "pass the raw scores (logits) to the loss"),
+    "sigmoid": (
+        "which applies a sigmoid itself",
+        "pass the raw scores (logits) to the loss, or use binary_cross_entropy",
+    ),
+    "": ("which expects log-probabilities", "use log_softmax, or cross_entropy on the raw scores"),
 }
 
 
-def observe_head(graph: LossGraph, layer: str, step: int) -> Iterator[Observation]:
-    """A final activation in front of a loss that applies its own or needs a different one."""
+def observe_loss(node: Any, graph: LossGraph, layer: str, step: int) -> Iterator[Observation]:
+    """A loss without a graph, and a final activation before a loss that applies its own or needs another.
+
+    Args:
+        node: `loss.grad_fn`, or None.
+        graph: what was read from it.
+        layer: name of the last layer that was called.
+        step: number of the batch.
+    """
+    if node is None:
+        yield Observation(
+            "loss.detached",
+            step=step,
+            text="The loss does not depend on any parameter, so there is nothing to train.",
+            causes=(
+                "a .detach(), .item() or no_grad between the model and the loss",
+                "all parameters are frozen",
+            ),
+            next_steps=("Follow the model's output to the loss, and print .requires_grad on the way",),
+        )
     is_nll = graph.kind == "nll" and graph.head in ("Softmax", "Sigmoid")
     if not graph.head or not (graph.applies or is_nll):
         return
@@ -210,7 +229,7 @@ def observe_head(graph: LossGraph, layer: str, step: int) -> Iterator[Observatio
         "head.activation",
         layer,
         step=step,
-        text=f"The model ends in a {name}, and its output goes to {graph.kind}; {why}.",
-        causes=(f"the {name} squeezes the scores, and the gradients with them",),
+        text=f"The model ends in a {name}, and its output goes to {graph.kind}, {why}.",
+        causes=(f"a {name} left in the model, which squeezes the scores and their gradients",),
         next_steps=(f"Remove the {name}: {advice}",),
     )

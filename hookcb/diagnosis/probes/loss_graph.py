@@ -50,7 +50,7 @@ class LossGraph(NamedTuple):
         is_pure: whether the loss is that and nothing else, except for scale and sign.
         scale: factor of the mean over samples; NaN for a sum, and if unknown.
         applies: "softmax" or "sigmoid" if the loss applies that itself, else "".
-        head: operation whose output the loss gets, "Softmax", "Sigmoid" or "Relu", else "".
+        head: operation that produces the input of the loss, "Softmax", "Sigmoid" or "Relu", else "".
         hidden_by: operation that hides the loss's input, "" if none does.
     """
 
@@ -103,7 +103,7 @@ def node_name(node: Any) -> str:
 
 
 def _around(node: Any) -> Iterator[tuple[Any, bool, float]]:
-    """Nodes behind the loss, nearest first, each with whether only scaling lies between, and the factor."""
+    """Nodes behind the loss, nearest first; for each, whether only scaling lies between, and the factor."""
     waiting, n = deque([(node, True, 1.0)]), 0
     while waiting and n < MAX_NODES:
         now, is_pure, scale = waiting.popleft()
@@ -152,7 +152,7 @@ def _input_of(node: Any) -> Any:
 
 
 def head_of(node: Any) -> tuple[str, str]:
-    """`head` and `hidden_by` of a `LossGraph` whose loss gets the output of this node."""
+    """`head` and `hidden_by` of the `LossGraph` of a loss that gets the output of this node."""
     return _head(_input_of(node) if node is not None and node_name(node) in SHAPING else node)
 
 

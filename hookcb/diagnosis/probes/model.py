@@ -130,7 +130,7 @@ def observe_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Ite
                 name.rpartition(".")[0],
                 name,
                 value=float(several[id(p)]),
-                text=f"{name} is {several[id(p)]} times in the optimizer's groups, and is updated as often.",
+                text=f"{name} is in the optimizer {several[id(p)]} times, and each step updates it as often.",
                 causes=("tied weights, or a part of the model that was passed twice",),
                 next_steps=("Pass each parameter once: list(dict.fromkeys(params)) removes duplicates",),
             )

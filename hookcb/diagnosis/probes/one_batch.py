@@ -15,12 +15,11 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_head, observe_inputs
+from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_inputs, observe_loss
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin
-from hookcb.diagnosis.probes.suite import detached_loss
 from hookcb.diagnosis.registry import check_of
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
@@ -40,7 +39,7 @@ def add_preflight(evidence: Evidence, learn: Any, cbs: list[Callback]) -> None:
     Args:
         evidence: records of the callbacks; if the batch cannot be run its `missing` says why.
         learn: the learner, outside of a fit.
-        cbs: its callbacks, and those of its last fit; none of them is called.
+        cbs: its callbacks, also from its last fit; none of them is called.
     """
     why = _why_not(learn, cbs)
     if not why:
@@ -121,9 +120,7 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     graph = read_loss(learn.loss.grad_fn)
     found.guess = guess_of(graph, learn.pred, learn.yb)
     found.loss_kind = graph.kind if graph.is_pure else ""
-    if learn.loss.grad_fn is None:
-        found.observations.append(detached_loss(0))
-    found.observations += observe_head(graph, last, 0)
+    found.observations += observe_loss(learn.loss.grad_fn, graph, last, 0)
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden
     else:

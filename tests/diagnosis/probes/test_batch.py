@@ -13,9 +13,9 @@ from hookcb.diagnosis.probes.batch import (
     MIN_BATCHES,
     guess_of,
     input_numbers,
-    observe_head,
     observe_inputs,
     observe_labels,
+    observe_loss,
 )
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 from tests.support import fit
@@ -308,17 +308,19 @@ def test_without_labels_it_is_known_where_scores_are_of_classes():
 
 # ---- heads
 
+NODE = object()  # the loss has a graph
+
 
 @pytest.mark.parametrize("head", ["Softmax", "Sigmoid", "Relu"])
 @pytest.mark.parametrize("applies", ["softmax", "sigmoid"])
 def test_an_activation_before_a_loss_that_applies_its_own_is_told(head, applies):
-    (found,) = observe_head(LossGraph("cross-entropy", True, 1.0, applies, head), "head.act", 2)
+    (found,) = observe_loss(NODE, LossGraph("cross-entropy", True, 1.0, applies, head), "head.act", 2)
     assert (found.code, found.layer, found.step) == ("head.activation", "head.act", 2)
     assert {"Softmax": "softmax", "Sigmoid": "sigmoid", "Relu": "ReLU"}[head] in found.text
 
 
 def test_probabilities_for_nll_are_told():
-    (found,) = observe_head(LossGraph("nll", head="Softmax"), "", 0)
+    (found,) = observe_loss(NODE, LossGraph("nll", head="Softmax"), "", 0)
     assert "log_softmax" in found.next_steps[0]
 
 
@@ -334,4 +336,4 @@ def test_probabilities_for_nll_are_told():
     ],
 )
 def test_a_head_that_fits_its_loss_is_no_finding(graph):
-    assert list(observe_head(graph, "act", 0)) == []
+    assert list(observe_loss(NODE, graph, "act", 0)) == []
