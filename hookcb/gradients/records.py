@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from fastcore.foundation import L
 
+from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
 from hookcb.gradients import plots
 from hookcb.gradients.capture import About, StepCapture
@@ -59,13 +60,25 @@ class GradientRecords(SavedRecords):
         first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU also if
             its record was dropped.
         output_stats: gradients of layers' outputs, with `activations=True`; else None.
+
+    Raises:
+        TypeError, ValueError: If `keep` is not a whole number of at least 2.
+
+    >>> from hookcb import GradientHealth, GradientRecords, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=GradientHealth())
+    >>> isinstance(learn.gradient_health.records, GradientRecords)
+    True
+    >>> learn.gradient_health.records.names
+    ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
     columns = GRAD_STATS
     keys = frozenset((*STATE, "keep", "stores", "outputs", "skipped"))
 
     def __init__(self, keep: int = 5_000, activations: bool = False) -> None:
-        self.keep = keep
+        self.keep = check_count("keep", keep, "records", least=2)
         columns = {"params": STORED, "steps": STEP_STATS, "buffers": BUFFER_STATS}
         self._stores = {name: StatStore(stats, keep) for name, stats in columns.items()}
         self._waiting: list[StepCapture] = []
