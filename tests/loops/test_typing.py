@@ -70,5 +70,5 @@ def test_a_callback_of_a_fit_that_has_ended_is_found_by_its_class_too():
     with learn.no_logging():
         learn.fit(1, cbs=ActivationStats())
     assert learn.get(ActivationStats) is learn.activation_stats
-    with pytest.raises(TypeError, match="kind must be a class of callbacks.* got 'ActivationStats'"):
+    with pytest.raises(TypeError, match=r"kind must be a class of callbacks.* got 'ActivationStats'"):
         learn.get("ActivationStats")
