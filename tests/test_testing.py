@@ -48,5 +48,5 @@ def test_synth_learner_is_the_same_each_time_and_leaves_the_generator_alone():
 
 
 def test_what_makes_no_callback_is_refused():
-    with pytest.raises(TypeError, match="make must be a callback's class, .* got 3"):
+    with pytest.raises(TypeError, match=r"make must be a callback's class, .* got 3"):
         check_callback(3)
