@@ -125,6 +125,8 @@ class ActivationRecords(SavedRecords):
 
     def store_of(self, phase: str) -> StatStore:
         """Store of the records of training, "train", or validation, "valid"."""
+        if phase not in PHASES:
+            raise ValueError(f"phase must be 'train' or 'valid', got {phase!r:.80}")
         self.buffer.reduce()
         return self._stores[phase]
 

@@ -42,7 +42,7 @@ class Loop(TrainingState):
     def __init__(self, model: nn.Module, cbs: Callbacks = ()) -> None:
         if not isinstance(model, nn.Module):
             hint = f"; give an instance, {model.__name__}(…)" if isinstance(model, type) else ""
-            raise TypeError(f"model is {model!r:.80}, no nn.Module{hint}")
+            raise TypeError(f"model must be an nn.Module, got {model!r:.80}{hint}")
         super().__init__(model)
         self.cbs: list[Callback] = []
         self._entered: list[Callback] | None = None  # while a fit runs: whose before_fit was called
@@ -82,19 +82,28 @@ class Loop(TrainingState):
     def get(self, kind: type[C], name: str | None = None) -> C:
         """The attached callback of a class, as in `learn.get(ActivationStats).stats`.
 
+        If none is attached, the one of an earlier fit, which is still an attribute, `learn.activation_stats`.
+
         Args:
             kind: its class, or a base class.
             name: its name, if several of the class are attached.
 
         Raises:
+            TypeError: If `kind` is not a class.
             LookupError: If there is none, or if there are several.
         """
-        found = [cb for cb in self.cbs if isinstance(cb, kind) and name in (None, cb.name)]
+        if not isinstance(kind, type):
+            raise TypeError(f"kind must be a class of callbacks, such as ActivationStats, got {kind!r:.80}")
+        earlier = [cb for key, cb in vars(self).items() if isinstance(cb, Callback) and cb.name == key]
+        for cbs in (self.cbs, earlier):
+            found = [cb for cb in cbs if isinstance(cb, kind) and name in (None, cb.name)]
+            if found:
+                break
         if len(found) == 1:
             return found[0]
         wanted = kind.__name__ if name is None else f"{kind.__name__} named {name!r}"
         if found:
-            names = ", ".join(repr(cb.name) for cb in self.cbs if isinstance(cb, kind))
+            names = ", ".join(repr(cb.name) for cb in found)
             raise LookupError(f"several {wanted} are attached; give name=, one of {names}")
         attached = {cb.name: f"{type(cb).__name__} as {cb.name!r}" for cb in self.cbs}
         close = difflib.get_close_matches(name or camel2snake(kind.__name__), attached, n=1)

@@ -29,7 +29,7 @@ class SamplingCallback(Callback):
         n_skipped: number of the others, cancelled ones among them.
 
     Raises:
-        ValueError: where `every` is no whole number of batches, 1 or more.
+        ValueError: If `every` is not a whole number of batches, 1 or more.
 
     >>> from hookcb import SamplingCallback, synth_learner
     >>> learn = synth_learner()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from fastcore.foundation import L
 
+from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
 from hookcb.gradients import plots
 from hookcb.gradients.capture import About, StepCapture
@@ -60,6 +61,9 @@ class GradientRecords(SavedRecords):
             its record was dropped.
         output_stats: gradients of layers' outputs, with `activations=True`; else None.
 
+    Raises:
+        TypeError, ValueError: If `keep` is not a whole number of at least 2.
+
     >>> from hookcb import GradientHealth, synth_learner
     >>> learn = synth_learner()
     >>> with learn.no_logging():
@@ -75,7 +79,7 @@ class GradientRecords(SavedRecords):
     keys = frozenset((*STATE, "keep", "stores", "outputs", "skipped"))
 
     def __init__(self, keep: int = 5_000, activations: bool = False) -> None:
-        self.keep = keep
+        self.keep = check_count("keep", keep, "records", least=2)
         columns = {"params": STORED, "steps": STEP_STATS, "buffers": BUFFER_STATS}
         self._stores = {name: StatStore(stats, keep) for name, stats in columns.items()}
         self._waiting: list[StepCapture] = []

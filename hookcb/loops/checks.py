@@ -15,7 +15,7 @@ def check_fit(n_epoch: int, dls: Any) -> None:
     """Refuses what would train nothing, or end in the middle.
 
     Raises:
-        TypeError: where `n_epoch` is no whole number.
+        TypeError: If `n_epoch` is not a whole number.
         ValueError: where it is negative, a loader has no batches, or one that can be read once is read again.
     """
     check_count("n_epoch", n_epoch, "epochs", least=0)
@@ -61,12 +61,12 @@ def check_loss(loss: Any) -> None:
     """Refuses a loss that cannot be trained on.
 
     Raises:
-        TypeError: where it is no tensor.
+        TypeError: If it is not a tensor.
         ValueError: where it has not one element.
     """
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"the loss is {loss!r:.80}, no tensor; compute it from the prediction with torch functions"
+            f"the loss is {loss!r:.80}, not a tensor; compute it from the prediction with torch functions"
         )
     if loss.numel() != 1:
         raise ValueError(

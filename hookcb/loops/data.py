@@ -53,7 +53,7 @@ def check_loader(loader: Any, role: str) -> None:
     if isinstance(loader, tuple | str | bytes | Mapping | nn.Module) or not hasattr(loader, "__iter__"):
         shown = " ".join(repr(loader).split())
         raise TypeError(
-            f"{role} is {shown:.60}, no iterable of batches; give a DataLoader, a list of batches, "
+            f"{role} is {shown:.60}, not an iterable of batches; give a DataLoader, a list of batches, "
             "a (train, valid) tuple of these, or an object with .train and .valid"
         )
     if isinstance(loader, list) and any(isinstance(item, DataLoader) for item in loader):

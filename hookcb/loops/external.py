@@ -174,9 +174,13 @@ class ExternalLoop(NamedLoop):
 
         Raises:
             TypeError: If it is not a tensor.
+            ValueError: If it does not have one element.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss must be a tensor, got {loss!r:.80}; report what backward is called on")
+        if loss.numel() != 1:
+            shape = tuple(loss.shape)
+            raise ValueError(f"loss must have one element, got shape {shape}; report loss.mean()")
         if not self.has_batch:
             self.facts.n_losses_outside += 1
             return loss
@@ -206,7 +210,12 @@ class ExternalLoop(NamedLoop):
         """Reports that an optimizer is about to step; a second call before `end_step` does nothing.
 
         If called before clipping, callbacks read the gradients as they are then.
+
+        Raises:
+            TypeError: If `opt` is not an optimizer.
         """
+        if not hasattr(opt, "param_groups"):
+            raise TypeError(f"opt must be the optimizer that makes the step, got {opt!r:.80}")
         if self.stage in IN_STEP:
             if self.opt is opt:
                 return

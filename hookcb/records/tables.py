@@ -15,6 +15,7 @@ from hookcb.core.console import spelled
 from hookcb.records.printing import Row, Rows
 
 MIN_NAME, MIN_TEXT = 24, 12  # minimum widths of long names and of texts that wrap
+MAX_WORD = 20  # longest word, such as a code of a finding, that is kept whole in a text that wraps
 MANY, WORST = 30, 20  # by default a table of more than MANY rows shows the WORST of them
 Worst = int | None | Literal["auto"]
 Item = TypeVar("Item")
@@ -114,7 +115,13 @@ NO_MARK = Mark()
 
 
 def marks_of(verdict: VerdictLike | None, attribute: Literal["layer", "param"]) -> dict[str, Mark]:
-    """Marks by name of the layer or parameter that findings are about; none without a verdict."""
+    """Marks by name of the layer or parameter that findings are about; none without a verdict.
+
+    Raises:
+        TypeError: If `verdict` has no findings.
+    """
+    if verdict is not None and not hasattr(verdict, "findings"):
+        raise TypeError(f"verdict must be a Verdict, such as learn.diagnose(), or None, got {verdict!r:.80}")
     findings = () if verdict is None else verdict.findings
     marks: dict[str, Mark] = {}
     for i, finding in enumerate(findings):
@@ -203,6 +210,12 @@ class Report(WorstRows[Shown]):
         super().__init__(found, title, worst, lambda row: row.weight, caption)
         self._names = [row.name for row in rows]
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._names or self.caption:
+            yield from super().__rich_console__(console, options)
+        else:
+            yield Text(f"nothing is recorded, no {self.head} has numbers yet")
+
 
 def _grouped(rows: Sequence[Shown], depth: int) -> Iterator[Shown]:
     """The worst row of each group of modules, see `Report`."""
@@ -279,12 +292,13 @@ def fitted(
     others = {spelled(name, options.encoding) for name in among}
     cells = {c: [spelled(c.text(row), options.encoding) for row in rows] for c in columns}
     widths = {c: _width([c.title, *texts]) for c, texts in cells.items() if any(texts)}
+    least = {c: _squeezed(c, width, cells[c]) for c, width in widths.items()}
     gap, edge = (3, 1) if is_framed else (2, 0)
     need = _width(names) if is_tree else _distinct_width(names, others.union(names))
     need = min(need, options.max_width // 2) if is_tree else need  # a deep tree leaves room for a number
     room = options.max_width - edge - gap
-    shown = _chosen(widths, room - max(need, min(MIN_NAME, _width([head, *names]))), gap)
-    room = max(1, room - sum(gap + _squeezed(c, widths[c]) for c in shown))
+    shown = _chosen(least, room - max(need, min(MIN_NAME, _width([head, *names]))), gap)
+    room = max(1, room - sum(gap + least[c] for c in shown))
     if not is_tree and _width(names) > room:
         names, begin = _shortened(names, room, options.encoding)
         caption = "\n".join(filter(None, [caption, begin and f"each name begins with {begin}"]))
@@ -292,7 +306,7 @@ def fitted(
     table.title, table.caption = title, Text(caption, "table.caption") if caption else None
     width = min(room, _width([head, *names]))
     table.add_column(head, width=width, overflow="fold", no_wrap=not is_tree)
-    _add_columns(table, {c: widths[c] for c in shown}, room - width)
+    _add_columns(table, {c: (least[c], widths[c]) for c in shown}, room - width)
     for i, name in enumerate(names):
         table.add_row(Text(name), *(Text(cells[c][i]) for c in shown))
     return table
@@ -301,15 +315,14 @@ def fitted(
 def _chosen(widths: Mapping[Column[Any], int], room: int, gap: int) -> list[Column[Any]]:
     """The columns that fit into a width of `room`, with a gap before each."""
     shown = list(widths)
-    while shown and sum(gap + _squeezed(c, widths[c]) for c in shown) > room:
+    while shown and sum(gap + widths[c] for c in shown) > room:
         shown.remove(max(reversed(shown), key=lambda c: c.rank))
     return shown
 
 
-def _add_columns(table: Table, widths: Mapping[Column[Any], int], spare: int) -> None:
+def _add_columns(table: Table, widths: Mapping[Column[Any], tuple[int, int]], spare: int) -> None:
     """Adds columns with their minimum widths, widened in order while there is spare room."""
-    for c, width in widths.items():
-        least = _squeezed(c, width)
+    for c, (least, width) in widths.items():
         final = min(width, least + spare)
         spare -= final - least
         side: Literal["left", "right"] = "left" if c.is_text else "right"
@@ -322,9 +335,12 @@ def _width(texts: Iterable[str]) -> int:
     return max(map(cell_len, texts), default=0)
 
 
-def _squeezed(column: Column[Any], width: int) -> int:
-    """Minimum width of a column whose full width is `width`."""
-    return min(width, MIN_TEXT) if column.is_text else width
+def _squeezed(column: Column[Any], width: int, texts: Iterable[str]) -> int:
+    """Minimum width of a column whose full width is `width`; words of its texts are kept whole."""
+    if not column.is_text:
+        return width
+    word = _width(word for text in texts for word in text.split())
+    return min(width, max(MIN_TEXT, min(word, MAX_WORD)))
 
 
 def _distinct_width(names: Iterable[str], among: Iterable[str]) -> int:

@@ -168,7 +168,7 @@ def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[s
     kinds = [layer.kind for layer in evidence.layers.values() if layer.kind in FLAT]
     if len(kinds) > 2:
         kind = max(sorted(set(kinds)), key=kinds.count)
-        slope = ", which passes on at most a quarter of the gradient" if kind == "Sigmoid" else ""
+        slope = ", each of which passes on at most a quarter of the gradient" if kind == "Sigmoid" else ""
         return (f"{kinds.count(kind)} {kind} layers in series{slope}",), (
             f"Use ReLU or GELU instead of {kind}, or residual connections or normalization",
         )

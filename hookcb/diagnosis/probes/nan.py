@@ -16,6 +16,8 @@ from hookcb.nans.replay import Autocast, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
 
+FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
+
 
 class ExternalBatch:
     """Current batch of an external loop, with the interface of a Learner that a replay uses.
@@ -91,9 +93,14 @@ def _from_weights(layers: list[str], noticed: str, step: int) -> Observation:
         value=float(len(layers)),
         text=f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
         f"or infinite in an earlier step; {last} is the last of them before the loss.",
-        causes=("a gradient that was not finite, or a step that was too large",),
+        causes=(FROM_WEIGHTS,),
         next_steps=("Train with cbs=NanTrace(), which stops before the step and names the operation",),
     )
+
+
+def is_from_weights(observation: Observation) -> bool:
+    """Whether the NaN was in the weights already, so that it began in an earlier step."""
+    return observation.code == "nonfinite.first" and FROM_WEIGHTS in observation.causes
 
 
 def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) -> Observation:

@@ -19,7 +19,7 @@ from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_input
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
-from hookcb.diagnosis.probes.nan import find_origin
+from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
 from hookcb.diagnosis.registry import check_of
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
@@ -76,6 +76,8 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
             learn.model.train()
             _observe_model(found, learn)
             _observe_batch(found, learn, step=evidence.n_batches)
+    if any(p.first_bad is not None for p in evidence.params.values()) and "scaler" in evidence.absent:
+        _leave_out_later(found)
     at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
     lasting = [replace(x, step=None) for x in found.observations if at_any_time(check_of(x.code).needs)]
@@ -86,6 +88,13 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
     evidence.loss_kind, evidence.guess = found.loss_kind, found.guess
     evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
     evidence.notes.append("one more batch after the training")
+
+
+def _leave_out_later(found: Evidence) -> None:
+    """Leaves out what this batch cannot say: how NaN began in an earlier step, of which there are records."""
+    found.observations = [x for x in found.observations if not is_from_weights(x)]
+    found.observed.discard("inputs")
+    found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
 
 
 def _observe_model(found: Evidence, learn: Any) -> None:
