@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from hookcb.adapters.base import Attached, no_package
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
-from hookcb.loops.watch import Watch
+from hookcb.loops.optimizers import unwrapped
+from hookcb.loops.watcher import Watch
 
 try:
     with random_kept():
@@ -44,7 +45,7 @@ class HookcbCallback(Attached, TrainerCallback):
         """A training begins; model and optimizer are ready."""
         self._is_epoch_over = False
         scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
-        self.follow(lambda cbs: TrainerRun(model, _unwrapped(optimizer), cbs, scaler))
+        self.follow(lambda cbs: TrainerRun(model, unwrapped(optimizer), cbs, scaler))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An epoch begins."""
@@ -97,10 +98,3 @@ class TrainerRun(Watch):
         loss = pred.get("loss") if isinstance(pred, Mapping) else None
         if isinstance(loss, Tensor):
             self.report_loss(loss)
-
-
-def _unwrapped(opt: Any) -> Any:
-    """The optimizer whose step is called in the end; Accelerate wraps it."""
-    while isinstance(inner := getattr(opt, "optimizer", None), Optimizer):
-        opt = inner
-    return opt

@@ -67,7 +67,7 @@ class Facts:
         n_closures: steps of LBFGS.
         n_steps_alone: steps without a call of the model before.
         eval_trains: whether the loop trains in eval mode.
-        tells_steps: whether the loop says itself where a step begins.
+        reports_steps: whether the loop says itself where a step begins.
         n_moved_by_hand: times that weights moved after a backward, without a step of an optimizer.
         has_other_optimizer: whether the optimizer that was given has no parameter of the model.
         has_ended: whether it is closed.
@@ -87,7 +87,7 @@ class Facts:
     n_closures: int = 0
     n_steps_alone: int = 0
     eval_trains: bool = False
-    tells_steps: bool = False
+    reports_steps: bool = False
     n_moved_by_hand: int = 0
     has_other_optimizer: bool = False
     has_ended: bool = False
@@ -212,7 +212,7 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
         )
     if facts.eval_trains:
         yield "batches in eval mode with gradients, taken for training as a step followed"
-    if seen.get("before_step") and not facts.tells_steps and not facts.n_moved_by_hand:
+    if seen.get("before_step") and not facts.reports_steps and not facts.n_moved_by_hand:
         yield (
             "gradients are read as optimizers get them, after clipping; "
             "to read them before, call w.begin_step(optimizer) there"

@@ -1,8 +1,7 @@
 """ExternalLoop: a loop hookcb does not run, which reports what happens in it."""
 
-import sys
 from collections import Counter
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -22,38 +21,9 @@ from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.modules import ModelGoneError
 from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
+from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
-from hookcb.loops.taps import is_method_call, outside_transforms
-
-T = TypeVar("T")
-
-
-class Reported(Generic[T]):
-    """State that the loop reports by a method; calling the state raises an error that names the method.
-
-    `w.loss` and `w.epoch` were methods once, and "'NoneType' object is not callable" would not help.
-    """
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, loop: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, loop: "ExternalLoop", owner: type) -> T: ...
-    def __get__(self, loop: "ExternalLoop | None", owner: type) -> Self | T:
-        if loop is None:
-            return self
-        if is_method_call(sys._getframe(1)):
-            raise TypeError(f".{self.name} is not a method but the {self.name} itself; call .{self.method}")
-        value: T = loop.__dict__[self.name]
-        return value
-
-    def __set__(self, loop: "ExternalLoop", value: T) -> None:
-        loop.__dict__[self.name] = value
+from hookcb.loops.taps import outside_transforms
 
 
 class ExternalLoop(NamedLoop):

@@ -1066,7 +1066,7 @@ def test_a_model_compiled_in_place_after_it_is_watched(graphs):
     # the first call is seen by its step
     assert seen(loop, model, opt) == f"E(T((sS){TRAINED * 2})T)E"
     assert len(found) == 1
-    assert type(model._compiled_call_impl).__module__ != "hookcb.loops.taps"
+    assert type(model._compiled_call_impl).__module__ != "hookcb.hooks.compiled"
 
 
 def test_a_wrapper_that_was_made_after_is_not_seen_and_coverage_says_so(graphs):
@@ -1518,7 +1518,7 @@ def test_a_callback_may_follow_a_second_loop_when_the_first_has_ended():
 
 @pytest.mark.parametrize("wrong", [3, "sgd", [3], {"g": 3}, [ActivationStats(), 3], nn.Linear(1, 1)])
 def test_what_is_no_optimizer_is_refused(wrong):
-    with pytest.raises(TypeError, match="give a torch optimizer"):
+    with pytest.raises(TypeError, match="optimizer must be a torch optimizer"):
         watch(make_model(), wrong)
 
 
