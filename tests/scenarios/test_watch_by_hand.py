@@ -164,7 +164,7 @@ def test_a_batch_that_is_under_way_is_counted_once_it_has_gone_back():
 
 def test_the_optimizer_of_another_model_is_told():
     model = make_model()
-    with pytest.warns(UserWarning, match="no parameter of Sequential is in the optimizer"):
+    with pytest.warns(UserWarning, match="optimizer has no parameter of Sequential"):
         w = watch(model, torch.optim.SGD(make_model(1).parameters()), GradientHealth)
     with w:
         F.mse_loss(model(X), Y).backward()
