@@ -114,9 +114,7 @@ class Watch(ExternalLoop):
     def _begin_or_continue(self, m: nn.Module, xb: Any) -> None:
         """Begins a batch for a call, unless it belongs to the one that is open."""
         if not self._has_stepped and (opt := stepping_optimizer()) is not None:
-            self._has_stepped = self._optimizers.has_params(
-                opt, self.model
-            )  # its step began earlier
+            self._has_stepped = self._optimizers.has_params(opt, self.model)  # its step began earlier
         training = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
         leaf = first_parameter_behind(xb) if training else None
         if not (training and self._continues_batch()):

@@ -49,7 +49,7 @@ def test_weights_that_move_without_an_optimizer_are_seen(write):
     descend(plain, write, watched=False)
     assert same(weights(model), weights(plain))
     assert w.facts.n_moved_by_hand == 6
-    assert "weights moved 6 times without a step of an optimizer" in str(w.coverage)
+    assert "weights moved 6 times without a step of a watched optimizer" in str(w.coverage)
     assert w.coverage.seen["before_step"] == w.coverage.seen["after_step"] == 5
     assert "before_step" not in w.coverage.missing
 
