@@ -90,7 +90,7 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
         n_inp: number of items that are inputs; by default all but the last of a tuple, all of a mapping.
 
     Returns:
-        `xb`, a tuple, or a mapping if the batch is one; and `yb`, a tuple, empty if there is no target.
+        `xb`, a tuple, or a mapping if the batch is one; and `yb`, a tuple, empty without targets.
 
     Raises:
         ValueError: If the batch has fewer than `n_inp` items.

@@ -32,7 +32,7 @@ DIAGNOSE = -5
 """Acts before the callbacks that it adds."""
 
 READ = 0
-"""Read values that are complete, unscaled and not clipped yet. This is the default, also for users' callbacks."""
+"""Read values that are complete, unscaled and not clipped yet. Users' callbacks act here by default."""
 
 CLIP = 20
 """Clips gradients; after it, they are as the optimizer gets them."""
