@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hookcb.core.console import show_error
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.loops.external import ExternalLoop
-from hookcb.loops.watch import Watch
+from hookcb.loops.watcher import Watch
 
 
 def say_sick(verdict: Verdict) -> None:
@@ -31,11 +31,6 @@ class ScriptWatch(Watch):
     def close_failed(self) -> bool:
         """See `ExternalLoop`; hooks stay on until the end, as torch may be iterating over them."""
         return self._error is not None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a training batch has begun and its backward has not."""
-        return self._is_waiting()
 
     @property
     def optimizers(self) -> set[int]:

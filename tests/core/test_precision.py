@@ -166,5 +166,5 @@ def test_float32_models_are_recorded_in_float32():
     stats, health = ActivationStats(), GradientHealth()
     model = nn.Linear(3, 2)
     fit(Learner(([(torch.ones(4, 3), torch.ones(4, 2))], None), model, F.mse_loss, cbs=[stats, health]))
-    stores = stats.store_of("train"), health.records.store_of("train")
+    stores = stats.records.store_of("train"), health.records.store_of("train")
     assert {store.series(name).dtype for store in stores for name in store.names} == {torch.float32}
