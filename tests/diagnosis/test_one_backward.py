@@ -115,7 +115,7 @@ def test_a_gradient_that_is_not_finite_is_named(bad):
 def test_a_healthy_verdict_says_what_one_backward_cannot_show():
     verdict = check_gradients(after_backward(mlp()))
     assert isinstance(verdict, Verdict)
-    assert verdict.headline.startswith("HEALTHY  as far as looked: ")
+    assert verdict.headline.startswith("HEALTHY  as far as checked: ")
     assert verdict.n_checked < verdict.n_checks / 2
     assert "one backward" in str(verdict)
     missing = {code for gap in verdict.gaps for code in gap.codes}

@@ -29,7 +29,7 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= needed]
     without = [p for p in ungraded if p.layer in evidence.layers]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
-    if unknown and not evidence.layers:
+    if unknown and "activations" not in evidence.sources and any(p.stats for p in evidence.params.values()):
         yield _without_gradient(unknown, steps)
         return
     if not without and unknown:
