@@ -48,9 +48,9 @@ class Finding:
         last_step: number of the training batch at which it was last seen.
 
     >>> from hookcb import Finding
-    >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="the loss has not fallen"))
+    >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
     WARNING  loss.flat  steps 0–99
-      The loss has not fallen
+      The loss has not fallen.
     """
 
     code: str
@@ -98,12 +98,12 @@ class Finding:
     def lines(self, ruled_out: Sequence[str] = (), width: int = WIDTH) -> Iterator[str]:
         """The finding as text, with `ruled_out` beside the likely causes."""
         yield from _filled(self.head, width, 2, indent="")
-        yield from _filled(_sentence(self.message), width)
+        yield from _filled(self.message, width)
         likely = f"Likely: {'; '.join(self.causes)}." if self.causes else ""
         others = f"Ruled out: {', '.join(ruled_out)}." if ruled_out else ""
         yield from _filled("  ".join(part for part in (likely, others) if part), width, 3)
         if self.next_steps:
-            yield from _filled(f"Next: {_sentence(self.next_steps[0])}.", width, 2)
+            yield from _filled(f"Next: {self.next_steps[0]}.", width, 2)
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -199,7 +199,7 @@ class Verdict(Printed):
             names = ", ".join(dict.fromkeys(map(_short, self.consequences)))
             lines += _filled(f"Consequences: {names}.", width, 2)
         for other in self._other_causes()[:2]:
-            lines += _filled(f"{other.head}: {_sentence(other.message)}", width, 2, indent="")
+            lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
 
     def _other_causes(self) -> list[Finding]:
@@ -261,10 +261,6 @@ def _summary(finding: Finding) -> str:
 
 def _short(finding: Finding) -> str:
     return " ".join(part for part in (finding.code, finding.layer or finding.param) if part)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _plain_text(text: str, limit: int = MAX_NAME_WIDTH) -> str:

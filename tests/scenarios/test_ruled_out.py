@@ -281,7 +281,7 @@ def test_gradient_health_alone_does_not_know_which_layers_are_used():
     alone = fit(learner(Half(), n=8), cbs=[GradientHealth()]).diagnose()
     assert "layers without gradient" not in alone.ruled_out
     assert (alone.primary.code, alone.primary.severity) == ("param.unreachable", "warning")
-    assert "the loss may not depend on it" in alone.primary.message
+    assert "the loss may not depend on them" in alone.primary.message
 
 
 def test_nan_is_not_ruled_out_where_a_loss_was_nan():

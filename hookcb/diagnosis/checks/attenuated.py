@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_EXCESS, RECURRENT, begins_small, gradient_sizes, init_advice
@@ -19,13 +18,7 @@ MIN_KEPT = 0.01  # share of the RMS of the next layer; below it a single layer t
 FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
 
 
-@dataclass(frozen=True, slots=True)
-class _Low:
-    """A weight with small gradients, their share of the largest behind it, and the records with them."""
-
-    param: Param
-    ratio: float
-    span: Span
+_Low = tuple[Param, float, Span]  # a weight with small gradients, their ratio to the largest, and records
 
 
 @check(
@@ -35,13 +28,14 @@ class _Low:
     leads_to=("update.too_small", "loss.flat", "param.not_stepped"),
 )
 def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
-    """Gradients that fade on the way from the loss to the input, so that early layers do not learn.
+    """Gradients that fade on the way from the loss to the input, so early layers do not learn.
 
-    Formula: RMS of a weight's gradient / that of the largest weight behind it (of all weights if their order
-    is unknown), the median of the last five records before convergence, or of one backward. Records of zeros
-    belong to `unit.dead` and are left out, as are records in which one weight explodes, since all others look
-    small next to it. Limit: 1e-4, and 1e-6 for an error; healthy trainings came down to 3e-4, eight sigmoids
-    in series to 5e-7.
+    Formula: RMS of a weight's gradient / the largest RMS behind it (of all weights if their order is
+    unknown), the median of the last five records before convergence, or the value after one backward. Not
+    counted are records of zeros, which `unit.dead` finds; records in which one weight explodes, next to which
+    all others look small; and weights behind one with more than 1e-3 of the largest RMS, as nothing fades on
+    the way to it. Limit: 1e-4, and 1e-6 for an error; healthy trainings have 3e-4 or more, eight sigmoids in
+    series 5e-7.
 
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
@@ -55,7 +49,7 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
     ratios = _ratios(params, sizes)
     usual = max(median(sizes[p.name].values[-LATEST:]) for p in params)
     low = [
-        _Low(p, median(series.values[-LATEST:]), span)
+        (p, median(series.values[-LATEST:]), span)
         for p, series in zip(params, ratios, strict=True)
         if (span := trailing(series, lambda x: x < MIN_RATIO, n)) and _is_faint_before(p, usual, evidence)
     ]
@@ -67,10 +61,9 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
 
 
 def _is_faint_before(param: Param, largest: float, evidence: Evidence) -> bool:
-    """Whether all weights nearer to the input have small gradients, too; attention keys always have."""
-    others = [p for p in evidence.params.values() if _comes_before(p, param)]
-    strongest = [median(p.series("rms").values[-LATEST:]) for p in others]
-    return not any(x > MAX_FAINT * largest for x in strongest)
+    """Whether all parameters nearer to the input have small gradients, too; attention keys always do."""
+    before = [p for p in evidence.params.values() if _comes_before(p, param)]
+    return not any(median(p.series("rms").values[-LATEST:]) > MAX_FAINT * largest for p in before)
 
 
 def _comes_before(one: Param, other: Param) -> bool:
@@ -103,30 +96,30 @@ def _attenuated(
     evidence: Evidence, params: Sequence[Param], sizes: dict[str, Series], low: Sequence[_Low]
 ) -> Finding:
     usual = [median(sizes[p.name].values[-LATEST:]) for p in params]
-    lowest = min(low, key=lambda found: found.ratio)
     names = [p.name for p in params]
+    lowest = min(low, key=lambda x: x[1])
     # the one nearest to the loss that has far less than the one behind it; without one the fall is gradual
-    steep = [x for x in reversed(low) if (i := names.index(x.param.name)) + 1 < len(usual)
+    steep = [x for x in reversed(low) if (i := names.index(x[0].name)) + 1 < len(usual)
              and usual[i] < MIN_KEPT * usual[i + 1]]  # fmt: skip
-    named = steep[0] if steep else lowest
-    at = names.index(named.param.name)
+    param, ratio, span = steep[0] if steep else lowest
+    at = names.index(param.name)
     top = max(range(at, len(usual)), key=lambda i: usual[i])
     largest = names[top] if top != at else names[max(range(len(usual)), key=lambda i: usual[i])]
     n = top - at
     falls = (
         f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers." if n > 1 else ""
     )
-    where = " It falls at this layer all at once." if steep else falls
+    how = " It falls at this layer all at once." if steep else falls
     causes, steps = _why_attenuated(evidence, params[at : top + 1])
     return finding(
         "grad.attenuated",
-        "error" if lowest.ratio < MIN_RATIO_WARNING else "warning",
-        at=named.param,
-        when=named.span,
-        value=named.ratio,
+        "error" if lowest[1] < MIN_RATIO_WARNING else "warning",
+        at=param,
+        when=span,
+        value=ratio,
         limit=MIN_RATIO,
-        message=f"The gradient (RMS) of {named.param.name} is {named.ratio:.1e} times that of {largest}; "
-        f"below {MIN_RATIO:.0e} a layer barely learns.{where}",
+        message=f"The gradient (RMS) of {param.name} is {ratio:.1e} times that of {largest} (limit "
+        f"{MIN_RATIO:g}), so the layer barely learns.{how}",
         causes=causes,
         next_steps=steps,
     )
@@ -141,7 +134,7 @@ def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[s
             f"Use ReLU or GELU instead of {kind}, or residual connections or normalization",
         )
     if any(p.kind in RECURRENT for p in evidence.params.values()):
-        return ("a long sequence, along which the gradient fades step by step", "closed gates"), (
+        return ("a long sequence, along which the gradient fades", "closed gates"), (
             "Use shorter sequences, and initialize the forget-gate bias to 1",
         )
     advice = "Add normalization or residual connections"

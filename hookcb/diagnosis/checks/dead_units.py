@@ -31,28 +31,27 @@ ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in r
     ),
 )
 def dead_units(evidence: Evidence) -> Iterator[Result]:
-    """Units that no sample activates, so that their weights get no gradient and stay as they are.
+    """Units that no sample activates, so their weights get no gradient and never change.
 
-    Formula: share of rows of a weight whose gradient was exactly zero each time, over 8 looks and 512
-    examples. Without `Diagnose` the number of examples is unknown: then it is the smallest share of zero rows
-    in 8 records, from 0.99 on, and nothing is ruled out below. Or no weight of the model has
-    a gradient at all, in five records or after one backward.
-    Limit: 0.6, and 0.8 for an error; healthy ReLU networks came to 0.44 in narrow layers. A layer is not dead
-    if one of its weights gets gradients, such as an LSTM that sees sequences of one element. If whole layers
-    are dead, those before them get no gradient either; the finding then names the layer at which the
-    activations become zero.
+    Formula: share of the rows of a weight with a gradient of exactly zero in each of 8 inspected steps with
+    512 examples. Without `Diagnose` the number of examples is unknown: then it is the smallest share of zero
+    rows in 8 records, from 0.99 on, and dead units are never ruled out. Or no weight of the model has a
+    gradient at all, in five records or after one backward. Limit: 0.6, and 0.8 for an error; healthy ReLU
+    networks reach 0.44 in narrow layers. A layer is not dead if one of its weights gets gradients, such as an
+    LSTM that gets sequences of one element. If whole layers are dead, those before them get no gradient
+    either; the finding then names the layer at which the activations become zero.
 
     Source: Lu et al., "Dying ReLU and Initialization", 2019.
     """
     if silent := _silent_since(evidence):
-        yield _all_silent(evidence, silent, f"All gradients are exactly zero since step {silent.first}")
+        yield _all_silent(evidence, silent, f"All gradients have been exactly zero since step {silent.first}")
         return
     shares = _dead_shares(evidence, has_converged=evidence.converged_at() < math.inf)
     if not shares and (silent := _silent_weights(evidence)):
         yield _all_silent(evidence, silent, "The gradients of all weights are exactly zero")
         return
     if not shares:
-        yield Skipped(f"no weight was looked at {MIN_LOOKS} times and at {MIN_EXAMPLES} examples")
+        yield Skipped(f"no weight was inspected {MIN_LOOKS} times and with {MIN_EXAMPLES} examples")
         return
     worst = max(share for _, share in shares.values())
     if worst < MAX_DEAD and all(math.isnan(p.dead) for p, _ in shares.values()):
@@ -65,7 +64,7 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
     if all_dead and _is_silent_throughout(evidence):
         begins = _first_silent(evidence, shares)
         if begins is None:
-            yield Skipped("every gradient is exactly zero, so that no layer differs from another")
+            yield Skipped("every gradient is exactly zero, so no layer differs from another")
             return
     else:
         begins = _first_silent(evidence, shares) or _last_dead(evidence, all_dead) if all_dead else None
@@ -75,7 +74,7 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
 
 
 def _silent_since(evidence: Evidence) -> Span | None:
-    """The last records, if all gradients are zero in them and a small loss does not explain it."""
+    """The last records, if all their gradients are zero and a small loss does not explain it."""
     norms = list(evidence.steps.get("total_norm", Series()))
     silent = [step for step, _ in takewhile(lambda at: at[1] == 0, reversed(norms))]
     if len(silent) < LATEST or len(silent) == len(norms):
@@ -88,7 +87,7 @@ def _silent_since(evidence: Evidence) -> Span | None:
 
 
 def _silent_weights(evidence: Evidence) -> Span | None:
-    """All records, if all weights have zero gradients; in a training, others must have a gradient."""
+    """All records, if all weights have zero gradients; in a training, another parameter must have one."""
     norms = [p.series("norm") for p in weights(evidence) if p.stats]
     if min(map(len, norms), default=0) < records_needed(evidence) or any(any(x.values) for x in norms):
         return None
@@ -121,7 +120,7 @@ def _all_silent(evidence: Evidence, span: Span, what: str) -> Finding:
 
 
 def _dead_shares(evidence: Evidence, has_converged: bool) -> dict[str, tuple[Param, float]]:
-    """By layer, in order, the weight with the fewest dead units, and their share; in a list, the most."""
+    """The weight with the fewest dead units and their share, by layer in order; in a list, the most."""
     shares: dict[str, tuple[Param, float]] = {}
     for p in weights(evidence):
         share = _dead_share(p, has_converged)
@@ -167,7 +166,7 @@ def _is_silent(layer: Layer) -> bool:
 
 
 def _last_dead(evidence: Evidence, dead: list[Param]) -> Param | None:
-    """The dead weight nearest to the loss, except those that only get zeros: their bias has a gradient."""
+    """The dead weight nearest to the loss, except those fed with zeros only: their bias has a gradient."""
     with_bias = {
         p.layer
         for p in evidence.params.values()
@@ -180,10 +179,10 @@ def _last_dead(evidence: Evidence, dead: list[Param]) -> Param | None:
 def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Finding:
     rows = param.series("zero_rows")
     span = trailing(rows, lambda x: x >= min(share, MAX_DEAD_WARNING))
-    more = f", and {others} more layer{'s' * (others > 1)} with such units" if others else ""
-    n = round(min(1.0, share) * param.shape[0])
+    more = f" The same is true of {others} more layer{'s' * (others > 1)}." if others else ""
+    name, n = param.layer or param.name, round(min(1.0, share) * param.shape[0])
     looks = (
-        f"{param.n_looked} looks at {param.n_examples:,} examples"
+        f"{param.n_looked} steps with {param.n_examples:,} examples"
         if param.n_looked
         else f"{len(rows)} records"
     )
@@ -197,11 +196,11 @@ def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Findin
         ),
         value=share,
         limit=MAX_DEAD,
-        message=f"{share:.0%} of the units of {param.layer or param.name} ({n} of {param.shape[0]}) had no "
-        f"gradient in {looks}; from {MAX_DEAD:.0%} on too few are left to learn{more}.",
+        message=f"Layer {name}: {share:.0%} of its units ({n} of {param.shape[0]}) had no gradient in "
+        f"{looks} (limit {MAX_DEAD:.0%}).{more}",
         causes=("a bias far below zero or weights that are too large", "a step that was too large"),
         next_steps=(
-            f"Look at the bias of {param.layer or param.name}, and at the inputs of the layer",
+            f"Look at the bias of {name}, and at the inputs of the layer",
             *lower_rate(evidence),
             "Use LeakyReLU or GELU instead of ReLU",
         ),

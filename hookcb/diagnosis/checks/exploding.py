@@ -43,12 +43,12 @@ MAX_RISE, MIN_AFTER = 2.0, 3  # loss after a jump / loss before it, and the numb
 def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     """Gradients that grow on the way from the loss to the input, or from one step to the next.
 
-    Formula: (a) RMS of a layer's largest weight gradient / the larger of those of the median and of the last
-    layer, the median of five records, or of one backward. Limit: 1,000; healthy trainings came up to 600.
-    Only layers count whose gradient is at most thirty times that of the layer before, since an explosion goes
-    on to the input. (b) The norm of all gradients is above ten times its median over up to 50 records before,
-    and the loss is twice as high in the ten batches after it as in the ten before: a rare batch alone is not
-    a fault. Both before convergence.
+    Formula: (a) RMS of a layer's largest weight gradient / the RMS of the median layer or of the last one,
+    whichever is larger, the median of five records, or the value after one backward. Limit: 1,000; healthy
+    trainings reach 600. Layers with more than thirty times the gradient of the layer before do not count, as
+    an explosion continues to the input. (b) Norm of all gradients / its median over up to 50 records before.
+    Limit: ten, if the median loss of the ten batches after it is also twice that of the ten before: a rare
+    batch alone is not a fault. Both before convergence.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
@@ -65,7 +65,7 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
         yield Skipped("there is only one layer with weights")
     else:
         yield Passed(
-            f"exploding gradients (largest ×{format_factor(largest)} of the usual)", largest, MAX_EXCESS
+            f"exploding gradients (largest {format_factor(largest)} times the usual)", largest, MAX_EXCESS
         )
 
 
@@ -79,7 +79,7 @@ def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
 
 
 def _windows(layers: list[tuple[Param, Series]], n: int) -> Iterator[tuple[int, int, list[float]]]:
-    """First and last step of each `n` records in a row, and the median of each layer over them."""
+    """First and last step of all `n` records in a row, and the median of each layer over them."""
     table = [dict(series) for _, series in layers]
     steps = sorted({step for row in table for step in row})
     for i, last in enumerate(steps[n - 1 :]):
@@ -99,9 +99,9 @@ def _times_usual(sizes: list[float]) -> tuple[int, float]:
 
 
 def _passed_on(sizes: list[float]) -> Iterator[int]:
-    """Indices of layers whose gradient is not far above that of the layer before, as in an explosion.
+    """Indices of layers with a gradient that is not far above that of the layer before, as in an explosion.
 
-    That of a value head next to a policy is: its gradient is large because its loss is.
+    The gradient of a value head next to a policy is far above, as its loss is large.
     """
     previous = math.inf
     for i, size in enumerate(sizes):
@@ -139,14 +139,14 @@ def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span)
         value=excess,
         limit=MAX_EXCESS,
         message=f"The gradient (RMS) of {param.name} is {format_factor(excess)} times that of the median "
-        f"layer and of the last layer; up to {MAX_EXCESS:,.0f} times is healthy.",
+        f"layer and of the last layer (limit {MAX_EXCESS:,.0f}).",
         causes=(cause or "layers that each multiply the gradient",),
         next_steps=(first, second) if is_recurrent else (second, first),
     )
 
 
 def _jump(evidence: Evidence, norms: Series) -> tuple[int, float] | None:
-    """The first step whose total norm is far above those before, and after which the loss is higher."""
+    """The first step with a total norm far above those before it, after which the loss is higher."""
     values = norms.values
     for i in range(MIN_BEFORE, len(values)):
         usual = median(values[max(0, i - N_BEFORE) : i])
@@ -177,7 +177,7 @@ def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
         value=jump,
         limit=MAX_JUMP,
         message=f"The norm of all gradients at step {step} is {format_factor(jump)} times its median before "
-        f"(limit {MAX_JUMP:.0f}), and the loss is higher after it.{most}",
+        f"that (limit {MAX_JUMP:.0f}), and the loss is higher afterwards.{most}",
         causes=("a learning rate that is too high", "a batch with unusual samples"),
         next_steps=(
             "Clip the norm of the gradients: GradientClip(1.0)",

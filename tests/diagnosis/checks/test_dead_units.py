@@ -76,7 +76,7 @@ def test_dead_units_need_eight_looks_and_many_examples():
         assert isinstance(only(dead_units, evidence(dead("a", 0, 1.0, n_looked, n_examples))), Skipped)
     assert isinstance(only(dead_units, evidence(dead("a", 0, 0.9, 100, 511))), Skipped)
     found = only(dead_units, evidence(dead("a", 0, 0.9, 8, 512)))
-    assert "had no gradient in 8 looks at 512 examples" in found.message
+    assert "had no gradient in 8 steps with 512 examples" in found.message
 
 
 def test_without_the_number_of_examples_no_dead_unit_is_ruled_out():
