@@ -119,7 +119,7 @@ def _attenuated(
         value=ratio,
         limit=MIN_RATIO,
         message=f"The gradient (RMS) of {param.name} is {ratio:.1e} times that of {largest} (limit "
-        f"{MIN_RATIO:g}), so the layer barely learns.{how}",
+        f"{MIN_RATIO:.0e}), so the layer barely learns.{how}",
         causes=causes,
         next_steps=steps,
     )
@@ -129,7 +129,7 @@ def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[s
     kinds = [layer.kind for layer in evidence.layers.values() if layer.kind in FLAT]
     if len(kinds) > 2:
         kind = max(sorted(set(kinds)), key=kinds.count)
-        slope = ", which passes on at most a quarter of the gradient" if kind == "Sigmoid" else ""
+        slope = ", each of which passes on at most a quarter of the gradient" if kind == "Sigmoid" else ""
         return (f"{kinds.count(kind)} {kind} layers in series{slope}",), (
             f"Use ReLU or GELU instead of {kind}, or residual connections or normalization",
         )

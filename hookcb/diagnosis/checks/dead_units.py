@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import lower_rate
-from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
+from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import LATEST, Span, finite, place, records_needed, trailing, weights
 from hookcb.diagnosis.verdict import Finding
@@ -80,10 +80,11 @@ def _silent_since(evidence: Evidence) -> Span | None:
     if len(silent) < LATEST or len(silent) == len(norms):
         return None
     if len(evidence.loss):
-        is_left = abs(evidence.loss.values[-1]) > MIN_LEFT * abs(evidence.first_loss)
-        return Span(silent[-1], silent[0], len(silent)) if is_left else None
-    ratios = [x for p in weights(evidence) for step, x in p.series("update_ratio") if step < silent[-1]]
-    return Span(silent[-1], silent[0], len(silent)) if max(ratios, default=0.0) > LARGE_STEP else None
+        is_fault = abs(evidence.loss.values[-1]) > MIN_LEFT * abs(evidence.first_loss)
+    else:
+        ratios = [x for p in weights(evidence) for step, x in p.series("update_ratio") if step < silent[-1]]
+        is_fault = max(ratios, default=0.0) > LARGE_STEP
+    return Span(silent[-1], silent[0], len(silent)) if is_fault else None
 
 
 def _silent_weights(evidence: Evidence) -> Span | None:
@@ -156,13 +157,9 @@ def _first_silent(evidence: Evidence, shares: dict[str, tuple[Param, float]]) ->
     for layer in sorted(evidence.layers.values(), key=lambda layer: layer.place):
         if layer.name in with_weights:
             last = shares[layer.name][0] if layer.name in shares else None
-        if last and _is_silent(layer):
+        if last and layer.series("zeros").median() >= SILENT:
             return last
     return None
-
-
-def _is_silent(layer: Layer) -> bool:
-    return layer.series("zeros").median() >= SILENT
 
 
 def _last_dead(evidence: Evidence, dead: list[Param]) -> Param | None:

@@ -19,9 +19,7 @@ from hookcb.diagnosis.trends import (
 )
 from hookcb.diagnosis.verdict import Finding
 
-MIN_REACHING = (
-    1 / 30
-)  # an exploding gradient reaches the layer before it with at least this share of its size
+MIN_REACHING = 1 / 30  # share of an exploding gradient that reaches the layer before it
 MAX_JUMP, N_BEFORE, MIN_BEFORE = 10.0, 50, 5  # total norm / its median over the records before
 MAX_RISE, MIN_AFTER = 2.0, 3  # loss after a jump / loss before it, and the number of batches after it
 
@@ -57,16 +55,18 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     norms = before(evidence.steps.get("total_norm", Series()), until)
     if max((len(series) for _, series in layers), default=0) < n and len(norms) <= MIN_BEFORE:
         yield Skipped(f"fewer than {n} records of gradients before convergence")
-    elif excess := _excess(layers, n):
-        yield _exploding([p for p, _ in layers], *excess)
+        return
+    excesses = [(*_excess(sizes), span) for span, sizes in _windows(layers, n)]
+    above = next((excess for excess in excesses if excess[1] > MAX_EXCESS), None)
+    if above is not None:
+        yield _exploding([p for p, _ in layers], *above)
     elif jump := _jump(evidence, norms):
         yield _jumping(evidence, *jump)
-    elif math.isnan(largest := _largest(layers, n)):
-        yield Skipped("there is only one layer with weights")
+    elif known := [x for _, x, _ in excesses if x > 0]:
+        text = f"exploding gradients (largest {format_factor(max(known))} times the usual)"
+        yield Passed(text, max(known), MAX_EXCESS)
     else:
-        yield Passed(
-            f"exploding gradients (largest {format_factor(largest)} times the usual)", largest, MAX_EXCESS
-        )
+        yield Skipped("there is only one layer with weights")
 
 
 def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
@@ -78,16 +78,16 @@ def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
     return [max(pairs, key=lambda pair: median(pair[1].values)) for pairs in layers.values()]
 
 
-def _windows(layers: list[tuple[Param, Series]], n: int) -> Iterator[tuple[int, int, list[float]]]:
-    """First and last step of all `n` records in a row, and the median of each layer over them."""
+def _windows(layers: list[tuple[Param, Series]], n: int) -> Iterator[tuple[Span, list[float]]]:
+    """All runs of `n` records in a row, and the median of each layer over them."""
     table = [dict(series) for _, series in layers]
     steps = sorted({step for row in table for step in row})
     for i, last in enumerate(steps[n - 1 :]):
         window = steps[i : i + n]
-        yield window[0], last, [median(row.get(step, math.nan) for step in window) for row in table]
+        yield Span(window[0], last, n), [median(row.get(step, math.nan) for step in window) for row in table]
 
 
-def _times_usual(sizes: list[float]) -> tuple[int, float]:
+def _excess(sizes: list[float]) -> tuple[int, float]:
     """Index of the layer with the largest gradient, and its factor to the usual gradient; NaN if unknown."""
     known = sorted(finite(sizes))
     last = next((x for x in reversed(sizes) if math.isfinite(x)), math.nan)
@@ -111,26 +111,13 @@ def _passed_on(sizes: list[float]) -> Iterator[int]:
             previous = size
 
 
-def _excess(layers: list[tuple[Param, Series]], n: int) -> tuple[Param, float, Span] | None:
-    """The layer that exceeds the others, in the first `n` records in which one does."""
-    for first, last, sizes in _windows(layers, n):
-        i, excess = _times_usual(sizes)
-        if excess > MAX_EXCESS:
-            return layers[i][0], excess, Span(first, last, n)
-    return None
-
-
-def _largest(layers: list[tuple[Param, Series]], n: int) -> float:
-    factors = (_times_usual(sizes)[1] for *_, sizes in _windows(layers, n))
-    return max((x for x in factors if x > 0), default=math.nan)
-
-
-def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span) -> Finding:
+def _exploding(params: Sequence[Param], i: int, excess: float, span: Span) -> Finding:
+    param = params[i]
     is_recurrent = param.kind in RECURRENT
     cause = "a recurrent layer that multiplies the gradient at each time step" if is_recurrent else ""
-    first = "Clip the norm of the gradients: GradientClip(1.0)"
+    clip = "Clip the norm of the gradients: GradientClip(1.0)"
     is_large = begins_large(params)
-    second = "Initialize with smaller weights, or add normalization" if is_large else "Add normalization"
+    scale = "Initialize with smaller weights, or add normalization" if is_large else "Add normalization"
     return finding(
         "grad.exploding",
         "error",
@@ -141,7 +128,7 @@ def _exploding(params: Sequence[Param], param: Param, excess: float, span: Span)
         message=f"The gradient (RMS) of {param.name} is {format_factor(excess)} times that of the median "
         f"layer and of the last layer (limit {MAX_EXCESS:,.0f}).",
         causes=(cause or "layers that each multiply the gradient",),
-        next_steps=(first, second) if is_recurrent else (second, first),
+        next_steps=(clip, scale) if is_recurrent else (scale, clip),
     )
 
 
