@@ -48,9 +48,9 @@ class Finding:
         last_step: number of the training batch at which it was last seen.
 
     >>> from hookcb import Finding
-    >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="the loss has not fallen"))
+    >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
     WARNING  loss.flat  steps 0–99
-      The loss has not fallen
+      The loss has not fallen.
     """
 
     code: str
@@ -95,20 +95,15 @@ class Finding:
         is_one = self.last_step is None or self.last_step == self.step
         return f"step {self.step}" if is_one else f"steps {self.step}–{self.last_step}"
 
-    @property
-    def _sentence(self) -> str:
-        names = tuple(name for name in (self.layer, self.param) if name)  # these keep their case
-        return self.message if self.message.startswith(names) else _capitalized(self.message)
-
     def lines(self, ruled_out: Sequence[str] = (), width: int = WIDTH) -> Iterator[str]:
         """The finding as text, with `ruled_out` beside the likely causes."""
         yield from _filled(self.head, width, 2, indent="")
-        yield from _filled(self._sentence, width)
+        yield from _filled(self.message, width)
         likely = f"Likely: {'; '.join(self.causes)}." if self.causes else ""
         others = f"Ruled out: {', '.join(ruled_out)}." if ruled_out else ""
         yield from _filled("  ".join(part for part in (likely, others) if part), width, 3)
         if self.next_steps:
-            yield from _filled(f"Next: {_capitalized(self.next_steps[0])}.", width, 2)
+            yield from _filled(f"Next: {self.next_steps[0]}.", width, 2)
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -206,7 +201,7 @@ class Verdict(Printed):
             lines += _filled(f"Consequences: {names}.", width, 2)
         causes = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
         for other in [f for f in causes if f is not self.primary][:2]:
-            lines += _filled(f"{other.head}: {other._sentence}", width, 2, indent="")
+            lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
 
     def _looked_at(self) -> str:
@@ -258,10 +253,6 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 def _summary(finding: Finding) -> str:
     where = _plain_text(finding.layer or finding.param)
     return f"{finding.code}{f' in {where}' if where else ''}"
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _plain_text(text: str, limit: int = MAX_NAME_WIDTH) -> str:

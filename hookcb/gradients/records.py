@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad")
-MAX_STEPS, MAX_ELEMENTS = 64, 2**19  # steps, or elements (2 MB), that wait to be reduced together
-STEP = "step"  # name of the row of a whole step in its store
+MAX_STEPS, MAX_ELEMENTS = 64, 2**19  # captured steps, or elements (2 MB), that are reduced together
+STEP = "step"  # name of whole steps in their store
 
 
 class BufferRecords(LayerRecords):
@@ -44,21 +44,21 @@ class BufferRecords(LayerRecords):
 
 
 class GradientRecords(SavedRecords):
-    """Records of `GradientHealth`, one for each step it has looked at.
+    """Records of `GradientHealth`, one for each recorded step.
 
     Args:
         keep: maximum number of records, see `GradientHealth`.
-        activations: also keep the gradients of layers' outputs.
+        activations: whether to keep the gradients of layers' outputs, too.
 
     Attributes:
         columns: names of the statistics of a parameter.
         about: number of elements, number of dimensions and type of the module, by parameter.
         without_grad: names of the parameters that require a gradient and had none in the last record.
         frozen: names of the parameters that require no gradient.
-        left_out: parameters whose elements cannot be read, by name, with the type.
+        left_out: types of the parameters with unreadable elements, by name.
         not_optimized: names of the parameters that are in no optimizer that has made a step.
-        first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU also if
-            its record was dropped.
+        first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU even
+            if its record was dropped.
         output_stats: gradients of layers' outputs, with `activations=True`; else None.
 
     Raises:
@@ -97,7 +97,7 @@ class GradientRecords(SavedRecords):
     # ---- adding
 
     def count_step(self, skipped: float | torch.Tensor) -> None:
-        """Counts a step, whether it is recorded or not; `skipped` is 1 if it was not made."""
+        """Counts a step, recorded or not; `skipped` is 1 if it was not made."""
         self._skips.add(skipped)
 
     def add_step(self, capture: StepCapture, epoch: int, step: int) -> None:
@@ -129,7 +129,7 @@ class GradientRecords(SavedRecords):
             self._put_buffers(steps)
 
     def _note_nonfinite(self, steps: Sequence[StepCapture], columns: Columns) -> None:
-        """Remembers the first NaN, whose record may be dropped; on a CPU only, where reading is free."""
+        """Remembers the first NaN, as its record may be dropped; only on a CPU, which needs no sync."""
         counts = torch.stack([values[:, GRAD_STATS.index("nonfinite")] for values in columns.values()])
         if not counts.is_cpu or not bool(counts.any()):
             return
@@ -175,7 +175,7 @@ class GradientRecords(SavedRecords):
 
         `total_norm`, `clipped_total_norm` (NaN if the step was skipped) and `mean_norm` over parameters, all
         L2; `lr` of the last parameter group; `scale` of a GradScaler, else 1; `skipped`, 1.0 if no optimizer
-        made a step; `clip_coef`, the share of the total norm that clipping has left, 0..1.
+        made a step; `clip_coef`, clipped total norm / total norm, 0..1.
         """
         self.reduce()
         rows = self._stores["steps"].series(STEP).tolist()
@@ -185,10 +185,10 @@ class GradientRecords(SavedRecords):
         """One statistic of whole steps, a float for each record; see `step_stats`.
 
         Raises:
-            LookupError: If there is no such statistic.
+            LookupError: If `stat` is not one of `STEP_STATS`.
         """
         if stat not in STEP_STATS:
-            raise LookupError(f"there is no statistic {stat!r} of a step; there are {', '.join(STEP_STATS)}")
+            raise LookupError(f"no statistic {stat!r} of a step; available: {', '.join(STEP_STATS)}")
         self.reduce()
         numbers: list[float] = self._stores["steps"].series(STEP)[:, STEP_STATS.index(stat)].tolist()
         return numbers
@@ -214,13 +214,13 @@ class GradientRecords(SavedRecords):
 
         Raises:
             ValueError: If nothing is recorded.
-            IndexError: If there is no such record.
+            IndexError: If `record` does not exist.
         """
         store = self.store_of("train")
         if not store.infos:
             raise ValueError("nothing is recorded yet; train for a step first")
         if not -len(store.infos) <= record < len(store.infos):
-            raise IndexError(f"there is no record {record}; there are {len(store.infos)}")
+            raise IndexError(f"record {record} does not exist; {len(store.infos)} are kept")
         rows = {
             name: dict(zip(STORED, store.series(name)[record].tolist(), strict=True)) for name in store.names
         }
@@ -267,14 +267,14 @@ class GradientRecords(SavedRecords):
         """Table of the parameters with the statistics of the last record; `print` shows it.
 
         The worst rows are those with a finding of the verdict, the worst first; then those without a
-        gradient; then those whose gradient norm is the farthest from the median, as a factor.
+        gradient; then those with a gradient norm farthest from the median, as a factor.
 
         Args:
             worst: number of rows to show, the worst first; None shows all, in the order of the model. By
                 default up to 30 rows are all shown, and of more the 20 worst.
             depth: group parameters by the first `depth` parts of their module's name, and show the worst
                 parameter of each group, with the size of the group.
-            verdict: the verdict of `learn.diagnose()`, whose findings mark the rows.
+            verdict: verdict of `learn.diagnose()`; its findings mark the rows.
 
         Raises:
             TypeError, ValueError: If `worst` or `depth` is invalid.
@@ -303,7 +303,7 @@ class GradientRecords(SavedRecords):
     # ---- saving
 
     def state(self) -> dict[str, Any]:
-        """All that was recorded, as plain values and tensors."""
+        """All records, as plain values and tensors."""
         self.reduce()
         state: dict[str, Any] = {name: getattr(self, name) for name in (*STATE, "keep", "skipped")}
         state["stores"] = {name: store.state() for name, store in self._stores.items()}

@@ -26,8 +26,7 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
 
     Formula: median standard deviation of the first three inspected batches above 100, and one of these harms:
     in the first three records, an update above a fifth of a weight, a first loss above three times that of
-    guessing, or units that are saturated or dead; or the inputs go to a recurrent layer, whose gates saturate
-    unseen.
+    guessing, or saturated or dead units; or inputs to a recurrent layer, as saturated gates are not seen.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
@@ -63,7 +62,7 @@ def _harm(evidence: Evidence) -> str:
     if first > MAX_FIRST_LOSS * evidence.guess:
         return f"the first loss is {first:.3g}, while guessing gives {evidence.guess:.3g}"
     if any(p.kind in RECURRENT and p.place == 0 for p in params):
-        return "they go to a recurrent layer, whose gates they saturate"
+        return "they saturate the gates of a recurrent layer"
     if any(median(values) > MAX_SATURATED for values in saturated):
         return "they saturate units"
-    return "units get no gradient" if any(p.dead > MAX_DEAD for p in params) else ""
+    return "some units get no gradient" if any(p.dead > MAX_DEAD for p in params) else ""

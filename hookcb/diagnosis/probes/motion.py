@@ -68,8 +68,8 @@ class Motion:
                     name.rpartition(".")[0],
                     name,
                     value=1.0,
-                    text=f"{name} began as a constant, and after {n_steps} steps all of its units still have "
-                    "the same weights: they act as a single unit.",
+                    text=f"Parameter {name} began as a constant, and after {n_steps} steps all its units "
+                    "still have the same weights: they act as a single unit.",
                     causes=("weights were initialized to a constant",),
                     next_steps=("Initialize weights at random; use constants for biases",),
                 )

@@ -60,8 +60,8 @@ class NormProbe:
                 "mode.mismatch",
                 name,
                 step=step,
-                text=f"{name} is in eval mode while it is trained: it normalizes by old running statistics, "
-                "which are not updated.",
+                text=f"Batch norm {name} is in eval mode while it is trained: it normalizes by old running "
+                "statistics, which are not updated.",
                 causes=(".eval() was called on the model or on this layer, without .train() afterwards",),
                 next_steps=("Call model.train() before training; to freeze it, freeze its parameters too",),
             )
@@ -97,7 +97,7 @@ def _single(name: str, step: int, by: str, severity: str) -> Observation:
         name,
         step=step,
         value=1.0,
-        text=f"{name} normalizes by {by}.",
+        text=f"Batch norm {name} normalizes by {by}.",
         causes=("a batch of one sample", "a last batch with the remaining sample"),
         next_steps=("Use larger batches, drop_last=True, or GroupNorm instead of batch norm",),
         severity=severity,
