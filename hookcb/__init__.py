@@ -73,7 +73,8 @@ from hookcb.loggers import (
     read_csv,
     read_jsonl,
 )
-from hookcb.loops.watch import Watch, watch
+from hookcb.loops.watch import watch
+from hookcb.loops.watcher import Watch
 
 __all__ = [
     "EMA",

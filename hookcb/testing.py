@@ -88,7 +88,10 @@ def check_callback(make: Callable[[], Callback], alters_training: bool = False) 
 
     Raises:
         AssertionError: If it breaks one of these; the message says which.
+        TypeError: If `make` cannot be called.
     """
+    if not callable(make):
+        raise TypeError(f"make must be a callback's class, or a function that returns one, got {make!r:.80}")
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), redirect_stdout(io.StringIO()):
         checks = [_check_made, _check_refits, _check_copies, _check_released, _check_ends]
         for check in checks if alters_training else [*checks, _check_unperturbed]:

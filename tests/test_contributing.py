@@ -17,7 +17,6 @@ from hookcb import Callback, Event, synth_learner
 from hookcb.core import orders
 from hookcb.core.events import BATCH_EVENTS, LEVELS
 from hookcb.core.loop_tree import loop_tree
-from hookcb.diagnosis.checks import SECTIONS
 from hookcb.diagnosis.registry import CHECKS
 from tests.test_floors import imports
 
@@ -162,12 +161,11 @@ def test_checks_that_are_said_to_have_no_fault_have_none():
     assert not NOT_PLANTED & PLANTED
 
 
-def test_every_file_of_checks_is_among_the_sections():
+def test_every_file_of_checks_is_imported():
     paths = (PACKAGE / "diagnosis" / "checks").glob("[a-z]*.py")
     files = {path.stem for path in paths if "\n@check(" in read(path)}
-    assert files == {place_of(section.__name__)[1] for section in SECTIONS}, (
-        "see SECTIONS in checks/__init__.py"
-    )
+    modules = {place_of(check.function.__module__)[1] for check in CHECKS.values()}
+    assert files == modules, "see the imports of checks/__init__.py"
 
 
 def test_the_places_of_a_check_that_are_left_out_are_named():

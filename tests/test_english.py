@@ -14,7 +14,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "nb
 OPENINGS = ("Of", "What", "Those", "That", "Where", "Whose", "Which")
 NAMES = re.compile(r"^(MOST|FEWEST|ENOUGH|HARDLY|LEAST)_?[A-Z]* *[:=]", re.M)  # MAX_ and MIN_ say it
 PHRASES = re.compile(
-    r"\bthat cannot be[;,.]|\bis no [nt]|, no nn\.|\bhardly\b|\bby heart\b|\bto the bit\b"
+    r"\bthat cannot be[;,.]|(?<!there )\bis no [nt]|, no nn\.|\bhardly\b|\bby heart\b|\bto the bit\b"
     r"|\bnot ours\b"
 )
 BRITISH = re.compile(

@@ -5,6 +5,7 @@ import torch
 
 from hookcb import (
     assert_no_hooks,
+    check_callback,
     count_hooks,
     synth_learner,
 )
@@ -44,3 +45,8 @@ def test_synth_learner_is_the_same_each_time_and_leaves_the_generator_alone():
     assert not same(weights(one.model), weights(other.model))
     assert one.recorder.losses[-1] < one.recorder.losses[0]
     assert synth_learner(n_valid=0).dls.valid is None
+
+
+def test_what_makes_no_callback_is_refused():
+    with pytest.raises(TypeError, match=r"make must be a callback's class, .* got 3"):
+        check_callback(3)

@@ -19,7 +19,7 @@ LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
 class Output(NamedTuple):
-    """What the hook keeps of one output.
+    """The part of one output that the hook keeps.
 
     Attributes:
         type: class of the layer; for an output without statistics, what the output is instead.
@@ -56,7 +56,7 @@ class OutputBuffer:
             extended by half on both sides, but not beyond 0 if an end is 0.
 
     Attributes:
-        batch: outputs of the running batch: those of all calls, by path.
+        batch: outputs of all calls in the running batch, by path.
         ranges: range of the histograms `(2,)`, by phase and name.
     """
 
@@ -139,7 +139,7 @@ class OutputBuffer:
 
 
 def _kind(waiting: Waiting) -> tuple[Any, ...]:
-    """What outputs that are reduced together have in common."""
+    """Key that is equal for outputs that can be reduced together."""
     elements = waiting.elements
     return elements.shape, elements.dtype, elements.device, waiting.exact is None
 

@@ -1,4 +1,4 @@
-"""ActivationStats: statistics of every layer's output, batch by batch, and what can be read of them."""
+"""ActivationStats: records statistics of every layer's output, batch by batch."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from hookcb.activations.stats import Sample
 from hookcb.core.batch import parts
 from hookcb.hooks.callback import HookCallback
 from hookcb.records.forward import forwarded, forwarded_property
-from hookcb.records.store import StatStore
 
 NOT_TAKEN = ("hook", "cpu", "gather", "modify")  # options of `HookCallback` that have no use here
 
@@ -39,7 +38,7 @@ class ActivationStats(HookCallback):
             `hook`, `cpu`, `gather` and `modify`.
 
     Attributes:
-        records: what was recorded, an `ActivationRecords`; its methods are also methods of this callback.
+        records: the recorded statistics, an `ActivationRecords`; this callback has its methods too.
         stats: `stats[record][layer]` is a dict of `mean`, `std` (unbiased), `min`, `max`, `abs_max` (of
             finite elements), `near_zero`, `zeros` (shares, 0..1) and `nonfinite` (number); NaN if a layer
             was not called.
@@ -62,6 +61,7 @@ class ActivationStats(HookCallback):
     stats = forwarded_property(ActivationRecords.stats)
     valid_stats = forwarded_property(ActivationRecords.valid_stats)
     series = forwarded(ActivationRecords.series)
+    store_of = forwarded(ActivationRecords.store_of)
     table = forwarded(ActivationRecords.table)
     steps = forwarded(ActivationRecords.steps)
     layer_stats = forwarded(ActivationRecords.layer_stats)
@@ -108,10 +108,6 @@ class ActivationStats(HookCallback):
     def left_out(self) -> dict[str, str]:
         """Type of what has no statistics, by path."""
         return self.records.left_out
-
-    def store_of(self, phase: str) -> StatStore:
-        """Store of the records of training, "train", or validation, "valid"."""
-        return self.records.store_of(phase)
 
     def before_fit(self) -> None:
         if not self.append:

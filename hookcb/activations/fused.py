@@ -42,8 +42,7 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     Returns:
         A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased std in
         float64 arithmetic (not finite if `x` is not), extremes of finite elements, shares 0..1,
-        a count. NaN for too few
-        elements.
+        a count. NaN for too few elements.
 
     Source: float64 sums of d and d², d = x - pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing
     the sample variance", 1983. The pivot is an element, so within √(n-1) standard deviations of the mean
@@ -95,7 +94,7 @@ def _kernels() -> tuple[Any, Any]:
 def _reduce(
     x: tl.tensor, parts: tl.tensor, n: tl.tensor, eps: tl.constexpr, real: tl.constexpr, block: tl.constexpr
 ) -> None:
-    """Sums, extremes and counts of every so many-th block of `x`, into one column of `parts`."""
+    """Writes sums, extremes and counts of this program's blocks of `x` to its column of `parts`."""
     programs = tl.num_programs(0)
     lane = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)  # a GPU can hold over 2**31 elements
     pivot = tl.load(x, mask=n > 0, other=0).to(real).to(tl.float64)
@@ -132,7 +131,7 @@ def _reduce(
 
 
 def _merge(parts: tl.tensor, out: tl.tensor, n: tl.tensor, programs: tl.tensor, block: tl.constexpr) -> None:
-    """The statistics of all `n` elements, from the columns of `parts`."""
+    """Writes the statistics of all `n` elements, from the columns of `parts`."""
     lane = tl.arange(0, block)
     inside = lane < programs
     count = tl.cast(n, tl.float64)

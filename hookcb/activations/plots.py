@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 from hookcb.records.plots import (
     Series,
     Size,
@@ -18,9 +14,15 @@ from hookcb.records.plots import (
     check_any,
     cut_name,
     draw_image,
+    gapped,
     make_panels,
     shortened_names,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 
 def color_dim(
@@ -136,8 +138,8 @@ def _draw_hist(ax: "Axes", counts: Tensor, low: float, high: float, most: float)
 def _draw_line(ax: "Axes", name: str, values: Sequence[float], x: Sequence[int]) -> None:
     known = [False, *map(math.isfinite, values), False]
     alone = [i for i in range(len(values)) if known[i : i + 3] == [False, True, False]]
-    numbers = [value if math.isfinite(value) else math.nan for value in values]
-    ax.plot(x, numbers, marker=".", markevery=alone, zorder=3)  # above the frame: a line may run along 0 or 1
+    # above the frame: a line may run along 0 or 1
+    ax.plot(x, gapped(values), marker=".", markevery=alone, zorder=3)
     infinite = [step for step, value in zip(x, values, strict=True) if math.isinf(value)]
     if infinite:
         low, high = ax.get_ylim()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
@@ -27,6 +28,7 @@ SERIES = ("mean", "std", "near_zero")
 OPTIONS = ("with_hist", "eps", "bins", "hist_range", "sample", "keep")
 
 
+@dataclass(repr=False, eq=False)
 class ActivationRecords(SavedRecords):
     """Statistics of layers' outputs, batch by batch.
 
@@ -52,21 +54,28 @@ class ActivationRecords(SavedRecords):
     2.0
     """
 
+    with_hist: bool = False
+    eps: float = 0.05
+    bins: int = 40
+    hist_range: tuple[float, float] | None = None
+    sample: Sample = "auto"
+    keep: int = 5_000
+
     columns = LAYER_STATS
     keys = frozenset((*OPTIONS, "outputs", "left_out", "stores", "ranges"))
 
-    def __init__(
-        self,
-        with_hist: bool = False,
-        eps: float = 0.05,
-        bins: int = 40,
-        hist_range: tuple[float, float] | None = None,
-        sample: Sample = "auto",
-        keep: int = 5_000,
-    ) -> None:
-        _check(with_hist, eps, bins, hist_range, sample, keep)
-        self.with_hist, self.eps, self.bins, self.hist_range = with_hist, eps, bins, hist_range
-        self.sample, self.keep = sample, keep
+    def __post_init__(self) -> None:
+        if not isinstance(self.with_hist, bool):
+            raise TypeError(
+                f"with_hist must be True or False, got {self.with_hist!r:.80}; choose layers by modules="
+            )
+        if not isinstance(self.eps, int | float) or not self.eps >= 0:
+            raise ValueError(f"eps must be a magnitude of 0 or more, got {self.eps!r}")
+        check_count("bins", self.bins)
+        check_count("keep", self.keep, "records", least=2)
+        if self.sample is not None and self.sample != "auto":
+            check_count("sample", self.sample, "elements", least=2, hint=", 'auto', or None for every one")
+        _check_range(self.hist_range)
         self.clear()
 
     def clear(self) -> None:
@@ -116,6 +125,8 @@ class ActivationRecords(SavedRecords):
 
     def store_of(self, phase: str) -> StatStore:
         """Store of the records of training, "train", or validation, "valid"."""
+        if phase not in PHASES:
+            raise ValueError(f"phase must be 'train' or 'valid', got {phase!r:.80}")
         self.buffer.reduce()
         return self._stores[phase]
 
@@ -206,8 +217,8 @@ class ActivationRecords(SavedRecords):
     ) -> ActivationReport:
         """The layers with their statistics in the last record, as a table; `print` shows it.
 
-        The worst rows are those of layers that `verdict` has findings about, then those with the most NaN or
-        infinite elements, then those with the largest share near zero.
+        The worst rows are layers that `verdict` has findings about, then layers with the most NaN or infinite
+        elements, then layers with the largest share near zero.
 
         Args:
             worst: number of rows to show, the worst first; None for all, in the order of the model. By
@@ -247,17 +258,17 @@ class ActivationRecords(SavedRecords):
 
     def _caption(self) -> str:
         left_out = [f"{name} ({kind})" for name, kind in self.left_out.items()]
-        lines = [self._sampling() or "", f"no statistics: {join_names(left_out)}" if left_out else ""]
+        lines = [self._sampling(), f"no statistics: {join_names(left_out)}" if left_out else ""]
         return "\n".join(filter(None, lines))
 
-    def _sampling(self) -> str | None:
-        """How many elements statistics are computed from, if not from all."""
+    def _sampling(self) -> str:
+        """Number of elements that statistics are computed from, as text; "" if from all."""
         largest = max((math.prod(shape) for _, shape in self.outputs.values()), default=0)
         if self.sample == "auto" and largest > WHOLE:
             return f"near zero of outputs above {WHOLE:,} elements: from {SAMPLED:,} of them"
         if isinstance(self.sample, int) and largest > self.sample:
             return f"from {self.sample:,} elements of each output"
-        return None
+        return ""
 
     def _counts(self, name: str, phase: str) -> Tensor:
         return self.store_of(phase).series(name)[:, len(self.columns) :].T.nan_to_num(0).log1p()
@@ -283,20 +294,14 @@ class ActivationRecords(SavedRecords):
         """New records from what `state` has returned."""
         records = cls(**{option: state[option] for option in OPTIONS})
         records.outputs, records.left_out = state["outputs"], state["left_out"]
-        records._stores.update({phase: StatStore.of(store) for phase, store in state["stores"].items()})
+        records._stores.update(
+            {phase: StatStore.from_state(store) for phase, store in state["stores"].items()}
+        )
         records.buffer.load_state(state["ranges"])
         return records
 
 
-def _check(with_hist: bool, eps: float, bins: int, hist_range: Any, sample: Sample, keep: int) -> None:
-    if not isinstance(with_hist, bool):
-        raise TypeError(f"with_hist must be True or False, got {with_hist!r:.80}; choose layers by modules=")
-    if not isinstance(eps, int | float) or not eps >= 0:
-        raise ValueError(f"eps must be a magnitude of 0 or more, got {eps!r}")
-    check_count("bins", bins)
-    check_count("keep", keep, "records", least=2)
-    if sample is not None and sample != "auto":
-        check_count("sample", sample, "elements", least=2, hint=", 'auto', or None for every one")
+def _check_range(hist_range: Any) -> None:
     if hist_range is None:
         return
     try:

@@ -99,7 +99,7 @@ def moments(rows: Tensor) -> tuple[Tensor, ...]:
 
     Returns:
         Each `(R,)`, float64 if `rows` are, else float32. With NaN or infinities mean and std follow
-        arithmetic; min, max and magnitude are those of finite elements.
+        arithmetic; min, max and magnitude count finite elements only.
     """
     n, dtype = rows.shape[1], torch.float64 if rows.dtype is torch.float64 else torch.float32
     if n == 0:

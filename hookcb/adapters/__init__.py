@@ -1,1 +1,1 @@
-"""Callbacks of hookcb in the trainers of others, one module each; importing hookcb imports none of them."""
+"""Adapters for hookcb callbacks in other libraries' trainers; importing hookcb imports none of them."""

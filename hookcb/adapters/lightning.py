@@ -1,4 +1,4 @@
-"""HookcbCallback: callbacks of hookcb in a Trainer of Lightning."""
+"""HookcbCallback: hookcb callbacks in Lightning's Trainer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,20 +28,20 @@ except ModuleNotFoundError:
 
 
 class HookcbCallback(Attached, LightningCallback):
-    """Has callbacks of hookcb follow a fit of Lightning's Trainer, from its own hooks.
+    """Lets hookcb callbacks follow a fit of Lightning's Trainer, from its own hooks.
 
-    Batches, losses, epochs and validations are the trainer's. Gradients are read before Lightning clips them,
-    and unscaled. `pred` is what the module returns where `training_step` calls it, `self(x)`. A callback that
-    ends the fit sets `trainer.should_stop`. Hooks come off when the fit ends, also by an exception.
+    Batches, losses, epochs and validations are the trainer's. Gradients are read unscaled, before Lightning
+    clips them. `pred` is the module's output if `training_step` calls it, `self(x)`. A callback that ends the
+    fit sets `trainer.should_stop`. Hooks are removed when the fit ends, even by an exception.
 
     Args:
         *more: callbacks, one by one or in lists; they become attributes, `callback.activation_stats`.
-        cbs: callbacks too, as a `Learner` takes them.
+        cbs: more callbacks, in the form that a `Learner` accepts.
 
     Raises:
-        TypeError, ValueError: If one is not a callback, or its name is taken; if one cannot follow a
-            loop when a fit begins.
-        ModuleNotFoundError: when this module is imported without Lightning.
+        TypeError, ValueError: If one is not a callback, or its name is taken; when a fit begins, if one
+            cannot follow a loop.
+        ModuleNotFoundError: When this module is imported without Lightning.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -54,19 +54,19 @@ class HookcbCallback(Attached, LightningCallback):
             fit.begin_batch(True, _inputs(batch))
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """The loss is known, scaled where there is a scaler."""
+        """The loss is known, scaled if there is a scaler."""
         if fit := self.running:
             fit.report_loss(loss if fit.scaler is None else loss / scale_of(fit.scaler, fit.model))
             fit.begin_backward()
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Gradients of the batch are there."""
+        """The gradients of the batch are ready."""
         if fit := self.running:
             fit.end_backward()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """Gradients are whole and unscaled, and not clipped yet."""
-        if (fit := self.running) and not isinstance(optimizer, LBFGS):  # which computes them several times
+        """Gradients are complete and unscaled, and not clipped yet."""
+        if (fit := self.running) and not isinstance(optimizer, LBFGS):  # it computes them several times
             fit.begin_step(optimizer)
 
     def on_train_batch_end(
@@ -75,7 +75,7 @@ class HookcbCallback(Attached, LightningCallback):
         """A training batch has ended."""
         if fit := self.running:
             fit.end_batch()
-            self._heed(trainer)
+            self._pass_on_stop(trainer)
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -93,60 +93,61 @@ class HookcbCallback(Attached, LightningCallback):
             fit.end_batch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """An epoch has ended, its validation too."""
+        """An epoch has ended, including its validation."""
         if fit := self.running:
             fit.end_epoch()
-            self._heed(trainer)
+            self._pass_on_stop(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The fit has ended."""
         self.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The fit has ended by an exception, Ctrl-C included."""
+        """The fit has ended by an exception, or Ctrl-C."""
         self.close(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The trainer has ended, in whatever way."""
+        """The trainer has ended, for whatever reason."""
         self.close()
 
-    def _heed(self, trainer: Any) -> None:
+    def _pass_on_stop(self, trainer: Any) -> None:
         if self.stop_requested:
             trainer.should_stop = True
 
 
 def _inputs(batch: Any) -> Any:
-    """A batch as the trainer has it, in the form of `xb`."""
+    """Converts a batch of the trainer to the form of `xb`."""
     if isinstance(batch, list | tuple):
         return tuple(batch)
     return batch if isinstance(batch, Mapping) else (batch,)
 
 
 class LightningFit(ExternalLoop):
-    """A fit of Lightning's Trainer; see `hookcb.adapters.lightning`, which tells what happens in it."""
+    """A fit of Lightning's Trainer, reported by `HookcbCallback`."""
 
     honors_stop = True
 
     def __init__(self, trainer: Any, module: nn.Module, cbs: list[Callback]) -> None:
-        self._n_calls = 0  # of the module, inside one another
-        self._has_pred = False  # of the batch
-        # DistributedDataParallel and the like call training_step through the module's forward
+        self._n_calls = 0  # nested calls of the module in progress
+        self._has_pred = False  # whether the output of this batch is reported
+        # wrappers such as DistributedDataParallel call training_step through the module's forward
         self._is_redirected = trainer.strategy.model is not module
         optimizers, scaler = trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None)
+        self._hooks: list[Any] = []  # exists even if an error in `before_fit` closes the loop
         super().__init__(module, cbs, optimizers[0] if optimizers else None, scaler)
-        self._hooks: list[Any] = [
+        self._hooks += [
             Hook(module, self._call_begins, pre=True, gate=self._is_called_here),
             Hook(module, self._call_ends, detach=False, always_call=True, gate=self._is_called_here),
             *(register(opt.register_step_post_hook, self._step_ends) for opt in optimizers),
         ]
 
     def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
-        """A batch begins."""
+        """See `ExternalLoop`; the module has not been called in a new batch."""
         self._n_calls, self._has_pred = 0, False
         super().begin_batch(training, xb)
 
     def report_outputs(self, outputs: Any) -> None:
-        """The loss of a validation batch, where `validation_step` has returned one."""
+        """Reports the loss of a validation batch, if `validation_step` has returned one."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.ndim == 0:
             self.report_loss(loss)
@@ -168,15 +169,14 @@ class LightningFit(ExternalLoop):
         self.end_step()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Takes all hooks off; readings stay."""
-        hooks, self._hooks = self.__dict__.get("_hooks", []), []
-        for hook in hooks:
-            hook.remove()
+        """Removes all hooks; see `ExternalLoop`."""
+        while self._hooks:
+            self._hooks.pop().remove()
         super().close(error)
 
     @property
     def coverage(self) -> WatchCoverage:
-        """What could be seen so far, and what not, with the reason."""
+        """Events seen so far, and those that were not, with the reason."""
         found = WatchCoverage.of(self.seen, self.facts, n_epochs=1, n_optimizers=1)
         why = {"after_pred": "training_step does not call the module itself, self(x)"}
         missing = {event: why.get(event, reason) for event, reason in found.missing.items()}

@@ -1,4 +1,4 @@
-"""HookcbCallback: callbacks of hookcb in a Trainer of Hugging Face's transformers."""
+"""HookcbCallback: hookcb callbacks in the Trainer of Hugging Face's transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 from hookcb.adapters.base import Attached, no_package
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
-from hookcb.loops.watch import Watch
+from hookcb.loops.optimizers import unwrapped
+from hookcb.loops.watcher import Watch
 
 try:
     with random_kept():
@@ -19,23 +20,24 @@ except ModuleNotFoundError:
 
 
 class HookcbCallback(Attached, TrainerCallback):
-    """Has callbacks of hookcb follow `Trainer.train`: what happens is seen by a `Watch`, epochs are told.
+    """Lets hookcb callbacks follow `Trainer.train` by a `Watch`; the trainer reports its epochs.
 
-    `loss` is that of the model's output, where it has one. Gradients are unscaled, and read after the trainer
-    has clipped them (`max_grad_norm=0` leaves them as they are). A callback that ends the fit sets
-    `control.should_training_stop`. Hooks come off when the training ends.
+    `loss` is the one in the model's output, if it has one. Gradients are read unscaled, after the trainer has
+    clipped them (`max_grad_norm=0` leaves them as they are). A callback that ends the fit sets
+    `control.should_training_stop`. Hooks are removed when the training ends.
 
-    The trainer does not tell of exceptions. After one, hooks come off when the next training begins or the
-    model goes, by `close()`, or at the end of a block, `with HookcbCallback(…) as callback: trainer.train()`.
+    The trainer does not report exceptions. After one, hooks are removed when the next training begins, when
+    the model is deleted, by `close()`, or at the end of a `with` block:
+    `with HookcbCallback(…) as callback: trainer.train()`.
 
     Args:
         *more: callbacks, one by one or in lists; they become attributes, `callback.activation_stats`.
-        cbs: callbacks too, as a `Learner` takes them.
+        cbs: more callbacks, in the form that a `Learner` accepts.
 
     Raises:
-        TypeError, ValueError: If one is not a callback, or its name is taken; if one cannot follow a
-            loop when a training begins.
-        ModuleNotFoundError: when this module is imported without transformers.
+        TypeError, ValueError: If one is not a callback, or its name is taken; when a training begins, if one
+            cannot follow a loop.
+        ModuleNotFoundError: When this module is imported without transformers.
     """
 
     def on_train_begin(
@@ -43,15 +45,15 @@ class HookcbCallback(Attached, TrainerCallback):
     ) -> None:
         """A training begins; model and optimizer are ready."""
         self._is_epoch_over = False
-        scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
-        self.follow(lambda cbs: TrainerRun(model, _unwrapped(optimizer), cbs, scaler))
+        scaler = getattr(optimizer, "scaler", None)  # Accelerate's wrapper has it
+        self.follow(lambda cbs: TrainerRun(model, unwrapped(optimizer), cbs, scaler))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An epoch begins."""
         self._end_epoch(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The training of an epoch has ended; where it is evaluated now, that belongs to it."""
+        """The training of an epoch has ended; an evaluation that follows belongs to it."""
         self._is_epoch_over = True
         if not control.should_evaluate:
             self._end_epoch(control)
@@ -62,11 +64,11 @@ class HookcbCallback(Attached, TrainerCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A batch has ended, without a step."""
-        self._heed(control)
+        self._pass_on_stop(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step has ended."""
-        self._heed(control)
+        self._pass_on_stop(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The training has ended."""
@@ -76,15 +78,15 @@ class HookcbCallback(Attached, TrainerCallback):
         if (run := self.running) and self._is_epoch_over:
             run.end_epoch()
             self._is_epoch_over = False
-        self._heed(control)
+        self._pass_on_stop(control)
 
-    def _heed(self, control: Any) -> None:
+    def _pass_on_stop(self, control: Any) -> None:
         if self.stop_requested:
             control.should_training_stop = True
 
 
 class TrainerRun(Watch):
-    """A training of Hugging Face's Trainer, whose models give their loss."""
+    """A training of Hugging Face's Trainer, whose models return their loss."""
 
     honors_stop = True
 
@@ -92,15 +94,8 @@ class TrainerRun(Watch):
         super().__init__(model, [opt] if isinstance(opt, Optimizer) else [], cbs, scaler)
 
     def report_pred(self, pred: Any) -> None:
-        """The model has given its output for the batch, and the loss in it."""
+        """See `ExternalLoop`; reports the loss in the output too."""
         super().report_pred(pred)
         loss = pred.get("loss") if isinstance(pred, Mapping) else None
         if isinstance(loss, Tensor):
             self.report_loss(loss)
-
-
-def _unwrapped(opt: Any) -> Any:
-    """The optimizer whose step is called in the end; Accelerate wraps it."""
-    while isinstance(inner := getattr(opt, "optimizer", None), Optimizer):
-        opt = inner
-    return opt

@@ -56,10 +56,10 @@ def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
 
 
 def build_model(kind: str = "cnn") -> nn.Sequential:
-    """Builds a classifier of `(N, 1, 8, 8)` images, `"cnn"` or `"mlp"`; its output is scores `(N, 10)`.
+    """Builds a classifier, "cnn" or "mlp", of images `(N, 1, 8, 8)`; it returns scores `(N, 10)`.
 
     Raises:
-        ValueError: If `kind` is neither.
+        ValueError: If `kind` is anything else.
     """
     if kind == "mlp":
         layers = {
@@ -101,14 +101,15 @@ def train_digits(
         fault: a fault to plant; such a training writes no checkpoint.
 
     Returns:
-        The learner, whose `recorder`, `activation_stats` and `gradient_health` have the numbers.
+        The learner; its `recorder`, `activation_stats` and `gradient_health` have the numbers.
 
     Raises:
         ValueError, FileNotFoundError: If there is nothing to resume, or the checkpoint does not fit.
     """
     if fault is not None and resume:
         raise ValueError("a training with a fault always starts afresh; leave out --resume or --fault")
-    setup = Setup(digits(seed=seed), _seeded_model(model, seed), torch.optim.AdamW, lr=1e-2)
+    torch.manual_seed(seed)
+    setup = Setup(digits(seed=seed), build_model(model), torch.optim.AdamW, lr=1e-2)
     if fault is not None:
         fault.plant(setup)
     device = "cuda" if torch.cuda.is_available() else None
@@ -124,11 +125,6 @@ def train_digits(
         cbs.append(MixedPrecision())
     learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
     return learn
-
-
-def _seeded_model(kind: str, seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return build_model(kind)
 
 
 def _conv(n_in: int, n_out: int) -> dict[str, nn.Module]:

@@ -10,11 +10,11 @@ from torch import nn
 
 @dataclass
 class Setup:
-    """What the demo is about to train.
+    """Model, data and optimizer that the demo trains.
 
     Attributes:
         dls: loaders of `(x, y)`, see `hookcb.cli.demo.digits`.
-        model: the classifier, an `nn.Sequential` whose last layer is the head.
+        model: the classifier; its last layer is the head.
         opt_func: creates the optimizer.
         lr: the highest learning rate of the cycle.
     """
@@ -30,7 +30,7 @@ class Fault:
     """A fault that can be planted.
 
     Attributes:
-        about: what is wrong, in a line.
+        about: one-line description.
         code: code of the finding that names it.
         plant: function that changes the setup.
     """
@@ -112,10 +112,10 @@ def find_fault(name: str) -> Fault:
     """Returns the fault of that name.
 
     Raises:
-        LookupError: If there is no such fault; the message lists those there are.
+        LookupError: If no fault has that name; the message lists all names.
     """
     if name not in FAULTS:
-        raise LookupError(f"there is no fault {name!r}; there are: {', '.join(FAULTS)}")
+        raise LookupError(f"unknown fault {name!r}; choose from {', '.join(FAULTS)}")
     return FAULTS[name]
 
 

@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in `argv`, by default `sys.argv`.
 
     Returns:
-        Exit code: 0, or 1 if the demo cannot run, say, as a package is missing; for `diagnose` see
-        `run_script`. An invalid option exits with 2 at once.
+        Exit code: 0, or 1 if the demo cannot run, for example because a package is missing; for `diagnose`
+        see `run_script`. An invalid option exits with 2 at once.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(given)
@@ -44,13 +44,13 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         trace = TRACE if args.profile else None
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "ERROR", UserWarning)  # the verdict comes at the end
+            warnings.filterwarnings("ignore", "ERROR", UserWarning)  # the verdict is shown at the end
             learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume, trace, args.fault)
     except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
         show_error(f"hookcb {args.command}: {error}")  # as argparse does
         return 1
     if args.fault is not None:
-        show(f"planted fault: {args.fault.about}; the verdict:", soft_wrap=True, highlight=False)
+        show(f"planted fault: {args.fault.about}", soft_wrap=True, highlight=False)
         show(learn.diagnose(), soft_wrap=True)
         return 0
     show(learn.activation_stats.report())
@@ -59,7 +59,7 @@ def _demo(args: argparse.Namespace) -> int:
     if args.profile:
         show(learn.profiler.layers())
         show(learn.profiler.report())
-        show(f"timeline of these steps, for ui.perfetto.dev: {TRACE}", highlight=False)
+        show(f"timeline of the profiled steps: {TRACE}; open it at ui.perfetto.dev", highlight=False)
     last = learn.recorder.rows[-1]
     show(f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on")
     verdict = learn.diagnose()

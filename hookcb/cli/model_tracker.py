@@ -135,7 +135,7 @@ class ModelTracker:
         @wraps(real)
         def add_param_group(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = real(opt, *args, **kwargs)
-            if not self._n_fits and not isinstance(opt, StepByHand):  # not a Learner's, and not one of ours
+            if not self._n_fits and not isinstance(opt, StepByHand):  # created by the script itself
                 self._guarded(self._optimizers.note_group, opt)
             return result
 
@@ -174,7 +174,7 @@ class ModelTracker:
     # ---- models
 
     def _begin_call(self, m: nn.Module, inputs: Any) -> TrackedModel | None:
-        """Notes that an outermost call begins; returns its model if a method of the model makes the call."""
+        """Handles the start of an outermost call; returns its model if a method of the model makes it."""
         if self._n_fits or in_backward() or not torch.is_grad_enabled():
             return None
         model = self._model_of.get(m)
@@ -247,10 +247,10 @@ class ModelTracker:
     # ---- losses
 
     def _report_loss(self, loss: Tensor) -> None:
-        """Reports a loss to the model whose output it is computed from, the last of those it depends on.
+        """Reports a loss to the last model that it depends on.
 
-        If these have optimizers of their own, it is reported to none: in a GAN, the loss of one network
-        depends on the parameters of the other too.
+        If it depends on several models with different optimizers, it is reported to none of them: in a GAN,
+        the loss of one network depends on the parameters of the other too.
         """
         if loss.numel() != 1:
             return

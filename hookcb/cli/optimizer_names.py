@@ -15,10 +15,10 @@ def numbered(kind: str, titles: list[str]) -> str:
 
 
 class OptimizerNames:
-    """Names the optimizers of a script in the order in which they were made; keeps none of them alive.
+    """Names the optimizers of a script in the order of their creation; keeps none of them alive.
 
     Attributes:
-        names: of all optimizers so far.
+        names: names of all optimizers so far.
         stepped: names of those that have made a step.
     """
 
@@ -29,7 +29,7 @@ class OptimizerNames:
         self._by_param: Any = WeakIdKeyDictionary()  # names of the optimizers that have a parameter
 
     def note_group(self, opt: Optimizer) -> None:
-        """Notes the parameter group that was added to an optimizer last."""
+        """Records the parameters of the group that was last added to an optimizer."""
         if opt not in self._name_of:
             self._name_of[opt] = numbered(type(opt).__name__, self.names)
             self.names.append(self._name_of[opt])
@@ -37,11 +37,11 @@ class OptimizerNames:
             self._by_param.setdefault(p, []).append(self._name_of[opt])
 
     def note_step(self, opt: Optimizer, *seen: Any) -> None:
-        """Notes that an optimizer has made a step; a hook for all optimizers."""
+        """Records that an optimizer has made a step; a hook for all optimizers."""
         if opt in self._name_of:
             self.stepped.add(self._name_of[opt])
 
     def names_for(self, model: nn.Module) -> tuple[str, ...]:
-        """Names of the optimizers that have parameters of `model`, in the order in which they were made."""
+        """Names of the optimizers that have parameters of `model`, in the order of their creation."""
         having = {name for p in model.parameters() for name in self._by_param.get(p, ())}
         return tuple(name for name in self.names if name in having)

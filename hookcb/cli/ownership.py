@@ -1,4 +1,4 @@
-"""Finds out which model of a script a call or a loss belongs to."""
+"""Finds the model of a script that a call or a loss belongs to."""
 
 import sys
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def has_part(root: nn.Module, m: nn.Module) -> bool:
 def owner_at_work(m: nn.Module) -> nn.Module | None:
     """Outermost module that contains `m` and has a method running, else `m`.
 
-    None in the `__init__` of a module, which may call a part of itself to find out a shape.
+    None in the `__init__` of a module, which may call one of its parts to learn a shape.
     """
     frame: FrameType | None = sys._getframe(1)
     root = m
@@ -36,14 +36,14 @@ def owner_at_work(m: nn.Module) -> nn.Module | None:
 
 
 def models_behind(loss: Tensor, waiting: list[TrackedModel]) -> list[TrackedModel]:
-    """The models that a loss depends on, out of those that wait for a backward, in the same order."""
+    """Models in `waiting`, which wait for a backward, that a loss depends on; in the same order."""
     params = {id(p): model for model in waiting if model.model for p in model.model.parameters()}
     reached = {id(model) for leaf in _leaves(loss.grad_fn) if (model := params.get(id(leaf)))}
     return [model for model in waiting if id(model) in reached]
 
 
 def _leaves(node: Any) -> Iterator[Tensor]:
-    """The leaf tensors of a graph, those that get gradients."""
+    """Leaf tensors of a graph that get gradients."""
     waiting, seen = [node], {node, None}
     while waiting and len(seen) < MAX_NODES:
         now = waiting.pop()

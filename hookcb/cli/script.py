@@ -18,10 +18,10 @@ INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
     """Runs a script as `python path args…` does, watches what it trains, and prints the verdicts.
 
-    The script needs no change. A model is the outermost module that is called with gradients enabled and has
-    trainable parameters, or whose method calls its parts; its loss is the tensor that `backward` is called
-    on. Models that a `Learner` fits get a `Diagnose` among its callbacks. At most 4 models are watched at a
-    time; when there is a fifth, the least recently called one gets its verdict.
+    The script needs no change. A model is the outermost module with trainable parameters that is called with
+    gradients enabled, itself or by one of its own methods that calls its parts; its loss is the tensor that
+    `backward` is called on. A `Learner` gets a `Diagnose` callback. At most 4 models are watched at a time;
+    when there is a fifth, the least recently called one gets its verdict.
 
     Args:
         path: the script.
@@ -48,8 +48,8 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
 
 def _no_training_in(path: str | Path) -> str:
     return (
-        f"no training was seen in {os.fspath(path)}, so there is no verdict; a model is seen if it is called "
-        "with gradients on, in the main thread, and an optimizer or the script itself updates its parameters"
+        f"no training was seen in {os.fspath(path)}; a model counts as trained if it is called in the main "
+        "thread with gradients enabled, and an optimizer or the script itself updates its parameters"
     )
 
 
@@ -88,7 +88,7 @@ def _as_main(path: str, args: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _hide_own_frames(error: BaseException | None) -> None:
-    """Removes our frames from the traceback of an error, and from those of its causes."""
+    """Removes hookcb's frames from the tracebacks of an error and its causes."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:

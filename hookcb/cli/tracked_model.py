@@ -7,17 +7,17 @@ from torch import Tensor, nn
 from hookcb.core.console import show_error
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.loops.external import ExternalLoop
-from hookcb.loops.watch import Watch
+from hookcb.loops.watcher import Watch
 
 
 def say_sick(verdict: Verdict) -> None:
-    """Reports at once that a training is sick, in a line; the script could turn a warning into an error."""
+    """Prints at once that a training is sick; not a warning, which the script could turn into an error."""
     if verdict.primary is not None:
         show_error(f"hookcb diagnose: {verdict.primary.head}: {verdict.primary.message}")
 
 
 class ScriptWatch(Watch):
-    """A watch that raises nothing into the script; an error in it is kept in `failure`, and ends it."""
+    """A watch that raises nothing into the script; an error ends it, and is kept in `failure`."""
 
     failure: Exception | None = None
 
@@ -25,17 +25,12 @@ class ScriptWatch(Watch):
         """See `ExternalLoop`."""
         try:
             super().emit(event)
-        except Exception as error:  # a bug of ours must not end the script
+        except Exception as error:  # a bug in hookcb must not end the script
             self.failure = self.failure or error
 
     def close_failed(self) -> bool:
         """See `ExternalLoop`; hooks stay on until the end, as torch may be iterating over them."""
         return self._error is not None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a training batch is open, and its backward is still to come."""
-        return self._is_waiting()
 
     @property
     def optimizers(self) -> set[int]:
@@ -50,18 +45,18 @@ class ScriptWatch(Watch):
         ExternalLoop.report_loss(self, loss)
 
     def follow(self, loss: Tensor) -> None:
-        """Has the backward begin at this loss, which is not reported, not where it reaches the model."""
+        """Marks the beginning of the backward at this loss, without reporting the loss."""
         self._follow_backward(loss)
 
 
 @dataclass(eq=False)
 class TrackedModel:
-    """A model of the script, held until its verdict, which looks at the weights.
+    """A model of the script, kept alive until its verdict, which inspects the weights.
 
     Attributes:
         title: its class, with a number if there are several: "Net (2)".
         model: the model, None once it is closed.
-        watch: what watches it, None once it is closed.
+        watch: its watch, None once it is closed.
         verdict: the verdict, once it is closed.
         is_trained: whether its parameters were moved, by an optimizer or by hand.
         has_gradients: whether a backward reached it.
@@ -80,7 +75,7 @@ class TrackedModel:
 
     @property
     def heading(self) -> str:
-        """The title, and the optimizers that train the model, or should."""
+        """The title, and the optimizers that train the model, or should train it."""
         if self.is_trained:
             return f"{self.title}, trained by {', '.join(self.steppers)}" if self.steppers else self.title
         names = ", ".join(self.optimizers)
@@ -89,7 +84,7 @@ class TrackedModel:
 
     @property
     def is_part_of_result(self) -> bool:
-        """Whether the model was trained, or meant to be; False if it is only used and nothing is wrong."""
+        """Whether to show its verdict: False if it was only used, not trained, and nothing is wrong."""
         is_used_only = not (self.is_trained or self.has_gradients or self.optimizers)
         return self.verdict is not None and not (is_used_only and self.verdict.primary is None)
 

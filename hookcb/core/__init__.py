@@ -1,1 +1,1 @@
-"""What every room needs: events, Callback, Loop, batches, files, random state, printing of text."""
+"""Base of all other packages: events, Callback, Loop, batches, files, random state, printing of text."""

@@ -1,4 +1,4 @@
-"""Data loading: loaders, batches, and the tensors in them."""
+"""Batches, loaders, and the tensors in them."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def to_device(item: Any, device: torch.device) -> Any:
-    """Moves every tensor in `item` to `device`, see `map_tensors`; other objects by their method `to`.
+    """Moves every tensor in `item` to `device`, and other objects that have a method `to`.
 
     Tensors already on the device are returned as they are. Copies to a GPU are `non_blocking`: from pinned
     memory they overlap with computation.
@@ -90,7 +90,7 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
         n_inp: number of items that are inputs; by default all but the last of a tuple, all of a mapping.
 
     Returns:
-        `xb`, a tuple or, for a mapping, a mapping; and `yb`, a tuple, empty if there is no target.
+        `xb`, a tuple, or a mapping if the batch is one; and `yb`, a tuple, empty without targets.
 
     Raises:
         ValueError: If the batch has fewer than `n_inp` items.

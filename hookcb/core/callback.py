@@ -1,4 +1,4 @@
-"""The one concept: a callback acts at the events of a loop."""
+"""Callback: acts at the events of a loop."""
 
 import difflib
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class LoopState(Generic[T]):
 
 
 class _Detached:
-    """What `learn` is while a callback is not attached: no attribute, and an error that says so."""
+    """Descriptor of `learn` while a callback is not attached; raises an error that says so."""
 
     def __get__(self, cb: "Callback | None", owner: type) -> Any:
         raise AttributeError(f"{owner.__name__} is not attached to a learner; pass it as cbs= or to add_cb")
@@ -64,19 +64,19 @@ class _Switch:
 
 
 class Callback:
-    """Acts at the events of a loop: define methods named like events, or pass functions of the callback.
+    """Acts at the events of a loop, by methods named like events, or by functions passed as arguments.
 
-    Inside them the loop's state reads as `self.pred`, `self.loss` …; to change it, set `self.learn.loss`.
-    The order of callbacks at one event is `order`, lower first, then that in which they were added.
+    In them, the loop's state can be read as `self.pred`, `self.loss` …; to change it, set `self.learn.loss`.
+    Callbacks act in the order of their `order`, lower first, then in the order in which they were added.
 
     Args:
-        name: what the loop calls it, `learn.<name>`; by default the class name in snake case without
+        name: its name as an attribute, `learn.<name>`; by default the class name in snake case without
             "Callback".
         **functions: by event name, called as `f(callback)`.
 
     Raises:
-        TypeError: if a method or an argument is named like an event that does not exist, such as
-            `after_bacth` or Lightning's `on_train_batch_end`; of a class when it is defined.
+        TypeError: If a method or an argument is named like an event that does not exist, such as
+            `after_bacth` or Lightning's `on_train_batch_end`; for a method, when its class is defined.
 
     >>> from hookcb import Callback, synth_learner
     >>> class CountBatches(Callback):
@@ -103,17 +103,17 @@ class Callback:
     opt = LoopState[Optimizer]("The optimizer.")
     xb = LoopState[Any]("The inputs of the batch: a tuple, or a mapping of keyword arguments.")
     yb = LoopState[tuple[Any, ...]]("The targets of the batch.")
-    x = LoopState[Any]("The input of the batch; where there are several, all of `xb`.")
-    y = LoopState[Any]("The target of the batch; where there are several, all of `yb`.")
+    x = LoopState[Any]("The input of the batch; all of `xb` if there are several.")
+    y = LoopState[Any]("The target of the batch; all of `yb` if there are several.")
     pred = LoopState[Any]("What the model returned for the batch.")
     loss = LoopState[Tensor]("The loss of the batch, a 0-d tensor.")
     dl = LoopState[Any]("The loader the batches come from.")
     epoch = LoopState[int]("Index of the epoch in this fit, from 0.")
     n_epoch = LoopState[int]("Number of epochs this fit runs.")
     iter = LoopState[int]("Index of the batch in its epoch's training or validation, from 0.")
-    n_iter = LoopState[int | None]("Number of batches `dl` gives, None where it has no length.")
+    n_iter = LoopState[int | None]("Number of batches in `dl`, None if it has no length.")
     train_iter = LoopState[int]("Number of training batches of this fit that ended before this one.")
-    pct_train = LoopState[float]("Share of the fit's training that is done, 0..1.")
+    pct_train = LoopState[float]("Share of the fit's training that is done, from 0 to 1.")
     training = LoopState[bool]("Whether this is the training phase, and not the validation.")
 
     def __init__(self, *, name: str | None = None, **functions: Callable[[Any], object]) -> None:
@@ -122,7 +122,7 @@ class Callback:
         for event, function in functions.items():
             _check_argument(type(self), event)
             if not callable(function):
-                raise TypeError(f"{event} is {function!r}, not a function; give one that takes the callback")
+                raise TypeError(f"{event} must be a function that takes the callback, got {function!r}")
             self.__dict__[event] = MethodType(function, self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -132,31 +132,31 @@ class Callback:
                 _check_event(attribute)
         _make_switches(cls)
 
-    if not TYPE_CHECKING:  # a type checker would take it that every attribute exists
+    if not TYPE_CHECKING:  # else a type checker would assume that every attribute exists
 
         def __getattr__(self, name: str) -> Any:
-            # other trainers ask their own callbacks for these
+            # other trainers look these up in their own callbacks
             if name == "state_key" or name.startswith("on_"):
                 raise AttributeError(_WRONG_TRAINER.format(type(self).__name__))
-            return object.__getattribute__(self, name)  # raises what it has raised before
+            return object.__getattribute__(self, name)  # raises the same error again
 
     @property
     def name(self) -> str:
-        """What the loop calls it: `learn.<name>`."""
+        """Name of its attribute of the loop: `learn.<name>`."""
         named: str | None = self.__dict__.get("_name")
         return named or camel2snake(type(self).__name__.removesuffix("Callback") or "Callback")
 
     @name.setter
     def name(self, name: str) -> None:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"name is {name!r}; give an identifier, as in learn.<name>")
+            raise ValueError(f"name must be an identifier, as in learn.<name>, got {name!r}")
         if "learn" in self.__dict__:
-            raise AttributeError(f"{self.name} is attached; rename it before it is added to a learner")
+            raise AttributeError(f"{self.name} is attached; rename it before you add it to a learner")
         self.__dict__["_name"] = name
 
     @property
     def phase_state(self) -> dict[str, Any]:
-        """Room of its own for the training or validation in progress; one inside that begins with none."""
+        """State of this callback for the phase in progress; a nested validation has its own."""
         return self.learn.phase_state[id(self)]
 
     def handler(self, event: str) -> Callable[[], object] | None:
@@ -165,11 +165,11 @@ class Callback:
         return None if getattr(method, "__func__", None) is getattr(Callback, event) else method
 
     def acts(self, event: str, training: bool) -> bool:
-        """Whether `run`, and at the events of a batch `run_train` or `run_valid`, let it act."""
+        """Whether it acts at an event: depends on `run` and, in batches, on `run_train` or `run_valid`."""
         return self.run and (event not in BATCH_EVENTS or (self.run_train if training else self.run_valid))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed fit needs of this callback, as it is after an event; nothing by default.
+        """State that a resumed fit needs, as it is between events; empty by default.
 
         Values are None, bool, int, float, str, tensors, and lists, tuples and dicts of these.
         """
@@ -184,7 +184,7 @@ class Callback:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy is not attached, and a bound function would be looked up by its own name when unpickled
+        # a copy is not attached, and unpickling would look up a bound function by its own name
         state = {key: value for key, value in self.__dict__.items() if key != "learn"}
         return state | {event: state[event].__func__ for event in Event if event in state}
 
@@ -193,7 +193,7 @@ class Callback:
         self.__dict__.update(state, **functions)
 
     def before_fit(self) -> None:
-        """A fit begins: forget what the last one collected."""
+        """A fit begins: discard the results of the last one."""
 
     def before_epoch(self) -> None:
         """An epoch begins."""
@@ -217,10 +217,10 @@ class Callback:
         """The backward pass was cancelled."""
 
     def after_backward(self) -> None:
-        """The gradients of this batch are added, still scaled under a GradScaler."""
+        """The gradients of this batch are added; a GradScaler has not unscaled them yet."""
 
     def before_step(self) -> None:
-        """Gradients are whole and unscaled; clipping comes here too, at its order."""
+        """Gradients are complete and unscaled; they are clipped here too, at the order of clipping."""
 
     def after_cancel_step(self) -> None:
         """The optimizer's step was cancelled; gradients stay."""
@@ -229,7 +229,7 @@ class Callback:
         """Parameters are updated; gradients are still there."""
 
     def after_cancel_batch(self) -> None:
-        """The batch was cancelled: its `after_batch` comes next, and it should not count."""
+        """The batch was cancelled: `after_batch` comes next, and the batch should not count."""
 
     def after_batch(self) -> None:
         """The batch has ended."""
@@ -259,7 +259,7 @@ class Callback:
         """The fit was cancelled."""
 
     def after_fit(self) -> None:
-        """The fit has ended, however it did: give back what was taken."""
+        """The fit has ended, even if by an error: release resources."""
 
 
 _WRONG_TRAINER = (
@@ -283,12 +283,12 @@ def _check_argument(cls: type[Callback], name: str) -> None:
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise TypeError(
         f"{cls.__name__} has no argument {name!r}; {hint}it takes: {', '.join(known)}, "
-        "and functions by the name of an event"
+        "and functions named like events"
     )
 
 
 def _parameters(cls: type[Callback]) -> list[str]:
-    """Names of the arguments of `cls`, of those too that it passes on to its bases."""
+    """Names of the arguments of `cls`, including those that it passes on to its bases."""
     inits = [vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)]
     params = [param for init in inits for param in list(signature(init).parameters.values())[1:]]
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)

@@ -1,4 +1,4 @@
-"""Callbacks as a loop takes them: given in any form, checked, found again, and listed by event."""
+"""Lists of callbacks: given in any form, checked, looked up, and sorted by event."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -8,15 +8,15 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
-Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and what to call
+Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and the function to call
 
 
 def new_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callback]:
-    """Instances of `cbs`, if they can be attached beside those that are.
+    """Instances of `cbs`, checked against those attached.
 
     Raises:
-        TypeError: if one is not a callback, or is a class that needs arguments.
-        ValueError: if one is attached already, here or elsewhere, or its name is taken.
+        TypeError: If one is not a callback, or is a class that needs arguments.
+        ValueError: If one is attached already, here or elsewhere, or its name is taken.
     """
     new: list[Callback] = []
     for cb in map(_instance, _listed(cbs)):
@@ -29,22 +29,22 @@ def new_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callback
         if cb.name in {other.name for other in [*attached, *new]}:
             raise ValueError(
                 f"a callback named {cb.name!r} is attached already; remove it first, "
-                f"learn.remove_cb(learn.{cb.name}), or give this one a name of its own: {renamed(cb)}"
+                f"learn.remove_cb(learn.{cb.name}), or give this one another name: {renamed(cb)}"
             )
         new.append(cb)
     return new
 
 
 def renamed(cb: Callback) -> str:
-    """The call that makes a callback like this one under another name, for a message."""
+    """Code that creates a callback like this one with another name, for a message."""
     return f"{type(cb).__name__}(…, name='my_{cb.name}')"
 
 
 def find_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callback]:
-    """The attached callbacks that `cbs` means: instances, or all of a class.
+    """The attached callbacks in `cbs`; a class stands for all its instances.
 
     Raises:
-        ValueError: if one is not attached.
+        ValueError: If one is not attached.
     """
     found: list[Callback] = []
     for wanted in _listed(cbs):
@@ -59,12 +59,12 @@ def find_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callbac
 
 
 def is_among(cb: Callback, cbs: Iterable[Callback]) -> bool:
-    """Whether this very instance is one of `cbs`; a dataclass callback may equal another."""
+    """Whether `cb` is one of `cbs`, by identity, as a dataclass callback may equal another one."""
     return any(cb is other for other in cbs)
 
 
 def dispatch_tables(cbs: Sequence[Callback]) -> dict[bool, dict[str, Handlers]]:
-    """Who acts at each event, in order: by whether it is training, then by event."""
+    """Handlers of each event, in order; by whether it is training, then by event."""
     handlers = {
         event.value: [(cb, handler) for cb in cbs if (handler := cb.handler(event)) is not None]
         for event in Event
@@ -102,7 +102,7 @@ def _instance(cb: Callback | type[Callback]) -> Callback:
 
 
 def _repair(cb: Any) -> str:
-    """What to give in place of something that is not a callback."""
+    """Advice on what to give instead of something that is not a callback."""
     if isinstance(cb, str):
         return f"give the class or an instance, {cb if cb.isidentifier() else 'ActivationStats'}()"
     if callable(getattr(cb, "log", None)):

@@ -56,8 +56,8 @@ def _check_ends(opened: BinaryIO, file: str | Path) -> None:
 
 
 def _damage(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> str:
-    """What is wrong with a part; empty if nothing."""
-    # else torch silently reads nothing, for example of a part that is marked as a folder
+    """Description of the damage to a part; empty if it is intact."""
+    # torch silently reads nothing from some of these, such as a part that is marked as a folder
     if part.external_attr or part.compress_type != zipfile.ZIP_STORED or part.compress_size != part.file_size:
         return "it is not marked as a part written by torch.save"
     try:
@@ -70,7 +70,7 @@ def _damage(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> str:
 
 
 def names_of_changed(storages: Mapping[int, bool], state: Any) -> str:
-    """Names of the storages that have changed, which are those of the tensors in `state`, joined by commas.
+    """Names of the tensors in `state` whose storages have changed, joined by commas.
 
     Args:
         storages: result of `compare_storages`.

@@ -61,7 +61,7 @@ def _spelled(c: str, encoding: str) -> str:
 
 
 class SafeFile:
-    """Wraps the file of a console: spells characters that it lacks, and warns once of its errors.
+    """Wraps the file of a console: spells characters that it lacks, and warns once about errors.
 
     Args:
         console: the console; its file is looked up at each write.
@@ -87,7 +87,7 @@ class SafeFile:
     def _try(self, act: Callable[[IO[str]], object]) -> None:
         try:
             act(self._console.file)
-        except Exception as error:  # it is closed, a broken pipe, on a full disk, or a class of the user
+        except Exception as error:  # a closed file, a broken pipe, a full disk, or a bug in a user's class
             if not self._has_warned:
                 self._has_warned = True
                 warn(f"the output could not be written: {error!r}")
@@ -125,7 +125,7 @@ def show_error(text: str) -> None:
 
 
 def attempt(act: Callable[[], object]) -> bool:
-    """Calls `act`, which only shows something; an error becomes a warning. Returns whether there was none."""
+    """Calls `act`, which only shows something; turns an error into a warning, and returns False then."""
     try:
         act()
     except Exception as error:
@@ -143,7 +143,7 @@ class _Lines(io.StringIO):
 
 
 def as_text(renderable: Any) -> str:
-    """Text that rich prints, as wide as the terminal and in the characters of standard output."""
+    """Renders as text with the terminal's width, in characters of standard output."""
     lines = _Lines()
     Console(file=lines, color_system=None, force_jupyter=False).print(renderable)
     return "\n".join(line.rstrip() for line in printable(lines.getvalue()).splitlines())

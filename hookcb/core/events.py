@@ -1,6 +1,6 @@
 """The events of a training loop, in firing order, and the exceptions that cut a part of it short.
 
-What `Learner.fit` does, as pseudocode; every name in CAPITALS is an event:
+`Learner.fit` in pseudocode; every name in CAPITALS is an event:
 
     BEFORE_FIT
     for epoch in range(n_epoch):
@@ -25,8 +25,8 @@ What `Learner.fit` does, as pseudocode; every name in CAPITALS is an event:
         AFTER_EPOCH
     AFTER_FIT                                    # always, last callback first
 
-A level is what lies between `before_x` and `after_x`. A callback ends a level early by raising its exception
-anywhere inside it. What then happens:
+A level is the part between `before_x` and `after_x`. A callback ends a level early by raising its exception
+anywhere inside it. Then:
 
     raised                    skipped                       fires next
     CancelBackwardException   backward                      after_cancel_backward, after_backward, before_step
@@ -40,7 +40,7 @@ anywhere inside it. What then happens:
     one outside its level     everything left               after_fit, then a RuntimeError that names it
     any other exception       everything left               after_fit, then the exception goes on with a note
 
-And which closing events fire, by what ends the fit (● fires, – does not):
+Closing events, by what ends the fit (● fires, – does not):
 
     raised inside a batch     after_batch  after_train  after_epoch  after_fit
     nothing                   ●            ●            ●            ●
@@ -50,11 +50,11 @@ And which closing events fire, by what ends the fit (● fires, – does not):
     CancelFitException        –            –            –            ●
     any other exception       –            –            –            ●
 
-Where backward was reached, a batch that is cancelled before `zero_grad` leaves its gradients: the next batch
-adds to them, as accumulation needs.
+A batch that is cancelled after its backward but before `zero_grad` leaves its gradients, and the next batch
+adds to them, as in accumulation.
 
-All callbacks see an event before a cancel raised at that event takes effect; of several, the outermost level
-wins.
+All callbacks see an event before a cancel raised at that event takes effect; if there are several, that of
+the outermost level wins.
 """
 
 import difflib
@@ -65,7 +65,7 @@ from typing import ClassVar, NamedTuple
 
 
 class Event(StrEnum):
-    """Everything a callback can act on, in firing order; each value is the name of the callback's method."""
+    """Events at which callbacks act, in firing order; each value is the name of the callback's method."""
 
     BEFORE_FIT = auto()
     BEFORE_EPOCH = auto()
@@ -137,13 +137,13 @@ class CancelBatchException(CancelException):
 
 
 class CancelBackwardException(CancelException):
-    """Leaves out the backward pass: `after_cancel_backward` and `after_backward` come next, then the step."""
+    """Skips the backward pass: `after_cancel_backward` and `after_backward` come next, then the step."""
 
     level = "backward"
 
 
 class CancelStepException(CancelException):
-    """Leaves out the optimizer's step and `zero_grad`: gradients stay, as accumulation needs."""
+    """Skips the optimizer's step and `zero_grad`: gradients stay, as accumulation needs."""
 
     level = "step"
 
@@ -157,7 +157,7 @@ class Level(NamedTuple):
     cancel: type[CancelException]
 
 
-# by name, outermost first: the order in which one cancel outranks another
+# by name, outermost first, which is also the order of precedence of their cancels
 LEVELS = {
     cancel.level: Level(
         Event(f"before_{cancel.level}").value,
@@ -178,7 +178,7 @@ LEVELS = {
 
 
 def outermost(cancels: list[CancelException]) -> CancelException:
-    """The one of `cancels` that ends the outermost level; the first of equals."""
+    """The first of `cancels` that ends the outermost level."""
     return min(cancels, key=lambda cancel: list(LEVELS).index(cancel.level))
 
 
@@ -203,20 +203,12 @@ _WORDS = {
     "exception": "fit",
 }
 _OPENING, _CLOSING = {"before", "begin", "start", "pre"}, {"after", "end"}
-_OTHER_WORDS = {
-    "forward",
-    "save",
-    "log",
-    "init",
-    "predict",
-    "prediction",
-    "sanity",
-    "zero",
-}  # parts that have no event
+# parts of a training that have no event
+_OTHER_WORDS = {"forward", "save", "log", "init", "predict", "prediction", "sanity", "zero"}
 
 
 def looks_like_event(name: str) -> bool:
-    """Whether a method or argument called `name` is surely meant for an event: ours, or another framework's.
+    """Whether a method or argument `name` is clearly meant as an event of hookcb or another framework.
 
     >>> [looks_like_event(name) for name in ("afterBatch", "on_epoch_end", "begin_fit", "on_alarm", "report")]
     [True, True, True, False, False]

@@ -20,7 +20,7 @@ from hookcb.core.checked_zip import compare_storages, names_of_changed
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 SUFFIX = ".partial"
-_NUMBERS = count()  # number the files that this process writes
+_NUMBERS = count()  # numbers of the files that this process writes
 
 
 def save_whole(state: Any, file: str | Path) -> Path:
@@ -30,7 +30,7 @@ def save_whole(state: Any, file: str | Path) -> Path:
 
 
 def write_whole(file: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
-    """Has `write` write a file; an existing one stays unchanged until the new one is complete on the disk.
+    """Writes a file by `write`; an existing one stays unchanged until the new one is complete on disk.
 
     Args:
         file: the path; its folder is created if it is missing.
@@ -40,7 +40,7 @@ def write_whole(file: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
         The path written.
 
     Raises:
-        OSError: If it cannot be written; the message says how many bytes are needed, and how many are free.
+        OSError: If it cannot be written; the message says how many bytes are needed and free.
     """
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,14 +64,14 @@ def _write_partial(partial: Path, path: Path, write: Callable[[IO[bytes]], objec
         try:
             if counted.error is not None:
                 raise counted.error
-            os.fsync(opened.fileno())  # else after a power failure the name may exist without the content
+            os.fsync(opened.fileno())  # else the name may exist without the content after a power failure
         except OSError as error:
             opened.truncate(0)  # else the bytes written so far would not count as free
             raise _with_bytes(error, path, counted.n_bytes) from error
 
 
 class _Counted:
-    """Writes to a file until that fails, and then only counts, to find out how many bytes are needed."""
+    """Writes to a file and counts bytes; goes on counting if writing fails, to know how many are needed."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file = file
@@ -112,7 +112,7 @@ def _checksums() -> Iterator[None]:
 
 
 def remove_partials(folder: Path, name: str) -> None:
-    """Removes what killed processes of this host left of the file `name`."""
+    """Removes the partial files `name` that killed processes of this host have left."""
     start = f"{name}.{socket.gethostname()}-"
     for left in os.listdir(folder):
         pid, _, rest = left.removeprefix(start).partition("-")
@@ -122,7 +122,7 @@ def remove_partials(folder: Path, name: str) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is running; on Windows, where `os.kill` would end it, only this one counts."""
+    """Whether a process is running; on Windows, only this one counts, as `os.kill` would end others."""
     if os.name != "posix":
         return pid == os.getpid()
     try:
@@ -135,7 +135,7 @@ def _runs(pid: int) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes sure that the new name is on the disk too."""
+    """Syncs the folder, so that the new name is on disk too."""
     if os.name == "posix":  # elsewhere a folder cannot be opened
         opened = os.open(folder, os.O_RDONLY)
         try:

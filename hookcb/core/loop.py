@@ -1,4 +1,4 @@
-"""Loop: callbacks on the state of a training, and the emission of events; it iterates over nothing."""
+"""Loop: the state of a training, its callbacks, and the emission of events; contains no iteration."""
 
 import difflib
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ C = TypeVar("C")
 
 
 class Loop(TrainingState):
-    """What callbacks attach to: the state of a training, callbacks in order, and `emit`.
+    """Base of all loops: the state of a training, its callbacks in order, and `emit`.
 
     Args:
         model: the model being trained.
@@ -42,10 +42,10 @@ class Loop(TrainingState):
     def __init__(self, model: nn.Module, cbs: Callbacks = ()) -> None:
         if not isinstance(model, nn.Module):
             hint = f"; give an instance, {model.__name__}(…)" if isinstance(model, type) else ""
-            raise TypeError(f"model is {model!r:.80}, no nn.Module{hint}")
+            raise TypeError(f"model must be an nn.Module, got {model!r:.80}{hint}")
         super().__init__(model)
         self.cbs: list[Callback] = []
-        self._entered: list[Callback] | None = None  # while a fit runs: whose before_fit was called
+        self._entered: list[Callback] | None = None  # in a fit: callbacks whose before_fit was called
         self.build_dispatch()
         self.add_cbs(cbs)
 
@@ -55,13 +55,13 @@ class Loop(TrainingState):
         return self._entered is not None
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
-        """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
+        """Begins training or validation on `dl`, with `n_iter` batches, or None if unknown."""
         super().set_phase(training, dl, n_iter)
         self._table = self._tables[training]
 
     @contextmanager
     def restored(self, batch: bool = True) -> Iterator[None]:
-        """Puts back afterwards the phase, the modes of all modules and, with `batch`, what is of a batch."""
+        """Restores the phase, the modes of all modules and, with `batch`, the state of the batch."""
         try:
             with super().restored(batch):
                 yield
@@ -74,7 +74,7 @@ class Loop(TrainingState):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for cb in self.cbs:
-            cb.learn = self  # a copied callback is attached to nothing, those of a copied loop to the copy
+            cb.learn = self  # a copied callback is not attached, but those of a copied loop are, to the copy
         self.build_dispatch()
 
     # ---- callbacks
@@ -82,19 +82,28 @@ class Loop(TrainingState):
     def get(self, kind: type[C], name: str | None = None) -> C:
         """The attached callback of a class, as in `learn.get(ActivationStats).stats`.
 
+        If none is attached, the one of an earlier fit, which is still an attribute, `learn.activation_stats`.
+
         Args:
             kind: its class, or a base class.
             name: its name, if several of the class are attached.
 
         Raises:
+            TypeError: If `kind` is not a class.
             LookupError: If there is none, or if there are several.
         """
-        found = [cb for cb in self.cbs if isinstance(cb, kind) and name in (None, cb.name)]
+        if not isinstance(kind, type):
+            raise TypeError(f"kind must be a class of callbacks, such as ActivationStats, got {kind!r:.80}")
+        earlier = [cb for key, cb in vars(self).items() if isinstance(cb, Callback) and cb.name == key]
+        for cbs in (self.cbs, earlier):
+            found = [cb for cb in cbs if isinstance(cb, kind) and name in (None, cb.name)]
+            if found:
+                break
         if len(found) == 1:
             return found[0]
         wanted = kind.__name__ if name is None else f"{kind.__name__} named {name!r}"
         if found:
-            names = ", ".join(repr(cb.name) for cb in self.cbs if isinstance(cb, kind))
+            names = ", ".join(repr(cb.name) for cb in found)
             raise LookupError(f"several {wanted} are attached; give name=, one of {names}")
         attached = {cb.name: f"{type(cb).__name__} as {cb.name!r}" for cb in self.cbs}
         close = difflib.get_close_matches(name or camel2snake(kind.__name__), attached, n=1)
@@ -108,10 +117,10 @@ class Loop(TrainingState):
         return self.add_cbs([cb])
 
     def add_cbs(self, cbs: Callbacks) -> Self:
-        """Attaches callbacks, all or, where one is refused, none; each becomes an attribute, `learn.<name>`.
+        """Attaches callbacks, or none if one is refused; each becomes an attribute, `learn.<name>`.
 
-        While a fit runs, a new callback's `before_fit` is called at once; it then takes part in what begins
-        later.
+        While a fit runs, a new callback's `before_fit` is called at once; it takes part in the levels that
+        begin later.
 
         Raises:
             TypeError: If one is not a callback, or is a class that needs arguments.
@@ -132,7 +141,7 @@ class Loop(TrainingState):
         return self.remove_cbs([cb])
 
     def remove_cbs(self, cbs: Callbacks) -> Self:
-        """Detaches callbacks; `learn.<name>` stays, so that results can be read.
+        """Detaches callbacks; `learn.<name>` stays, to read results.
 
         While a fit runs, their `after_fit` is called at once, so that no hook stays behind.
 
@@ -151,7 +160,7 @@ class Loop(TrainingState):
 
     @contextmanager
     def added_cbs(self, cbs: Callbacks) -> Iterator[None]:
-        """Attaches callbacks for the length of a `with` block."""
+        """Attaches callbacks in a `with` block."""
         before = self.cbs
         self.add_cbs(cbs)
         added = [cb for cb in self.cbs if not is_among(cb, before)]
@@ -162,7 +171,7 @@ class Loop(TrainingState):
 
     @contextmanager
     def removed_cbs(self, cbs: Callbacks) -> Iterator[None]:
-        """Detaches callbacks for the length of a `with` block."""
+        """Detaches callbacks in a `with` block."""
         removed = find_callbacks(cbs, self.cbs)
         self.remove_cbs(removed)
         try:
@@ -176,14 +185,14 @@ class Loop(TrainingState):
         for cb in new:
             if hasattr(type(self), cb.name) or not isinstance(self.__dict__.get(cb.name, cb), Callback):
                 raise ValueError(
-                    f"{cb!r} would overwrite learn.{cb.name}; give it a name of its own: {renamed(cb)}"
+                    f"{cb!r} would overwrite learn.{cb.name}; give it another name: {renamed(cb)}"
                 )
         return new
 
     # ---- events
 
     def build_dispatch(self) -> None:
-        """Lists anew who acts at each event; called whenever that changes."""
+        """Updates the lists of callbacks that act at each event; called whenever they change."""
         self._tables = dispatch_tables(self.cbs)
         self._table = self._tables[self.training]
 
@@ -212,7 +221,7 @@ class Loop(TrainingState):
             if self._table is not table or table[after]:
                 self._close(after, table)
         except cancel:
-            if not closing:  # raised while closing, it counts as the end
+            if not closing:  # a cancel raised while closing counts as the end
                 with suppress(cancel):
                     self._close(after_cancel, table)
                 with suppress(cancel):
@@ -220,7 +229,7 @@ class Loop(TrainingState):
         return closing
 
     def step(self) -> None:
-        """Has the optimizer make its step, in the scaler's way where there is one."""
+        """Makes the optimizer's step, through the scaler if there is one."""
         if self.scaler is None:
             self.opt.step()
         else:
@@ -228,7 +237,7 @@ class Loop(TrainingState):
 
     def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
         handlers = self._table[event]
-        if self._table is not opened_for:  # who joined meanwhile has not seen the level begin
+        if self._table is not opened_for:  # skip those who joined after the level began
             handlers = tuple(pair for pair in handlers if pair in opened_for[event])
         self._call(event, handlers)
 
@@ -237,7 +246,7 @@ class Loop(TrainingState):
         table = self._table
         for cb, handler in handlers:
             if self._table is not table and not is_among(cb, self.cbs):
-                continue  # an earlier one has removed it
+                continue  # an earlier callback has removed it
             try:
                 handler()
             except CancelException as cancel:
@@ -252,7 +261,7 @@ class Loop(TrainingState):
     # ---- a fit
 
     def run_fit(self, body: Callable[[], object]) -> None:
-        """Runs `body` between `before_fit` and `after_fit`, which is called however `body` ends.
+        """Runs `body` between `before_fit` and `after_fit`, which is always called.
 
         Raises:
             RuntimeError: If a cancel was raised outside its level.
@@ -275,7 +284,7 @@ class Loop(TrainingState):
             self._entered, self.stop_requested = None, False
 
     def _enter(self, cbs: list[Callback]) -> None:
-        """Calls `before_fit` of `cbs`, where a fit runs that they have not entered yet."""
+        """Calls `before_fit` of `cbs`, if a fit is running that they have not entered yet."""
         self._call(Event.BEFORE_FIT, tuple((cb, partial(self._before_fit, cb)) for cb in cbs))
 
     def _before_fit(self, cb: Callback) -> None:
@@ -286,7 +295,7 @@ class Loop(TrainingState):
             handler()
 
     def _leave(self, cbs: list[Callback] | None = None, error: BaseException | None = None) -> None:
-        """Calls `after_fit` of `cbs`, by default of all who entered the fit, last first, each guarded."""
+        """Calls `after_fit` of `cbs`, by default of all that entered it, last first, even if some fail."""
         failures: list[BaseException] = []
         while cb := next(
             (cb for cb in reversed(self._entered or ()) if cbs is None or is_among(cb, cbs)), None
@@ -307,7 +316,7 @@ class Loop(TrainingState):
             raise first from error
 
     def position(self, event: str) -> list[str]:
-        """Where the loop is at `event`, for a message; epochs and batches count from 0, as `iter`."""
+        """Position of the loop at `event`, for a message; epochs and batches count from 0."""
         position = []
         if self.fitting and not event.endswith("_fit"):
             position.append(f"epoch {self.epoch}")
@@ -327,10 +336,10 @@ class Loop(TrainingState):
 
 @contextmanager
 def stray_cancels_as_errors() -> Iterator[None]:
-    """Turns a cancel that no level has caught into an error that says who raised it and where it may be.
+    """Turns a cancel that no level has caught into an error that says who raised it, and where it is valid.
 
     Raises:
-        RuntimeError: in place of the cancel.
+        RuntimeError: Instead of the cancel.
     """
     try:
         yield
@@ -342,15 +351,15 @@ def stray_cancels_as_errors() -> Iterator[None]:
 
 
 def _label(cb: Callback) -> str:
-    """Its class, and its name where it was given one."""
+    """Class of a callback, and its name if it was given one."""
     kind = type(cb).__name__
     return f"{kind}({cb.name!r})" if "_name" in cb.__dict__ else kind
 
 
 def _first(error: BaseException | None, failures: list[BaseException]) -> BaseException | None:
-    """Of what has ended a fit and what its `after_fit` have raised that which goes on.
+    """The exception to raise: the one that ended the fit, or else the first failure of an `after_fit`.
 
-    It is what ended the fit; but Ctrl-C and SystemExit come before an error, which they may have caused.
+    Ctrl-C or SystemExit in an `after_fit` takes precedence over an error that ended the fit.
     """
     exits = [failure for failure in failures if not isinstance(failure, Exception)]
     if isinstance(error, Exception) and exits:

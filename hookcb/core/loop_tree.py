@@ -1,4 +1,4 @@
-"""Trees and tables for a terminal."""
+"""Tree of the events of a training loop, for a terminal."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,11 +8,11 @@ from hookcb.core.events import BATCH_EVENTS, LEVELS, Event
 
 
 def loop_tree(title: str, acting: Callable[[bool, str], list[str]]) -> Tree:
-    """The events of a training loop as a tree, each with who acts at it.
+    """Tree of the events of a training loop, each with the names of the callbacks that act at it.
 
     Args:
-        title: of the root.
-        acting: names of those who act, by (training, event).
+        title: title of the root.
+        acting: called as `acting(training, event)`; returns the names of the callbacks that act.
     """
     branches = [Tree(f"[bold]{title}[/]")]
     for training, event in _events_of_an_epoch():
@@ -28,7 +28,7 @@ def loop_tree(title: str, acting: Callable[[bool, str], list[str]]) -> Tree:
 
 
 def _events_of_an_epoch() -> Iterator[tuple[bool, str]]:
-    """(training, event) as they fire: those of a batch come again under validate, without a step."""
+    """(training, event) in firing order; a validation has the events of a batch except backward and step."""
     in_validation = [e for e in Event if e in BATCH_EVENTS and not e.endswith(("_backward", "_step"))]
     for event in Event:
         yield not event.endswith("_validate"), event

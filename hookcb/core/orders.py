@@ -1,80 +1,80 @@
-"""Orders of callbacks: at an event those with a lower number act first.
+"""Orders of callbacks: at an event, those with a lower number act first.
 
-Each name is a place in this order; its first sentence says why it is there. README's table is made from
-these by `python docs/orders.py`. Of two names with one number the first is that of the table.
+The first sentence about each name says why it has its place. `python docs/orders.py` makes README's table
+from these; if two names have the same number, the table has the first.
 """
 
 FIRST = -1000
-"""Before all others: marks where the callbacks' time begins."""
+"""First of all: marks the beginning of the callbacks' time."""
 
 LR_FINDER = -100
-"""Sets the rate before anyone reads it."""
+"""Sets the learning rate before any other callback reads it."""
 
 FREEZE = -90
-"""Before anyone looks at what is trained."""
+"""Freezes parameters before any other callback looks at them."""
 
 CHANNELS_LAST = -80
-"""The layout in memory, before anything is compiled or copied."""
+"""Sets the memory layout before anything is compiled or copied."""
 
 COMPILE = -70
-"""Of the model as it is laid out."""
+"""Compiles the model once its memory layout is set."""
 
 ACCUMULATION = -30
-"""Says whether a step is due, and weighs the losses, before all others see them."""
+"""Decides whether a step is due, and weights the losses, before other callbacks see them."""
 
 PRECISION = -20
-"""Unscales gradients before anyone reads them."""
+"""Unscales gradients before other callbacks read them."""
 
 NONFINITE = -10
-"""Before others take in a loss that is no number."""
+"""Checks for NaN and infinity before other callbacks use the loss."""
 
 DIAGNOSE = -5
-"""Ahead of those that it brings."""
+"""Acts before the callbacks that it adds."""
 
 READ = 0
-"""Read what is whole, unscaled and not clipped yet. This is the default, also of users' callbacks."""
+"""Read values that are complete, unscaled and not clipped yet. Users' callbacks act here by default."""
 
 CLIP = 20
-"""Behind it gradients are as the optimizer gets them."""
+"""Clips gradients; after it, they are as the optimizer gets them."""
 
 AVERAGE = 30
-"""Takes in the weights that a step has given."""
+"""Averages the weights after a step."""
 
 RECORD = 40
-"""Keeps the loss, and the rate it was trained with."""
+"""Records the loss, and the learning rate of its step."""
 
 METRICS = 50
-"""Completes the epoch's row."""
+"""Adds its values to the epoch's row."""
 
 NO_STEP = 50
 """Cancels the step once gradients have been read, in `diagnose(model, batch)`."""
 
 PROGRESS = 60
-"""Shows it."""
+"""Shows the row."""
 
 SCHEDULE = 70
-"""Set the rate of the next batch. That of this one has been recorded by then."""
+"""Set the learning rate of the next batch. That of this one has been recorded by then."""
 
 STOP = 80
-"""Decide whether there is one."""
+"""Decide whether there is a next batch."""
 
 NAN_TRACE = 90
-"""Behind all who change batch, loss or random numbers."""
+"""After all that change the batch, the loss or the random state."""
 
 LOG = 95
-"""Behind all that it reads, before the checkpoint. What comes between the two would be lost."""
+"""After everything that it logs, before the checkpoint. Records made between the two would be lost."""
 
 CHECKPOINT = 100
-"""Saves what all the others have come to."""
+"""Saves the final state of all the others."""
 
 PREDICTIONS = 100
 """Keeps the predictions once all the others have changed them."""
 
 LAST = 1000
-"""Behind all others: marks where the callbacks' time ends."""
+"""Last of all: marks the end of the callbacks' time."""
 
 PROFILER = 1001
-"""Outside of what all others do, which counts as callbacks' time."""
+"""After the end of the callbacks' time, in which all others act."""
 
 STEP_TIMER = 1002
-"""Outside of the profiler too."""
+"""After the profiler too."""

@@ -12,7 +12,7 @@ def widest(device: torch.device) -> torch.dtype:
     """Float64, or float32 on devices without it, such as Apple's."""
     if device.type in ("cpu", "cuda"):
         return torch.float64
-    if torch.compiler.is_compiling():  # compiled code cannot try it out
+    if torch.compiler.is_compiling():  # compiled code cannot test it
         return torch.float32
     return torch.float64 if _has_float64(device) else torch.float32
 
@@ -43,7 +43,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def scale_of(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Largest magnitude along `dim`, which is kept; 1 where that is 0, NaN or infinite.
+    """Largest magnitude along `dim`, which is kept; 1 in place of 0, NaN or infinity.
 
     Elements divided by it can be squared and summed without leaving the range of their dtype.
     """

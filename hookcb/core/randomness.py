@@ -60,7 +60,7 @@ def random_kept() -> Iterator[None]:
     Covers Python, NumPy, and torch on the CPU; does not wait for a device.
     """
     python, torchs = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy.random")  # if it is imported only in the block, there is no state to keep
+    numpy = sys.modules.get("numpy.random")  # if only the block imports it, there is no state to keep
     numpys = numpy and numpy.get_state()
     try:
         yield

@@ -14,22 +14,22 @@ from hookcb.core.events import Event
 
 
 class SamplingCallback(Callback):
-    """Looks at training batches 0, every, 2·every …, for what costs time in each batch it looks at.
+    """Looks at training batches 0, every, 2·every … only, as looking takes time.
 
-    A validation is looked at where a subclass sets `run_valid = True`; never one in the middle of a batch, or
-    outside a fit.
+    Looks at validation batches too if a subclass sets `run_valid = True`, except in a validation in the
+    middle of a batch, or outside a fit.
 
     Args:
-        every: by default each batch.
+        every: distance of the batches; by default it looks at each.
         name, **functions: see `Callback`.
 
     Attributes:
-        is_looking: whether this batch is looked at.
-        n_batches: number of batches looked at in this fit.
-        n_skipped: number of the others, cancelled ones among them.
+        is_looking: whether it looks at this batch.
+        n_batches: number of batches that it looked at in this fit.
+        n_skipped: number of the other batches, including cancelled ones.
 
     Raises:
-        ValueError: where `every` is no whole number of batches, 1 or more.
+        TypeError, ValueError: If `every` is not a whole number of batches, 1 or more.
 
     >>> from hookcb import SamplingCallback, synth_learner
     >>> learn = synth_learner()
@@ -52,9 +52,9 @@ class SamplingCallback(Callback):
         self.every = every
 
     def handler(self, event: str) -> Callable[[], object] | None:
-        """The method or function that acts at `event`; what it overrides acts too, even without `super()`.
+        """The method or function that acts at `event`, and those that it overrides, even without `super()`.
 
-        Else a subclass that forgets `super().before_fit()` would have no hooks, and say nothing.
+        Else a subclass that forgets `super().before_fit()` would silently have no hooks.
         """
         kinds = type(self).__mro__[: type(self).__mro__.index(Callback)]
         functions = [vars(kind)[event] for kind in kinds if event in vars(kind)]
@@ -74,7 +74,7 @@ class SamplingCallback(Callback):
             self.is_looking = self.wants(i)
 
     def wants(self, i: int) -> bool:
-        """Whether batch `i`, counted from 0, is looked at; called once a batch."""
+        """Whether to look at batch `i`, counted from 0; called once per batch."""
         return self.every is None or i % self.every == 0
 
     def after_cancel_batch(self) -> None:
@@ -98,9 +98,9 @@ class SamplingCallback(Callback):
 
 
 def _names(function: Any, attribute: str) -> bool:
-    """Whether the code of `function` names an attribute, as it must to call what it overrides."""
+    """Whether the code of `function` contains an attribute's name, as it does if it calls `super()`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    # anything but a plain function is trusted to know what it overrides
+    # anything but a plain function is trusted to call what it overrides
     return code is None or _in_code(code, attribute)
 
 
@@ -109,9 +109,9 @@ def _in_code(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(_in_code(part, name) for part in inner)
 
 
-@cache  # the same function each time, as the loop compares handlers
+@cache  # returns the same function each time, as the loop compares handlers
 def _one_after_the_other(parts: tuple[Callable[[Any], object], ...], is_end: bool) -> Callable[[Any], None]:
-    """A method that calls `parts`, the last first; at the end of a fit in their order, whichever fails."""
+    """A method that calls `parts`, last first; at the end of a fit first first, even if one fails."""
 
     def in_turn(cb: Any) -> None:
         if not is_end:

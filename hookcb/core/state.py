@@ -1,4 +1,4 @@
-"""The state of a training, as callbacks see it."""
+"""TrainingState: the state of a training, as callbacks see it."""
 
 import threading
 from collections import defaultdict
@@ -20,11 +20,11 @@ C = TypeVar("C")
 
 
 class TrainingState:
-    """What is trained, on what, and how far it has come; `Loop` adds callbacks to it."""
+    """State of a training: model, optimizer, batch and progress; `Loop` adds callbacks to it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._thread = threading.get_ident()  # runs the loop
+        self._thread = threading.get_ident()  # the thread that runs the loop
         self.opt: Any = None  # like pred, loss and dl: None until there is one
         self.xb: Any = ()
         self.yb: tuple[Any, ...] = ()
@@ -36,47 +36,47 @@ class TrainingState:
         self.epoch_began = 0
         self._n_train: int | None = None
         self.training = False
-        self.scaler: torch.amp.GradScaler | None = None  # scales the loss, and makes the step in its way
-        self.accumulating = False  # whether gradients wait for those of the next batch, and no step is made
-        # what each callback, by id, keeps for the phase in progress; a phase inside it starts with none
+        self.scaler: torch.amp.GradScaler | None = None  # scales the loss, and makes the step
+        self.accumulating = False  # whether gradients are kept for the next batch, without a step
+        # state of each callback, by id, for the phase in progress; a nested phase has its own
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         # whether a callback has requested the end of a loop hookcb does not run, or a signal has arrived
         self.stop_requested = False
         self._depth = 0
-        self.row: dict[str, float] = {}  # what this epoch came to, by column; any callback may add one
+        self.row: dict[str, float] = {}  # results of this epoch, by column; any callback may add one
 
-    # ---- what it waits for
+    # ---- fetches of batches
 
-    between_batches = "other"  # the phase of a step from `after_batch` to `before_batch`, as far as is known
+    between_batches = "other"  # name of the time from `after_batch` to `before_batch`
 
     def follow_fetches(self, listener: FetchListener) -> None:
-        """Tells `listener` of each fetch of a batch in this thread, until `leave_fetches`."""
+        """Notifies `listener` of each fetch of a batch in this thread, until `leave_fetches`."""
         follow_loaders(listener)
 
     def leave_fetches(self, listener: FetchListener) -> None:
-        """Ends what `follow_fetches` began; a second time does nothing."""
+        """Undoes `follow_fetches`; a second call does nothing."""
         leave_loaders(listener)
 
-    # ---- state that follows from other state
+    # ---- derived state
 
     @property
     def x(self) -> Any:
-        """The input of the batch; where there are several, all of `xb`."""
+        """The input of the batch; all of `xb` if there are several."""
         return self.xb[0] if isinstance(self.xb, tuple) and len(self.xb) == 1 else self.xb
 
     @property
     def y(self) -> Any:
-        """The target of the batch; where there are several, all of `yb`."""
+        """The target of the batch; all of `yb` if there are several."""
         return self.yb[0] if len(self.yb) == 1 else self.yb
 
     @property
     def loss_node(self) -> Any:
-        """The autograd node of the loss, None if it has none; under a watch at `after_loss` only."""
+        """The autograd node of the loss, None if it has none; in a watch, only during `after_loss`."""
         return self.loss.grad_fn
 
     @property
     def is_calling(self) -> bool:
-        """Whether the model is being called already when its batch begins."""
+        """Whether the model is being called now, as when a watched batch begins."""
         return False
 
     @property
@@ -86,12 +86,12 @@ class TrainingState:
 
     @property
     def pct_train(self) -> float:
-        """Share of the fit's training that is done, 0..1; by whole epochs where the loader has no length."""
+        """Share of the fit's training that is done, 0 to 1; in whole epochs if the loader has no length."""
         of_epoch = (self.train_iter - self.epoch_began) / self._n_train if self._n_train else 0.0
         return min(1.0, (self.epoch + of_epoch) / max(1, self.n_epoch))
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
-        """Begins training or validation on `dl`, which gives `n_iter` batches, None where that is unknown."""
+        """Begins training or validation on `dl`, with `n_iter` batches, or None if unknown."""
         self.training, self.dl, self.iter, self.n_iter = training, dl, 0, n_iter
         self.phase_state = defaultdict(dict)
         if training:
@@ -99,7 +99,7 @@ class TrainingState:
 
     @contextmanager
     def restored(self, batch: bool = True) -> Iterator[None]:
-        """Puts back afterwards the phase, the modes of all modules and, with `batch`, what is of a batch."""
+        """Restores the phase, the modes of all modules and, with `batch`, the state of the batch."""
         state = {name: getattr(self, name) for name in (PHASE + BATCH if batch else PHASE)}
         if not self._depth:
             self._thread = threading.get_ident()
@@ -121,9 +121,9 @@ class TrainingState:
         """Whether a fit is running."""
         return False
 
-    if TYPE_CHECKING:  # what callbacks use of `self.learn`, which is a Loop
+    if TYPE_CHECKING:  # attributes of a Loop that callbacks use through `self.learn`
         cbs: list[Any]
-        # of a Learner only
+        # only a Learner has these
         dls: Any
         loss_func: Any
         opt_func: Any
@@ -131,7 +131,7 @@ class TrainingState:
         device: torch.device | None
         predict: Callable[[], Any]
         fit: Callable[..., None]
-        coverage: Any  # of a loop hookcb does not run
+        coverage: Any  # only a loop hookcb does not run has it
 
         def get(self, kind: type[C], name: str | None = None) -> C: ...  # noqa: D102
         def add_cbs(self, cbs: Any) -> Self: ...  # noqa: D102

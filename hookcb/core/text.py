@@ -45,6 +45,6 @@ def format_bytes(n: float | None) -> str:
 
 
 def join_names(names: Iterable[str], most: int = 20) -> str:
-    """The first `most` nonempty names, and how many more there are; the name of the whole model is empty."""
+    """Joins the first `most` nonempty names, and counts the others; the whole model's name is empty."""
     named = [name for name in names if name]
     return ", ".join(named[:most]) + (f" … and {len(named) - most} more" if len(named) > most else "")

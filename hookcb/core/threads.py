@@ -1,4 +1,4 @@
-"""Which thread code runs in: that of a training, or another one."""
+"""Checks which thread code runs in: the thread of a training, or another one."""
 
 import threading
 
@@ -8,11 +8,11 @@ from hookcb.core.torch_private import in_backward, is_jit_tracing
 
 
 def in_loop_thread(thread: int) -> bool:
-    """Whether code runs in `thread`, as `threading.get_ident` calls it, or in a backward.
+    """Whether code runs in the thread with identifier `thread`, or in a backward.
 
-    A backward has threads of its own, one for each device, where activation checkpointing runs forwards
-    again. In a graph of torch.compile, which cannot ask, it is True; while torch.jit.trace records a forward
-    it is False, else the traced model would contain what hooks compute.
+    A backward has its own threads, one for each device, in which activation checkpointing runs forwards
+    again. It is True in a graph of torch.compile, which cannot check, and False while torch.jit.trace records
+    a forward, as the traced model would contain the hooks' operations.
     """
     if torch.compiler.is_compiling():
         return True

@@ -1,1 +1,1 @@
-"""From recorded numbers to a verdict: what is wrong, in which layer, why, and what to do next."""
+"""Turns recorded numbers into a verdict: what is wrong, in which layer, why, and what to do next."""

@@ -1,5 +1,6 @@
 """Diagnose: watches a training and reports what is wrong with it."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes.one_batch import add_preflight
-from hookcb.diagnosis.probes.suite import raised
 from hookcb.diagnosis.recorder import EvidenceRecorder, is_external
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
@@ -90,9 +90,11 @@ class Diagnose(EvidenceRecorder):
     def after_fit(self) -> None:
         if self._probes is None:
             return
-        self._probes.guarded(self._probes.observe_end, self.learn, raised())
+        error = sys.exception()  # the one that has ended the fit
+        self._probes.guarded(self._probes.observe_end, self.learn, error)
         verdict = judge(evidence := self.evidence())
-        if self._probes.try_to_overfit(self.learn, verdict.findings, falls_slowly(evidence)):
+        slowly = falls_slowly(evidence)
+        if error is None and self._probes.try_to_overfit(self.learn, verdict.findings, slowly):
             verdict = judge(evidence := self.evidence())
         self.finish(evidence)
         self.verdict = verdict
@@ -108,7 +110,7 @@ class Diagnose(EvidenceRecorder):
         return judge(self.evidence()) if self.verdict is None else self.verdict
 
     def react(self) -> None:
-        """Does what `on_sick` says if the training is sick; warns or calls the function once per fit."""
+        """Acts on a sick training as `on_sick` says; warns or calls the function once per fit."""
         if self.on_sick == "ignore" or (self._has_reacted and self.on_sick != "stop"):
             return
         verdict = self.judge()
@@ -126,7 +128,7 @@ class Diagnose(EvidenceRecorder):
 
 
 def diagnose_loop(loop: Any) -> Verdict:
-    """Verdict on the training of a loop: of its `Diagnose`, else from what other callbacks recorded.
+    """Verdict on the training of a loop, from its `Diagnose` or else the records of other callbacks.
 
     For a learner without `Diagnose`, outside of a fit, one batch is inspected as well; see `add_preflight`.
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from hookcb.hooks.coverage import BY_CLOSURE
 
-# Types of modules whose gradients are small by nature, because few samples use each row.
+# Types of modules that have small gradients by nature, because few samples use each row.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")
-WINDOW = 10  # batches whose mean loss is taken as the loss at the beginning
+WINDOW = 10  # batches; their mean loss is the loss at the beginning
 CONVERGED = 0.2  # share of that loss; below it statistical checks are silent
 
 
@@ -50,7 +50,7 @@ class Series:
 
 @dataclass(slots=True)
 class Layer:
-    """A layer whose output was recorded.
+    """A layer with a recorded output.
 
     Attributes:
         name: qualified name of the module.
@@ -187,18 +187,18 @@ class Evidence:
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
         memory: bytes in use after each step, if known.
-        stepped: for each record of a step the index of the optimizer that made it, if known.
-        observed: what there was to inspect: "inputs", "labels", "loss", "attention", "backward", "steps" …
+        stepped: index of the optimizer that made each recorded step, if known.
+        observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps, n_skipped: number of optimizer steps, and of those that a GradScaler skipped.
         is_by_hand: whether the loop updates its weights without an optimizer.
-        is_one_backward: whether it is from one backward, without a training.
+        is_one_backward: whether it comes from a single backward, without a training.
         observations: faults that probes observed directly.
-        silent: layers whose hook was never called, with the likely reason.
+        silent: layers that were never called, with the likely reason.
         notes: remarks on what could not be inspected.
         missing: reasons why a source is missing, if known.
-        absent: by subject of checks the reason why this training does not have it.
-        partial: by source the reason why it covers only a part of the model, so that it rules nothing out.
-        unseen: by event the reason why an external loop has not shown it.
+        absent: reason why this training does not have a subject of checks, by subject.
+        partial: reason why a source covers only a part of the model and rules nothing out, by source.
+        unseen: reason why an event of an external loop was not seen, by event.
     """
 
     sources: set[str] = field(default_factory=set)

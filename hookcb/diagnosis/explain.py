@@ -11,7 +11,7 @@ def explain(code: str) -> str:
     """Section of docs/checks.md on a check, without the measured margins, which are not in the package.
 
     Raises:
-        LookupError: If there is no such check; the message names similar codes.
+        LookupError: If no check has that code; the message names similar ones.
 
     >>> from hookcb.diagnosis.explain import explain
     >>> print(explain("loss.detached"))

@@ -56,7 +56,9 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
         name = module_of(path)
         if name in evidence.layers and evidence.layers[name].stats.get("std"):
             continue  # the first of several outputs or calls counts
-        layer = _layer(evidence, name, frame, stats.outputs.get(path, ("", ()))[0])
+        about = frame.about.get(name, stats.outputs.get(path, ("", ()))[0])
+        new = Layer(name, about.partition(" ")[0], about, len(evidence.layers))
+        layer = evidence.layers.setdefault(name, new)
         columns = store.series(path).T.tolist()
         for stat, values in zip(LAYER_STATS, columns, strict=False):
             layer.stats[stat] = Series.of(steps, values)
@@ -74,13 +76,6 @@ def _place_of(name: str, layers: Mapping[str, Layer]) -> int | None:
         return layers[name].place
     inside = [layer.place for layer in layers.values() if name and layer.name.startswith(f"{name}.")]
     return min(inside, default=None)
-
-
-def _layer(evidence: Evidence, name: str, frame: Frame, kind: str) -> Layer:
-    if name not in evidence.layers:
-        about = frame.about.get(name, kind)
-        evidence.layers[name] = Layer(name, about.partition(" ")[0], about, len(evidence.layers))
-    return evidence.layers[name]
 
 
 def _add_gradients(evidence: Evidence, records: GradientRecords) -> None:

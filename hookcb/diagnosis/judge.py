@@ -130,6 +130,6 @@ def _in_order(passed: Sequence[tuple[Check, str]], primary: Finding | None) -> t
 def _looked(evidence: Evidence) -> tuple[str, ...]:
     n = evidence.n_batches
     rule = f" ({evidence.looks})" if evidence.looks else ""
-    looked = f"{n} batch{'es' * (n != 1)}, {evidence.n_looked} inspected closely{rule}"
+    looked = "1 batch" if n == 1 else f"{n} batches, {evidence.n_looked} of them closely{rule}"
     size = f"{len(evidence.layers)} layers, {len(evidence.params)} parameters"
     return (looked, size, *evidence.notes)

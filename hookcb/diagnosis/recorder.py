@@ -30,6 +30,9 @@ class EvidenceRecorder(SamplingCallback):
     Args:
         budget: share of the batches to inspect closely, 0..1; see `Schedule`.
         name: its name on the learner.
+
+    Attributes:
+        is_wanted: whether the current batch, and the step it leads to, are inspected.
     """
 
     order = orders.DIAGNOSE
@@ -46,7 +49,7 @@ class EvidenceRecorder(SamplingCallback):
         super().before_fit()
         self._evidence = None
         self._schedule, self._is_new_step = Schedule(self.budget), True
-        self._is_wanted = self._is_forward = False
+        self.is_wanted = self._is_forward = False
         self._is_external = is_external(self.learn)
         self._probes = Probes(self.learn, self._inspects_call, self._is_external)
         self._frame = Frame.of(self.model, [])
@@ -62,12 +65,8 @@ class EvidenceRecorder(SamplingCallback):
     def wants(self, i: int) -> bool:
         """Whether batch `i` is inspected; decided once for all batches of a step."""
         if self._is_new_step or not (self._probes and self._probes.n_steps):
-            self._is_new_step, self._is_wanted = False, self._schedule.is_due()
-        return self._is_wanted
-
-    def is_wanted(self) -> bool:
-        """Whether the current batch, and the step it leads to, are inspected."""
-        return self._is_wanted
+            self._is_new_step, self.is_wanted = False, self._schedule.is_due()
+        return self.is_wanted
 
     def _inspects_call(self) -> bool:
         """Whether to inspect a call of the model that begins now."""
@@ -88,7 +87,7 @@ class EvidenceRecorder(SamplingCallback):
         self._probe(Probes.begin_batch)
 
     def after_pred(self) -> None:
-        if self.is_looking or self._is_external:  # whose loss may never be reported
+        if self.is_looking or self._is_external:  # an external loop may never report its loss
             self._probe(Probes.record_pred)
 
     def after_loss(self) -> None:
@@ -179,7 +178,7 @@ class Attached:
 
     def wants(self, i: int) -> bool:
         """Whether the owner inspects the current batch."""
-        return self.owner is not None and self.owner.is_wanted()
+        return self.owner is not None and self.owner.is_wanted
 
     def state_dict(self) -> dict[str, Any]:
         """Empty, as in the owner."""
@@ -187,7 +186,7 @@ class Attached:
 
 
 class AttachedStats(Attached, ActivationStats):
-    """`ActivationStats` of all layers, whose hooks serve the owner too."""
+    """`ActivationStats` of all layers; its hooks measure for the owner too."""
 
     def __init__(self, owner: EvidenceRecorder, name: str) -> None:
         super().__init__(include_paramless=True, name=name)

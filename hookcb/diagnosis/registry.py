@@ -70,7 +70,7 @@ class Check:
         needs: sources of evidence it requires, see `Evidence.sources`.
         function: yields findings, or what was ruled out or skipped.
         leads_to: codes of findings that may follow from one of these, as `fnmatch` patterns.
-        subject: what it checks, if not every training has that, see `Evidence.absent`.
+        subject: what it checks, if some trainings do not have it, see `Evidence.absent`.
     """
 
     code: str

@@ -12,7 +12,7 @@ MAX_POINTS = 80  # of a robust slope, which uses all pairs
 SIGMA = 1.4826  # standard deviation / median absolute deviation of normally distributed numbers
 MAX_SATURATED = 0.5  # share of units at the flat ends of tanh or sigmoid
 LEARNED = 0.8  # share of the first loss that is left; below it, training does its work
-WARMING = 0.95  # of the last learning rate; if it was below that ten records ago it is still rising
+WARMING = 0.95  # share of the last learning rate; if it was lower ten records ago, it is still rising
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Span:
 
 
 def records_needed(evidence: Evidence) -> int:
-    """Number of records that a median is taken of: five, or the only one of one backward."""
+    """Number of records in a median: five, or one after a single backward."""
     return 1 if evidence.is_one_backward else LATEST
 
 
@@ -124,12 +124,12 @@ def spread(values: Iterable[float]) -> tuple[float, float]:
 
 
 def place(param: Param) -> tuple[float, int]:
-    """Sort key for the order of execution; parameters of modules whose place is not known come first."""
+    """Sort key for the order of execution; parameters of modules with an unknown place come first."""
     return (-1 if param.place_of_layer is None else param.place_of_layer), param.place
 
 
 def weights(evidence: Evidence) -> list[Param]:
-    """Weights whose sizes are comparable, from the input to the head."""
+    """Weights of comparable size, from the input to the head."""
     return sorted((p for p in evidence.params.values() if p.is_weight), key=place)
 
 
@@ -143,7 +143,7 @@ def loss_left(evidence: Evidence, first: float) -> float:
 
 
 def does_well(evidence: Evidence) -> bool:
-    """Whether the loss ends below a fifth of that of the best constant, an R² of 0.8."""
+    """Whether the loss ends below a fifth of the loss of the best constant prediction, an R² of 0.8."""
     last = median(evidence.loss.values[-WINDOW:])
     return last < CONVERGED * evidence.constant
 

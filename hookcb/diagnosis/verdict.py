@@ -38,19 +38,19 @@ class Finding:
         severity: "error", "warning" or "info".
         layer: qualified name of the module, "" if it concerns no single one.
         param: qualified name of the parameter, "" if it concerns no single one.
-        step: number of the training batch at which it was first seen, None if there is no such batch.
+        step: number of the training batch at which it was first seen, None if it concerns no batch.
         value, limit: measured number and its limit; NaN if there is none.
         message: a sentence with both.
         causes: likely causes.
-        next_steps: what to do, best first.
+        next_steps: actions to take, best first.
         consequence_of: code of the finding that this one follows from, "" if it follows from none.
         kind: type and size of the layer, `Linear 64→64`.
         last_step: number of the training batch at which it was last seen.
 
     >>> from hookcb import Finding
-    >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="the loss has not fallen"))
+    >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
     WARNING  loss.flat  steps 0–99
-      The loss has not fallen
+      The loss has not fallen.
     """
 
     code: str
@@ -98,12 +98,12 @@ class Finding:
     def lines(self, ruled_out: Sequence[str] = (), width: int = WIDTH) -> Iterator[str]:
         """The finding as text, with `ruled_out` beside the likely causes."""
         yield from _filled(self.head, width, 2, indent="")
-        yield from _filled(_sentence(self.message), width)
+        yield from _filled(self.message, width)
         likely = f"Likely: {'; '.join(self.causes)}." if self.causes else ""
         others = f"Ruled out: {', '.join(ruled_out)}." if ruled_out else ""
         yield from _filled("  ".join(part for part in (likely, others) if part), width, 3)
         if self.next_steps:
-            yield from _filled(f"Next: {_sentence(self.next_steps[0])}.", width, 2)
+            yield from _filled(f"Next: {self.next_steps[0]}.", width, 2)
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -165,13 +165,13 @@ class Verdict(Printed):
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """`looked` and `gaps` as text: what was inspected, and what could not be."""
+        """`looked` and `gaps` as text: what was and what could not be inspected."""
         return (*self.looked, *map(str, self.gaps))
 
     @property
     def headline(self) -> str:
         """Status, cause, and number of checks that ran, in one line."""
-        looked = f"{self.n_checked} of {self.n_checks} checks"
+        looked = f"{self.n_checked} of {self.n_checks} checks ran"
         if self.primary is not None:
             return f"{self.status.upper()}  {_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
         if self.status == "unknown":
@@ -187,7 +187,7 @@ class Verdict(Printed):
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The verdict as text, in at most 15 lines of at most `width` columns."""
-        end = _filled(self._looked_at(), width, 2)
+        end = _filled(self._looked_at(), width, 3)
         if self.primary is None:
             notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
@@ -196,21 +196,17 @@ class Verdict(Printed):
         lines = _filled(self.headline, width, 1, indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
         if self.consequences:
-            names = ", ".join(dict.fromkeys(map(_short, self.consequences)))
+            named = (f"{f.code} {f.layer or f.param}".rstrip() for f in self.consequences)
+            names = ", ".join(dict.fromkeys(named))
             lines += _filled(f"Consequences: {names}.", width, 2)
-        for other in self._other_causes()[:2]:
-            lines += _filled(f"{other.head}: {_sentence(other.message)}", width, 2, indent="")
+        causes = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
+        for other in [f for f in causes if f is not self.primary][:2]:
+            lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
 
-    def _other_causes(self) -> list[Finding]:
-        alone = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
-        return [finding for finding in alone if finding is not self.primary]
-
     def _looked_at(self) -> str:
-        n = len(self.gaps)
-        why = "the reason" if n == 1 else f"the {n} reasons"
-        more = f"; some checks could not run, see .coverage for {why}" if n else ""
-        return f"Inspected: {'; '.join(self.looked)}{more}." if self.coverage else ""
+        more = " Some checks could not run; the verdict's .coverage says why." if self.gaps else ""
+        return f"Inspected: {'; '.join(self.looked)}.{more}" if self.coverage else ""
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -257,14 +253,6 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 def _summary(finding: Finding) -> str:
     where = _plain_text(finding.layer or finding.param)
     return f"{finding.code}{f' in {where}' if where else ''}"
-
-
-def _short(finding: Finding) -> str:
-    return " ".join(part for part in (finding.code, finding.layer or finding.param) if part)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _plain_text(text: str, limit: int = MAX_NAME_WIDTH) -> str:

@@ -23,7 +23,7 @@ from hookcb.records.forward import forwarded, forwarded_property
 
 
 class GradientHealth(Callback):
-    """Records gradients, weights and updates of each parameter at each step: do they live, do they move.
+    """Records gradients, weights and updates of each parameter at each step.
 
     Gradients are read whole, unscaled and before clipping, and once more as the optimizer gets them; weights
     are read after the step. Nothing waits for a GPU, except for sparse gradients, which are coalesced.
@@ -32,22 +32,22 @@ class GradientHealth(Callback):
         every: record steps 0, every, 2·every … of the optimizer; by default all.
         params: a glob on names ("blocks.*.weight"), a predicate (name, parameter) -> bool, or several of
             these; by default all parameters.
-        activations: also record gradients with respect to the outputs of all leaf modules with parameters.
-        on_nonfinite: what to do at a NaN or infinite gradient of any parameter: "record" it; "skip" the step
-            and drop the gradients; "raise", which ends the fit with weights and optimizer as they were before
-            the step. "skip" and "raise" wait for the device at each step. They leave overflows under a
-            GradScaler to it until its scale has come down to 1.
+        activations: whether to record gradients of the outputs of all leaf modules with parameters, too.
+        on_nonfinite: action on a NaN or infinite gradient of any parameter: "record" it; "skip" the step and
+            drop the gradients; "raise", which ends the fit with weights and optimizer as they were before the
+            step. "skip" and "raise" wait for the device at each step. They leave overflows to a GradScaler
+            until its scale has fallen to 1.
         keep: maximum number of records; beyond it every second, fourth … is kept, and the newest.
         name: name of the callback in the learner.
 
     Attributes:
-        records: what was recorded, a `GradientRecords`, which can be saved without the callback.
+        records: the `GradientRecords`, which can be saved without the callback.
         stats: `stats[record][parameter]` is a dict of `norm` (L2), `clipped_norm` (NaN if the step was
             skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number), `zero_rows` (share, 0..1;
             NaN for one dimension), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of
-            this step) and `drift` (the same since the fit began). The last two are from 1,024 elements at
-            most. Gradient statistics are from all elements, weight statistics from all up to 65,536 and from
-            1,024 of more; that norm is usually within 2 %.
+            this step) and `drift` (the same since the fit began). The last two use 1,024 elements at
+            most. Gradient statistics use all elements; weight statistics use all up to 65,536, and 1,024 of
+            larger weights, whose norm is then usually within 2 %.
 
     Raises:
         FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.
@@ -62,7 +62,7 @@ class GradientHealth(Callback):
     (['0.weight', '0.bias', '2.weight', '2.bias'], 10)
     """
 
-    run_lr_find = False  # it looks for a rate that is too high on purpose
+    run_lr_find = False  # which tries rates that are too high on purpose
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class GradientHealth(Callback):
     ) -> None:
         super().__init__(name=name)
         if on_nonfinite not in ("record", "skip", "raise"):
-            raise ValueError(f"on_nonfinite is {on_nonfinite!r}; give 'record', 'skip' or 'raise'")
+            raise ValueError(f"on_nonfinite must be 'record', 'skip' or 'raise', got {on_nonfinite!r}")
         self.every = check_count("every", 1 if every is None else every, "steps")
         self.params = None if params is None else check_which(params)
         self.activations, self.on_nonfinite = activations, on_nonfinite
@@ -85,7 +85,7 @@ class GradientHealth(Callback):
         self._end()
 
     def _end(self) -> None:
-        """Drops what exists during a fit only."""
+        """Drops the state of a fit."""
         self._n_steps = 0
         self._reader: GradientReader | None = None
         self._watch: StepWatch | None = None
@@ -115,7 +115,7 @@ class GradientHealth(Callback):
         if self._outputs:
             self._outputs.scale = scale_of(self.learn.scaler, self.learn.model)
 
-    after_pred = before_backward  # in a loop hookcb does not run, the first gradient may come before that
+    after_pred = before_backward  # under watch, the first gradient may arrive before before_backward
 
     def after_cancel_batch(self) -> None:
         if self._outputs and self.training:
@@ -166,7 +166,7 @@ class GradientHealth(Callback):
         return i % self.every == 0
 
     def _refresh(self, opt: Optimizer | None) -> None:
-        """Reads the parameters and buffers that the model and the optimizer have now."""
+        """Reads the current parameters and buffers of the model and the optimizer."""
         if self._reader is None or self._watch is None:
             return
         model = self.learn.model
@@ -177,7 +177,7 @@ class GradientHealth(Callback):
 
     @torch.no_grad()
     def _begin_step(self, reader: GradientReader, watch: StepWatch) -> None:
-        """Captures gradients that are whole, and not clipped yet."""
+        """Captures whole gradients before clipping."""
         opt, scaler = self.opt, self.learn.scaler
         if watch.begin(opt):
             self._refresh(opt)
@@ -186,7 +186,7 @@ class GradientHealth(Callback):
         if is_recorded:
             lr, scale = detached_scalar(opt.param_groups[-1]["lr"]), scale_of(scaler, self.learn.model)
             grad_scale = 1.0 if is_unscaled(scaler, opt) else scale
-            # an unknown GradScaler has set this for a fused optimizer
+            # set by a GradScaler of the user for a fused optimizer
             if scaler is None and isinstance(given := getattr(opt, "grad_scale", None), Tensor):
                 grad_scale = scale = detached_scalar(given)
             self._capture = reader.before_step(grad_scale, lr, scale)
@@ -201,7 +201,7 @@ class GradientHealth(Callback):
 
     @torch.no_grad()
     def _end_step(self, is_cancelled: bool, has_scaler: bool = False) -> None:
-        """Adds the record of a step that was made, or cancelled."""
+        """Adds the record of a step that was made or cancelled."""
         if self._reader is None or self._watch is None:
             return
         skipped = self._watch.end(is_cancelled, has_scaler)
@@ -216,7 +216,7 @@ class GradientHealth(Callback):
     def _nonfinite(self) -> str | None:
         """Description of the first gradient that is not finite; None while a GradScaler adapts its scale.
 
-        An overflow halves the scale, so at 1 the cause is another one.
+        An overflow halves the scale; at a scale of 1 the gradient is not finite for another reason.
         """
         scaler, bad = self.learn.scaler, first_nonfinite(find_params(self.learn.model))
         if bad is None or (scaler is not None and scaler.get_scale() > 1):
@@ -260,7 +260,7 @@ class GradientHealth(Callback):
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Parameters whose elements cannot be read, by name, with the type."""
+        """Types of the parameters with unreadable elements, by name."""
         return self.records.left_out
 
     @property

@@ -50,11 +50,11 @@ class StepCapture:
         about: sizes and kinds of the captured parameters, in the order of the model.
         without_grad: names of the parameters that require a gradient and have none.
         frozen: names of the parameters that require no gradient.
-        left_out: types of parameters or gradients that cannot be read, by name.
+        left_out: types of the unreadable parameters or gradients, by name.
         not_optimized: names of the captured parameters that no optimizer has.
         skipped: 1.0 if the step was not made.
-        record, step: index of its record and number of its batch, known when it is added to the records.
-        buffers: by device, sizes by name of the running statistics, and their values, concatenated.
+        record, step: index of its record and number of its batch, set when it is added to the records.
+        buffers: sizes of the running statistics by name, and their concatenated values, by device.
     """
 
     captures: list[Capture]
@@ -110,7 +110,7 @@ class GradientReader:
     def before_step(
         self, grad_scale: Number = 1.0, lr: Number = math.nan, scale: Number = 1.0
     ) -> StepCapture:
-        """Captures whole gradients, which are still `grad_scale` times too large, and weights."""
+        """Captures weights and whole gradients, which are `grad_scale` times too large."""
         self._grads = []
         without_grad: list[str] = []
         frozen: list[str] = []
@@ -150,7 +150,7 @@ class GradientReader:
         return [param for param, *_ in self._grads]
 
     def at_step(self, step: StepCapture) -> None:
-        """Captures gradients as the optimizer gets them, if they have changed since `before_step`."""
+        """Captures gradients as the optimizer gets them, if they were changed since `before_step`."""
         if all(param.p.grad is g and version_of(g) == version for param, g, version in self._grads):
             return
         for capture in step.captures:
@@ -183,7 +183,7 @@ class GradientReader:
             step.buffers[device] = self._sizes[device], _flat(buffers, torch.empty(0, device=device))
 
     def _start(self, layout: Layout, before: Tensor) -> Tensor:
-        """Sketches of the parameters before their first step, which an earlier layout may have seen."""
+        """Sketches of the parameters before their first step, which may have been in an earlier layout."""
         starts = []
         sketches = torch.split(before, layout.sketch_lengths)
         for param, now in zip(layout.params, sketches, strict=True):
@@ -204,30 +204,30 @@ def _unscaled(x: Tensor, scale: Number) -> Tensor:
 
 
 def _flat(xs: list[Tensor], empty: Tensor) -> Tensor:
-    """All elements side by side, a copy; `empty` if there are no tensors."""
+    """A concatenated copy of all elements; `empty` if there are no tensors."""
     if not xs:
         return empty
     if len({x.dtype for x in xs}) > 1:
         xs = [widened(x) for x in xs]
     flat = flattened(xs)
-    return flat.clone() if len(xs) == 1 else flat  # of a single tensor it is a view
+    return flat.clone() if len(xs) == 1 else flat  # a single tensor gives a view
 
 
 def _number(x: Tensor) -> Number:
-    """A float on a CPU, where reading costs nothing; else the tensor as it is."""
+    """A float on a CPU, as reading needs no sync there; else the tensor itself."""
     return x.item() if x.is_cpu else x
 
 
 def _norm(x: Tensor) -> Number:
     x = x if x.layout is torch.strided else x.values()
     norm = _number(torch.linalg.vector_norm(x))
-    if isinstance(norm, float) and norm == math.inf:  # perhaps only its squares overflow
+    if isinstance(norm, float) and norm == math.inf:  # its squares may have overflowed
         return _number(scaled_norm(x.double().reshape(-1), dim=0))
     return norm
 
 
 def _row(numbers: list[Number], layout: Layout) -> Numbers:
-    """Numbers side by side, without a device sync."""
+    """The numbers as one tensor on the device, without a sync; on a CPU a list of floats."""
     if layout.device.type == "cpu" or not numbers:
         return numbers  # type: ignore[return-value]  # on a CPU all are floats
     whole = [x if isinstance(x, Tensor) else torch.full((), x, device=layout.device) for x in numbers]
@@ -244,7 +244,7 @@ def _sketch_of(g: Tensor, layout: Layout) -> Tensor | None:
 
 
 def _capture(layout: Layout, grads: list[Tensor]) -> Capture:
-    """Numbers of the gradients, which are in the order of the layout, and of the weights before the step."""
+    """Numbers of the gradients, in the order of the layout, and of the weights before the step."""
     n, device = layout.n_small, layout.device
     small = _flat(grads[:n], layout.empty)
     rows: list[Tensor] = []
@@ -289,6 +289,6 @@ def first_nonfinite(params: Iterable[Param]) -> tuple[str, int] | None:
     if bool(torch.stack([moved(norm, norms[0].device) for norm in norms]).isfinite().all()):
         return None
     for name, x in elements:
-        if n := int(x.isfinite().logical_not_().sum()):  # none if only a square has overflowed
+        if n := int(x.isfinite().logical_not_().sum()):  # 0 if only a square has overflowed
             return name, n
     return None

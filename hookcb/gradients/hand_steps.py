@@ -1,4 +1,4 @@
-"""Steps that a loop makes by itself, without an optimizer: whether weights have moved since a backward."""
+"""Steps that a loop makes itself, without an optimizer: whether weights have moved since a backward."""
 
 import math
 from collections.abc import Iterable
@@ -21,21 +21,21 @@ class StepByHand(Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Raises RuntimeError, as the loop makes its steps itself."""
-        raise RuntimeError("the loop makes its steps by itself; there is no optimizer to ask")
+        raise RuntimeError("the loop updates its weights itself, without an optimizer")
 
 
 class WeightMark:
     """Values of the weights when a backward ended: up to 1,024 elements of each parameter with a gradient.
 
-    On a device that would have to be waited for, only writes are seen that count a parameter's version up,
-    as `p.sub_(…)` under `no_grad` does and `p.data.sub_(…)` does not.
+    On other devices than the CPU, which would need a sync, only writes that increment a parameter's version
+    are seen, as by `p.sub_(…)` under `no_grad`, but not by `p.data.sub_(…)`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._marks = [(p, version_of(p), _some(p)) for p in model.parameters() if _can_move(p)]
 
     def has_moved(self) -> bool:
-        """Whether any of them was written to, and is another number if it is on the CPU."""
+        """Whether any weight was written to and, on the CPU, has another value."""
         return any(
             version_of(p) != version if some is None else not _is_same(some, _some(p))
             for p, version, some in self._marks
@@ -48,7 +48,7 @@ def _can_move(p: nn.Parameter) -> bool:
 
 
 def _some(p: nn.Parameter) -> Tensor | None:
-    """A copy of some elements; None if reading them would wait for a device."""
+    """A copy of some elements; None if reading them would need a sync."""
     if not p.is_cpu or not is_readable(p) or not p.numel():
         return None
     view = sketch(p)

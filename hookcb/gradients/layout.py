@@ -1,4 +1,4 @@
-"""Layout: parameters on one device, in the order in which their numbers are captured."""
+"""Layout: order in which the numbers of the parameters on one device are captured."""
 
 from collections.abc import Sequence
 
@@ -52,5 +52,5 @@ class Layout:
 
 
 def _has_memory(p: Tensor) -> bool:
-    """Whether a parameter has an address of its own; a DTensor has none."""
+    """Whether a parameter has its own address, unlike a DTensor."""
     return not hasattr(p, "full_tensor") and p.layout is torch.strided

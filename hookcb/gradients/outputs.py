@@ -34,8 +34,8 @@ class OutputGradients(ActivationRecords):
     ) -> "OutputReport":
         """Table of the layers with the statistics of the last record; `print` shows it.
 
-        The worst rows are those of layers that `verdict` has findings about, then those with NaN or infinite
-        gradients, then those with the largest share of zeros. See `ActivationStats.report` for the arguments.
+        The worst rows are layers with findings of `verdict`, then those with NaN or infinite gradients, then
+        those with the largest share of zeros. See `ActivationStats.report` for the arguments.
         """
         title = f"gradients of outputs in the last of {len(self.stats)} recorded batches"
         return OutputReport(list(self.rows(verdict, "zeros")), title, worst=worst, depth=depth)
@@ -54,10 +54,10 @@ class OutputReport(ActivationReport):
 
 
 class OutputHooks:
-    """Hooks on leaf modules with parameters, which record the gradients of their outputs batch by batch.
+    """Hooks on leaf modules with parameters that record the gradients of their outputs, batch by batch.
 
     Args:
-        model: the model whose layers get hooks.
+        model: the model to hook.
         stats: the records to add to.
 
     Attributes:
@@ -73,7 +73,7 @@ class OutputHooks:
         self._hooks = Hooks(layers, self._take, is_forward=False, pre=True, gate=self._acts)
 
     def begin_batch(self, is_open: bool) -> None:
-        """A batch begins; it is recorded if `is_open`."""
+        """Begins a batch, which is recorded if `is_open`."""
         self.stats.drop_batch()
         self._is_open = is_open
 
@@ -88,7 +88,7 @@ class OutputHooks:
                 self.stats.take(path, x.float() / self.scale if is_scaled else x, type(m).__name__)
 
     def end_batch(self, epoch: int, step: int) -> None:
-        """Makes a record of the batch that has ended."""
+        """Adds the record of the batch."""
         buffer, self._is_open = self.stats.buffer, False
         order = {name: i for i, name in enumerate(self._names.values())}
         in_order = sorted(buffer.batch, key=lambda path: order.get(path.partition("[")[0], 0))

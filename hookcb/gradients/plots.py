@@ -1,4 +1,4 @@
-"""Pictures of GradientHealth; matplotlib is imported when one is drawn, pyplot never."""
+"""Figures of GradientHealth; matplotlib is imported when one is drawn, pyplot never."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def flow_bars(
 ) -> "Figure":
     """Mean and largest |gradient| of layers in the order of the model, on a logarithmic axis.
 
-    `layers` has name, mean and largest; what is 0 or not finite leaves a gap, and a red cross below says so.
+    `layers` has name, mean and largest; a value that is 0 or not finite leaves a gap, marked by a red cross.
 
     Raises:
         ModuleNotFoundError: Without matplotlib.
@@ -41,7 +41,7 @@ def flow_bars(
     ax.set_ylim(bottom, high * (high / low) ** 0.05 * 1.3)
     ax.set_xlim(-0.6, n - 0.4)
     width = ax.bbox.width / ax.figure.dpi
-    every = math.ceil(n / max(1, width / 0.17))  # a label upright needs 0.17 inches
+    every = math.ceil(n / max(1, width / 0.17))  # inches for a vertical label
     ax.set_xticks(range(0, n, every), shortened_names(names, 24)[::every], rotation=90, fontsize=8)
     ax.set_ylabel("|gradient|")
     ax.grid(axis="y", color="0.9")
@@ -58,9 +58,10 @@ def _positive(x: float) -> float:
 def update_lines(
     ratios: Series, x: Sequence[int], figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
-    """Log10 of ‖Δw‖/‖w‖ of parameters over the steps `x`, with a line at 1e-3; of many without a legend.
+    """Log10 of ‖Δw‖/‖w‖ of parameters over the steps `x`, with a line at 1e-3.
 
-    A step without a change leaves a gap. Colors go from dark for the first parameter to light for the last.
+    A step without a change leaves a gap. Colors go from dark for the first parameter to light for the last;
+    more than 12 have no legend.
 
     Raises:
         ModuleNotFoundError: Without matplotlib.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from fastcore.foundation import L
 
+from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
 from hookcb.gradients import plots
 from hookcb.gradients.capture import About, StepCapture
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad")
-MAX_STEPS, MAX_ELEMENTS = 64, 2**19  # steps, or elements (2 MB), that wait to be reduced together
-STEP = "step"  # name of the row of a whole step in its store
+MAX_STEPS, MAX_ELEMENTS = 64, 2**19  # captured steps, or elements (2 MB), that are reduced together
+STEP = "step"  # name of whole steps in their store
 
 
 class BufferRecords(LayerRecords):
@@ -43,29 +44,42 @@ class BufferRecords(LayerRecords):
 
 
 class GradientRecords(SavedRecords):
-    """Records of `GradientHealth`, one for each step it has looked at.
+    """Records of `GradientHealth`, one for each recorded step.
 
     Args:
         keep: maximum number of records, see `GradientHealth`.
-        activations: also keep the gradients of layers' outputs.
+        activations: whether to keep the gradients of layers' outputs, too.
 
     Attributes:
         columns: names of the statistics of a parameter.
         about: number of elements, number of dimensions and type of the module, by parameter.
         without_grad: names of the parameters that require a gradient and had none in the last record.
         frozen: names of the parameters that require no gradient.
-        left_out: parameters whose elements cannot be read, by name, with the type.
+        left_out: types of the parameters with unreadable elements, by name.
         not_optimized: names of the parameters that are in no optimizer that has made a step.
-        first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU also if
-            its record was dropped.
+        first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU even
+            if its record was dropped.
         output_stats: gradients of layers' outputs, with `activations=True`; else None.
+
+    Raises:
+        TypeError, ValueError: If `keep` is not a whole number of at least 2.
+
+    >>> from hookcb import GradientHealth, synth_learner
+    >>> learn = synth_learner()
+    >>> with learn.no_logging():
+    ...     learn.fit(1, cbs=GradientHealth())
+    >>> records = learn.gradient_health.records
+    >>> records.names
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    >>> len(records.series("0.weight", "norm"))
+    10
     """
 
     columns = GRAD_STATS
     keys = frozenset((*STATE, "keep", "stores", "outputs", "skipped"))
 
     def __init__(self, keep: int = 5_000, activations: bool = False) -> None:
-        self.keep = keep
+        self.keep = check_count("keep", keep, "records", least=2)
         columns = {"params": STORED, "steps": STEP_STATS, "buffers": BUFFER_STATS}
         self._stores = {name: StatStore(stats, keep) for name, stats in columns.items()}
         self._waiting: list[StepCapture] = []
@@ -83,7 +97,7 @@ class GradientRecords(SavedRecords):
     # ---- adding
 
     def count_step(self, skipped: float | torch.Tensor) -> None:
-        """Counts a step, whether it is recorded or not; `skipped` is 1 if it was not made."""
+        """Counts a step, recorded or not; `skipped` is 1 if it was not made."""
         self._skips.add(skipped)
 
     def add_step(self, capture: StepCapture, epoch: int, step: int) -> None:
@@ -115,7 +129,7 @@ class GradientRecords(SavedRecords):
             self._put_buffers(steps)
 
     def _note_nonfinite(self, steps: Sequence[StepCapture], columns: Columns) -> None:
-        """Remembers the first NaN, whose record may be dropped; on a CPU only, where reading is free."""
+        """Remembers the first NaN, as its record may be dropped; only on a CPU, which needs no sync."""
         counts = torch.stack([values[:, GRAD_STATS.index("nonfinite")] for values in columns.values()])
         if not counts.is_cpu or not bool(counts.any()):
             return
@@ -161,7 +175,7 @@ class GradientRecords(SavedRecords):
 
         `total_norm`, `clipped_total_norm` (NaN if the step was skipped) and `mean_norm` over parameters, all
         L2; `lr` of the last parameter group; `scale` of a GradScaler, else 1; `skipped`, 1.0 if no optimizer
-        made a step; `clip_coef`, the share of the total norm that clipping has left, 0..1.
+        made a step; `clip_coef`, clipped total norm / total norm, 0..1.
         """
         self.reduce()
         rows = self._stores["steps"].series(STEP).tolist()
@@ -171,10 +185,10 @@ class GradientRecords(SavedRecords):
         """One statistic of whole steps, a float for each record; see `step_stats`.
 
         Raises:
-            LookupError: If there is no such statistic.
+            LookupError: If `stat` is not one of `STEP_STATS`.
         """
         if stat not in STEP_STATS:
-            raise LookupError(f"there is no statistic {stat!r} of a step; there are {', '.join(STEP_STATS)}")
+            raise LookupError(f"no statistic {stat!r} of a step; available: {', '.join(STEP_STATS)}")
         self.reduce()
         numbers: list[float] = self._stores["steps"].series(STEP)[:, STEP_STATS.index(stat)].tolist()
         return numbers
@@ -200,13 +214,13 @@ class GradientRecords(SavedRecords):
 
         Raises:
             ValueError: If nothing is recorded.
-            IndexError: If there is no such record.
+            IndexError: If `record` does not exist.
         """
         store = self.store_of("train")
         if not store.infos:
             raise ValueError("nothing is recorded yet; train for a step first")
         if not -len(store.infos) <= record < len(store.infos):
-            raise IndexError(f"there is no record {record}; there are {len(store.infos)}")
+            raise IndexError(f"record {record} does not exist; {len(store.infos)} are kept")
         rows = {
             name: dict(zip(STORED, store.series(name)[record].tolist(), strict=True)) for name in store.names
         }
@@ -253,14 +267,14 @@ class GradientRecords(SavedRecords):
         """Table of the parameters with the statistics of the last record; `print` shows it.
 
         The worst rows are those with a finding of the verdict, the worst first; then those without a
-        gradient; then those whose gradient norm is the farthest from the median, as a factor.
+        gradient; then those with a gradient norm farthest from the median, as a factor.
 
         Args:
             worst: number of rows to show, the worst first; None shows all, in the order of the model. By
                 default up to 30 rows are all shown, and of more the 20 worst.
             depth: group parameters by the first `depth` parts of their module's name, and show the worst
                 parameter of each group, with the size of the group.
-            verdict: the verdict of `learn.diagnose()`, whose findings mark the rows.
+            verdict: verdict of `learn.diagnose()`; its findings mark the rows.
 
         Raises:
             TypeError, ValueError: If `worst` or `depth` is invalid.
@@ -289,7 +303,7 @@ class GradientRecords(SavedRecords):
     # ---- saving
 
     def state(self) -> dict[str, Any]:
-        """All that was recorded, as plain values and tensors."""
+        """All records, as plain values and tensors."""
         self.reduce()
         state: dict[str, Any] = {name: getattr(self, name) for name in (*STATE, "keep", "skipped")}
         state["stores"] = {name: store.state() for name, store in self._stores.items()}
@@ -302,7 +316,7 @@ class GradientRecords(SavedRecords):
         records = cls(state["keep"], activations=state["outputs"] is not None)
         for name in STATE:
             setattr(records, name, state[name])
-        records._stores = {name: StatStore.of(store) for name, store in state["stores"].items()}
+        records._stores = {name: StatStore.from_state(store) for name, store in state["stores"].items()}
         records._skips = SkipCount(state["skipped"])
         if records.output_stats is not None:
             records.output_stats = OutputGradients.from_state(state["outputs"])

@@ -1,4 +1,4 @@
-"""Statistics of captured steps, reduced for as many steps together as have the same parameters."""
+"""Statistics of captured steps, reduced together for runs of steps with the same parameters."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -23,9 +23,9 @@ Columns = dict[str, Tensor]  # statistics of R records, (R, n_columns), by name 
 
 
 def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCapture], list[Columns]]]:
-    """Runs of steps with the same parameters, each with its statistics.
+    """Runs of steps with the same parameters, and their statistics as one dict for each device.
 
-    The statistics are one dict for each device, with the columns `GRAD_STATS` and mean |gradient|.
+    The columns are `GRAD_STATS` and mean |gradient|.
     """
     for _, group in groupby(steps, _kind):
         run = list(group)
@@ -53,7 +53,7 @@ def _reduce(captures: list[Capture], skipped: list[Number]) -> Columns:
 
 
 def _gradient_columns(captures: list[Capture]) -> GradColumns:
-    """Statistics of all gradients; gradients of one shape lie side by side and are reduced together."""
+    """Statistics of all gradients; adjacent gradients of one shape are reduced together."""
     layout, n, n_steps = captures[0].layout, captures[0].layout.n_small, len(captures)
     shapes = [(shape, len(list(same))) for shape, same in groupby(layout.shapes[:n])]
     small = _split(_stacked(c.small for c in captures), [k * shape.numel() for shape, k in shapes])
@@ -95,7 +95,7 @@ def _weight_columns(captures: list[Capture], numels: Tensor) -> list[Tensor]:
 
 
 def _clipped_norms(captures: list[Capture]) -> Tensor | None:
-    """Gradient norms at the step, `(R, n_params)`; None if nothing has changed the gradients."""
+    """Gradient norms at the step, `(R, n_params)`; None if the gradients were not changed."""
     layout, n = captures[0].layout, captures[0].layout.n_small
     if captures[0].clipped_small is None:
         return None

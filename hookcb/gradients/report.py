@@ -26,11 +26,11 @@ class ParamRow(Ranked):
     mark: str
 
     def text(self, stat: str, form: str = ".2g") -> str:
-        """A number of the last record."""
+        """A statistic of the last record."""
         return format(self.last[stat], form) if self.last else ""
 
     def trend(self, stat: str) -> str:
-        """The course of a size, as bars."""
+        """Sparkline of a statistic."""
         return sparkline(_logs(self.series.get(stat, [])), 8)
 
 

@@ -1,7 +1,7 @@
 """Statistics of gradients and weights: pure functions from tensors to small tensors.
 
-Small ones, up to 1,024 elements, are copied whole and reduced for many steps together. Of a larger gradient
-every element is looked at when it is there, in one pass for the norms of its rows and one for its extremes.
+Small tensors, up to 1,024 elements, are copied and reduced for many steps together. Larger gradients are
+reduced at their step, in one pass for the norms of their rows and one for their extremes.
 """
 
 import math
@@ -18,12 +18,12 @@ GRAD_STATS = (*OF_GRADIENT, "weight_norm", "weight_mean", "weight_std", "update_
 STEP_STATS = ("total_norm", "clipped_total_norm", "mean_norm", "lr", "scale", "skipped", "clip_coef")
 BUFFER_STATS = ("min", "max")
 
-SKETCH = 1_024  # elements of a parameter that are followed from step to step, at most
-WHOLE = 65_536  # up to so many elements weights, and the mean |gradient|, are taken from all of them
-# squares of what lies outside leave float32: they underflow below 1e-38 and overflow above 3e38
+SKETCH = 1_024  # maximum number of elements of a parameter that are tracked from step to step
+WHOLE = 65_536  # up to this size, statistics of weights and the mean |gradient| use all elements
+# squares of numbers outside leave float32: they underflow below 1e-38 and overflow above 3e38
 SAFE_LOW, SAFE_HIGH = 1e-15, 1e15
 
-Number = float | Tensor  # a float on a CPU, where reading costs nothing; else a 0-d tensor on its device
+Number = float | Tensor  # a float on a CPU, as reading needs no sync there; else a 0-d tensor
 
 
 class GradSummary(NamedTuple):
@@ -38,11 +38,11 @@ class GradSummary(NamedTuple):
 def plain_gradient(x: Tensor) -> Tensor | None:
     """A whole gradient as a dense or sparse real tensor; None if its elements cannot be read.
 
-    A DTensor is gathered from all ranks; complex elements count by their magnitude; half precision, float8
-    and integers are widened to float32; a sparse one is coalesced, up to 1,024 elements made dense.
+    A DTensor is gathered from all ranks; complex elements become their magnitudes; half precision, float8 and
+    integers are widened to float32; a sparse tensor is coalesced, and made dense up to 1,024 elements.
     """
     x = x.detach()
-    if hasattr(x, "full_tensor"):  # a DTensor, of which `.item()` would be the local value (pytorch#166638)
+    if hasattr(x, "full_tensor"):  # a DTensor; its `.item()` would be the local value (pytorch#166638)
         x = x.full_tensor()
     if not _is_native(x) or x.is_nested or x.is_quantized or x.is_meta:
         return None
@@ -77,9 +77,9 @@ def _is_native(x: Tensor) -> bool:
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """L2 norm of each row of `x` along its first dimension, `(n_rows,)`; of fewer dimensions the one of all.
+    """L2 norm of each row of `x` along its first dimension, `(n_rows,)`; `(1,)` with fewer than two.
 
-    Float32 and float64 as they are. Of a sparse tensor a row that is not there has norm 0.
+    In the dtype of `x`. A row that a sparse tensor does not store has norm 0.
     """
     norms: Tensor
     if x.layout is not torch.strided:
@@ -98,8 +98,8 @@ def row_norms(x: Tensor) -> Tensor:
 def summarize_gradient(x: Tensor) -> GradSummary:
     """Summary of a large gradient from `plain_gradient`.
 
-    On a CPU extremes tell whether another look is needed: at NaN and infinities, and where squares would
-    leave the range of float32. On other devices that look is always taken, as nothing waits for them.
+    On a CPU, extremes tell whether a second pass is needed, for NaN, infinities and squares that would leave
+    the range of float32. Other devices always count NaN and infinities, as reading the extremes needs a sync.
     """
     elements = x if x.layout is torch.strided else x.values()
     if elements.numel() == 0:
@@ -110,7 +110,7 @@ def summarize_gradient(x: Tensor) -> GradSummary:
         return GradSummary(row_norms(x), *torch.aminmax(finite), others.sum())
     low, high = (end.item() for end in torch.aminmax(elements))
     size = max(-low, high)
-    if SAFE_LOW < size < SAFE_HIGH or size == 0:  # of NaN neither is true
+    if SAFE_LOW < size < SAFE_HIGH or size == 0:  # False for NaN
         return GradSummary(row_norms(x), low, high, 0.0)
     finite = elements[elements.isfinite()]
     low, high = (end.item() for end in torch.aminmax(finite)) if len(finite) else (math.nan, math.nan)
@@ -121,12 +121,12 @@ def summarize_gradient(x: Tensor) -> GradSummary:
 
 
 class GradColumns(NamedTuple):
-    """Statistics of gradients by record and parameter, each `(R, k)`, as the device can: see `widest`."""
+    """Statistics of gradients by record and parameter, each `(R, k)`, in the widest dtype; see `widest`."""
 
     norm: Tensor  # L2
     abs_max: Tensor  # of finite elements
     nonfinite: Tensor  # number
-    zero_rows: Tensor  # share, 0..1; NaN of fewer than two dimensions
+    zero_rows: Tensor  # share, 0..1; NaN with fewer than two dimensions
     mean_abs: Tensor
 
 
@@ -154,7 +154,8 @@ def reduce_large(rows: Tensor, numbers: Tensor, n_dims: int) -> GradColumns:
 
     Args:
         rows: norms of their rows, `(R, k, n_rows)`.
-        numbers: smallest and largest finite element, number of others, mean |gradient|: `(R, k, 4)`.
+        numbers: smallest and largest finite element, number of NaN and infinities, and mean |gradient|,
+            `(R, k, 4)`.
         n_dims: number of dimensions of the gradients.
     """
     low, high, nonfinite, mean_abs = numbers.unbind(2)
@@ -164,9 +165,9 @@ def reduce_large(rows: Tensor, numbers: Tensor, n_dims: int) -> GradColumns:
 
 
 def sketch_stride(n: int) -> int:
-    """Stride of the tracked elements among n: about n / 1,024, with no divisor in common with n.
+    """Stride of the tracked elements among n: about n / 1,024, and coprime to n.
 
-    A stride that shares a divisor with a dimension would see some channels only.
+    A stride with a divisor in common with a dimension would track only some channels.
     """
     stride = n // SKETCH
     while math.gcd(stride, n) != 1:
@@ -175,10 +176,10 @@ def sketch_stride(n: int) -> int:
 
 
 def sketch(x: Tensor) -> Tensor | None:
-    """A view of at most 1,024 elements of a dense tensor, the same at each call, spread evenly over it.
+    """A view of up to 1,024 elements of a dense tensor, the same at each call, spread evenly over it.
 
-    All of them up to 1,024. None where no view can be had, as up to 16,384 elements, where a stride would
-    leave too much at an end, and where `x` is no dense real tensor whose elements lie side by side.
+    None if there is no such view: up to 16,384 elements, as a stride would leave out too many at the ends,
+    and if `x` is not a dense real tensor with adjacent elements.
     """
     x = x.detach()
     native = _is_native(x) and x.layout is torch.strided and x.is_floating_point()
@@ -188,10 +189,10 @@ def sketch(x: Tensor) -> Tensor | None:
         x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
         if not x.is_contiguous():
             return None
-    return _followed(x.view(-1))
+    return _tracked(x.view(-1))
 
 
-def _followed(x: Tensor) -> Tensor:
+def _tracked(x: Tensor) -> Tensor:
     n = len(x)
     if n <= SKETCH:
         return x
@@ -203,7 +204,7 @@ def _followed(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _places(n: int, device: torch.device) -> Tensor:
-    """1,024 of n indices: multiples of the golden ratio, even over all parts and all channels."""
+    """1,024 of n indices: multiples of the golden ratio, spread evenly over all parts and channels."""
     step = round(n * 0.6180339887)
     while math.gcd(step, n) != 1:
         step += 1
@@ -211,13 +212,16 @@ def _places(n: int, device: torch.device) -> Tensor:
 
 
 def sketch_copy(x: Tensor) -> Tensor:
-    """The same of what has no such view, widened; of complex elements real and imaginary parts in turn."""
+    """Copy of the elements of `sketch` for a tensor without such a view, at least float32.
+
+    Complex elements become real and imaginary parts in turn.
+    """
     x = x.detach()
     if hasattr(x, "full_tensor"):
         x = x.full_tensor()
     if x.layout is not torch.strided:
         x = x.to_dense()
-    x = _followed(x.reshape(-1))
+    x = _tracked(x.reshape(-1))
     if x.is_complex():
         x = torch.view_as_real(x).reshape(-1)
     return at_least_float32(x)
@@ -226,7 +230,7 @@ def sketch_copy(x: Tensor) -> Tensor:
 def update_ratio(change: Tensor, before: Tensor) -> Tensor:
     """Size of a change of weights relative to the weights, ‖after - before‖ / ‖before‖.
 
-    Around 1e-3 is usual for a step of a healthy run; far above, the learning rate is too high.
+    Usual is 1e-3 for a step of a healthy run; far above, the learning rate is too high.
 
     Args:
         change: differences of weights, `(…, n)`.
@@ -237,14 +241,14 @@ def update_ratio(change: Tensor, before: Tensor) -> Tensor:
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
-    size = scaled_norm(widened(change), dim=-1)  # as squares may be tiny
+    size = scaled_norm(widened(change), dim=-1)  # squares may be tiny
     return torch.where(size == 0, size, size / torch.linalg.vector_norm(before, dim=-1))
 
 
 def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, mean and unbiased std of tracked weights, `(…, n)`; of their magnitudes if they are complex.
 
-    The norm is the root of the sum of squares of these n. `(…)` each, as the device can: see `widest`.
+    Each is `(…)`, in the widest dtype; see `widest`.
     """
     if is_complex:
         x = torch.linalg.vector_norm(x.reshape(*x.shape[:-1], -1, 2), dim=-1)
@@ -257,9 +261,9 @@ def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
-    """Unbiased std of n elements by their norm and sum; of the sketch where digits would be lost.
+    """Unbiased std of n elements from their norm and sum, or that of the sketch if digits would be lost.
 
-    Σ(x - mean)² = Σx² - n·mean² loses them where the mean is large against the spread, as at weights of a
+    Σ(x - mean)² = Σx² - n·mean² loses them if the mean is large against the spread, as for the weights of a
     layer norm, which begin as ones.
     """
     square = norm.square() - total.square() / n

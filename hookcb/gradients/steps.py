@@ -25,23 +25,23 @@ RUNNING = ("running_mean", "running_var")
 class StepWatch:
     """Calls a function when an optimizer begins the step in progress, with gradients as it gets them.
 
-    It listens to all optimizers, as a step may be made by several; a step counts as made when the first of
-    them, that has parameters of ours, begins in the thread that this was made in. A GradScaler calls none
-    if it skips a step.
+    It hooks all optimizers, as several may make a step. A step counts as made when the first optimizer with
+    parameters of the model begins it, in the thread that created this. A GradScaler that skips a step calls
+    no optimizer.
 
     Args:
-        model: the model whose parameters count.
-        on_step: called once a step, after all clipping.
+        model: the model.
+        on_step: called once for each step, after all clipping.
     """
 
     def __init__(self, model: nn.Module, on_step: Callable[[], object]) -> None:
         self._model, self._on_step, self._thread = ref(model), on_step, threading.get_ident()
-        self._ids: set[int] = set()  # of parameters that optimizers of ours have
-        self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with the number of these
-        self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that have none of ours
+        self._ids: set[int] = set()  # of the parameters of all noted optimizers
+        self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
+        self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that train another model
         self._is_open = self._is_made = False
         self._found_inf: Tensor | None = None
-        self._hook = StepHook(self._at_step)  # last, as a step of another thread calls it at once
+        self._hook = StepHook(self._at_step)  # last, as a step in another thread may call it at once
 
     def note(self, opt: Optimizer) -> bool:
         """Notes the parameters of an optimizer; True if they have changed."""
@@ -59,18 +59,18 @@ class StepWatch:
 
     def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_open and in_loop_thread(self._thread) and self._is_ours(opt) and not self._is_made:
-            # a fused optimizer looks itself whether to make it, at what the scaler has set
+            # a fused optimizer reads from what the scaler has set whether to make the step
             found_inf = getattr(opt, "found_inf", None)
             self._found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
             self.make()
 
     def make(self) -> None:
-        """The step is made now, with gradients as they are."""
+        """Notes that the step is made now, with the current gradients."""
         self._is_made = True
         self._on_step()
 
     def _is_ours(self, opt: Optimizer) -> bool:
-        """Whether it has parameters of ours; one that was not known yet, and has, is noted."""
+        """Whether it has parameters of the model; notes it if it is new."""
         if opt in self._noted:
             return True
         if self._others.get(opt) == _n_params(opt):
@@ -83,19 +83,19 @@ class StepWatch:
         return self.note(opt)
 
     def end(self, is_cancelled: bool, has_scaler: bool) -> Number:
-        """Ends the step; 1.0 if it was not made, as a tensor on the device if that is not known yet."""
+        """Ends the step; 1.0 if it was not made, as a tensor if only the device knows."""
         self._is_open = False
         if not (self._is_made or has_scaler or is_cancelled):
             self._on_step()  # made by hand, or by an optimizer without hooks
             return 0.0
-        if is_cancelled:  # in a loop hookcb does not run, the optimizer is called all the same
+        if is_cancelled:  # under watch, the optimizer is called all the same
             return 1.0
         if self._found_inf is not None:
             return detached_scalar((self._found_inf.reshape(()) > 0).float())
         return 0.0 if self._is_made else 1.0
 
     def missing(self, params: Sequence[Param]) -> list[str]:
-        """Names of the parameters that no optimizer seen so far has."""
+        """Names of the parameters that are in no optimizer seen so far."""
         return [param.name for param in params if id(param.p) not in self._ids]
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ def _n_params(opt: Optimizer) -> int:
 
 
 class SkipCount:
-    """Number of skipped steps; what only a device knows is added there."""
+    """Number of skipped steps, summed on the device if only it knows."""
 
     __slots__ = ("_n", "_on_device")
 
@@ -117,7 +117,7 @@ class SkipCount:
         self._on_device: Tensor | None = None
 
     def add(self, skipped: Number) -> None:
-        """One step: 1 if it was skipped."""
+        """Counts a step; `skipped` is 1 if it was skipped."""
         if not isinstance(skipped, Tensor):
             self._n += int(skipped)
         else:
@@ -131,7 +131,7 @@ class SkipCount:
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
-    """Factor by which a GradScaler multiplies losses; 1.0 without one. Its `get_scale` would wait."""
+    """Factor by which a GradScaler multiplies losses; 1.0 without one. Its `get_scale` would need a sync."""
     return (
         1.0
         if scaler is None
@@ -140,7 +140,7 @@ def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
 
 
 def is_unscaled(scaler: torch.amp.GradScaler | None, opt: Optimizer) -> bool:
-    """Whether the gradients are divided by the scale already; a scaler does it in its step otherwise."""
+    """Whether the gradients are already divided by the scale; else a scaler does it in its step."""
     if scaler is None or not scaler.is_enabled():
         return True
     stage = scaler_stage(scaler, opt)
@@ -148,7 +148,7 @@ def is_unscaled(scaler: torch.amp.GradScaler | None, opt: Optimizer) -> bool:
 
 
 def running_stats(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers called running_mean and running_var by qualified name, those with elements."""
+    """Non-empty buffers called running_mean or running_var, by qualified name."""
     return {
         f"{prefix}.{name}" if prefix else name: b
         for prefix, m in named_modules(model).items()

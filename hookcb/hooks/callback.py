@@ -155,8 +155,8 @@ class HookCallback(SamplingCallback):
 
     @property
     def coverage(self) -> Coverage:
-        """Which layers and batches the hooks have seen, in this fit or the last."""
-        return Coverage.of(self.hooks or (), self.left_out, self.n_batches, self.n_skipped)
+        """Layers and batches that the hooks have seen, in this fit or the last."""
+        return Coverage.of_hooks(self.hooks or (), self.left_out, self.n_batches, self.n_skipped)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"layers": {}, "_names": {}}  # a copy does not contain the model

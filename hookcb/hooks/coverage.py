@@ -54,7 +54,9 @@ class Coverage:
     n_skipped: int
 
     @classmethod
-    def of(cls, hooks: Iterable["Hook"], left_out: dict[str, str], n_batches: int, n_skipped: int) -> Self:
+    def of_hooks(
+        cls, hooks: Iterable["Hook"], left_out: dict[str, str], n_batches: int, n_skipped: int
+    ) -> Self:
         """Coverage of `hooks` after `n_batches` batches."""
         hooks = list(hooks)
         return cls(

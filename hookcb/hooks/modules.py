@@ -185,7 +185,7 @@ def unsaved_buffers(model: nn.Module, state: Container[str]) -> dict[str, Tensor
     return {name: x for name, x in model.named_buffers() if name not in state}
 
 
-def device_of(model: nn.Module, device: torch.device | None) -> torch.device:
+def device_of(model: nn.Module, device: torch.device | None = None) -> torch.device:
     """Moves the model to `device`, if given; returns the device of its first parameter or buffer."""
     if device is not None:
         model.to(device)

@@ -47,8 +47,10 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
     for one in several:
         found = {param.name for param in every.values() if _selects(one, param)}
         if not found:
-            what = "is there" if one is None else f"matches {one!r:.80}"
             kind = type(unwrapped(model)).__name__
+            if not names:
+                raise LookupError(f"{kind} has no parameters")
+            what = f"matches {one!r:.80}"
             raise LookupError(f"no parameter of {kind} {what}; it has: {join_names(names) or 'none'}")
         selected |= found
     return [param for param in every.values() if param.name in selected]

@@ -100,9 +100,8 @@ class Log(Callback):
         batch, is_cancelled = self._batch, self._is_cancelled
         self._batch, self._is_cancelled = None, False
         if self._is_due and not is_cancelled:
-            values = (
-                self._loss_and_rate() if batch is None else batch
-            )  # some loops report the loss at the end
+            # some loops report the loss at the end
+            values = self._loss_and_rate() if batch is None else batch
             self._log({name: float(x) for name, x in values.items()}, self.train_iter)
 
     def after_epoch(self) -> None:

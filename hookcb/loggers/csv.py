@@ -63,7 +63,7 @@ def read_csv(path: str | Path) -> list[dict[str, Any]]:
     second time.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
         ValueError: If it is another kind of file, or a line cannot be read; the message names the line.
     """
     rows, file = [], _file(Path(path))

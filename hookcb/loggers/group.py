@@ -1,7 +1,8 @@
-"""LoggerGroup: several loggers, whose errors do not end a training."""
+"""LoggerGroup: logs to several loggers; their errors do not end a training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeGuard
 
 from hookcb.core.console import warn
 from hookcb.core.randomness import random_state, set_random_state
@@ -11,8 +12,8 @@ from hookcb.loggers.base import Histogram, Logger, Opens, TakesHistograms
 class LoggerGroup:
     """Logs to several loggers, from `begin` to `end`.
 
-    If one raises, there is a warning, and it is left out until the next `begin`. Random numbers that a logger
-    draws do not change those of the training.
+    If one raises, there is a warning, and it is left out until the next `begin`. A logger that draws random
+    numbers does not change the training.
 
     Args:
         loggers: the loggers; a copy of the group logs to the same ones.
@@ -23,7 +24,7 @@ class LoggerGroup:
         self.begin()
 
     def begin(self) -> None:
-        """Includes all loggers again, and notes those that are already open, which `end` will not close."""
+        """Includes all loggers again; `end` will not close those that are already open."""
         self._failed: set[int] = set()
         self._were_open = {i for i, logger in enumerate(self.loggers) if _is_open(logger)}
 
@@ -39,16 +40,14 @@ class LoggerGroup:
 
     def end(self) -> None:
         """Closes the loggers that were opened since `begin`."""
-        self._guarded(
-            [
-                (i, logger.close)
-                for i, logger in enumerate(self.loggers)
-                if i not in self._were_open and isinstance(logger, Opens) and logger.is_open
-            ],
-            also_failed=True,
-        )
+        opened = [
+            (i, logger.close)
+            for i, logger in enumerate(self.loggers)
+            if i not in self._were_open and _is_open(logger)
+        ]
+        self._guarded(opened, also_failed=True)
 
-    def _guarded(self, acts: list[tuple[int, Callable[[], object]]], also_failed: bool = False) -> None:
+    def _guarded(self, acts: Sequence[tuple[int, Callable[[], object]]], also_failed: bool = False) -> None:
         state = random_state()
         try:
             for i, act in acts:
@@ -61,17 +60,13 @@ class LoggerGroup:
         try:
             act()
         except Exception as error:
-            self._warn(i, error)
-
-    def _warn(self, i: int, error: Exception) -> None:
-        if i not in self._failed:
-            self._failed.add(i)
-            warn(
-                f"{self.loggers[i]!r:.80} failed with {error!r:.200}; the training goes on, but nothing more "
-                "is logged there in this fit",
-                stacklevel=2,
-            )
+            if i not in self._failed:
+                self._failed.add(i)
+                warn(
+                    f"{self.loggers[i]!r:.80} failed with {error!r:.200}; the training goes on, but nothing "
+                    "more is logged there in this fit"
+                )
 
 
-def _is_open(logger: Logger) -> bool:
+def _is_open(logger: Logger) -> TypeGuard[Opens]:
     return isinstance(logger, Opens) and logger.is_open

@@ -72,7 +72,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     second time.
 
     Raises:
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
         ValueError: If it is another kind of file, or a line cannot be read; the message names the line.
     """
     rows: list[dict[str, Any]] = []
@@ -81,12 +81,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         try:
             row = _decoded(json.loads(line))
             rows.append({"step": row.pop("step"), **row})
-        except (
-            json.JSONDecodeError,
-            AttributeError,
-            KeyError,
-            TypeError,
-        ) as error:  # TypeError: the line is a list
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise file.broken(number) from error
     return rows
 

@@ -56,7 +56,7 @@ class LineFile:
         """Yields the number, from 1, and the text of each complete line, without the header.
 
         Raises:
-            FileNotFoundError: If there is no such file.
+            FileNotFoundError: If the file does not exist.
             ValueError: If it is another kind of file, or a line cannot be read.
         """
         with self.path.open("rb") as file:

@@ -14,7 +14,7 @@ class TensorBoardLogger:
     """Writes numbers and histograms to a folder for TensorBoard: `tensorboard --logdir FOLDER`.
 
     When `log` returns, the operating system has the record, so it survives if the process is killed. If a
-    training is resumed in a folder with events, TensorBoard discards those of later steps, left by a crash.
+    training is resumed in a folder with events, TensorBoard discards events of later steps, left by a crash.
 
     Args:
         folder: the folder, one for each run; created if it is missing.
@@ -29,7 +29,7 @@ class TensorBoardLogger:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
         self._writer: Any = None  # opened at the first log
-        self._has_written = False  # then events in the folder are its own
+        self._has_written = False  # if it has, events in the folder are its own
         _import("torch.utils.tensorboard")
 
     @property

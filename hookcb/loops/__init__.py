@@ -1,1 +1,1 @@
-"""What emits the events: a Learner's own loop, and other people's loops that are watched."""
+"""Loops that emit the events: the Learner's own, and loops that hookcb only watches."""

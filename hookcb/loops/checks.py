@@ -1,4 +1,4 @@
-"""What is checked and made before training starts: device, optimizer, loaders, number of epochs."""
+"""Checks before training starts: loaders, number of epochs, loss, parameters, optimizer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,12 @@ from hookcb.core.batch import n_batches
 
 
 def check_fit(n_epoch: int, dls: Any) -> None:
-    """Refuses what would train nothing, or end in the middle.
+    """Refuses a fit that would train nothing, or end in the middle.
 
     Raises:
-        TypeError: where `n_epoch` is no whole number.
-        ValueError: where it is negative, a loader has no batches, or one that can be read once is read again.
+        TypeError: If `n_epoch` is not a whole number.
+        ValueError: If it is negative, or a loader has no batches, or is an iterator and there are several
+            epochs.
     """
     check_count("n_epoch", n_epoch, "epochs", least=0)
     for role, loader in (("training", dls.train), ("validation", getattr(dls, "valid", None))):
@@ -26,48 +27,46 @@ def check_fit(n_epoch: int, dls: Any) -> None:
             )
         if n_epoch > 1 and isinstance(loader, Iterator):
             raise ValueError(
-                f"the {role} loader is a {type(loader).__name__}, which can be read once, "
-                f"and n_epoch is {n_epoch}; give a list, or an object whose __iter__ starts anew"
+                f"the {role} loader is a {type(loader).__name__}, which can be read only once, "
+                f"and n_epoch is {n_epoch}; give a list, or an object whose __iter__ starts over"
             )
 
 
 def check_functions(loss_func: Any, opt_func: Any) -> None:
-    """Refuses what cannot be called to make a loss or an optimizer.
+    """Checks that the loss and the optimizer can be made by a call.
 
     Raises:
-        TypeError: naming what was given and what to give.
+        TypeError: If one cannot; the message says what is possible.
     """
     if isinstance(loss_func, type) and issubclass(loss_func, nn.Module):
         raise TypeError(
             f"loss_func is the class {loss_func.__name__}; give an instance, {loss_func.__name__}()"
         )
     if not callable(loss_func) and loss_func is not None:
-        raise TypeError(f"loss_func is {loss_func!r:.80}; give a function (pred, *yb) -> scalar, or None")
+        raise TypeError(f"loss_func must be a function (pred, *yb) -> scalar, or None, got {loss_func!r:.80}")
     if not callable(opt_func) and not isinstance(opt_func, Optimizer):
-        raise TypeError(f"opt_func is {opt_func!r:.80}; give an optimizer's class, such as torch.optim.SGD")
+        raise TypeError(f"opt_func must be an optimizer class, such as torch.optim.SGD, got {opt_func!r:.80}")
 
 
 def check_lr(lr: float) -> float:
-    """The learning rate, if it is one.
+    """Returns `lr` if it is a valid learning rate.
 
     Raises:
-        TypeError: if it is not a number.
-        ValueError: if it is negative or not finite.
+        TypeError: If it is not a number.
+        ValueError: If it is negative or not finite.
     """
     return check_number("lr", lr, closed=True, hint=", such as 1e-3")
 
 
 def check_loss(loss: Any) -> None:
-    """Refuses a loss that cannot be trained on.
+    """Checks that a loss is a tensor of one element.
 
     Raises:
-        TypeError: where it is no tensor.
-        ValueError: where it has not one element.
+        TypeError: If it is not a tensor.
+        ValueError: If it does not have exactly one element.
     """
     if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"the loss is {loss!r:.80}, no tensor; compute it from the prediction with torch functions"
-        )
+        raise TypeError(f"the loss must be a tensor, got {loss!r:.80}; compute it with torch functions")
     if loss.numel() != 1:
         raise ValueError(
             f"the loss has shape {tuple(loss.shape)}, not one element; reduce it, as with loss.mean()"
@@ -75,10 +74,10 @@ def check_loss(loss: Any) -> None:
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model that can be trained, frozen ones included, so that they can thaw.
+    """Parameters of a model that can be trained; includes frozen ones, which may be unfrozen later.
 
     Raises:
-        ValueError: where none requires a gradient, or one has no shape yet.
+        ValueError: If none requires a gradient, or one has no shape yet.
     """
     params, kind = list(model.parameters()), type(model).__name__
     if any(is_lazy(p) for p in params):
@@ -93,31 +92,31 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def make_opt(opt_func: Any, params: list[nn.Parameter], lr: float) -> Optimizer:
-    """An optimizer over `params`.
+    """Makes an optimizer for `params`.
 
     Raises:
-        TypeError: where `opt_func` gives no optimizer.
+        TypeError: If `opt_func` returns something else.
     """
     opt = opt_func(params, lr=lr)
     if not isinstance(opt, Optimizer):
-        raise TypeError(f"opt_func gave {opt!r:.80}, no torch.optim.Optimizer")
+        raise TypeError(f"opt_func must return a torch.optim.Optimizer, got {opt!r:.80}")
     return opt
 
 
 def check_opt(opt: Optimizer, model: nn.Module) -> None:
-    """Refuses an optimizer that would train another model.
+    """Checks that an optimizer trains the model.
 
     Raises:
-        ValueError: where it holds none of the parameters of `model`.
+        ValueError: If it has none of the parameters of `model`.
     """
     ids = {id(p) for p in model.parameters()}
     if not any(id(p) in ids for group in opt.param_groups for p in group["params"]):
         raise ValueError(
-            f"the optimizer {type(opt).__name__} holds none of the parameters of {type(model).__name__}; "
+            f"the optimizer {type(opt).__name__} has none of the parameters of {type(model).__name__}; "
             "make it from this model's parameters, or give its class as opt_func"
         )
 
 
 def same_objects(ones: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
-    """Whether two lists hold the very same parameters in the same order."""
+    """Whether two lists contain the same parameter objects in the same order."""
     return len(ones) == len(others) and all(one is other for one, other in zip(ones, others, strict=True))

@@ -1,4 +1,4 @@
-"""What a loop that somebody else runs cannot give: events that stay unseen, callbacks that cannot follow."""
+"""Limits of a loop hookcb does not run: events that are not seen, callbacks that cannot follow."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from hookcb.training.freeze import Freeze
 from hookcb.training.metrics import Metrics
 from hookcb.training.schedules.base import RateCallback
 
-# what is a loop's own to do, and how
+# callbacks that do what is the loop's job, and how the loop does it
 REFUSED: Mapping[type[Callback], str] = {
-    MixedPrecision: "use torch.autocast and a torch.amp.GradScaler in your loop, and give that as scaler=",
+    MixedPrecision: "use torch.autocast and a torch.amp.GradScaler in your loop, and pass that as scaler=",
     GradientAccumulation: "step the optimizer every few batches in your loop",
     GradientClip: "call torch.nn.utils.clip_grad_norm_ before the step in your loop",
-    RateCallback: "step a scheduler of torch in your loop",
+    RateCallback: "step a torch scheduler in your loop",
     Checkpoint: "save model and optimizer in your loop",
     Compile: "compile the model before you watch it",
     ChannelsLast: "use x.to(memory_format=torch.channels_last) in your loop",
@@ -34,10 +34,10 @@ REFUSED: Mapping[type[Callback], str] = {
 
 
 def check_follows(cb: Callback, has_opt: bool) -> None:
-    """Refuses a callback that would run a part of the training itself, or needs what is not there.
+    """Refuses a callback that would run part of the training itself, or lacks an optimizer.
 
     Raises:
-        TypeError: that says what to do instead.
+        TypeError: If it cannot follow; the message says what to do instead.
     """
     hint = next((hint for kind, hint in REFUSED.items() if isinstance(cb, kind)), None)
     if isinstance(cb, EMA) and cb.validate:
@@ -50,27 +50,27 @@ def check_follows(cb: Callback, has_opt: bool) -> None:
 
 @dataclass(slots=True)
 class Facts:
-    """What was seen of a loop beside its events, in numbers.
+    """Counts of what was seen of a loop besides its events.
 
     Attributes:
         n_calls: calls of the model that became batches, or parts of them.
-        n_part_calls: calls of parts of a model that had not been called itself, which became batches too.
+        n_part_calls: calls of parts of a model not yet called as a whole, which became batches too.
         n_without_grad: calls in train mode without gradients.
         n_elsewhere: calls and steps in other threads.
-        n_penalties: gradients of outputs that came with create_graph=True.
-        n_losses_outside: losses told when no batch was open, or without a graph in training.
-        n_losses_reported: losses told of a batch.
-        n_losses_found: losses of training batches that were not told, found as their backward began.
-        n_losses_unfound: backwards of which no loss was told or found.
-        n_losses_of_others: of these, in which the model was a step on the way to the parameters of others.
-        n_cut: training batches that a call in eval mode has ended before their backward.
+        n_penalties: gradients of outputs computed with create_graph=True.
+        n_losses_outside: losses reported when no batch was open, or without a graph in training.
+        n_losses_reported: losses reported for a batch.
+        n_losses_found: losses that were not reported, but found when their backward began.
+        n_losses_unfound: backwards whose loss was neither reported nor found.
+        n_losses_of_others: those among them that went on to parameters of other models.
+        n_cut: training batches ended by a call in eval mode before their backward.
         n_closures: steps of LBFGS.
-        n_steps_alone: steps without a call of the model before.
+        n_steps_alone: steps without a call of the model before them.
         eval_trains: whether the loop trains in eval mode.
-        tells_steps: whether the loop says itself where a step begins.
-        n_moved_by_hand: times that weights moved after a backward, without a step of an optimizer.
-        has_other_optimizer: whether the optimizer that was given has no parameter of the model.
-        has_ended: whether it is closed.
+        reports_steps: whether the loop itself reports when a step begins.
+        n_moved_by_hand: number of times that weights moved after a backward without an optimizer step.
+        has_other_optimizer: whether the given optimizer has no parameter of the model.
+        has_ended: whether the watch is closed.
     """
 
     n_calls: int = 0
@@ -87,7 +87,7 @@ class Facts:
     n_closures: int = 0
     n_steps_alone: int = 0
     eval_trains: bool = False
-    tells_steps: bool = False
+    reports_steps: bool = False
     n_moved_by_hand: int = 0
     has_other_optimizer: bool = False
     has_ended: bool = False
@@ -95,12 +95,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class WatchCoverage:
-    """What could be seen of a loop from outside.
+    """Events of a loop as seen from outside, and what was missed.
 
     Attributes:
         seen: how often each event was emitted.
-        missing: events that were not, each with the reason.
-        notes: what else was seen and left out.
+        missing: events that were not emitted, each with the reason.
+        notes: other observations, and what was ignored.
     """
 
     seen: Mapping[str, int]
@@ -109,7 +109,7 @@ class WatchCoverage:
 
     @classmethod
     def of(cls, seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: int) -> "WatchCoverage":
-        """Coverage of a loop that has told `n_epochs` and whose `n_optimizers` made steps."""
+        """Coverage of a loop that reported `n_epochs` and in which `n_optimizers` stepped."""
         expected = [e.value for e in Event if not e.endswith("_fit") and "cancel" not in e]
         missing = {event: _why(event, seen, facts) for event in expected if not seen.get(event)}
         in_order = {e.value: seen[e] for e in Event if seen.get(e)}
@@ -126,11 +126,11 @@ class WatchCoverage:
 
 
 def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
-    """Why an event was not emitted."""
+    """Reason why an event was not emitted."""
     when, _, level = event.partition("_")
     if when == "after" and seen.get(f"before_{level}"):
-        cut = "was cut short, by an error or the end of the watch"
-        return cut if facts.has_ended else "has not ended yet; end an epoch by w.end_epoch() or close()"
+        cut = "was cut short by an error or the end of the watch"
+        return cut if facts.has_ended else "has not ended yet; end an epoch with w.end_epoch() or close()"
     if level == "validate":
         return "the model was not called in eval mode"
     if level in ("train", "epoch", "batch") or not seen.get("before_batch"):
@@ -144,15 +144,15 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
     if level == "step":
         return _why_no_step(facts)
     if facts.n_penalties:
-        return "gradients came with create_graph=True only, which is taken for a penalty in the loss"
-    return "no gradient came to tensors that the model returned; report the loss by w.report_loss(loss)"
+        return "all gradients came with create_graph=True, which is taken for a penalty in the loss"
+    return "no gradient reached the output of the model; report the loss with w.report_loss(loss)"
 
 
 def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
     if seen.get("before_batch"):
         return "the model was called in eval mode only, as in a validation"
     if facts.n_without_grad:
-        return "the model was called in train mode without gradients only"
+        return "the model was called in train mode only without gradients"
     if facts.n_elsewhere:
         return "the model was called in other threads only; watch it in the one that trains"
     return "the model was not called; watch the one that is, such as what torch.compile gave"
@@ -162,25 +162,25 @@ def _why_no_step(facts: Facts) -> str:
     if facts.n_closures:
         return BY_CLOSURE
     if facts.has_other_optimizer:
-        return "the optimizer that was given has no parameter of the model; give the one that trains it"
+        return "the given optimizer has no parameter of the model; give the one that trains it"
     if facts.n_moved_by_hand:
-        return "weights moved without a step of an optimizer, which was seen only afterwards"
-    return "no optimizer of the model made a step in this thread, or a GradScaler left it out"
+        return "weights moved without an optimizer step, which was seen only afterwards"
+    return "no optimizer of the model made a step in this thread, or a GradScaler skipped it"
 
 
 def _why_no_loss(facts: Facts) -> str:
     if facts.n_losses_outside:
         return "it was reported when no batch was open; call w.report_loss(loss) after the model is called"
     if facts.n_losses_of_others:
-        return "each backward went on to parameters of other optimizers; report it by w.report_loss(loss)"
+        return "each backward went on to parameters of other optimizers; report it with w.report_loss(loss)"
     if facts.n_losses_unfound:
-        return "no backward was called on a loss of one element; report it by w.report_loss(loss)"
-    return "it is found when a backward begins, and none was seen; report it by w.report_loss(loss)"
+        return "no backward was called on a loss of one element; report it with w.report_loss(loss)"
+    return "it is found when a backward begins, and none was seen; report it with w.report_loss(loss)"
 
 
 def _why_no_pred(facts: Facts) -> str:
     if facts.n_calls:
-        return "no call of the model has come to its end"
+        return "no call of the model has ended"
     if facts.n_elsewhere:
         return "the model was called in other threads only; watch it in the one that trains"
     return "the model itself was not called; watch the part that is, or what torch.compile gave"
@@ -190,30 +190,30 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
     several = n_optimizers if n_optimizers > 1 else 0
     counted = {
         "calls in train mode without gradients, ignored": facts.n_without_grad,
-        "calls of parts of the model, which had not been called itself": facts.n_part_calls,
+        "calls of parts of the model, which had not been called as a whole": facts.n_part_calls,
         "calls or steps in other threads, ignored": facts.n_elsewhere,
-        "steps without a call of the model before": facts.n_steps_alone,
-        "steps of LBFGS, without step events, as they have no one gradient": facts.n_closures,
+        "steps without a call of the model before them": facts.n_steps_alone,
+        "steps of LBFGS, without step events, as they have no single gradient": facts.n_closures,
         "gradients of outputs with create_graph=True, taken for a penalty": facts.n_penalties,
         "losses reported when no batch was open, ignored": facts.n_losses_outside,
         "losses reported": facts.n_losses_reported,
         "losses found when backward was called on them": facts.n_losses_found,
-        "backwards whose loss was not found; report it by w.report_loss(loss)": facts.n_losses_unfound,
+        "backwards whose loss was not found; report it with w.report_loss(loss)": facts.n_losses_unfound,
         "training batches cut short by a call in eval mode before their backward": facts.n_cut,
-        "optimizers; a batch ends when all have made a step, or the next begins": several,
+        "optimizers; a batch ends when all have stepped, or when the next one begins": several,
     }
     if not n_epochs:
-        yield "where epochs end is unknown; call w.end_epoch() at the end of each"
+        yield "ends of epochs are unknown; call w.end_epoch() at the end of each"
     yield from (f"{n} {note}" for note, n in counted.items() if n)
     if n := facts.n_moved_by_hand:
         yield (
-            f"weights moved {n} time{'s' * (n != 1)} without a step of an optimizer that is watched; their "
-            "gradients are read when the backward ends, and not those of the first"
+            f"weights moved {n} time{'s' * (n != 1)} without a step of a watched optimizer; their gradients, "
+            "except the first ones, are read when the backward ends"
         )
     if facts.eval_trains:
-        yield "batches in eval mode with gradients, taken for training as a step followed"
-    if seen.get("before_step") and not facts.tells_steps and not facts.n_moved_by_hand:
+        yield "batches in eval mode with gradients count as training, as a step followed"
+    if seen.get("before_step") and not facts.reports_steps and not facts.n_moved_by_hand:
         yield (
             "gradients are read as optimizers get them, after clipping; "
-            "to read them before, call w.begin_step(optimizer) there"
+            "to read them unclipped, call w.begin_step(optimizer) before you clip"
         )

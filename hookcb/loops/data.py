@@ -15,10 +15,10 @@ class Loaders(NamedTuple):
 
 
 def as_loaders(dls: Any) -> Any:
-    """Loaders as `.train` and `.valid`: `dls` itself, or `Loaders` made of a tuple or one iterable.
+    """Returns loaders as `.train` and `.valid`: `dls` itself, or `Loaders` for a tuple or one iterable.
 
     Raises:
-        TypeError: if one of them cannot give batches; the message says what can.
+        TypeError: If one of them cannot yield batches; the message says what can.
     """
     if isinstance(dls, tuple) and not hasattr(dls, "train"):
         if len(dls) != 2:
@@ -37,23 +37,23 @@ def check_loader(loader: Any, role: str) -> None:
     """Checks that a loader iterates over batches.
 
     Raises:
-        TypeError: If it does not; names `role`, what was given and what to give.
+        TypeError: If it does not; the message names `role`, and says what to give.
     """
     kind = type(loader).__name__
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(
-            f"{role} is the dataset {kind}, which gives samples; "
+            f"{role} is the dataset {kind}, which yields samples; "
             f"wrap it: DataLoader({kind}(…), batch_size=64)"
         )
     if isinstance(loader, Tensor):
         raise TypeError(
-            f"{role} is a tensor of shape {tuple(loader.shape)}, which iterates in rows; "
+            f"{role} is a tensor of shape {tuple(loader.shape)}, which yields rows; "
             "wrap it: DataLoader(TensorDataset(x, y), batch_size=64)"
         )
     if isinstance(loader, tuple | str | bytes | Mapping | nn.Module) or not hasattr(loader, "__iter__"):
         shown = " ".join(repr(loader).split())
         raise TypeError(
-            f"{role} is {shown:.60}, no iterable of batches; give a DataLoader, a list of batches, "
+            f"{role} must be an iterable of batches, got {shown:.60}; give a DataLoader, a list of batches, "
             "a (train, valid) tuple of these, or an object with .train and .valid"
         )
     if isinstance(loader, list) and any(isinstance(item, DataLoader) for item in loader):

@@ -1,8 +1,7 @@
 """ExternalLoop: a loop hookcb does not run, which reports what happens in it."""
 
-import sys
 from collections import Counter
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -22,45 +21,16 @@ from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.modules import ModelGoneError
 from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
+from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
-from hookcb.loops.taps import is_method_call, outside_transforms
-
-T = TypeVar("T")
-
-
-class Reported(Generic[T]):
-    """State that the loop reports by a method; calling the state raises an error that names the method.
-
-    `w.loss` and `w.epoch` were methods once, and "'NoneType' object is not callable" would not help.
-    """
-
-    def __init__(self, method: str) -> None:
-        self.method = method
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, loop: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, loop: "ExternalLoop", owner: type) -> T: ...
-    def __get__(self, loop: "ExternalLoop | None", owner: type) -> Self | T:
-        if loop is None:
-            return self
-        if is_method_call(sys._getframe(1)):
-            raise TypeError(f".{self.name} is not a method but the {self.name} itself; call .{self.method}")
-        value: T = loop.__dict__[self.name]
-        return value
-
-    def __set__(self, loop: "ExternalLoop", value: T) -> None:
-        loop.__dict__[self.name] = value
+from hookcb.loops.taps import outside_transforms
 
 
 class ExternalLoop(NamedLoop):
-    """Emits the events of a loop hookcb does not run, as the loop reports what it does.
+    """Emits the events of a loop hookcb does not run, according to its reports.
 
     Reports may be incomplete: `stages.TRANSITIONS` says which event follows from which report, and
-    `stages.FIRST` what is closed or opened first if a report was left out. It does not keep the model alive.
+    `stages.FIRST` what is closed or opened first if a report is missing. It does not keep the model alive.
 
     Args:
         model: the model being trained.
@@ -70,8 +40,8 @@ class ExternalLoop(NamedLoop):
         scaler: the loop's GradScaler, if gradients are scaled.
 
     Attributes:
-        stage: what is in progress.
-        stop_requested: whether a callback has requested the end of the training; the loop may read it.
+        stage: the stage of the batch that is open, if any.
+        stop_requested: whether a callback has requested the end of the training; for the loop to read.
         seen: how often each event was emitted.
         facts: other observations of the loop.
 
@@ -124,7 +94,7 @@ class ExternalLoop(NamedLoop):
     def model(self) -> nn.Module:
         """The model being trained."""
         if (model := self._model()) is None:
-            raise ModelGoneError("the model that was watched is gone; keep a reference to it")
+            raise ModelGoneError("the watched model no longer exists; keep a reference to it")
         return model
 
     @model.setter
@@ -133,7 +103,7 @@ class ExternalLoop(NamedLoop):
 
     @property
     def loss_node(self) -> Any:
-        """The loss's autograd node, during `after_loss`; saved tensors of a loss that was found are freed."""
+        """Autograd node of the loss, during `after_loss`; it may have freed its saved tensors already."""
         return self._loss_node
 
     @property
@@ -150,7 +120,7 @@ class ExternalLoop(NamedLoop):
     # ---- reports
 
     def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
-        """Reports that a batch begins; its inputs `xb` are forgotten when its gradients are ready."""
+        """Reports that a batch begins; its inputs `xb` are kept until its gradients are ready."""
         self.end_batch()
         phase = "train" if training else "validate"
         self._begin_phase(phase)
@@ -174,9 +144,13 @@ class ExternalLoop(NamedLoop):
 
         Raises:
             TypeError: If it is not a tensor.
+            ValueError: If it does not have one element.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss must be a tensor, got {loss!r:.80}; report what backward is called on")
+        if loss.numel() != 1:
+            shape = tuple(loss.shape)
+            raise ValueError(f"loss must have one element, got shape {shape}; report loss.mean()")
         if not self.has_batch:
             self.facts.n_losses_outside += 1
             return loss
@@ -205,8 +179,13 @@ class ExternalLoop(NamedLoop):
     def begin_step(self, opt: Optimizer) -> None:
         """Reports that an optimizer is about to step; a second call before `end_step` does nothing.
 
-        If called before clipping, callbacks read the gradients as they are then.
+        Callbacks read gradients now, so call it before clipping if they should be unclipped.
+
+        Raises:
+            TypeError: If `opt` is not an optimizer.
         """
+        if not hasattr(opt, "param_groups"):
+            raise TypeError(f"opt must be the optimizer that makes the step, got {opt!r:.80}")
         if self.stage in IN_STEP:
             if self.opt is opt:
                 return
@@ -227,22 +206,22 @@ class ExternalLoop(NamedLoop):
             self._forget_batch()
 
     def end_epoch(self) -> None:
-        """Reports that an epoch has ended, which cannot be seen from outside."""
+        """Reports that an epoch has ended, which no hook can notice."""
         self._end_phase()
         self.epoch += 1
         self._n_batches.clear()
 
     def close_failed(self) -> bool:
-        """Whether a callback has failed; closes then, except in a backward, which would put hooks back."""
+        """Whether a callback has failed; closes it then, except in a backward, which would restore hooks."""
         if self._error is not None and not in_backward():
             self.close(self._error)
         return self._error is not None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Ends it: hooks come off, results stay readable; a second call does nothing.
+        """Stops following: removes all hooks; results stay readable. A second call does nothing.
 
         Args:
-            error: the exception that ended the loop, if any; then what is open is cut short.
+            error: the exception that ended the loop, if any; open levels are then cut short.
         """
         if self._entered is None:
             return
@@ -258,10 +237,10 @@ class ExternalLoop(NamedLoop):
                 self._leave(error=error)
             finally:
                 self._entered = self._error = None
-                self.remove_cbs(list(self.cbs))  # they may follow another loop
+                self.remove_cbs(list(self.cbs))  # so that they may follow another loop
 
     def diagnose(self) -> Verdict:
-        """What is wrong with the training that is followed; see `Learner.diagnose`.
+        """Diagnoses the training; see `Learner.diagnose`.
 
         Raises:
             RuntimeError: If nothing is recorded.
@@ -269,7 +248,7 @@ class ExternalLoop(NamedLoop):
         return diagnose_loop(self)
 
     def __enter__(self) -> Self:
-        _ = self.model  # raises if nobody has kept it
+        _ = self.model  # raises if the model is gone
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -278,7 +257,7 @@ class ExternalLoop(NamedLoop):
     # ---- from reports to events
 
     def _make(self, move: Move) -> bool:
-        """Makes a move, after those it requires; False if it is ignored at this stage."""
+        """Makes a move, after those that it requires; returns False if this stage ignores it."""
         while (first := FIRST.get((self.stage, move))) is not None:
             getattr(self, first)()
         if (transition := TRANSITIONS.get((self.stage, move))) is None:
@@ -289,7 +268,7 @@ class ExternalLoop(NamedLoop):
 
     def emit(self, event: str) -> None:
         """Calls the callbacks that act at `event`; cancels have no effect."""
-        if self._entered is None or self._error is not None:  # it has ended
+        if self._entered is None or self._error is not None:  # closed, or about to be
             return
         self.seen[event] += 1
         try:
@@ -298,7 +277,7 @@ class ExternalLoop(NamedLoop):
         except CancelException as cancel:
             self._note_cancel(cancel, event)
         except BaseException as error:
-            self._error = error  # from now on callbacks would see only parts of the training
+            self._error = error  # callbacks would see only parts of the training from now on
             self.close_failed()
             raise
 
@@ -307,7 +286,7 @@ class ExternalLoop(NamedLoop):
         self.stop_requested |= is_stop
         cancels_step = isinstance(cancel, CancelStepException) and event == "before_step"
         if cancels_step and self._has_no_gradients():
-            self.emit("after_cancel_step")  # the optimizer finds nothing to do
+            self.emit("after_cancel_step")  # the optimizer has nothing to do
         elif type(cancel) not in self._ignored and not (is_stop and self.honors_stop):
             self._ignored.add(type(cancel))
             hint = "; look at .stop_requested in your loop" if is_stop else ""
@@ -333,7 +312,7 @@ class ExternalLoop(NamedLoop):
         self.emit(f"before_{phase}")
 
     def _end_phase(self) -> None:
-        """Ends what is open: the batch, its phase and the epoch."""
+        """Ends the batch, its phase and the epoch, if they are open."""
         self.end_batch()
         phase, self._phase = self._phase, None
         if phase is not None:
@@ -356,7 +335,7 @@ class ExternalLoop(NamedLoop):
             self.facts.n_penalties += 1
         elif self.stage in BEFORE_BACKWARD:
             self.begin_backward()
-            # when all gradients of this backward are ready; DDP's own callback comes between these two
+            # runs when all gradients are ready: DDP queues its own callback between these two
             after_backward(lambda: after_backward(self.end_backward))
 
     def __getstate__(self) -> dict[str, Any]:

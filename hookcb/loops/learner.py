@@ -10,6 +10,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookcb.core.arguments import check_count
 from hookcb.core.batch import describe, n_batches, split_batch
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
@@ -42,27 +43,27 @@ from hookcb.training.recorder import Recorder
 from hookcb.training.schedules.one_cycle import OneCycle
 
 T = TypeVar("T")
-Remaining = Callable[[str, Iterable[Any]], Iterable[Any]]  # what is still to do of a level's items
+Remaining = Callable[[str, Iterable[Any]], Iterable[Any]]  # selects the items of a level still to do
 PHASES = (("train", "train"), ("validate", "valid"))  # levels of an epoch, and their loaders in `dls`
 
 
 class Learner(NamedLoop):
-    """Trains a model, and tells its callbacks what happens.
+    """Trains a model, and emits the events at which callbacks act.
 
     Args:
-        dls: what has `.train` and `.valid`, a `(train, valid)` tuple (`valid` may be None), or one iterable
-            of batches. A batch is a tensor, a tuple `(*xb, *yb)`, or a mapping of keyword arguments.
-        model: called as `model(*xb)`, of a mapping as `model(**xb)`.
-        loss_func: called as `loss_func(pred, *yb)`, gives a scalar. Without it the model's output has a
-            `.loss`.
-        opt_func: called as `opt_func(model.parameters(), lr=lr)` when a fit begins, or a ready optimizer.
-        lr: learning rate; a ready optimizer keeps its own.
+        dls: an object with `.train` and `.valid`, a `(train, valid)` tuple (`valid` may be None), or one
+            iterable of batches. A batch is a tensor, a tuple `(*xb, *yb)`, or a mapping of keyword arguments.
+        model: called as `model(*xb)`, or `model(**xb)` if a batch is a mapping.
+        loss_func: called as `loss_func(pred, *yb)`, returns a scalar. Without it, the model's output
+            must have a `.loss`.
+        opt_func: called as `opt_func(model.parameters(), lr=lr)` when a fit begins; or an optimizer.
+        lr: learning rate; an optimizer that is given keeps its own.
         metrics: functions `(pred, *yb) -> scalar`, or objects with `update`, `compute` and `reset`; one,
             several, or a mapping from name to metric.
-        cbs: one callback or several. `Recorder`, `Metrics` and `Progress` come by themselves; one of such a
-            class given here takes that one's place.
-        n_inp: how many items of a batch are inputs; by default all but the last, of a mapping all.
-        device: where to train; by default where the model is.
+        cbs: one callback or several. `Recorder`, `Metrics` and `Progress` are added unless one of the same
+            class is given here.
+        n_inp: number of items of a batch that are inputs; by default all but the last, or all of a mapping.
+        device: device to train on; by default the model's.
 
     Raises:
         TypeError: If an argument has the wrong type; the message says what is possible.
@@ -79,7 +80,7 @@ class Learner(NamedLoop):
     True
     """
 
-    between_batches = "data"  # it fetches its batches itself, and does nothing else there
+    between_batches = "data"  # between batches it only fetches the next one
 
     def __init__(
         self,
@@ -96,12 +97,12 @@ class Learner(NamedLoop):
     ) -> None:
         super().__init__(model)
         check_functions(loss_func, opt_func)
-        if n_inp is not None and not (isinstance(n_inp, int) and n_inp >= 1):
-            raise ValueError(f"n_inp is {n_inp!r}; give the number of inputs of a batch, 1 or more")
+        if n_inp is not None:
+            check_count("n_inp", n_inp, "inputs", hint=", or None")
         self.dls = as_loaders(dls)
         self.loss_func, self.opt_func, self.lr, self.n_inp = loss_func, opt_func, check_lr(lr), n_inp
         self.opt = opt_func if isinstance(opt_func, Optimizer) else None
-        self._opt_params: list[nn.Parameter] | None = None  # for which opt_func made the optimizer
+        self._opt_params: list[nn.Parameter] | None = None  # those that opt_func made the optimizer for
         self._fetch_listeners: list[FetchListener] = []
         self._remaining: Remaining = everything
         self.device = None if device is None else torch.device(device)
@@ -121,7 +122,7 @@ class Learner(NamedLoop):
         *,
         resume: str | Path | None = None,
     ) -> None:
-        """Trains with the learning rate going up to `lr_max` and down to almost nothing; see `OneCycle`."""
+        """Trains with a learning rate that rises to `lr_max` and falls to almost 0; see `OneCycle`."""
         self._check_idle()
         with self.added_cbs(OneCycle(lr_max, div, div_final, pct_start, moms)):
             self.fit(n_epoch, cbs=cbs, resume=resume)
@@ -129,13 +130,13 @@ class Learner(NamedLoop):
     def lr_find(
         self, start_lr: float = 1e-7, end_lr: float = 10, num_it: int = 100, stop_div: bool = True
     ) -> LRFind:
-        """Trains with the learning rate growing from batch to batch, and leaves everything as it was.
+        """Trains with a learning rate that grows from batch to batch, then restores everything.
 
         Args:
             start_lr: the first learning rate.
-            end_lr: the last.
+            end_lr: the last learning rate.
             num_it: number of batches.
-            stop_div: whether to end where the loss is 4 times its best, or not finite.
+            stop_div: whether to stop when the loss is 4 times its best, or not finite.
 
         Returns:
             Rates and losses, with a `suggestion` and a `plot`.
@@ -156,19 +157,19 @@ class Learner(NamedLoop):
         *,
         resume: str | Path | None = None,
     ) -> None:
-        """Trains for `n_epoch` epochs, validating after each where there is a `dls.valid`.
+        """Trains for `n_epoch` epochs, and validates after each if there is a `dls.valid`.
 
         Args:
-            n_epoch: number of passes over `dls.train`, in a resumed fit with those made before.
-            lr: learning rate from here on; by default what the optimizer has, `self.lr` at its making. A
-                resumed fit goes on with its own.
+            n_epoch: number of passes over `dls.train`; a resumed fit counts those made before.
+            lr: learning rate from now on; by default the optimizer's, which is created with `self.lr`. A
+                resumed fit keeps its own.
             cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
-            resume: a file that `Checkpoint` has written, or a folder, of which the newest whole file is
-                taken, to go on from; "latest" is the folder of this fit's `Checkpoint`, and begins anew where
-                that has none. `Progress` shows what is resumed; that nothing is left to train is a warning.
+            resume: file of a `Checkpoint` to resume from, or a folder, whose newest intact file is used;
+                "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has no file.
+                `Progress` shows what is resumed; it is a warning if nothing is left to train.
 
         Raises:
-            TypeError, ValueError, RuntimeError, OSError: before training starts, for what cannot be trained.
+            TypeError, ValueError, RuntimeError, OSError: If it cannot train; before training starts.
         """
         self._check_idle()
         check_fit(n_epoch, self.dls)
@@ -212,32 +213,32 @@ class Learner(NamedLoop):
             raise ValueError(f"the {'training' if self.training else 'validation'} loader gave no batch")
 
     def _fetched(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-        """Batches with their numbers; where a signal has ended the workers of a loader too, no more come."""
+        """Yields numbered batches; ends when a signal has ended the training and the loader's workers."""
         try:
-            yield from self._told(batches)
+            yield from self._observed(batches)
         except Exception as error:
             if not self.stop_requested:
                 raise
             raise (CancelFitException if self.training else CancelValidException) from error
 
-    def _told(self, batches: Iterable[T]) -> Iterable[T]:
-        """The batches of a training or validation, as who listens is told of fetches."""
+    def _observed(self, batches: Iterable[T]) -> Iterable[T]:
+        """Batches, with listeners notified of each fetch in training."""
         listeners = tuple(self._fetch_listeners) if self.training else ()
         return ObservedFetches(batches, listeners) if listeners else batches
 
     def follow_fetches(self, listener: FetchListener) -> None:
-        """Tells `listener` of each fetch of a training batch, from the next epoch on."""
+        """Notifies `listener` of each fetch of a training batch, from the next epoch on."""
         self._fetch_listeners.append(listener)
 
     def leave_fetches(self, listener: FetchListener) -> None:
-        """Ends what `follow_fetches` began; a second time does nothing."""
+        """Undoes `follow_fetches`; a second call does nothing."""
         self._fetch_listeners = [x for x in self._fetch_listeners if x is not listener]
 
     def _batch(self) -> None:
         self.pred = self.predict()
         self.emit("after_pred")
         self.loss = self.get_loss()
-        if self.iter == 0:  # what one batch gives all give: looked at once, as each look costs
+        if self.iter == 0:  # only once, as it takes time, and other batches are no different
             check_loss(self.loss)
         self.emit("after_loss")
         if self.training:
@@ -246,22 +247,22 @@ class Learner(NamedLoop):
                 self.opt.zero_grad()
 
     def _backward(self) -> None:
-        scaler, loss = self.scaler, self.loss  # looked up here, as before_backward may have changed them
+        scaler, loss = self.scaler, self.loss  # read here, as before_backward may have changed them
         (loss if scaler is None else scaler.scale(loss)).backward()
 
     def predict(self) -> Any:
-        """The model's output for `xb`; override it for a model that is called differently."""
+        """Calls the model on `xb`; override it for a model that is called differently."""
         return self.model(*self.xb) if isinstance(self.xb, tuple) else self.model(**self.xb)
 
     def get_loss(self) -> Tensor:
-        """The loss of `pred` against `yb`, a tensor of one element; override it for one made differently."""
+        """Computes the loss, a tensor of one element; override it for a loss with other arguments."""
         if self.loss_func is not None:
             loss: Any = self.loss_func(self.pred, *self.yb)
             return loss  # type: ignore[no-any-return]  # checked by use
         loss = getattr(self.pred, "loss", None)
         if loss is None:
             raise ValueError(
-                f"there is no loss_func, and the model's output {describe(self.pred)} has no .loss; "
+                f"no loss_func was given, and the model's output {describe(self.pred)} has no .loss; "
                 "pass loss_func=…"
             )
         return loss  # type: ignore[no-any-return]  # checked by use
@@ -269,21 +270,19 @@ class Learner(NamedLoop):
     # ---- the loop's other uses
 
     def validate(self, dl: Any = None, cbs: Callbacks = ()) -> L:
-        """Runs the validation phase on `dl`, by default `dls.valid`, also from inside a fit.
+        """Runs the validation phase on `dl`, by default `dls.valid`; can be called inside a fit.
 
-        What a fit has recorded stays as it is: no `before_fit` is emitted.
+        Records of the last fit stay as they are, as no `before_fit` is emitted.
 
         Returns:
-            Loss and metrics, averaged over samples, in the order of the columns of an epoch's row.
+            Loss and metrics, averaged over samples, in the order of an epoch's columns.
 
         Raises:
-            TypeError, ValueError: If `dl` gives no batches.
+            TypeError, ValueError: If `dl` yields no batches.
         """
         dl = getattr(self.dls, "valid", None) if dl is None else dl
         if dl is None:
-            raise ValueError(
-                "there is no validation loader; pass dl=, or make the learner with (train, valid)"
-            )
+            raise ValueError("no validation loader was given; pass dl=, or (train, valid) to the learner")
         check_loader(dl, "dl")
         with (
             self.restored(),
@@ -296,16 +295,17 @@ class Learner(NamedLoop):
             return L(self.row.values())
 
     def get_preds(self, dl: Any = None, with_input: bool = False, with_loss: bool = False) -> tuple[Any, ...]:
-        """Predictions for `dl`, by default `dls.valid`, in the order of its batches, on the CPU.
+        """Predictions for `dl`, by default `dls.valid`, in its order, on the CPU.
 
         Args:
             dl: batches, with or without targets.
-            with_input: also the inputs, as first item.
-            with_loss: also each sample's loss, as last item; `loss_func` then needs a `reduction`.
+            with_input: whether to return the inputs too, as first item.
+            with_loss: whether to return each sample's loss too, as last item; `loss_func` must have a
+                `reduction`.
 
         Returns:
-            `(preds, targets)`, targets being None where there are none; each nested as the model and the
-            batches have it, with samples along the first dimension.
+            `(preds, targets)`, nested like the model's output and the batches, with samples along the first
+            dimension; targets are None if there are none.
 
         Raises:
             ValueError: If `loss_func` has no `reduction`, or batches differ in shape.
@@ -314,20 +314,20 @@ class Learner(NamedLoop):
         try:
             self.validate(dl, cbs=gather)
         finally:
-            self.__dict__.pop(gather.name, None)  # as an attribute it would keep all predictions alive
+            self.__dict__.pop(gather.name, None)  # the attribute would keep all predictions alive
         return gather.results()
 
     def one_batch(self, b: Any = None) -> Tensor:
-        """Trains on one batch outside a fit, with all its events, for tests and a first look.
+        """Trains on one batch outside a fit, with all its events, for tests and experiments.
 
         Args:
-            b: the batch, by default the first that `dls.train` gives.
+            b: the batch, by default the first of `dls.train`.
 
         Returns:
             Its loss; `xb`, `yb`, `pred` and `loss` stay readable.
         """
         if self.fitting:
-            raise RuntimeError("a fit is running; one_batch is for outside a fit")
+            raise RuntimeError("a fit is running; call one_batch outside of it")
         with self.restored(batch=False), torch.enable_grad(), stray_cancels_as_errors():
             self._prepare()
             self.set_phase(training=True, dl=[next(iter(self.dls.train)) if b is None else b], n_iter=1)
@@ -337,9 +337,9 @@ class Learner(NamedLoop):
         return loss
 
     def diagnose(self) -> Verdict:
-        """What is wrong with the training, in which layer, why, and what next; or that it is healthy.
+        """Diagnoses the training: what is wrong, in which layer, why, and what to do; or that it is healthy.
 
-        It reads what callbacks have recorded: `Diagnose`, else `ActivationStats` and `GradientHealth`.
+        Reads the records of `Diagnose`, or else of `ActivationStats` and `GradientHealth`.
 
         Raises:
             RuntimeError: If nothing is recorded.
@@ -347,23 +347,23 @@ class Learner(NamedLoop):
         return diagnose_loop(self)
 
     def summary(self, *xb: Any, depth: int | None = None) -> Summary:
-        """What the model consists of, with optimizer, loss and callbacks; see `module_summary`.
+        """Summary of the model's modules, optimizer, loss and callbacks; see `module_summary`.
 
         Args:
-            *xb: inputs of the model, by default those of the first training batch.
-            depth: how many levels of modules to show, by default all.
+            *xb: inputs for the model, by default those of the first training batch.
+            depth: number of levels of modules to show, by default all.
         """
         return module_summary(self, *xb, depth=depth)
 
     @contextmanager
     def no_logging(self) -> Iterator[None]:
-        """Prints nothing for the length of a `with` block; recording goes on."""
+        """Prints nothing in a `with` block; recording goes on."""
         with self.removed_cbs([cb for cb in self.cbs if isinstance(cb, Progress)]):
             yield
 
     @contextmanager
     def no_bar(self) -> Iterator[None]:
-        """Prints a row per epoch and no bar, for the length of a `with` block."""
+        """Prints a row per epoch but no bar in a `with` block."""
         with_bar = [cb for cb in self.cbs if isinstance(cb, Progress) and cb.bar]
         for cb in with_bar:
             cb.bar = False
@@ -376,7 +376,7 @@ class Learner(NamedLoop):
     # ---- weights on disk
 
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
-        """Writes the weights, and the optimizer's state, to `file`; a file that is there is replaced whole.
+        """Writes the weights and the optimizer's state to `file`; never leaves a half-written file.
 
         Returns:
             The path written.
@@ -385,14 +385,13 @@ class Learner(NamedLoop):
         return save_whole({"model": self.model.state_dict(), "opt": opt}, file)
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:
-        """Reads what `save` has written, to the model's device.
+        """Reads a file of `save`, to the model's device.
 
-        Of what `Checkpoint` has written it takes the weights that were validated: where `EMA` was attached,
-        their average.
+        From a file of `Checkpoint`, it reads the weights that were validated: those of `EMA` if attached.
 
         Raises:
             ValueError: If `file` is truncated or damaged, or was written by neither.
-            RuntimeError: where its weights do not fit the model, or with `strict` not all of it.
+            RuntimeError: If its weights do not fit the model; with `strict` also if some are missing.
         """
         self._place()
         state = read_saved(file, self._device)
@@ -409,12 +408,12 @@ class Learner(NamedLoop):
 
     def _check_idle(self) -> None:
         if self.fitting:
-            raise RuntimeError("a fit is running; it must end before another begins")
+            raise RuntimeError("a fit is running; it must end before another one begins")
 
     def _place(self) -> None:
         self._device = device_of(self.model, self.device)
         if isinstance(self.loss_func, nn.Module):
-            self.loss_func.to(self._device)  # the weights of its classes
+            self.loss_func.to(self._device)  # it may have weights of classes
 
     def _prepare(self, lr: float | None = None) -> None:
         self._place()
@@ -434,5 +433,5 @@ class Learner(NamedLoop):
 
 
 def everything(level: str, items: Iterable[T]) -> Iterable[T]:
-    """All items of a level are still to do, as in any fit that begins at the beginning."""
+    """Selects all items of a level, as in a fit that is not resumed."""
     return items

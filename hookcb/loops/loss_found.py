@@ -12,16 +12,16 @@ from torch.amp import GradScaler
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import saved
 
-# what is called to begin one, with the name of the argument that it begins with
+# code of the functions that run a backward, with the name of the argument that holds the losses
 BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
 
 
 class FoundLoss(NamedTuple):
-    """A loss that a backward was called on.
+    """The loss that a backward was called on.
 
     Attributes:
-        value: of one element, without its graph.
-        node: its autograd node, which has freed what it had saved.
+        value: the loss, a tensor of one element without its graph.
+        node: its autograd node, whose saved tensors are freed.
     """
 
     value: Tensor
@@ -29,26 +29,26 @@ class FoundLoss(NamedTuple):
 
     @property
     def may_be_scaled(self) -> bool:
-        """Whether it is a product with a number, as what `GradScaler.scale` gives is."""
+        """Whether it is a product with a number, like the result of `GradScaler.scale`."""
         node = self.node
         behind = [] if node is None or node.name() != "MulBackward0" else node.next_functions
-        return sum(of is not None for of, _ in behind) == 1 and saved(node, "self") is None
+        return sum(inner is not None for inner, _ in behind) == 1 and saved(node, "self") is None
 
     def unscaled(self, scaler: GradScaler) -> "FoundLoss":
-        """The loss that was scaled; to the bit where the scale is a power of two, as it is by default."""
+        """The loss before it was scaled; exact if the scale is a power of two, as it is by default."""
         scale = scaler.scale(torch.ones_like(self.value))
-        node = next(of for of, _ in self.node.next_functions if of is not None)
+        node = next(inner for inner, _ in self.node.next_functions if inner is not None)
         return FoundLoss(self.value / scale, node)
 
 
 def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
-    """The loss whose backward a thread is in, the sum of several; None if it is not a number.
+    """The loss whose backward a thread is running, the sum if there are several; None if not a scalar.
 
-    A backward inside another one, as activation checkpointing makes, is part of the outer one.
+    A backward inside another one, such as that of activation checkpointing, is part of the outer one.
 
     Args:
-        thread: its identifier; a gradient may come in a thread of autograd's own, one for each device.
-        params: those of the model. Gradients of something else alone, such as inputs, do not train it.
+        thread: identifier of the thread; gradients may arrive in autograd's own threads, one for each device.
+        params: parameters of the model; a backward only for other gradients, such as inputs', trains nothing.
     """
     frame = _outermost_backward(thread)
     if frame is None:
@@ -73,7 +73,7 @@ def _outermost_backward(thread: int) -> FrameType | None:
 
 
 def _has_any(inputs: Any, params: Iterable[nn.Parameter]) -> bool:
-    """Whether gradients are asked for of a parameter, as they are if nothing is chosen."""
+    """Whether a backward with these `inputs` computes gradients of a parameter; without any it does."""
     chosen = set() if inputs is None else {id(x) for _, x in parts(inputs)}
     return not chosen or any(id(p) in chosen for p in params)
 
@@ -81,22 +81,22 @@ def _has_any(inputs: Any, params: Iterable[nn.Parameter]) -> bool:
 def _sum(roots: list[Tensor]) -> FoundLoss | None:
     if len({x.device for x in roots}) > 1:
         return None
-    with torch.enable_grad():  # for a node that leads to all of them
+    with torch.enable_grad():  # for a node that leads to all losses
         total = roots[0] if len(roots) == 1 else torch.stack([x.reshape(()) for x in roots]).sum()
     return FoundLoss(total.detach(), total.grad_fn)
 
 
 def scaler_at_work() -> GradScaler | None:
-    """The GradScaler that makes the step in progress in this thread."""
+    """The GradScaler whose step is in progress in this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not GradScaler.step.__code__:
         frame = frame.f_back
-    # asked of no other frame, as its locals would stay alive with what this gives
+    # no other frame's locals are read, as that would keep them alive with the result
     return None if frame is None else frame.f_locals["self"]
 
 
 def first_parameter_behind(given: Any) -> Tensor | None:
-    """A parameter that inputs of a model were computed from, with their graph; None if there is none."""
+    """A parameter from which the inputs of a model were computed, according to their graph, or None."""
     waiting: list[Any] = [x.grad_fn for _, x in parts(given) if isinstance(x, Tensor) and x.grad_fn]
     seen = {None, *waiting}
     while waiting:

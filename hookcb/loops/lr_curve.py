@@ -1,4 +1,4 @@
-"""LRFind: what a search for the learning rate has seen, and which rate that suggests."""
+"""LRFind: losses of a learning rate search, and the rate that they suggest."""
 
 import math
 from bisect import bisect_left
@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 from hookcb.records.plots import Size, check_any, gapped, make_panels
 
 if TYPE_CHECKING:
@@ -19,7 +16,7 @@ BETA = 0.98  # weight of the past in the smoothed loss, as in fastai
 
 
 class Smoothed:
-    """An exponential average of numbers as they come, corrected for its beginning at zero.
+    """Exponential moving average, corrected for its start at zero.
 
     Source: D. Kingma, J. Ba, "Adam", arxiv.org/abs/1412.6980, section 3.
 
@@ -32,7 +29,7 @@ class Smoothed:
         self.beta, self._sum, self._weight = beta, 0.0, 0.0
 
     def add(self, value: float) -> float:
-        """Takes in a number, gives the average with it."""
+        """Adds a number; returns the average including it."""
         self._sum = self.beta * self._sum + (1 - self.beta) * value
         self._weight = self.beta * self._weight + (1 - self.beta)
         return self._sum / self._weight
@@ -40,7 +37,7 @@ class Smoothed:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LRFind:
-    """The losses of a training in which each batch had a higher learning rate than the last.
+    """Losses of a training in which each batch had a higher learning rate than the one before.
 
     Attributes:
         lrs: the learning rate of each batch.
@@ -57,7 +54,7 @@ class LRFind:
 
     @property
     def smoothed(self) -> list[float]:
-        """The losses, each averaged with those before it, in which the past weighs 0.98 a batch."""
+        """Exponential moving average of the losses, with a weight of 0.98 for the past."""
         average = Smoothed()
         return [average.add(loss) for loss in self.losses]
 
@@ -65,28 +62,28 @@ class LRFind:
     def suggestion(self) -> float:
         """A learning rate at which the loss falls well, by the valley rule.
 
-        Of the longest series of batches, not all neighbours, whose smoothed losses fall from each to the
-        next, the one two thirds along: past the flat beginning, and well before the loss rises.
+        Takes the longest falling subsequence of the smoothed losses, and the batch at two thirds of it: past
+        the flat beginning, and well before the loss rises.
 
         Raises:
-            ValueError: where the loss falls nowhere.
+            ValueError: If the loss falls nowhere.
 
         Source: `valley` of fastai, github.com/fastai/fastai/pull/3377, which takes the middle.
         """
         falling = longest_fall(self.smoothed)
         if len(falling) < 2:
             raise ValueError(
-                f"the loss falls at none of {len(self.lrs)} rates{self._range()}, so none can be suggested; "
+                f"the loss falls at none of {len(self.lrs)} rates{self._range()}, so there is no suggestion; "
                 "try a lower start_lr or a larger num_it, and see whether the model learns at all"
             )
         return self.lrs[falling[2 * (len(falling) - 1) // 3]]
 
     def plot(self, ax: "Axes | None" = None) -> "Figure":
-        """Loss over learning rate, with the suggestion; on `ax`, or a new figure.
+        """Plots the loss over the learning rate, with the suggestion, on `ax` or a new figure.
 
         Raises:
-            ModuleNotFoundError: without matplotlib.
-            ValueError: where no batch was recorded.
+            ModuleNotFoundError: Without matplotlib.
+            ValueError: If no batch was recorded.
         """
         return lr_curve(self.lrs, self.losses, self.smoothed, self._suggested(), ax=ax)
 
@@ -106,17 +103,15 @@ class LRFind:
 
 
 def longest_fall(values: Sequence[float]) -> list[int]:
-    """Indices of a longest series in `values`, not all neighbours, in which each is below the last.
-
-    What is not finite is left out.
+    """Indices of a longest falling subsequence of `values`; values that are not finite are ignored.
 
     Source: M. Fredman, "On computing the length of longest increasing subsequences", Discrete Math. 11, 1975.
 
     >>> longest_fall([5.0, 6.0, 4.0, 4.5, 3.0, 9.0])
     [1, 3, 4]
     """
-    ends: list[int] = []  # index of the highest last value that a falling series of each length can have
-    depths: list[float] = []  # those values with their signs changed: they rise
+    ends: list[int] = []  # index of the highest last value of a falling subsequence, by length - 1
+    depths: list[float] = []  # those values negated, so that they rise
     before: dict[int, int | None] = {}
     for i, value in enumerate(values):
         if not math.isfinite(value):
@@ -140,14 +135,14 @@ def lr_curve(
     figsize: Size = None,
     ax: "Axes | None" = None,
 ) -> "Figure":
-    """Loss over learning rate, on a logarithmic axis: each batch a dot, the smoothed loss a line.
+    """Plots loss over learning rate, on a logarithmic axis: dots for batches, a line for the smoothed loss.
 
-    The suggestion is a dot on the line. Heights end a little above the line's beginning: how far the loss
-    rises in the end says nothing.
+    The suggestion is a dot on the line. The y-axis ends a little above the line's beginning, as it does not
+    matter how far the loss rises in the end.
 
     Raises:
-        ModuleNotFoundError: without matplotlib.
-        ValueError: when there is nothing to draw.
+        ModuleNotFoundError: Without matplotlib.
+        ValueError: If there is nothing to draw.
     """
     check_any(lrs, len(losses))
     ax = ax if ax is not None else make_panels(1, 1, figsize)[0]
@@ -157,17 +152,17 @@ def lr_curve(
     if suggestion is not None:
         height = smoothed[min(range(len(lrs)), key=lambda i: abs(lrs[i] - suggestion))]
         ax.plot([suggestion], [height], "o", color="C3", label=f"suggestion {suggestion:.2g}")
-    bounds = _heights(losses, smoothed)
-    if bounds:
-        ax.set_ylim(*bounds)
+    limits = _y_limits(losses, smoothed)
+    if limits:
+        ax.set_ylim(*limits)
     ax.set_xlabel("learning rate")
     ax.set_ylabel("loss")
     ax.legend(frameon=False, fontsize=9)
     return ax.figure.figure
 
 
-def _heights(losses: Sequence[float], smoothed: Sequence[float]) -> tuple[float, float] | None:
-    """Bounds for losses that fall and then shoot up; None where they do not fall."""
+def _y_limits(losses: Sequence[float], smoothed: Sequence[float]) -> tuple[float, float] | None:
+    """Limits of the y-axis for losses that fall and then shoot up; None if they do not fall."""
     finite = [value for value in smoothed if math.isfinite(value)]
     top = max(finite[: finite.index(min(finite)) + 1]) if finite else 0.0
     low = min(filter(math.isfinite, (*losses, *smoothed)), default=0.0)

@@ -1,4 +1,4 @@
-"""The search for a learning rate: a training with ever higher rates, of which nothing is left afterwards."""
+"""Search for a learning rate: a training with ever higher rates that leaves no trace."""
 
 import copy
 import math
@@ -33,20 +33,20 @@ from hookcb.loops.data import Loaders
 from hookcb.loops.lr_curve import LRFind, Smoothed
 from hookcb.training.progress import Progress
 
-N_NOISY = 10  # first batches, whose average is too uncertain to compare with
+N_NOISY = 10  # first batches, whose average is too uncertain for a comparison
 
 
 def find_lr(
     learn: Loop, start_lr: float = 1e-7, end_lr: float = 10, num_it: int = 100, stop_div: bool = True
 ) -> LRFind:
-    """What `Learner.lr_find` does."""
+    """Implements `Learner.lr_find`."""
     _check(learn, start_lr, end_lr, num_it)
     finder = LRFinder(start_lr, end_lr, num_it, stop_div)
     cbs = [*_stand_ins(learn), finder]
     n = n_batches(learn.dls.train)
     with _unchanged(learn):
         if isinstance(learn.dls, Loaders):
-            # a validation loader that can be read once would be refused
+            # else a validation loader that is an iterator would be refused
             learn.dls = learn.dls._replace(valid=None)
         learn.fit(math.ceil(num_it / n) if n else num_it, cbs=cbs)
     return LRFind(finder.lrs, finder.losses)
@@ -54,7 +54,7 @@ def find_lr(
 
 def _check(learn: Loop, start_lr: float, end_lr: float, num_it: int) -> None:
     if learn.fitting:
-        raise RuntimeError("a fit is running; lr_find is for before a fit, or after it")
+        raise RuntimeError("a fit is running; call lr_find before or after it")
     check_number("start_lr", start_lr)
     check_number("end_lr", end_lr)
     if start_lr >= end_lr:
@@ -62,13 +62,13 @@ def _check(learn: Loop, start_lr: float, end_lr: float, num_it: int) -> None:
     check_count("num_it", num_it, "batches", least=2, hint=" (100 is usual)")
     if isinstance(learn.dls.train, Iterator):
         raise ValueError(
-            f"the training loader is a {type(learn.dls.train).__name__}, which can be read once, and lr_find "
-            "would use it up; give a list, or an object whose __iter__ starts anew"
+            f"the training loader is a {type(learn.dls.train).__name__}, which can be read only once, and "
+            "lr_find would use it up; give a list, or an object whose __iter__ starts over"
         )
 
 
 def _stand_ins(learn: Loop) -> list[Callback]:
-    """Copies of the attached callbacks that take part; what they refer to of the learner is not copied."""
+    """Copies of the attached callbacks that take part; they refer to the same parts of the learner."""
     parts = [learn, learn.dls, learn.dls.train, getattr(learn.dls, "valid", None), learn.opt, learn.loss_func]
     shared = chain(parts, learn.model.modules(), learn.model.parameters(), learn.model.buffers())
     memo: dict[int, Any] = {id(x): x for x in shared if x is not None}
@@ -80,7 +80,7 @@ def _stand_ins(learn: Loop) -> list[Callback]:
             copies.append(copy.deepcopy(cb, memo))
         except Exception as error:
             error.add_note(
-                f"a copy of {cb!r} is to take part in lr_find; where it cannot be copied, leave it out: "
+                f"lr_find uses a copy of {cb!r}; if it cannot be copied, exclude it: "
                 f"learn.{cb.name}.run_lr_find = False"
             )
             raise
@@ -89,11 +89,11 @@ def _stand_ins(learn: Loop) -> list[Callback]:
 
 @contextmanager
 def _unchanged(learn: Loop) -> Iterator[None]:
-    """Runs a `with` block without the attached callbacks; nothing is changed by it, however it ends."""
-    device_of(learn.model, learn.device)  # now, as else the random numbers of the GPU would not be known yet
+    """Detaches the callbacks in a `with` block, and restores everything afterwards."""
+    device_of(learn.model, learn.device)  # initializes the GPU, whose random state would be missed otherwise
     loader = learn.dls.train
     roots = [x for x in (learn.model, learn.loss_func) if isinstance(x, nn.Module)]
-    inside = vars(learn.opt).values() if learn.opt is not None else ()  # some have another one there
+    inside = vars(learn.opt).values() if learn.opt is not None else ()  # some optimizers wrap another one
     opts = [x for x in (learn.opt, *inside) if isinstance(x, Optimizer)]
     with ExitStack() as stack:
         stack.enter_context(preserve_contents(vars(learn)))
@@ -109,7 +109,7 @@ def _unchanged(learn: Loop) -> Iterator[None]:
 
 @contextmanager
 def _preserve_tensors(roots: list[nn.Module], opts: list[Optimizer]) -> Iterator[None]:
-    """Puts back parameters and buffers: which there are, their values, gradients, and whether they train."""
+    """Restores parameters and buffers: their names, values, gradients, and whether they require gradients."""
     plain = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
     registers = [x for m in plain for x in (parameters_of(m), buffers_of(m), unsaved_buffer_names(m))]
     of_opts = (p for opt in opts for group in opt.param_groups for p in group["params"])
@@ -118,7 +118,7 @@ def _preserve_tensors(roots: list[nn.Module], opts: list[Optimizer]) -> Iterator
     leaves = [x for x in tensors if x.is_leaf]
     with (
         preserve_values(tensors),
-        preserve_attribute(leaves, "grad", None),  # else a gradient that waits would be added to
+        preserve_attribute(leaves, "grad", None),  # else gradients that are already there would be added to
         preserve_attribute(leaves, "requires_grad"),
         preserve_contents(*registers),
     ):
@@ -126,16 +126,16 @@ def _preserve_tensors(roots: list[nn.Module], opts: list[Optimizer]) -> Iterator
 
 
 class LRFinder(Callback):
-    """Trains each batch with a higher learning rate than the last, and ends the fit; for `learn.lr_find`.
+    """Trains each batch with a higher learning rate than the one before; for `learn.lr_find`.
 
-    Waits for the device in each batch, as whether to go on depends on the loss. Nothing is validated.
+    Waits for the device in each batch, as the loss decides whether to go on. Nothing is validated.
 
     Args:
         start_lr, end_lr: the rates of the first and the last batch, of all parameter groups.
         num_it: number of batches.
-        stop_div: whether to end at a loss that is not finite, or, from the 11th batch on, once the smoothed
-            loss is over 4 times its best.
-        name: what the learner calls it.
+        stop_div: whether to stop at a loss that is not finite or, from the 11th batch on, when the smoothed
+            loss exceeds 4 times its best.
+        name: see `Callback`.
 
     Attributes:
         lrs: the learning rate of each batch that was not cancelled.
@@ -168,7 +168,7 @@ class LRFinder(Callback):
         set_rate(self.learn.opt, self._lr)
 
     def after_loss(self) -> None:
-        self._batch = self._lr, self.loss.item()  # now, as others may scale it for backward
+        self._batch = self._lr, self.loss.item()  # now, as other callbacks may scale it for backward
 
     def after_cancel_batch(self) -> None:
         self._batch = None
@@ -183,13 +183,13 @@ class LRFinder(Callback):
         raise CancelEpochException  # before its validation
 
     def _add(self, lr: float, loss: float) -> bool:
-        """Keeps a batch; whether its smoothed loss has left all bounds."""
+        """Adds a batch; returns whether its smoothed loss has diverged."""
         self.lrs.append(lr)
         self.losses.append(loss)
         smoothed = self._smoothed.add(loss)
         if len(self.losses) <= N_NOISY or not math.isfinite(loss):
             return not math.isfinite(loss)
         self._best = min(self._best, smoothed)
-        # of a loss that can be negative, 4 times the best says nothing; how far it has come does
+        # 4 times the best means nothing if losses may be negative; then the limit depends on their scale
         room = 3 * self._best if self._best > 0 else 3 * max(1.0, abs(self._best), abs(self.losses[0]))
         return smoothed > self._best + room

@@ -1,4 +1,4 @@
-"""Callbacks as attributes of a loop, typed under the names they have by default."""
+"""Types of callbacks as attributes of a loop, by their default names."""
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.loop import Loop
@@ -19,7 +19,7 @@ from hookcb.training.recorder import Recorder
 
 
 class NamedLoop(Loop):
-    """A loop whose callbacks type-check as `learn.activation_stats`; others by `learn.get(MyCallback)`."""
+    """A loop with typed attributes for hookcb's callbacks; for others there is `learn.get(MyCallback)`."""
 
     activation_stats: ActivationStats
     checkpoint: Checkpoint

@@ -1,4 +1,4 @@
-"""diagnose: looks at a model, a batch and a loss before a training begins, and leaves no trace."""
+"""diagnose: checks a model, a batch and a loss before a training begins, and leaves no trace."""
 
 from collections.abc import Callable, Sized
 from typing import Any
@@ -20,12 +20,12 @@ from hookcb.loops.learner import Learner
 
 __all__ = ["Finding", "Verdict", "assert_healthy", "diagnose"]
 
-NAME = "preflight"  # tells its Diagnose from those of trainings
-PASSES = 5  # forwards and backwards without a step; fewer would leave out who never gets a gradient
+NAME = "preflight"  # distinguishes its Diagnose from those of trainings
+PASSES = 5  # forwards and backwards without a step; fewer would not show who never gets a gradient
 
 
 class _NoStep(Callback):
-    """Leaves out each step of the optimizer."""
+    """Skips every optimizer step."""
 
     order = orders.NO_STEP
 
@@ -43,25 +43,25 @@ def diagnose(
     *,
     n_inp: int | None = None,
 ) -> Verdict:
-    """Looks at a model before its training, by some forwards and backwards, and steps if you ask for them.
+    """Checks a model before its training, with a few forwards and backwards, and steps on request.
 
-    Afterwards all is as it was: parameters, buffers, gradients, modes, random numbers, the optimizer.
+    Afterwards everything is restored: parameters, buffers, gradients, modes, random state, the optimizer.
 
     Args:
-        model: as it is about to be trained.
-        batch: one batch as your loader gives it, `(x, y)`, or a list of them, which are taken in turn.
-        loss_func: called as `loss_func(pred, *yb)`; without it the model's output has a `.loss`.
-        opt: the optimizer; without it what belongs to it is not looked at.
-        steps: number of steps to train; more of them tell more, 30 are plenty.
-        n_inp: how many items of a batch are inputs; by default all but the last.
+        model: the model, ready for its training.
+        batch: one batch as your loader yields it, `(x, y)`, or a list of batches to cycle through.
+        loss_func: called as `loss_func(pred, *yb)`; without it, the model's output must have a `.loss`.
+        opt: the optimizer; without it, nothing about the optimizer is checked.
+        steps: number of steps to train; more of them reveal more, 30 are plenty.
+        n_inp: number of items of a batch that are inputs; by default all but the last.
 
     Returns:
-        The verdict; its `coverage` says what so few batches leave out. What the model or the loss raises is
-        part of it, where it tells the cause.
+        The verdict; its `coverage` says what so few batches cannot show. It explains an exception of the
+        model or the loss if it can.
 
     Raises:
-        ValueError: for steps below 0, and for steps without an optimizer.
-        Exception: what the model or the loss raises, where no finding explains it.
+        ValueError: If `steps` is below 0, or given without an optimizer.
+        Exception: An exception of the model or the loss that no finding explains.
 
     >>> import torch
     >>> from hookcb import diagnose
@@ -72,9 +72,9 @@ def diagnose(
     ('sick', 'head.activation', '1')
     """
     if check_count("steps", steps, least=0) and opt is None:
-        raise ValueError(f"steps is {steps}, and there is no optimizer to make them; pass opt=")
+        raise ValueError(f"steps is {steps}, but there is no optimizer to make them; pass opt=")
     if opt is not None and not isinstance(opt, Optimizer):
-        raise TypeError(f"opt is {opt!r:.80}; give a torch optimizer that is made, or None")
+        raise TypeError(f"opt must be an instance of a torch optimizer, or None, got {opt!r:.80}")
     given = _batches(batch)
     batches = [given[i % len(given)] for i in range(steps or PASSES)]
     learn = Learner(batches, model, loss_func, opt or torch.optim.SGD, n_inp=n_inp)
@@ -86,11 +86,11 @@ def diagnose(
         except Exception:
             if watching.verdict is None or watching.verdict.primary is None:
                 raise
-        return judge(_of_so_little(watching.evidence(), opt is not None, steps))
+        return judge(_without_stand_ins(watching.evidence(), opt is not None, steps))
 
 
-def _of_so_little(evidence: Evidence, has_opt: bool, steps: int) -> Evidence:
-    """Without what stands in for an optimizer, its steps and a loader, of which nothing can be told."""
+def _without_stand_ins(evidence: Evidence, has_opt: bool, steps: int) -> Evidence:
+    """Drops evidence about the stand-ins for an optimizer, its steps and a loader."""
     missing = {"time": "the loader is not asked"}
     if not has_opt:
         missing["optimizers"] = "no optimizer was given"
@@ -102,11 +102,11 @@ def _of_so_little(evidence: Evidence, has_opt: bool, steps: int) -> Evidence:
 
 
 def _batches(batch: Any) -> list[Any]:
-    """A list of tensors is a batch, as torch's own loader gives it; one of anything else several batches."""
+    """List of batches; a list of tensors is one batch, in the form of torch's own loader."""
     is_one = not isinstance(batch, list) or any(isinstance(x, Tensor) for x in batch)
     found = [tuple(batch) if isinstance(batch, list) else batch] if is_one else batch
     if not found or any(isinstance(x, Sized) and not isinstance(x, Tensor) and not len(x) for x in found):
-        raise ValueError(f"batch is {batch!r:.80}, with nothing in it; give one as your loader does: (x, y)")
+        raise ValueError(f"batch must not be empty, got {batch!r:.80}; give one as your loader does: (x, y)")
     return found
 
 
@@ -119,10 +119,10 @@ def assert_healthy(
     *,
     n_inp: int | None = None,
 ) -> None:
-    """The same for a test suite: passes if the model is healthy, as far as checked.
+    """Asserts that a model is healthy, for a test suite; arguments as for `diagnose`.
 
     Raises:
-        AssertionError: with the verdict, if it is not healthy, or if nothing was seen of it.
+        AssertionError: If it is not healthy, or nothing of it was seen; the message is the verdict.
         ValueError, Exception: see `diagnose`.
 
     >>> import torch

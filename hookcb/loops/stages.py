@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 
 class Stage(Enum):
-    """What is in progress in the loop."""
+    """Stage of a batch."""
 
     IDLE = auto()  # no batch is open
     FORWARD = auto()  # a batch is open, its backward has not begun
     BACKWARD = auto()
     GRADIENTS = auto()  # the backward is over
-    STEP = auto()  # of an optimizer
-    BLIND_STEP = auto()  # a step whose backward was not seen; a closure may still run it
+    STEP = auto()  # an optimizer steps, after the backward
+    BLIND_STEP = auto()  # a step before any backward was seen; its closure may still run one
     BACKWARD_IN_STEP = auto()
 
 
 class Move(StrEnum):
-    """What the loop does next; each value is the method of `ExternalLoop` that reports it."""
+    """Next action of the loop; each value is the name of the `ExternalLoop` method that reports it."""
 
     BEGIN_BATCH = auto()
     BEGIN_BACKWARD = auto()
@@ -29,7 +29,7 @@ class Move(StrEnum):
 
 
 class Transition(NamedTuple):
-    """Where a legal move leads, and the event it emits."""
+    """The stage that a legal move leads to, and the event it emits."""
 
     stage: Stage
     event: str

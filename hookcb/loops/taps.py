@@ -1,6 +1,5 @@
-"""What is in progress in the program: transforms of torch.func, method calls, optimizer steps."""
+"""Looks up what is in progress in this thread: transforms of torch.func, calls of methods, steps."""
 
-import dis
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -12,7 +11,7 @@ from hookcb.core.torch_private import in_transform, transforms_left
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Leaves all transforms of torch.func for a while, as they forbid writing to callbacks' tensors."""
+    """Leaves all transforms of torch.func for a `with` block, as they forbid writes to callbacks' tensors."""
     return transforms_left() if in_transform() else nullcontext()
 
 
@@ -26,22 +25,11 @@ def n_running(function: str, owner: object) -> int:
     return n
 
 
-def optimizer_at_work() -> Optimizer | None:
-    """The optimizer whose step is in progress in this thread, and calls the model in its closure."""
+def stepping_optimizer() -> Optimizer | None:
+    """The optimizer whose step is in progress in this thread; its closure may be calling the model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "wrapper" and isinstance(opt := frame.f_locals.get("self"), Optimizer):
             return opt
         frame = frame.f_back
     return None
-
-
-def is_method_call(frame: FrameType) -> bool:
-    """Whether `frame` is reading an attribute in order to call it, as in `w.loss(x)`.
-
-    CPython compiles that into an instruction of its own; if another Python does not, it is False.
-    """
-    code, at = frame.f_code.co_code, frame.f_lasti
-    if sys.version_info < (3, 12):
-        return dis.opname[code[at]] == "LOAD_METHOD"
-    return dis.opname[code[at]] == "LOAD_ATTR" and code[at + 1] & 1 == 1

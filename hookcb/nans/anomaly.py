@@ -81,14 +81,7 @@ class DetectAnomaly(Callback):
         self._is_on = on
 
     # a cancel of more than the batch, and an error, skip after_batch
-    def after_train(self) -> None:
-        self.after_batch()
-
-    def after_epoch(self) -> None:
-        self.after_batch()
-
-    def after_fit(self) -> None:
-        self.after_batch()
+    after_train = after_epoch = after_fit = after_batch
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_is_on": False}  # a copy has not turned the mode on

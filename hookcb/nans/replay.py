@@ -59,9 +59,8 @@ class BatchStarts:
 
     def __init__(self) -> None:
         self.buffers = BufferCopies()
-        self._numpy: tuple[bytes, dict[str, Any]] | None = (
-            None  # the state as bytes, and as returned by NumPy
-        )
+        # the state as bytes, and as returned by NumPy
+        self._numpy: tuple[bytes, dict[str, Any]] | None = None
 
     def note(self, learn: Any) -> BatchStart:
         """State at the beginning of the batch of `learn`; valid until the next call."""

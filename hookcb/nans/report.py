@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from hookcb.core.console import as_text
+from hookcb.records.printing import Printed
 from hookcb.records.tables import Column, fitted
 
 LOSS, MODEL, BATCH = "the loss function", "the model itself", "the batch"  # values of `where` besides names
@@ -93,7 +92,7 @@ COLUMNS: tuple[Column[Any], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class NanReport(JupyterMixin):
+class NanReport(Printed):
     """Result of `NanTrace`.
 
     Attributes:
@@ -176,9 +175,6 @@ class NanReport(JupyterMixin):
         yield head
         if self.calls:
             yield self._table(options)
-
-    def __str__(self) -> str:
-        return as_text(self)
 
     def _table(self, options: ConsoleOptions) -> Table:
         what = "gradients of outputs" if self.direction == "backward" else "module calls"

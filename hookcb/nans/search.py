@@ -10,19 +10,10 @@ from torch import nn
 
 from hookcb.core.files import as_plain, save_whole
 from hookcb.hooks.modules import unsaved_buffers
+from hookcb.nans.nonfinite import FINITE, Kinds, kinds, tensors_in
 from hookcb.nans.replay import BatchStart, as_at_start, versions_of
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
-from hookcb.nans.tracer import (
-    FINITE,
-    Call,
-    Kinds,
-    Tracer,
-    kinds,
-    line_of,
-    run_forward,
-    shown_line,
-    tensors_in,
-)
+from hookcb.nans.tracer import Call, Tracer, line_of, run_forward, shown_line
 
 SOFTMAX = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention)  # -inf is a valid input of these
 

@@ -12,10 +12,10 @@ from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.events import CancelBatchException, CancelFitException
 from hookcb.core.optim import gradients
+from hookcb.nans.nonfinite import may_be_nonfinite, nonfinite_gradients
 from hookcb.nans.replay import BatchStart, BatchStarts
 from hookcb.nans.report import NanReport
 from hookcb.nans.search import search, write_bundle
-from hookcb.nans.tracer import may_be_nonfinite, nonfinite_gradients
 
 
 class NanTrace(Callback):

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,102 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import DispatchMode, coo_values, flattened, norms_of, operator_schema
-from hookcb.hooks.modules import named_modules, unwrapped
+from hookcb.core.torch_private import DispatchMode, operator_schema
+from hookcb.hooks.modules import named_modules
 from hookcb.hooks.own import register
+from hookcb.nans.nonfinite import FINITE, Kinds, kinds, measured, tensors_in
 from hookcb.nans.report import LOSS, MODEL, ModuleCall
 
 FOLDERS = tuple(f"{Path(sys.modules[name].__file__ or '').parent}{os.sep}" for name in ("torch", "hookcb"))
 STDLIB = f"{Path(os.__file__).parent}{os.sep}"
-SMALL = 4_096  # maximum number of elements of a small gradient
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # a line of traceback.format_stack
-
-
-# ---- numbers that are not finite
-
-
-@dataclass(frozen=True, slots=True)
-class Kinds:
-    """Kinds of nonfinite numbers: NaN or +inf, and -inf, which masks attention."""
-
-    bad: bool = False
-    minus_inf: bool = False
-
-    @property
-    def clean(self) -> bool:
-        """Whether all numbers are finite."""
-        return not (self.bad or self.minus_inf)
-
-
-FINITE = Kinds()
-
-
-def kinds(item: Any) -> Kinds:
-    """Kinds of nonfinite numbers in the tensors of a nested item; waits for the device."""
-    bad = minus_inf = False
-    for _, x in tensors_in(item):
-        if not bool(x.isfinite().all()):
-            bad = bad or bool((x.isnan() | (x == math.inf)).any())
-            minus_inf = minus_inf or bool((x == -math.inf).any())
-    return Kinds(bad, minus_inf)
-
-
-def tensors_in(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Floating-point tensors in a nested item, each with its path; dense, real and detached."""
-    for at, x in parts(item, path):
-        inside = [(at, x)]
-        if not isinstance(x, Tensor | nn.Module | type) and hasattr(x, "__dict__"):
-            # a custom output class
-            inside = [(f"{at}.{key}", value) for key, value in vars(x).items()]
-        for name, tensor in inside:
-            if isinstance(tensor, Tensor) and (values := _values(tensor)) is not None:
-                yield name, values
-
-
-def _values(x: Tensor) -> Tensor | None:
-    if not (x.is_floating_point() or x.is_complex()) or x.is_meta or x.is_nested or x.is_quantized:
-        return None
-    x = x.detach()
-    x = x.to_local() if hasattr(x, "to_local") else x  # this rank's part of a DTensor
-    x = coo_values(x) if x.layout is torch.sparse_coo else x
-    if x.layout is not torch.strided or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return None
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return x.float() if x.element_size() == 1 else x  # float8 supports no comparison
-
-
-def may_be_nonfinite(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of the tensors may contain NaN or inf; waits once for each device.
-
-    Each tensor takes one reduction; if that overflows, finite numbers seem nonfinite.
-    """
-    of_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    with torch.no_grad():
-        for x in tensors:
-            of_device[x.device].append(coo_values(x) if x.layout is torch.sparse_coo else x)
-        return any(not _seem_finite(device, xs) for device, xs in of_device.items())
-
-
-def _seem_finite(device: torch.device, xs: list[Tensor]) -> bool:
-    if any(hasattr(x, "full_tensor") for x in xs):  # each rank has a part of a DTensor
-        return all(bool(_whole(torch.linalg.vector_norm(x)).isfinite()) for x in xs)
-    if device.type != "cpu":
-        return bool(torch.stack([norm.float() for norm in norms_of(xs)]).isfinite().all())
-    # on a CPU sums are fastest, one for all small tensors, and reading one costs nothing
-    large, small = [x for x in xs if x.numel() > SMALL], [x for x in xs if x.numel() <= SMALL]
-    flat = [flattened(small)] if small else []
-    return all(math.isfinite(abs(x.sum().item())) for x in [*flat, *large])
-
-
-def _whole(x: Tensor) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole
-
-
-def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient contains NaN or inf."""
-    grads = ((name, p.grad) for name, p in unwrapped(model).named_parameters() if p.grad is not None)
-    return [name for name, grad in grads if not kinds(grad).clean]
 
 
 # ---- lines of the user's code
@@ -329,7 +242,7 @@ class Tracer:
         return output
 
     def operation_of(self, call: Call | None) -> Operation | None:
-        """The operation that made nonfinite numbers in a call, its own before those of calls inside.
+        """The operation that made nonfinite numbers in a call, rather its own than one of a call inside.
 
         None stands for the loss function.
         """
@@ -347,9 +260,8 @@ class Tracer:
         if not params or loss.grad_fn is None:
             return FINITE
         self._claim([loss.grad_fn], self._loss)
-        inner = [
-            node for node in self.owners if not hasattr(node, "variable")
-        ]  # the others outlive the graph
+        # nodes of leaves outlive the graph
+        inner = [node for node in self.owners if not hasattr(node, "variable")]
         handles = [node.register_hook(partial(self._passed, node)) for node in inner]
         self._rows.clear()
         self._in_backward = True
@@ -393,16 +305,3 @@ def _can_make(func: Any, args: Any, kwargs: Any) -> bool:
     ):
         return False
     return any(isinstance(x, Tensor) for x in given)
-
-
-def measured(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> ModuleCall:
-    """Statistics of all elements of `tensors` as a `ModuleCall`; waits for the device."""
-    low, high, n, zeros, nans, infs = math.inf, -math.inf, 0, 0, 0, 0
-    for _, x in tensors:
-        n, zeros = n + x.numel(), zeros + int((x == 0).sum())
-        nans, infs = nans + int(x.isnan().sum()), infs + int(x.isinf().sum())
-        finite = x[x.isfinite()]
-        if finite.numel():
-            low, high = min(low, finite.min().item()), max(high, finite.max().item())
-    ends = (low, high) if low <= high else (math.nan, math.nan)
-    return ModuleCall("", type(module).__name__, *ends, zeros / n if n else math.nan, nans, infs)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hookcb.profiling.ops import RUNS_NODE, Op, parents
 from hookcb.profiling.phases import PHASES
-from hookcb.profiling.ranges import FORWARD, RECOMPUTED, STEP, RangeInfo
+from hookcb.profiling.ranges import FORWARD, RECOMPUTED, STEP
 
 COMPILED = "Torch-Compiled Region: "  # torch's name for the range of a call of a compiled graph
 
@@ -34,13 +34,13 @@ class Attribution:
 
     Args:
         ops: see `read_ops`.
-        infos: ranges of layers, by name.
+        range_layers: layer of each range of a layer, by name of the range.
         steps: the steps that count.
     """
 
-    def __init__(self, ops: list[Op], infos: Mapping[str, RangeInfo], steps: Iterable[int]) -> None:
+    def __init__(self, ops: list[Op], range_layers: Mapping[str, str], steps: Iterable[int]) -> None:
         self.ops = [op for op in ops if not op.is_python]
-        self.infos = infos
+        self.range_layers = range_layers
         self.parent = parents(self.ops)
         names = {f"{STEP}{step}": step for step in steps}
         # a fetch without a batch has a range too, with the same number as the step that came later
@@ -54,7 +54,7 @@ class Attribution:
     def starts_range(self, i: int) -> bool:
         """Whether a span of a layer begins with `ops[i]`."""
         name = self.ops[i].name
-        return name in self.infos or name.startswith((RUNS_NODE, COMPILED))
+        return name in self.range_layers or name.startswith((RUNS_NODE, COMPILED))
 
     def range_starts(self) -> Iterator[tuple[int, int]]:
         """Indices of operators that begin a span, each with that of the span around it, or -1."""
@@ -130,7 +130,7 @@ class Attribution:
 
     def _layer(self, call: int) -> str:
         name = self.ops[call].name
-        return self.infos[name].layer if name in self.infos else name
+        return self.range_layers.get(name, name)
 
     def _calls(self, makers: Mapping[tuple[int, int], int]) -> list[int]:
         """Index of the range that each operator belongs to, or -1."""
@@ -138,7 +138,7 @@ class Attribution:
         last: dict[int, int] = {}  # range of the node that ran last, by thread
         for i, (op, outer) in enumerate(zip(self.ops, self.parent, strict=True)):
             call = calls[outer] if outer >= 0 else -1
-            if op.name in self.infos or op.name.startswith(COMPILED):
+            if op.name in self.range_layers or op.name.startswith(COMPILED):
                 call = i
             elif op.name.startswith(RUNS_NODE):
                 made_in = makers.get((op.forward_thread, op.sequence), -1)

@@ -113,22 +113,21 @@ class ProfilerCallback(Callback):
         self._follow(False)
 
     def before_train(self) -> None:
-        self._fetch()
+        if self._counts():
+            self._windows.begin_step(self.learn.between_batches)
 
-    def before_validate(self) -> None:
-        self._fetch()
+    before_validate = before_train
 
     def after_batch(self) -> None:
         if self._counts():
             self._windows.end_step()
-            self._fetch()
+            self.before_train()
 
     def after_train(self) -> None:
         if not self.learn.is_nested:
             self._windows.drop_step()  # begun for a batch that did not come
 
-    def after_validate(self) -> None:
-        self.after_train()
+    after_validate = after_train
 
     def after_fit(self) -> None:
         try:
@@ -139,10 +138,6 @@ class ProfilerCallback(Callback):
     def _counts(self) -> bool:
         """Whether this step is covered by the schedule; a validation in the middle of a step is not."""
         return self.learn.fitting and not self.learn.is_nested and self.schedule.covers(self.training)
-
-    def _fetch(self) -> None:
-        if self._counts():
-            self._windows.begin_step(self.learn.between_batches)
 
     def _begin(self, phase: str) -> None:
         if phase != self.learn.between_batches and not self.learn.is_nested:

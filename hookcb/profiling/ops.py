@@ -1,7 +1,7 @@
 """Events recorded by torch's profiler as plain values, and how they nest."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 MEMORY = "[memory]"  # name of an event without duration: bytes were allocated or freed
@@ -86,14 +86,6 @@ def parents(ops: list[Op]) -> list[int]:
         if op.name != MEMORY:
             open_ones.append(i)
     return outer
-
-
-def enclosing(parent: list[int], i: int, wanted: Callable[[int], bool]) -> int:
-    """Index of the innermost operator around `i` that is `wanted`; -1 if none."""
-    i = parent[i]
-    while i >= 0 and not wanted(i):
-        i = parent[i]
-    return i
 
 
 def self_times(ops: list[Op], parent: list[int]) -> list[int]:

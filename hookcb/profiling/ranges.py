@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,6 @@ RECOMPUTED = "recomputed "
 FORWARD = ("forward", "loss")  # phases in which a call of a layer counts as its forward
 
 
-class RangeInfo(NamedTuple):
-    """The layer that a range belongs to."""
-
-    layer: str  # qualified name, empty for the whole model
-    is_recomputed: bool  # in the backward, by activation checkpointing
-
-
 class _Open(threading.local):
     """Open ranges of this thread, outermost first, each with the object it was opened for."""
 
@@ -33,18 +26,18 @@ class _Open(threading.local):
 
 
 class LayerRanges:
-    """Opens and closes ranges; those of layers by hooks.
+    """Opens and closes the ranges of steps and phases, and by hooks the ranges of layers.
 
     Args:
         layers: layers by qualified name.
 
     Attributes:
-        infos: layer of each range, by the name of the range in the trace.
+        range_layers: name of the layer of each range, by the name of the range in the trace.
         output_bytes: size of the outputs of each layer, by step.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        self.infos: dict[str, RangeInfo] = {}
+        self.range_layers: dict[str, str] = {}
         self.output_bytes: dict[int, Counter[str]] = {}
         self._names = {id(m): name for name, m in layers.items()}
         self._labels = {name: _label(name, m) for name, m in layers.items()}
@@ -93,7 +86,7 @@ class LayerRanges:
         call = self._calls[prefix + layer]
         self._calls[prefix + layer] += 1
         name = f"{prefix}{self._labels[layer]}" + (f" #{call}" if call else "")
-        self.infos[name] = RangeInfo(layer, bool(prefix))
+        self.range_layers[name] = layer
         self._begin(m, name)
 
     def _leave(self, m: nn.Module, i: Any, output: Any) -> None:

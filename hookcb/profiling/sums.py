@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from typing import Self
 
 from hookcb.profiling.attribution import COMPILED, Attribution, Span
-from hookcb.profiling.ops import MEMORY, RUNS_NODE, WAITS, Op, enclosing, self_times, stacks
+from hookcb.profiling.ops import MEMORY, RUNS_NODE, WAITS, Op, self_times, stacks
 from hookcb.profiling.phases import PHASES
-from hookcb.profiling.ranges import STEP, RangeInfo
+from hookcb.profiling.ranges import STEP
 
 COMPILED_TYPE = "compiled graph"
 
@@ -108,7 +108,7 @@ class Profile:
 
 def summarize(
     ops: list[Op],
-    infos: Mapping[str, RangeInfo],
+    range_layers: Mapping[str, str],
     output_bytes: Mapping[int, Mapping[str, int]],
     steps: list[int],
     types: Mapping[str, str],
@@ -117,12 +117,12 @@ def summarize(
 
     Args:
         ops: see `read_ops`.
-        infos: ranges of layers, by name.
+        range_layers: layer of each range of a layer, by name of the range.
         output_bytes: size of the outputs of layers, by step.
         steps: the steps that count.
         types: classes of the layers, by name.
     """
-    attribution = Attribution(ops, infos, steps)
+    attribution = Attribution(ops, range_layers, steps)
     profile = Profile(steps=list(steps), types=dict(types), outer=_outer(types))
     _add_phases(profile, attribution)
     _add_layers(profile, attribution)
@@ -200,8 +200,11 @@ def _add_range(profile: Profile, attribution: Attribution, i: int, inside: int) 
 
 
 def _is_inside_itself(attribution: Attribution, i: int) -> bool:
-    owners, starts_range = attribution.owners, attribution.starts_range
-    return enclosing(attribution.parent, i, lambda j: starts_range(j) and owners[j] == owners[i]) >= 0
+    owner, around = attribution.owners[i], i
+    while (around := attribution.parent[around]) >= 0:
+        if attribution.starts_range(around) and attribution.owners[around] == owner:
+            return True
+    return False
 
 
 def _add_operators(profile: Profile, attribution: Attribution) -> None:
@@ -214,7 +217,7 @@ def _add_operators(profile: Profile, attribution: Attribution) -> None:
             memory[parent[i]] += memory[i]
     n_inner = Counter(outer for outer, op in zip(parent, ops, strict=True) if op.name != MEMORY)
     for i, op in enumerate(ops):
-        is_range = op.name in attribution.infos or op.name.startswith(STEP) or op.name in PHASES
+        is_range = op.name in attribution.range_layers or op.name.startswith(STEP) or op.name in PHASES
         if attribution.places[i].step is None or is_range:
             continue
         if parent[i] >= 0 and ops[parent[i]].name == op.name and n_inner[parent[i]] == 1:
@@ -237,7 +240,7 @@ def _calling_itself(op: Op, self_time: int) -> OperatorSums:
 def _add_stacks(profile: Profile, ops: list[Op], attribution: Attribution) -> None:
     placed = zip(attribution.ops, attribution.places, strict=True)
     counted = {id(op) for op, place in placed if place.step is not None}
-    ranges = {*(attribution.ops[i].name for i in attribution.steps), *PHASES, *attribution.infos}
+    ranges = {*(attribution.ops[i].name for i in attribution.steps), *PHASES, *attribution.range_layers}
     # ranges begin in one function and end in another
     for around, op, time in stacks([op for op in ops if op.name not in ranges]):
         if id(op) in counted and op.name != MEMORY:

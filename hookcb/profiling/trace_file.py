@@ -25,11 +25,7 @@ TITLE = "backward by layer"
 OWN_THREAD = 1 << 30  # in the trace; above the numbers of real threads
 
 
-def take_trace(
-    prof: profile,
-    spans: list[Span],
-    steps: list[int],
-) -> bytes:
+def take_trace(prof: profile, spans: list[Span], steps: list[int]) -> bytes:
     """Trace of a stopped profiler as gzipped JSON; a profiler writes its trace only once.
 
     Args:
@@ -84,15 +80,10 @@ def backward_events(spans: Iterable[Span], base: int) -> list[dict[str, Any]]:
         same = takewhile(lambda pair: pair[0][0] == pair[1], zip(open_ones, span.path, strict=False))
         del open_ones[len(list(same)) :]
         for call in span.path[len(open_ones) :]:
-            event: dict[str, Any] = {
-                "ph": "X",
-                "cat": CATEGORY,
-                "name": call[0],
-                "pid": pid,
-                "tid": OWN_THREAD,
-            }
-            open_ones.append((call, event | {"ts": start}))
-            events.append(open_ones[-1][1])
+            event: dict[str, Any] = {"ph": "X", "cat": CATEGORY, "name": call[0], "ts": start}
+            event |= {"pid": pid, "tid": OWN_THREAD}
+            open_ones.append((call, event))
+            events.append(event)
         for _, event in open_ones:
             event["dur"] = end - event["ts"]
     return [*_names_of_row(pid), *events] if events else []

@@ -206,7 +206,9 @@ class Window:
         if not self.has_batch or self._prof.profiler is None:
             return None
         ops = read_ops(self._prof.profiler.kineto_results.events())  # type: ignore[union-attr]
-        sums, spans = summarize(ops, self.ranges.infos, self.ranges.output_bytes, self.steps, self.types)
+        sums, spans = summarize(
+            ops, self.ranges.range_layers, self.ranges.output_bytes, self.steps, self.types
+        )
         sums.compilations = n_compilations() - self._compilations
         return sums, take_trace(self._prof, spans, self.steps)
 
@@ -224,7 +226,7 @@ class Windows:
         profile: sums over all windows.
         traces: trace of each window, as gzipped JSON.
         n_steps: number of steps that have ended.
-        n_switched: how often a window began or ended.
+        n_switched: number of times a window began or ended.
     """
 
     def __init__(

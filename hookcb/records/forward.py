@@ -1,4 +1,4 @@
-"""Methods and properties of a callback that are those of its records."""
+"""Methods and properties that a callback forwards to its records."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,7 +9,7 @@ R = TypeVar("R")
 
 
 def forwarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Makes a method of a callback that calls `method` on `self.records`; same signature and docstring."""
+    """A method that calls `method` on `self.records`, with its signature and docstring."""
     name = method.__name__
 
     @wraps(method)
@@ -20,10 +20,10 @@ def forwarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 
 
 def forwarded_property(read: Callable[[Any], R]) -> R:
-    """Makes a property of a callback that reads the same one of `self.records`; same docstring.
+    """A property that reads the same property of `self.records`, with its docstring.
 
     Args:
-        read: the property, `ActivationRecords.stats`, which mypy takes for the function that reads it.
+        read: the property, such as `ActivationRecords.stats`; for mypy, the function that reads it.
     """
     fget: Any = cast("property", read).fget
     name = fget.__name__

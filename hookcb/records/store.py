@@ -128,7 +128,7 @@ class StatStore:
         }
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> "StatStore":
+    def from_state(cls, state: dict[str, Any]) -> "StatStore":
         """A store made from what `state` has returned."""
         store = cls(state["columns"], state["keep"])
         store.stride, store._values = state["stride"], state["values"]

@@ -15,6 +15,7 @@ from hookcb.core.console import spelled
 from hookcb.records.printing import Row, Rows
 
 MIN_NAME, MIN_TEXT = 24, 12  # minimum widths of long names and of texts that wrap
+MAX_WORD = 20  # longest word, such as a code of a finding, that is kept whole in a text that wraps
 MANY, WORST = 30, 20  # by default a table of more than MANY rows shows the WORST of them
 Worst = int | None | Literal["auto"]
 Item = TypeVar("Item")
@@ -79,7 +80,7 @@ class FindingLike(Protocol):
 
     @property
     def code(self) -> str:
-        """What is wrong, "layer.dead"."""
+        """Kind of the finding, "layer.dead"."""
 
     @property
     def layer(self) -> str:
@@ -99,7 +100,7 @@ class VerdictLike(Protocol):
 
 
 class Mark(NamedTuple):
-    """What a judge has found about a row.
+    """Findings about a row.
 
     Attributes:
         weight: the larger, the worse; 0 without a finding.
@@ -114,7 +115,13 @@ NO_MARK = Mark()
 
 
 def marks_of(verdict: VerdictLike | None, attribute: Literal["layer", "param"]) -> dict[str, Mark]:
-    """Marks by name of the layer or parameter that findings are about; none without a verdict."""
+    """Marks by name of the layer or parameter that findings are about; none without a verdict.
+
+    Raises:
+        TypeError: If `verdict` has no findings.
+    """
+    if verdict is not None and not hasattr(verdict, "findings"):
+        raise TypeError(f"verdict must be a Verdict, such as learn.diagnose(), or None, got {verdict!r:.80}")
     findings = () if verdict is None else verdict.findings
     marks: dict[str, Mark] = {}
     for i, finding in enumerate(findings):
@@ -129,22 +136,66 @@ Shown = TypeVar("Shown", bound=Ranked)
 COUNT: Column[Any] = Column("worst of", lambda row: f"{row.n}" if row.n > 1 else "", rank=1)
 
 
-class Report(Rows[Shown]):
+class WorstRows(Rows[Row]):
+    """Rows as a table: all of them in their order, or the worst first.
+
+    Args:
+        rows: all rows.
+        title: text above the table.
+        worst: number of rows to show, the worst first; None for all, in their order; "auto" for all of up to
+            30 rows, and 20 of more.
+        weight: function of a row; the rows with the largest values are the worst.
+        caption: text below the table.
+
+    Raises:
+        TypeError, ValueError: If `worst` is invalid.
+    """
+
+    head, which, is_tree = "layer", "worst", False
+    columns: ClassVar[Sequence[Column[Any]]]
+
+    def __init__(
+        self, rows: Iterable[Row], title: str, worst: Worst, weight: Callable[[Row], Any], caption: str = ""
+    ) -> None:
+        shown = found = list(rows)
+        n = (WORST if len(found) > MANY else None) if worst == "auto" else worst
+        if n is not None:
+            shown = sorted(found, key=weight, reverse=True)[: check_count("worst", n, "rows")]
+            is_part = len(shown) < len(found)
+            part = f"the {len(shown)} {self.which} of {len(found)}; worst=None shows all"
+            caption = "\n".join(filter(None, [part if is_part else f"{self.which} first", caption]))
+        super().__init__(shown, title)
+        self.in_order, self.caption = n is None, caption
+        self._names = [row.name for row in found]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield fitted(
+            self.rows,
+            self._labels(),
+            self.columns,
+            options,
+            title=self.title,
+            head=self.head,
+            is_tree=self.is_tree,
+            among=self._names,
+            caption=self.caption,
+        )
+
+    def _labels(self) -> list[str]:
+        return [row.name for row in self.rows]
+
+
+class Report(WorstRows[Shown]):
     """Layers or parameters with their numbers, in the order of the model or the worst first.
 
     Args:
         rows: rows in the order of the model.
-        title: text above the table.
-        worst: see `n_worst`.
+        title, worst, caption: see `WorstRows`.
         depth: shows the worst row of each group of modules whose names agree in the first `depth` parts.
-        caption: text below the table.
 
     Raises:
         TypeError, ValueError: If `worst` or `depth` is invalid.
     """
-
-    head = "layer"
-    columns: ClassVar[Sequence[Column[Any]]]
 
     def __init__(
         self,
@@ -155,24 +206,15 @@ class Report(Rows[Shown]):
         depth: int | None = None,
         caption: str = "",
     ) -> None:
-        found = list(rows) if depth is None else list(_grouped(rows, depth))
-        super().__init__(worst_of(found, worst, lambda row: row.weight), title)
+        found = rows if depth is None else _grouped(rows, depth)
+        super().__init__(found, title, worst, lambda row: row.weight, caption)
         self._names = [row.name for row in rows]
-        shown = "" if n_worst(found, worst) is None else caption_of(len(self.rows), len(found))
-        self.caption = "\n".join(filter(None, [shown, caption]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = [row.name for row in self.rows]
-        yield fitted(
-            self.rows,
-            names,
-            self.columns,
-            options,
-            title=self.title,
-            head=self.head,
-            among=self._names,
-            caption=self.caption,
-        )
+        if self._names or self.caption:
+            yield from super().__rich_console__(console, options)
+        else:
+            yield Text(f"nothing is recorded, no {self.head} has numbers yet")
 
 
 def _grouped(rows: Sequence[Shown], depth: int) -> Iterator[Shown]:
@@ -185,38 +227,25 @@ def _grouped(rows: Sequence[Shown], depth: int) -> Iterator[Shown]:
         yield replace(max(group, key=lambda row: row.weight), n=len(group))
 
 
-class LayerTable(Rows[Layer]):
+class LayerTable(WorstRows[Layer]):
     """Layers as a tree, or the largest first."""
 
-    columns: ClassVar[Sequence[Column[Any]]]
+    which = "largest"
 
     def __init__(self, rows: Iterable[Layer], title: str, worst: Worst = None) -> None:
-        found = list(rows)
-        super().__init__(worst_of(found, worst, self.size), title)
-        self.is_tree = n_worst(found, worst) is None
-        self._names = [row.name for row in found]
-        self.caption = "" if self.is_tree else caption_of(len(self.rows), len(found), "largest")
+        super().__init__(rows, title, worst, self.size)
+        self.is_tree = self.in_order
 
     @staticmethod
     def size(row: Any) -> float:
         """Size of a layer without the layers in it."""
         raise NotImplementedError
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = indented(self.rows) if self.is_tree else (row.name or row.type for row in self.rows)
-        yield fitted(
-            self.rows,
-            list(names),
-            self.columns,
-            options,
-            title=self.title,
-            is_tree=self.is_tree,
-            among=self._names,
-            caption=self.caption,
-        )
+    def _labels(self) -> list[str]:
+        return list(_indented(self.rows)) if self.is_tree else [row.name or row.type for row in self.rows]
 
 
-def indented(rows: Iterable[LayerRow]) -> Iterator[str]:
+def _indented(rows: Iterable[LayerRow]) -> Iterator[str]:
     """Indented names, each without the name of the layer above; the model's name is its class."""
     around: list[str] = []
     for row in rows:
@@ -224,35 +253,6 @@ def indented(rows: Iterable[LayerRow]) -> Iterator[str]:
         outer = f"{around[-1]}." if around and around[-1] else ""
         yield "  " * row.depth + (row.name or row.type).removeprefix(outer)
         around.append(row.name)
-
-
-# ---- which rows
-
-
-def n_worst(rows: Sequence[object], worst: Worst) -> int | None:
-    """Number of rows to show, the worst first; None for all, in their order.
-
-    Args:
-        rows: all rows.
-        worst: a number; None for all; "auto" for all of up to 30 rows, and 20 of more.
-
-    Raises:
-        TypeError, ValueError: If `worst` is invalid.
-    """
-    if worst == "auto":
-        return WORST if len(rows) > MANY else None
-    return None if worst is None else check_count("worst", worst, "rows")
-
-
-def worst_of(rows: Sequence[Item], worst: Worst, weight: Callable[[Item], Any]) -> list[Item]:
-    """The rows to show, see `n_worst`; those with the largest `weight` are the worst."""
-    n = n_worst(rows, worst)
-    return list(rows) if n is None else sorted(rows, key=weight, reverse=True)[:n]
-
-
-def caption_of(n_shown: int, n: int, which: str = "worst") -> str:
-    """The caption of a table of the worst rows."""
-    return f"the {n_shown} {which} of {n}; worst=None shows all" if n_shown < n else f"{which} first"
 
 
 # ---- how they fit
@@ -288,15 +288,17 @@ def fitted(
         is_framed: whether there are lines around the cells.
         among: names of all rows, those not shown included.
     """
-    names, others = ([spelled(name, options.encoding) for name in of] for of in (names, among))
+    names = [spelled(name, options.encoding) for name in names]
+    others = {spelled(name, options.encoding) for name in among}
     cells = {c: [spelled(c.text(row), options.encoding) for row in rows] for c in columns}
     widths = {c: _width([c.title, *texts]) for c, texts in cells.items() if any(texts)}
+    least = {c: _squeezed(c, width, cells[c]) for c, width in widths.items()}
     gap, edge = (3, 1) if is_framed else (2, 0)
-    need = _width(names) if is_tree else _distinct_width(names, {*names, *others})
+    need = _width(names) if is_tree else _distinct_width(names, others.union(names))
     need = min(need, options.max_width // 2) if is_tree else need  # a deep tree leaves room for a number
     room = options.max_width - edge - gap
-    shown = _chosen(widths, room - max(need, min(MIN_NAME, _width([head, *names]))), gap)
-    room = max(1, room - sum(gap + _squeezed(c, widths[c]) for c in shown))
+    shown = _chosen(least, room - max(need, min(MIN_NAME, _width([head, *names]))), gap)
+    room = max(1, room - sum(gap + least[c] for c in shown))
     if not is_tree and _width(names) > room:
         names, begin = _shortened(names, room, options.encoding)
         caption = "\n".join(filter(None, [caption, begin and f"each name begins with {begin}"]))
@@ -304,7 +306,7 @@ def fitted(
     table.title, table.caption = title, Text(caption, "table.caption") if caption else None
     width = min(room, _width([head, *names]))
     table.add_column(head, width=width, overflow="fold", no_wrap=not is_tree)
-    _add_columns(table, {c: widths[c] for c in shown}, room - width)
+    _add_columns(table, {c: (least[c], widths[c]) for c in shown}, room - width)
     for i, name in enumerate(names):
         table.add_row(Text(name), *(Text(cells[c][i]) for c in shown))
     return table
@@ -313,20 +315,19 @@ def fitted(
 def _chosen(widths: Mapping[Column[Any], int], room: int, gap: int) -> list[Column[Any]]:
     """The columns that fit into a width of `room`, with a gap before each."""
     shown = list(widths)
-    while shown and sum(gap + _squeezed(c, widths[c]) for c in shown) > room:
+    while shown and sum(gap + widths[c] for c in shown) > room:
         shown.remove(max(reversed(shown), key=lambda c: c.rank))
     return shown
 
 
-def _add_columns(table: Table, widths: Mapping[Column[Any], int], spare: int) -> None:
+def _add_columns(table: Table, widths: Mapping[Column[Any], tuple[int, int]], spare: int) -> None:
     """Adds columns with their minimum widths, widened in order while there is spare room."""
-    for c, width in widths.items():
-        least = _squeezed(c, width)
-        own = min(width, least + spare)
-        spare -= own - least
+    for c, (least, width) in widths.items():
+        final = min(width, least + spare)
+        spare -= final - least
         side: Literal["left", "right"] = "left" if c.is_text else "right"
         table.add_column(
-            c.title, justify=side, width=own, no_wrap=not c.is_text, overflow="fold", style=c.style
+            c.title, justify=side, width=final, no_wrap=not c.is_text, overflow="fold", style=c.style
         )
 
 
@@ -334,9 +335,12 @@ def _width(texts: Iterable[str]) -> int:
     return max(map(cell_len, texts), default=0)
 
 
-def _squeezed(column: Column[Any], width: int) -> int:
-    """Minimum width of a column whose full width is `width`."""
-    return min(width, MIN_TEXT) if column.is_text else width
+def _squeezed(column: Column[Any], width: int, texts: Iterable[str]) -> int:
+    """Minimum width of a column whose full width is `width`; words of its texts are kept whole."""
+    if not column.is_text:
+        return width
+    word = _width(word for text in texts for word in text.split())
+    return min(width, max(MIN_TEXT, min(word, MAX_WORD)))
 
 
 def _distinct_width(names: Iterable[str], among: Iterable[str]) -> int:

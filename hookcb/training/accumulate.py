@@ -33,7 +33,7 @@ class GradientAccumulation(Callback):
         n: number of batches in a group, 1 or more.
         reduction: "mean" or "sum", how the loss reduces the losses of samples. By default it is
             `loss_func.reduction`, the default of the function's parameter `reduction`, or the last operation
-            in the graph of the first loss; if none of these tells, "mean", with a warning.
+            in the graph of the first loss; if it remains unknown, "mean", with a warning.
         name: name of the callback in the learner.
 
     Raises:
@@ -108,7 +108,7 @@ class GradientAccumulation(Callback):
         learn = self.learn
         learn.accumulating = False
         if self._n_batches:
-            with suppress(CancelBatchException):  # there is no batch to cancel here
+            with suppress(CancelBatchException):  # the last batch is over
                 if learn.within("step", learn.step):
                     learn.opt.zero_grad()
 

@@ -29,7 +29,7 @@ class MixedPrecision(Callback):
         **scaler_options: options of `torch.amp.GradScaler`, with float16 only: `init_scale` …
 
     Raises:
-        ValueError, TypeError: If `dtype` is another one, or GradScaler does not accept the options.
+        ValueError, TypeError: If `dtype` or an option is invalid.
         RuntimeError: When a fit begins, if the device has no autocast, or `learn.scaler` is set already.
 
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
@@ -73,9 +73,8 @@ class MixedPrecision(Callback):
             if self.learn.scaler is not None:
                 raise RuntimeError("learn.scaler is set already; use one MixedPrecision, or one GradScaler")
             self.learn.scaler, self._owns = torch.amp.GradScaler(device.type, **self._options), True
-            self.learn.scaler.scale(
-                torch.ones((), device=device)
-            )  # else it has no scale before a backward ends
+            # else it has no scale before a backward ends
+            self.learn.scaler.scale(torch.ones((), device=device))
 
     def before_batch(self) -> None:
         # in the phase's state: it ends with the phase, even by an error, and a nested validation has its own
@@ -134,7 +133,7 @@ class MixedPrecision(Callback):
 
 def _autocast(device_type: str, dtype: torch.dtype) -> Generator[None, None, None]:
     """Autocast from `next` to `close`, or until the generator is garbage-collected."""
-    # inside another autocast, the cache would return casts of weights that have changed since, or keep ours
+    # within another autocast, the cache could return outdated casts of weights, or keep those made here
     torch.clear_autocast_cache()
     try:
         with torch.autocast(device_type, dtype):

@@ -1,7 +1,6 @@
 """ChannelsLast: a model and its inputs with the channels innermost in memory."""
 
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,16 +50,13 @@ class ChannelsLast(Callback):
                 tensor.data = channels_last(tensor.data)
                 if tensor.grad is not None:
                     tensor.grad = channels_last(tensor.grad)
-        self._lay_out_optimizer()
+        for p, state in self.opt.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == getattr(p, "shape", None):
+                    state[key] = channels_last(value)
 
     def before_batch(self) -> None:
         self.learn.xb = map_tensors(channels_last, self.xb)
-
-    def _lay_out_optimizer(self) -> None:
-        for p, state in self.opt.state.items():
-            for key, value in state.items():
-                if _is_like(value, p):
-                    state[key] = channels_last(value)
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -68,7 +64,3 @@ def channels_last(x: Tensor) -> Tensor:
     if x.layout != torch.strided or x.ndim != 4 or not x.is_floating_point():
         return x
     return x.to(memory_format=torch.channels_last)  # not contiguous(…), which does nothing for one channel
-
-
-def _is_like(value: Any, p: Any) -> bool:
-    return isinstance(value, Tensor) and isinstance(p, Tensor) and value.shape == p.shape

@@ -25,8 +25,8 @@ class Compile(Callback):
 
     The model is compiled in place: it stays the same object, with the same names in its `state_dict`. The
     first batch and the first validation take long, and so does a batch of another shape: have the loader drop
-    a shorter last one. Hooks on the model when an epoch begins, including those of callbacks, are compiled
-    too; then all other compiled code of the process is compiled again. A model that is already compiled stays
+    a shorter last one. Hooks that are on the model when an epoch begins, also by callbacks, are compiled too;
+    then all other compiled code of the process is compiled again. A model that is already compiled stays
     as it is. Only the call of the model is compiled, not its other methods.
 
     Args:

@@ -11,10 +11,10 @@ from hookcb.training.monitor import check_monitor, check_patience, improves, mon
 class EarlyStopping(Callback):
     """Ends the fit after `patience` epochs in a row without an improvement.
 
-    The last epoch is complete: validated, recorded, and saved by a `Checkpoint`. The weights stay those of
-    the last epoch; for the best ones, use `Checkpoint(monitor=…)` or `EMA`. NaN is never an improvement. An
-    epoch that was cancelled before it had a value does not count. A fit resumed from where it was stopped
-    ends at once, unless it is given more patience.
+    The last epoch is complete: validated, recorded, and saved by a `Checkpoint`. The weights are from the
+    last epoch; for the best ones, use `Checkpoint(monitor=…)` or `EMA`. NaN is never an improvement. An epoch
+    that was cancelled before it had a value does not count. A fit that is resumed after it was stopped ends
+    at once, unless it is given more patience.
 
     Args:
         monitor: a column of the epoch's row: `valid_loss`, `train_loss`, or the name of a metric.
@@ -31,7 +31,7 @@ class EarlyStopping(Callback):
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
-        LookupError: If there is no such column; before training, if the name looks like a typo.
+        LookupError: If no column has that name; before training, if it looks like a typo.
 
     >>> from hookcb import EarlyStopping, synth_learner
     >>> learn = synth_learner(lr=0.0)
@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
         check_monitor(self.learn, self.monitor)
 
     def before_epoch(self) -> None:
-        self._stop_if_due()  # a fit may be resumed from where it was stopped
+        self._stop_if_due()  # the fit may have been resumed after it was stopped
 
     def after_epoch(self) -> None:
         value = monitored(self.learn, self.monitor)

@@ -1,4 +1,4 @@
-"""EMA: a model whose weights are a moving average of those during training."""
+"""EMA: a model with the moving average of the weights during training."""
 
 from functools import partial
 from itertools import chain
@@ -109,7 +109,7 @@ class EMA(Callback):
             x.copy_(plain)
         self._plain = []
 
-    after_cancel_epoch = after_cancel_fit = _restore  # there is no after_validate then
+    after_cancel_epoch = after_cancel_fit = _restore  # after_validate is not called then
 
     def after_fit(self) -> None:
         self._restore()

@@ -126,7 +126,7 @@ def freeze(model: nn.Module, where: Where | Iterable[Where] | None) -> None:
 
 
 def unfreeze(model: nn.Module, where: Where | Iterable[Where] | None = None) -> None:
-    """Makes the parameters of the modules that `where` selects trainable, except those of integer dtypes.
+    """Makes the parameters of the modules that `where` selects trainable, except integer parameters.
 
     Args:
         model: the model.

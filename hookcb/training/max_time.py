@@ -13,9 +13,9 @@ from hookcb.core.events import CancelFitException
 class MaxTime(Callback):
     """Ends the fit after a time limit, such as that of a machine rented by the hour.
 
-    The training batch in progress is finished, its epoch is not: it gets no validation and no row. If the
-    time runs out in the validation, the epoch is completed. With a `Checkpoint` the fit can be resumed from
-    there; a resumed fit has the whole time again.
+    The training batch in progress is finished, but not its epoch, which gets no validation and no row. If the
+    time runs out during validation, the epoch is completed. With a `Checkpoint` the fit can be resumed there;
+    a resumed fit has the whole time again.
 
     Args:
         seconds: the time limit, in seconds or as a `datetime.timedelta`, counted from `before_fit` by a clock
@@ -26,7 +26,7 @@ class MaxTime(Callback):
         stopped_at: when the fit was ended, in seconds since it began; None if it was not.
 
     Raises:
-        TypeError: If `seconds` is neither.
+        TypeError: If `seconds` is not a number or a timedelta.
         ValueError: If it is 0, negative or NaN.
 
     >>> from hookcb import MaxTime, synth_learner

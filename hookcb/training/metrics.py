@@ -19,7 +19,7 @@ COLUMNS = ("epoch", "train_loss", "valid_loss", "time")
 
 @runtime_checkable
 class Metric(Protocol):
-    """A metric that accumulates over batches, such as those of torchmetrics."""
+    """A metric that accumulates over batches, such as one of torchmetrics."""
 
     def update(self, pred: Any, target: Any) -> Any:
         """Adds a batch."""
@@ -81,7 +81,7 @@ class Metrics(Callback):
         name: name of the callback in the learner.
 
     Raises:
-        TypeError: If a metric is neither.
+        TypeError: If a metric is neither a function nor such an object.
         ValueError: If two metrics have the same name, or one has the name of a column of the Recorder.
 
     >>> from hookcb import Metrics, accuracy
@@ -131,7 +131,7 @@ class Metrics(Callback):
 
     def after_batch(self) -> None:
         if self.phase_state.pop("cancelled", False) or "metrics" not in self.phase_state:
-            return  # the latter if it was attached in the middle of a validation
+            return  # cancelled, or attached in the middle of a validation
         self.phase_state["seen"] = True
         for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
             try:
@@ -171,7 +171,7 @@ def metric_name(metric: Any) -> str:
 
 
 def accuracy(pred: Tensor, target: Tensor) -> Tensor:
-    """Share of samples whose largest score is the target's, 0..1.
+    """Share of samples with the largest score at the target class, 0..1.
 
     Args:
         pred: scores, `(N, C)` or `(N, …, C)`.

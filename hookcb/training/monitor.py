@@ -1,4 +1,4 @@
-"""Monitoring a column of the epoch's row: which one, whether lower is better, whether it has improved."""
+"""Monitors a column of the epoch's row: whether it exists, lower is better, and it has improved."""
 
 import difflib
 import math
@@ -20,7 +20,7 @@ def resolve_mode(monitor: str, mode: str | None = None) -> str:
 
     Raises:
         TypeError: If `monitor` is not a string.
-        ValueError: If `mode` is another one.
+        ValueError: If `mode` is anything else.
     """
     if not isinstance(monitor, str):
         raise TypeError(f"monitor must be the name of a column, such as 'valid_loss', got {monitor!r:.80}")

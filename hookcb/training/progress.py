@@ -19,7 +19,7 @@ class Progress(Callback):
 
     Args:
         bar: False for rows only.
-        console: where to print, by default standard output.
+        console: console to print to; by default standard output.
         name: name of the callback in the learner.
 
     >>> from hookcb import Progress, synth_learner
@@ -50,12 +50,8 @@ class Progress(Callback):
             return
         self._drawn = now
         epoch = f"epoch {self.epoch + 1}" + (f"/{self.n_epoch}" if self.n_epoch else "")
-        loss = self.loss
-        doing = (
-            f"{epoch}  loss {float(loss.detach()):.4f}"
-            if self.training and loss is not None
-            else f"{epoch}  validating"
-        )
+        loss = self.loss if self.training else None
+        doing = f"{epoch}  validating" if loss is None else f"{epoch}  loss {float(loss.detach()):.4f}"
         display, done, total = self._display, self.iter + 1, self.n_iter
         self._shown(lambda: display.advance(doing, done, total))
 

@@ -132,4 +132,4 @@ def _read(values: list[float | Tensor], first: int = 0) -> list[float]:
         numbers = torch.stack([value.flatten()[0].float() for value in waiting.values()]).tolist()
         for i, number in zip(waiting, numbers, strict=True):
             values[i] = number
-    return values  # type: ignore[return-value]  # no tensor is left from there on
+    return values  # type: ignore[return-value]  # no tensor is left from `first` on

@@ -14,7 +14,7 @@ MAX_NODES = 64
 
 
 def reduction_of(loss_func: Any, loss: Any) -> str | None:
-    """Reduction of a loss, "mean" or "sum"; None if neither its function nor its graph tells.
+    """Reduction of a loss, "mean" or "sum"; None if neither its function nor its graph shows it.
 
     A mean plus a penalty that is a sum is a mean. A sum that is multiplied or divided by something may be
     either.
@@ -22,7 +22,7 @@ def reduction_of(loss_func: Any, loss: Any) -> str | None:
     Args:
         loss_func: the loss function; it may have a `reduction`, as an attribute or as a parameter with a
             default, as torch's losses do.
-        loss: a loss with its graph; its last operations are looked at if `loss_func` does not tell.
+        loss: a loss with its graph; its last operations are inspected if `loss_func` has no `reduction`.
     """
     named = getattr(loss_func, "reduction", None) or _default(loss_func)
     if isinstance(named, str) and named != "none":

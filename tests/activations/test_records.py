@@ -434,3 +434,8 @@ def test_outputs_wait_for_one_another_in_bounded_memory_and_each_keeps_its_numbe
 def test_options_without_a_use_are_refused(option):
     with pytest.raises(TypeError, match=f"ActivationStats takes no {option}=.*HookCallback"):
         ActivationStats(**{option: True})
+
+
+def test_an_unknown_phase_is_refused():
+    with pytest.raises(ValueError, match="phase must be 'train' or 'valid', got 'test'"):
+        ActivationRecords().steps("test")

@@ -37,7 +37,7 @@ def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monke
     monkeypatch.setattr("hookcb.cli.main.find_spec", lambda name: None)  # saves drawing the picture
     assert main(["demo", "--model", model, "--epochs", "4"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"HEALTHY +as far as checked: \d+ of \d+ checks", last)
+    assert re.fullmatch(r"HEALTHY +as far as checked: \d+ of \d+ checks ran", last)
 
 
 def test_a_fault_is_told_with_its_verdict_and_leaves_no_checkpoint(capsys, tmp_path):
@@ -61,7 +61,7 @@ def test_a_fault_that_there_is_not_is_told_with_those_that_there_are(capsys):
         main(["demo", "--fault", "lr-to-high"])
     assert ended.value.code == 2
     complaint = " ".join(capsys.readouterr().err.split())
-    assert "there is no fault 'lr-to-high'" in complaint
+    assert "unknown fault 'lr-to-high'" in complaint
     for name in FAULTS:
         assert name in complaint
 

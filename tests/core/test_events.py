@@ -56,7 +56,7 @@ def test_events_without_a_cancel_fire_in_the_order_of_the_list():
 
 def test_the_pseudocode_names_every_event_but_those_of_cancels():
     text = inspect.getdoc(hookcb.core.events)
-    pseudocode, tables = text.split("A level is what lies", 1)
+    pseudocode, tables = text.split("A level is the part", 1)
     for event in Event:
         if event.startswith("after_cancel_"):
             assert event in tables

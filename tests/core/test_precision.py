@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map, tree_map_only
 
 from hookcb import ActivationStats, GradientClip, GradientHealth, Learner
-from hookcb.activations import callback as activations
+from hookcb.activations import records as activations
 from hookcb.activations.stats import LAYER_STATS, histogram, layer_stats
 from hookcb.core import precision
 from hookcb.gradients import stats as grad_stats
@@ -166,5 +166,5 @@ def test_float32_models_are_recorded_in_float32():
     stats, health = ActivationStats(), GradientHealth()
     model = nn.Linear(3, 2)
     fit(Learner(([(torch.ones(4, 3), torch.ones(4, 2))], None), model, F.mse_loss, cbs=[stats, health]))
-    stores = stats.store_of("train"), health.store_of("train")
+    stores = stats.records.store_of("train"), health.records.store_of("train")
     assert {store.series(name).dtype for store in stores for name in store.names} == {torch.float32}

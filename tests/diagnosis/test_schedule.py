@@ -124,9 +124,9 @@ def test_the_verdict_is_the_same_whatever_the_clock_says(monkeypatch, accumulate
 def test_the_verdict_says_by_which_rule_later_batches_were_looked_at():
     learn = make_learner(30, 0, lr=0.01)
     verdict = fit(learn, 1, cbs=Diagnose(show=False, budget=0.5)).diagnose()
-    assert verdict.coverage[0] == "30 batches, 11 inspected closely (from batch 20 on as budget=0.5 allows)"
+    assert verdict.coverage[0] == "30 batches, 11 of them closely (from batch 20 on as budget=0.5 allows)"
     short = fit(make_learner(12, 0, lr=0.01), 1, cbs=Diagnose(show=False)).diagnose()
-    assert short.coverage[0] == "12 batches, 8 inspected closely"
+    assert short.coverage[0] == "12 batches, 8 of them closely"
 
 
 def test_a_watch_looks_at_the_same_batches_as_a_learner():

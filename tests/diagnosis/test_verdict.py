@@ -203,7 +203,7 @@ def test_rich_shows_the_same_words_without_reading_them_as_markup():
 @pytest.mark.parametrize("width", [80, 100])
 def test_rich_wraps_to_a_narrow_terminal_once_and_keeps_indents(width):
     long = example(message="a sentence of plain words that goes on for a while " * 5)
-    lines = rendered(verdict_of(long, coverage=("30 batches, 14 inspected closely",) * 4), width)
+    lines = rendered(verdict_of(long, coverage=("30 batches, 14 of them closely",) * 4), width)
     heads = [line for line in lines if line and not line.startswith(" ")]
     assert all(len(line) <= width for line in lines)
     assert all(re.match(r"SICK|ERROR", line) for line in heads)
@@ -256,7 +256,7 @@ def test_gaps_are_a_field_and_stay_in_the_coverage_and_the_dict():
     assert list(verdict.coverage) == verdict.to_dict()["coverage"] == lines
     assert verdict.to_dict()["gaps"][0] == {"codes": ["loss.flat", "loss.spike"], "reason": "too few batches"}
     assert json.loads(verdict.to_json()) == verdict.to_dict()
-    assert "3 batches; some checks could not run, see .coverage for the 2 reasons." in str(verdict)
+    assert "3 batches. Some checks could not run; the verdict's .coverage says why." in str(verdict)
     assert pickle.loads(pickle.dumps(verdict)) == verdict
 
 

@@ -210,3 +210,8 @@ def test_records_do_not_hold_the_model():
     again = pickle.loads(pickle.dumps(health))
     assert again.table() == health.table() or any(map(math.isnan, [r.value for r in health.table()]))
     assert len(pickle.dumps(health)) < 200_000
+
+
+def test_the_number_of_records_to_keep_is_checked():
+    with pytest.raises(ValueError, match="keep must be a whole number of records, 2 or more, got 0"):
+        GradientRecords(keep=0)

@@ -63,7 +63,7 @@ def test_each_part_of_a_selection_has_to_find_something():
     for which in ("conv.*", ["head.*", "conv.*"], lambda name, p: False):
         with pytest.raises(LookupError, match=r"no parameter of Net matches .* it has: scale, stem\.weight"):
             find_params(Net(), which)
-    with pytest.raises(LookupError, match=r"no parameter of ReLU is there; it has: none"):
+    with pytest.raises(LookupError, match="ReLU has no parameters"):
         find_params(nn.ReLU())
 
 

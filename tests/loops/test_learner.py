@@ -518,7 +518,7 @@ def test_a_head_that_is_replaced_between_fits_is_trained():
 def test_a_ready_optimizer_of_another_model_is_refused_before_training():
     opt = torch.optim.SGD(make_model(seed=3).parameters(), lr=0.1)
     learn = make_learner(opt_func=opt)
-    with pytest.raises(ValueError, match="holds none of the parameters"):
+    with pytest.raises(ValueError, match="has none of the parameters"):
         learn.fit(1)
 
 

@@ -191,7 +191,7 @@ def test_gradients_of_something_else_are_no_loss():
         torch.autograd.grad(F.mse_loss(model(x), Y), x)
     assert w.recorder.losses == []
     assert w.facts.n_losses_unfound == 2
-    assert "report it by w.report_loss(loss)" in w.coverage.missing["after_loss"]
+    assert "report it with w.report_loss(loss)" in w.coverage.missing["after_loss"]
 
 
 def test_a_loss_that_is_told_is_not_found_too():

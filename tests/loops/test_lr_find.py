@@ -269,7 +269,7 @@ def test_arguments_that_cannot_be_are_refused(kwargs, error):
 
 def test_a_loader_that_can_be_read_once_is_not_used_up():
     batches = iter(make_batches(3))
-    with pytest.raises(ValueError, match="read once"):
+    with pytest.raises(ValueError, match="read only once"):
         find_lr(Learner(batches, make_model(), F.mse_loss))
     assert len(list(batches)) == 3
 

@@ -216,9 +216,7 @@ def test_training_in_eval_mode_is_known_from_the_first_step_on():
         step(model, opt)
         with torch.no_grad():
             model(X)
-        assert (
-            "batches in eval mode with gradients, taken for training as a step followed" in w.coverage.notes
-        )
+        assert "batches in eval mode with gradients count as training, as a step followed" in w.coverage.notes
 
     assert seen(loop) == f"E(V((p))VT((sS){TRAINED})TV((p))V)E"
 
@@ -309,7 +307,7 @@ def test_manual_updates_without_an_optimizer():
                     p.grad = None
     # the first was seen only when it was over
     assert "".join(log) == "F(E(T((plbB)(plbBsS))T)E)F"
-    assert "weights moved 2 times without a step of an optimizer" in str(w.coverage)
+    assert "weights moved 2 times without a step of a watched optimizer" in str(w.coverage)
 
 
 def test_a_batch_that_is_skipped_before_its_backward_goes_into_the_next():
@@ -355,7 +353,10 @@ def test_optimizer_none_finds_several_and_counts_no_batch_twice():
             F.mse_loss(model(X), Y).backward()
             for opt in opts:
                 opt.step()
-        assert "2 optimizers; a batch ends when all have made a step, or the next begins" in w.coverage.notes
+        assert (
+            "2 optimizers; a batch ends when all have stepped, or when the next one begins"
+            in w.coverage.notes
+        )
     assert "".join(log) == "F(E(T((plbBsSsS)(plbBsSsS))T)E)F"
 
 
@@ -443,7 +444,7 @@ def test_a_gan_in_a_container_with_two_optimizers():
     with watch(both, opts.values(), probe(log)) as w:
         loop()
     assert "".join(log) == "F(E(T((ppplbBsS)(plbBsS)(ppplbBsS)(plbBsS))T)E)F"
-    assert "8 calls of parts of the model, which had not been called itself" in w.coverage.notes
+    assert "8 calls of parts of the model, which had not been called as a whole" in w.coverage.notes
 
 
 def test_a_gan_through_its_own_forward():
@@ -657,7 +658,7 @@ def test_a_model_whose_parts_only_are_called():
         for _ in range(2):
             model.head(model.encoder(X)).mean().backward()
             opt.step()
-        assert "4 calls of parts of the model, which had not been called itself" in w.coverage.notes
+        assert "4 calls of parts of the model, which had not been called as a whole" in w.coverage.notes
 
     assert seen(loop, model, opt) == "E(T((pplbBsS)(pplbBsS))T)E"
 
@@ -1066,7 +1067,7 @@ def test_a_model_compiled_in_place_after_it_is_watched(graphs):
     # the first call is seen by its step
     assert seen(loop, model, opt) == f"E(T((sS){TRAINED * 2})T)E"
     assert len(found) == 1
-    assert type(model._compiled_call_impl).__module__ != "hookcb.loops.taps"
+    assert type(model._compiled_call_impl).__module__ != "hookcb.hooks.compiled"
 
 
 def test_a_wrapper_that_was_made_after_is_not_seen_and_coverage_says_so(graphs):
@@ -1408,8 +1409,8 @@ REFUSED = {
     "GradientAccumulation": ({}, "every few batches"),
     "GradientClip": ({}, "clip_grad_norm_"),
     "Checkpoint": ({"folder": "x"}, "save model and optimizer"),
-    "OneCycle": ({}, "scheduler of torch"),
-    "ReduceLROnPlateau": ({}, "scheduler of torch"),
+    "OneCycle": ({}, "torch scheduler"),
+    "ReduceLROnPlateau": ({}, "torch scheduler"),
     "Compile": ({}, "before you watch"),
     "ChannelsLast": ({}, "channels_last"),
     "Freeze": ({"where": "0"}, "requires_grad"),
@@ -1518,7 +1519,7 @@ def test_a_callback_may_follow_a_second_loop_when_the_first_has_ended():
 
 @pytest.mark.parametrize("wrong", [3, "sgd", [3], {"g": 3}, [ActivationStats(), 3], nn.Linear(1, 1)])
 def test_what_is_no_optimizer_is_refused(wrong):
-    with pytest.raises(TypeError, match="give a torch optimizer"):
+    with pytest.raises(TypeError, match="optimizer must be a torch optimizer"):
         watch(make_model(), wrong)
 
 

@@ -24,7 +24,7 @@ class Means(SavedRecords):
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        return cls(StatStore.of(state["store"]))
+        return cls(StatStore.from_state(state["store"]))
 
 
 def means() -> Means:

@@ -84,7 +84,7 @@ def test_the_memory_of_a_store_is_bounded():
 
 
 @pytest.mark.parametrize(
-    "copied", [lambda s: StatStore.of(s.state()), lambda s: pickle.loads(pickle.dumps(s))]
+    "copied", [lambda s: StatStore.from_state(s.state()), lambda s: pickle.loads(pickle.dumps(s))]
 )
 def test_a_copy_goes_on_where_the_store_was(copied):
     store = filled(20, 50)

@@ -362,3 +362,16 @@ def test_marks_are_the_codes_of_a_verdicts_findings_by_layer_the_worst_first():
     assert marks == {"fc": Mark(5, "grad.nonfinite, layer.dead"), "relu": Mark(3, "layer.dead")}
     assert marks_of(verdict, "param") == {"fc.weight": Mark(5, "grad.nonfinite")}
     assert marks_of(None, "layer") == {}
+
+
+def test_a_code_in_a_report_is_not_broken_within_a_word():
+    cells = Column("look at", lambda row: "grad.attenuated", is_text=True), Column("n", lambda row: "1" * 40)
+    table = fitted([None], ["fc"], cells, Console(width=50).options)
+    assert "grad.attenuated" in in_terminal(table, 50)
+
+
+@pytest.mark.parametrize("callback", [ActivationStats, GradientHealth])
+def test_a_report_of_nothing_says_so_and_a_wrong_verdict_is_refused(callback):
+    assert str(callback().report()).startswith("nothing is recorded, no ")
+    with pytest.raises(TypeError, match=r"verdict must be a Verdict, .* got 'sick'"):
+        callback().report(verdict="sick")

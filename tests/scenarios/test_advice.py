@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.checks.gradients import attenuated_gradients, exploding_gradients
+from hookcb.diagnosis.checks.attenuated import attenuated_gradients
+from hookcb.diagnosis.checks.exploding import exploding_gradients
 from hookcb.diagnosis.checks.layers import activation_scale, saturated_units
 from hookcb.diagnosis.checks.loss import diverging_loss, first_loss
 from hookcb.diagnosis.checks.optimizer import constant_clipping

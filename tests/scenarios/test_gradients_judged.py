@@ -96,6 +96,17 @@ def test_a_nan_of_the_data_is_found_at_its_step_with_all_it_reaches():
     assert all(name in alone.primary.message for name in ("0.weight", "2.weight", "2.bias"))
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_batch_after_the_training_says_nothing_about_how_an_earlier_nan_began(skips):
+    data = batches(6)
+    data[4][0][1, 1] = NAN
+    health = GradientHealth(on_nonfinite="skip" if skips else "record")
+    verdict = learner(mlp(), data, health).diagnose()
+    assert (verdict.primary.code, verdict.primary.step) == ("nonfinite.first", 4)
+    assert "NaN in the inputs" not in verdict.ruled_out
+    assert "the batch of the first NaN was not inspected" in str(verdict.coverage)
+
+
 def test_the_first_step_that_was_not_finite_is_remembered_when_its_record_is_not_kept():
     def plant(cb):
         if cb.train_iter == 3:

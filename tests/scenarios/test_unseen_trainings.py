@@ -61,7 +61,7 @@ def evaluation(model, opt):
 SEEN_NOTHING = {
     "nothing happens": (lambda model, opt: None, "the model was not called"),
     "another model is trained": (other_trained, "the model was not called"),
-    "calls in train mode only": (inference, "no gradient came"),
+    "calls in train mode only": (inference, "no gradient reached"),
     "calls in eval mode only": (evaluation, ""),
     "no step is made": (lambda model, opt: train(model, opt, 3, step=False), "no optimizer of the model"),
 }
@@ -106,7 +106,7 @@ def test_an_optimizer_that_never_steps_is_told():
     with w:
         train(model, torch.optim.Adam(model.parameters()))
     assert w.diagnose().status == "unknown"
-    assert "the optimizer that was given has no parameter of the model" in w.diagnose().reason
+    assert "the given optimizer has no parameter of the model" in w.diagnose().reason
 
 
 def closing(model, opt, n=60):

@@ -49,7 +49,7 @@ def test_weights_that_move_without_an_optimizer_are_seen(write):
     descend(plain, write, watched=False)
     assert same(weights(model), weights(plain))
     assert w.facts.n_moved_by_hand == 6
-    assert "weights moved 6 times without a step of an optimizer" in str(w.coverage)
+    assert "weights moved 6 times without a step of a watched optimizer" in str(w.coverage)
     assert w.coverage.seen["before_step"] == w.coverage.seen["after_step"] == 5
     assert "before_step" not in w.coverage.missing
 
@@ -164,7 +164,7 @@ def test_a_batch_that_is_under_way_is_counted_once_it_has_gone_back():
 
 def test_the_optimizer_of_another_model_is_told():
     model = make_model()
-    with pytest.warns(UserWarning, match="no parameter of Sequential is in the optimizer"):
+    with pytest.warns(UserWarning, match="optimizer has no parameter of Sequential"):
         w = watch(model, torch.optim.SGD(make_model(1).parameters()), GradientHealth)
     with w:
         F.mse_loss(model(X), Y).backward()

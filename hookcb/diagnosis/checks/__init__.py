@@ -4,11 +4,13 @@ They register when they are imported, and are judged in the order of these impor
 """
 
 # isort: off
-from hookcb.diagnosis.checks import (
+from hookcb.diagnosis.checks import (  # noqa: F401
     parameters,
     inputs,
     gan,
-    gradients,
+    attenuated,
+    exploding,
+    dead_units,
     layers,
     unused,
     loss,
@@ -19,21 +21,4 @@ from hookcb.diagnosis.checks import (
     runtime,
     nonfinite,
     observed,
-)
-
-SECTIONS = (
-    observed,
-    parameters,
-    inputs,
-    gan,
-    layers,
-    unused,
-    nonfinite,
-    loss,
-    guessing,
-    gradients,
-    step_size,
-    weight_decay,
-    optimizer,
-    runtime,
 )

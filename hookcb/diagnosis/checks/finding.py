@@ -23,8 +23,8 @@ def finding(
 ) -> Finding:
     """Finding of a check; see `Finding` for the arguments that are passed through.
 
-    `at` is the layer or parameter, or the name of a layer if nothing else is known of it. `when` gives the
-    first and last step: of a run of records, of a whole series, two steps, or a single one.
+    `at` is the layer or parameter, or the name of a layer if nothing else is known. `when` gives the first
+    and last step, as a run of records, a whole series, two steps, or a single one.
     """
     layer, param, kind = _place(at)
     first, last = _steps(when)

@@ -9,23 +9,23 @@ from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import format_factor, median
 from hookcb.diagnosis.verdict import Finding
 
-MAX_FALL = 100.0  # factor by which the gradients of one network fall while those of the other do not
+MAX_FALL = 100.0  # factor by which the gradients of one network fall
 WON = 0.05  # loss of a discriminator that has won
-N_FIRST = 5  # records whose median is the beginning; the end is a single record, as records get rare
+N_FIRST = 5  # records in the median of the beginning; the end is a single one, as records get rare
 
 
 @check("gan.balance", site=Site.RUN, needs=("gradients", "steps", "loss"), subject="players")
 def balance(evidence: Evidence) -> Iterator[Result]:
-    """A discriminator so good that its generator no longer learns anything.
+    """A discriminator so good that its generator no longer learns.
 
-    Formula: there are two networks with an optimizer each; the loss of one is below 0.05, while the gradient
-    norm of the other falls to a hundredth of its first value and its loss is no lower than at the beginning.
+    Formula: of two networks with an optimizer each, the loss of one is below 0.05, while the gradient norm of
+    the other falls to a hundredth of its first value and its loss is not lower than at the beginning.
 
     Source: Arjovsky & Bottou, Towards Principled Methods for Training Generative Adversarial Networks, 2017.
     """
     norms = _norms_by_optimizer(evidence)
     if len(norms) != 2 or set(norms) != set(evidence.losses):
-        yield Skipped("there are no two optimizers with a loss each")
+        yield Skipped("the training does not have two optimizers with a loss each")
         return
     a, b = norms
     for winner, loser in ((a, b), (b, a)):
@@ -78,7 +78,7 @@ def _unbalanced(evidence: Evidence, loser: int, fall: float, norms: Series) -> F
         limit=MAX_FALL,
         message=f"The gradients of {names[0]} have fallen by a factor of {format_factor(fall)} (limit "
         f"{MAX_FALL:g}), and the loss of its opponent is below {WON}: the opponent has won, and {names[0]} "
-        "no longer learns anything.",
+        "no longer learns.",
         causes=("a discriminator that learns much faster than its generator",),
         next_steps=("Lower the learning rate of the discriminator, or use the non-saturating loss",),
     )

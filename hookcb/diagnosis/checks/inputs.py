@@ -28,9 +28,9 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
 
     Formula: median root mean square of the first three inspected batches above 30, and one of these harms:
     in the first three records, an update above a fifth of a weight, a first loss above three times that of
-    guessing, or units that are saturated or dead; a loss that ends no better than that of a constant; or the
-    inputs go to a recurrent layer, whose gates saturate unseen. A note if the loss ends below half of that of
-    a constant, as the model then learns all the same.
+    guessing, or saturated or dead units; a loss that ends no better than that of a constant; or inputs to a
+    recurrent layer, as saturated gates are not seen. A note if the loss ends below half of that of a
+    constant, as the model learns all the same.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
@@ -67,10 +67,10 @@ def _harm(evidence: Evidence) -> str:
     if first > MAX_FIRST_LOSS * evidence.guess:
         return f"the first loss is {first:.3g}, while guessing gives {evidence.guess:.3g}"
     if any(p.kind in RECURRENT and p.place == 0 for p in params):
-        return "they go to a recurrent layer, whose gates they saturate"
+        return "they saturate the gates of a recurrent layer"
     if any(median(values) > MAX_SATURATED for values in saturated):
         return "they saturate units"
     if any(p.dead > MAX_DEAD for p in params):
-        return "units get no gradient"
+        return "some units get no gradient"
     is_trivial = loss_of_constant(evidence)[1] > MAX_OF_CONSTANT
     return "the model is no better than a constant prediction" if is_trivial else ""

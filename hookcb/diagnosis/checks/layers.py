@@ -108,7 +108,7 @@ def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span) -> Fi
 def activation_scale(evidence: Evidence) -> Iterator[Result]:
     """Activations that grow from layer to layer, or come close to the largest number of their dtype.
 
-    Formula: std(output) / std(input), both as the median of the first three records and as the median of all:
+    Formula: std(output) / std(input), both in the median of the first three records and in that of all, since
     a regression may grow its output as it learns, but does not begin that way. Limit: 1,000, for a warning; a
     layer that keeps the scale has 1. Or max |output| above a tenth of the largest number of its dtype in two
     of ten records, for an error: a sum of ten such numbers is infinite.
@@ -195,7 +195,7 @@ def _near_overflow(layer: Layer, most: float, span: Span) -> Finding:
         limit=MAX_SHARE_OF_DTYPE,
         message=f"The output of {layer.name} reaches {most:.2g}, and the maximum of its dtype is "
         f"{layer.largest:.2g} (limit {MAX_SHARE_OF_DTYPE:.0%} of it): it may soon overflow.",
-        causes=("activations that grow from layer to layer", "float16, whose maximum is 65,504"),
+        causes=("activations that grow from layer to layer", "float16, which has a maximum of 65,504"),
         next_steps=("Use bfloat16 instead of float16, or add a normalization layer before this layer",),
     )
 
@@ -211,9 +211,9 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
 
     Formula: variance across the batch / second moment, the median over five records up to the last before
     convergence. Limit: 1e-6, a difference of a thousandth between samples. The finding names the first layer
-    from which all layers to the end of the model have collapsed: a layer whose input is constant by design
-    (positions, a learned query), or whose output batch norm spreads again, has layers after it that have not.
-    A head alone is not reported: a regression on targets of 2,000 ± 2 has such outputs. Only a note if the
+    from which all layers to the end of the model have collapsed: layers that get a constant by design
+    (positions, a learned query), or are followed by a batch norm that spreads their outputs, do not count. A
+    head alone is not reported: a regression on targets of 2,000 ± 2 has such outputs. Only a note if the
     spread is lost gradually, by a factor below 1,000 at the layer named; gradients then say more.
 
     Source: Schoenholz et al., "Deep Information Propagation", 2017, for how inputs become alike with depth.

@@ -155,7 +155,7 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
         yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
         return
     if _has_growing_targets(evidence, span.first):
-        yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g}, because its targets have grown)")
+        yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
         return
     yield finding(
         "loss.diverging",

@@ -1,4 +1,4 @@
-"""Checks of NaN and infinity: where they began, and those that never reach a parameter."""
+"""Checks of NaN and infinity: their origin, and those that never reach a parameter."""
 
 import math
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from hookcb.diagnosis.verdict import Finding
 def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
     """The first module that makes NaN or infinity from finite inputs, or from finite gradients.
 
-    Formula: the batch is run again, see `hookcb.nans.search`. Without `Diagnose`: the parameters whose
-    gradient has NaN or infinite elements, at the first step with such gradients. Steps that a GradScaler with
-    a scale above 1 has skipped are left out.
+    Formula: the batch is run again, see `hookcb.nans.search`. Without `Diagnose`: the parameters with NaN or
+    infinite gradients at the first step with any. Steps that a GradScaler with a scale above 1 has skipped
+    are left out.
     """
     is_named = any(x.code == "nonfinite.first" for x in evidence.observations)
     bad = {} if is_named else _nonfinite_gradients(evidence)
@@ -35,7 +35,7 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
 
 
 def _nonfinite_gradients(evidence: Evidence) -> dict[str, int]:
-    """By parameter, its first step with a NaN or infinite gradient that is not a GradScaler's to handle."""
+    """First step with a NaN or infinite gradient that no GradScaler handles, by parameter."""
     scale, skipped = (dict(evidence.steps.get(stat, Series())) for stat in ("scale", "skipped"))
     bad = {}
     for p in evidence.params.values():
@@ -62,18 +62,16 @@ def _nonfinite(evidence: Evidence, bad: dict[str, int]) -> Finding:
         message=f"The gradient of {first.name} has {number}NaN or infinite element{'s' * (n != 1)} at step "
         f"{step}{more}.",
         causes=("an operation in the forward or backward that is not defined for its input, such as 0/0",),
-        next_steps=("Find the module where it began: train with cbs=NanTrace()",),
+        next_steps=("Find the module that made it: train with cbs=NanTrace()",),
     )
 
 
 @check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)
 def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
-    """The gradient of a layer's output is NaN or infinite, but those of all parameters are finite.
+    """A NaN or infinite gradient of a layer's output, at a step with finite gradients of all parameters.
 
     Formula: number of NaN or infinite elements > 0 in the gradient of an output, = 0 in those of parameters,
-    at one step.
-
-    Needs the gradients of outputs, which `GradientHealth(activations=True)` records.
+    at one step. `GradientHealth(activations=True)` records the gradients of outputs.
     """
     known = [layer for layer in evidence.layers.values() if "grad_nonfinite" in layer.stats]
     if not known:
@@ -94,7 +92,7 @@ def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
         value=n,
         limit=0.0,
         message=f"The gradient of the output of {layer.name} has {n:,.0f} NaN or infinite elements at step "
-        f"{step}, but those of all parameters are finite.",
+        f"{step}, but the gradients of all parameters are finite.",
         causes=("an operation with an infinite gradient, followed by a mask or a selection of elements",),
         next_steps=("Mask the input of that operation rather than its output",),
     )

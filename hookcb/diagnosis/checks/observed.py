@@ -16,14 +16,14 @@ EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "u
 def passed_on(
     evidence: Evidence, code: str, severity: Severity, passed: str, requires: str = ""
 ) -> Iterator[Result]:
-    """One finding for all observations with a code, per severity: the first, with the places of the others.
+    """One finding per severity for all observations with a code: the first, with the places of the others.
 
     Args:
         evidence: has the observations.
-        code: of the observations.
-        severity: of the finding, unless the observation has its own.
+        code: code of the observations.
+        severity: severity of the finding, unless the observation has its own.
         passed: text of `Passed` if there is no observation.
-        requires: what must have been observed to say so, see `Evidence.observed`; alternatives by " or ".
+        requires: key in `Evidence.observed` without which it is `Skipped`; alternatives separated by " or ".
     """
     observations = [x for x in evidence.observations if x.code == code]
     if not observations:
@@ -32,9 +32,9 @@ def passed_on(
         else:
             yield Skipped(evidence.missing.get(requires, f"too little was seen of the {requires}"))
         return
-    for own in dict.fromkeys(x.severity for x in observations):
-        first, *others = [x for x in observations if x.severity == own]
-        yield _finding(evidence, first, others, own or severity)  # type: ignore[arg-type]
+    for given in dict.fromkeys(x.severity for x in observations):
+        first, *others = [x for x in observations if x.severity == given]
+        yield _finding(evidence, first, others, given or severity)  # type: ignore[arg-type]
 
 
 def _finding(
@@ -95,7 +95,7 @@ _row("input.nonfinite", Site.INPUT, ("batch",), EVERYTHING, "error", "NaN in the
     doc="""
     NaN or infinity in the inputs of a batch.
 
-    Formula: any element that is not finite, in a inspected batch or in one whose loss is not finite.
+    Formula: any element that is not finite, in an inspected batch or in one whose loss is not finite.
     """)  # fmt: skip
 
 _row("input.constant", Site.INPUT, ("batch",), EVERYTHING, "error", "constant inputs",

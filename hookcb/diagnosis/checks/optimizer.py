@@ -19,10 +19,8 @@ MAX_PEAK = 30.0  # max |gradient| / RMS, which is 5 for normally distributed num
 SAMPLE_SIZE = 1024  # elements of a weight from which updates are read
 MIN_RESOLVED = 8  # expected update in units of the dtype's resolution
 N_NO_RATE, MIN_NO_RATE_SHARE, MIN_NO_RATE = 10, 0.1, 20  # batches with a learning rate of 0
-MAX_SKIPPED, MAX_SKIPPED_STEPS = (
-    0.1,
-    4,
-)  # share; a scaler that begins too high skips a few steps, as it should
+# share and number of skipped steps; a scaler that begins too high skips a few, as it should
+MAX_SKIPPED, MAX_SKIPPED_STEPS = 0.1, 4
 
 
 @check("clip.always", site=Site.GRADIENTS, needs=("gradients",), leads_to=("update.too_small", "loss.flat"))

@@ -18,9 +18,9 @@ MIN_STEPS = 20  # of the run
 def unreachable(evidence: Evidence) -> Iterator[Result]:
     """A layer that was called in the forward and never received a gradient.
 
-    Formula: `requires_grad`, and `.grad` is None in at least five inspected steps, or after one backward if
-    there is no training. Parameters that are frozen, that had a gradient at some step, or whose layer was not
-    called are left out. A warning if the calls of layers were not recorded.
+    Formula: `requires_grad`, and `.grad` is None in at least five inspected steps, or after one backward
+    without a training. Left out are parameters that are frozen, had a gradient at some step, or belong to a
+    layer that was not called. A warning if the calls of layers were not recorded.
     """
     steps, needed = evidence.steps.get("total_norm"), records_needed(evidence)
     if steps is None or len(steps) < needed:
@@ -29,7 +29,7 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= needed]
     without = [p for p in ungraded if p.layer in evidence.layers]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
-    if unknown and not evidence.layers:
+    if unknown and "activations" not in evidence.sources and any(p.stats for p in evidence.params.values()):
         yield _without_gradient(unknown, steps)
         return
     if not without and unknown:
@@ -58,10 +58,13 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
 
 
 def _without_gradient(params: Sequence[Param], steps: Series) -> Finding:
-    """Parameters of layers that are not known to be called."""
+    """Finding about parameters of layers that may not have been called."""
     first, names, n = params[0], [p.name for p in params], len(steps)
     looks = "one backward" if n == 1 else f"{n} steps"
-    others = f" or {join_names(names[1:], 3)}" if len(names) > 1 else ""
+    is_one = len(names) == 1
+    subject, it = (
+        (f"Parameter {names[0]}", "it") if is_one else (f"Parameters {join_names(names, 4)}", "them")
+    )
     return finding(
         "param.unreachable",
         "warning",
@@ -69,8 +72,8 @@ def _without_gradient(params: Sequence[Param], steps: Series) -> Finding:
         when=steps,
         value=float(len(params)),
         limit=0.0,
-        message=f"No gradient has come in {looks} to {first.name}{others}; the loss may not depend on it.",
-        causes=("a layer that is not used in the forward, or whose output does not reach the loss",),
+        message=f"{subject} received no gradient in {looks}; the loss may not depend on {it}.",
+        causes=("a layer that is not used in the forward, or an output that does not reach the loss",),
         next_steps=(f"Check that the forward uses {first.layer or first.name}, or freeze it",),
     )
 
@@ -142,7 +145,7 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
         at=first,
         when=first.series("norm"),
         value=0.0,
-        message=f"The weight of {first.layer} is all zero and its gradient is zero, so it stays zero"
+        message=f"The weight of {first.layer} and its gradient are all zero, so it stays zero"
         f"{_also(others)}.",
         causes=("all weights were initialized with zeros",),
         next_steps=(
@@ -188,7 +191,7 @@ def restored(evidence: Evidence) -> Iterator[Result]:
 
 
 def _also(others: list[Param]) -> str:
-    """The other parameters of which a message holds."""
+    """Names of other parameters that a message applies to."""
     return f"; the same is true of {join_names([p.name for p in others], 3)}" if others else ""
 
 

@@ -66,7 +66,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     of 1/sqrt(3 fan in), so weights that begin near zero and grow (a zero-initialized last layer, LoRA) do not
     count as changed by much. Limit: 0.2 in three of the first ten records, 0.05 in five of eight later ones;
     1e-3 is usual. An error if two of the first ten steps are larger than the weights, or if the loss rises.
-    Left out are embeddings of tokens and positions, which are added, and trainings whose loss still falls by
+    Left out are embeddings of tokens and positions, which are added, and trainings with a loss that falls by
     a fifth, or, with steps larger than the weights, to a twentieth. The advice is computed from the first
     steps, up to the one after which the loss is higher.
 
@@ -196,7 +196,7 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
 
 
 def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Causes and advice; no learning rate helps if there is no gradient to multiply."""
+    """Causes and advice; no learning rate helps if all gradients are zero."""
     if size == 0:
         return ("the gradient of most weights is exactly zero, whatever the learning rate",), (
             "Look at the last layers and the loss: a softmax over one unit is constant, and a clamp, a ReLU "
@@ -204,7 +204,7 @@ def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[
         )
     n = multiplier(evidence, size)
     if n < MIN_FACTOR:
-        return ("most weights have gradients far smaller than those of a few",), (
+        return ("gradients of most weights that are far smaller than those of a few",), (
             "Find out why gradients vanish: the learning rate is already large enough for some weights",
         )
     return ("the learning rate is too low", "gradients that are very small, or clipped"), (
@@ -228,6 +228,6 @@ def _never_warm(evidence: Evidence) -> Iterator[Result]:
         message=f"The learning rate is still rising after {evidence.n_batches} batches; at "
         f"{lr.values[-1]:.1e}, a step changes the median weight by {size:.2g} of its size (limit "
         f"{MIN_UPDATE_WARNING:g}); {USUAL_UPDATE:g} is usual.",
-        causes=("a warmup that is far too long, or whose length is not in units of the scheduler's steps",),
+        causes=("a warmup that is far too long, or a length that is not in units of the scheduler's steps",),
         next_steps=("Check the number of warmup steps of the scheduler",),
     )

@@ -13,10 +13,9 @@ from hookcb.hooks.coverage import NOT_CALLED, USED
 def hook_silent(evidence: Evidence) -> Iterator[Result]:
     """Layers that were not called in any inspected batch, so nothing is known of their outputs: a note.
 
-    Formula: number of calls = 0, and no parameter of the layer had a gradient. There is no note on a layer
-    whose parameters had one, as it is used without a call; on a frozen layer, which may be used so; on kinds
-    of layers that are never called by themselves; or on layers without parameters if another layer is used
-    without a call.
+    Formula: number of calls = 0, and no parameter of the layer had a gradient. Not noted are layers with a
+    parameter that had one, as they are used without a call; frozen layers, which may be; kinds of layers that
+    are never called themselves; and layers without parameters if another layer is used without a call.
     """
     if not evidence.layers:
         yield Skipped("no call of any layer was seen")
@@ -29,7 +28,7 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
         return
     first, *others = unused
     more = f", nor {'were' if len(others) > 1 else 'was'} {join_names(others, 3)}" if others else ""
-    # the forward may read the settings of a layer without parameters, which nobody can see
+    # the forward may read the settings of a layer without parameters, which no hook sees
     may_be_read = not {p.layer for p in evidence.params.values()}.issuperset(unused)
     reads = ("a forward that reads only its settings, as in F.dropout(x, self.dropout.p)",)
     yield finding(
@@ -50,7 +49,7 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
 def _is_unused(evidence: Evidence, layer: str) -> bool:
     """Whether a layer that was not called is not used in another way either, judging by its parameters."""
     if params := [p for p in evidence.params.values() if p.layer == layer]:
-        is_known = "gradients" in evidence.sources  # else a hook has looked for one, once
+        is_known = "gradients" in evidence.sources  # else a hook has already looked for a gradient
         return not is_known or (any(p.n_without for p in params) and not any(map(_has_gradient, params)))
     used = {p.layer for p in evidence.params.values() if _has_gradient(p)} & evidence.silent.keys()
     return not used and USED not in evidence.silent.values()

@@ -1,4 +1,4 @@
-"""Update sizes, the scale of initial weights, and the advice that follows from both."""
+"""Sizes of gradients and updates, the scale of initial weights, and the advice that follows from them."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,17 @@ USUAL_INIT = 3**-0.5  # times 1/sqrt(fan in): the std with which torch.nn.Linear
 # times 1/sqrt(fan in); kaiming_normal_ has 1.4, kaiming_uniform_(a=5**0.5) 0.6
 MIN_INIT, MAX_INIT = 0.2, 3.0
 MAX_RISE = 0.5  # of the loss, as a share of the loss at the beginning
+# RMS of a layer's gradient / the larger of those of the median and of the last layer; healthy trainings came
+# up to 600, in the first steps of branches that begin with zeros
+MAX_EXCESS = 1e3
+RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 MIN_FACTOR, MAX_FACTOR = 2, 10_000  # a smaller factor is not worth advice, a larger one is not reliable
+
+
+def gradient_sizes(param: Param, until: float) -> Series:
+    """RMS of its gradient before a step, without records of zeros: an expert is not used in each batch."""
+    pairs = [(step, x) for step, x in before(param.series("rms"), until) if x > 0]
+    return Series([step for step, _ in pairs], [x for _, x in pairs])
 
 
 def updates(param: Param, until: float = math.inf) -> Series:

@@ -76,7 +76,7 @@ def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def low_heads(weights: Tensor) -> Tensor:
-    """Share of the heads whose mean entropy is below a twentieth of that of uniform attention.
+    """Share of the heads with a mean entropy below a twentieth of the entropy of uniform attention.
 
     Args:
         weights: attention weights, `(…, heads, queries, keys)`, each row a distribution; or
@@ -94,7 +94,7 @@ def low_heads(weights: Tensor) -> Tensor:
 
 
 def observe_attention(shares_by_layer: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
-    """Layers whose heads attend to one place only, in each inspected batch."""
+    """Layers with heads that attend to one place only, in each inspected batch."""
     for layer, shares in shares_by_layer.items():
         values = [(step, float(share)) for step, share in shares]
         known = [(step, x) for step, x in values if not math.isnan(x)]
@@ -106,7 +106,7 @@ def observe_attention(shares_by_layer: dict[str, list[tuple[int, Tensor]]]) -> I
                 step=known[0][0],
                 value=least,
                 text=f"At least {least:.0%} of the heads of {layer or 'the model'} attend to one place only: "
-                f"the entropy of their attention is below {LOW_ENTROPY:.0%} of that of uniform attention.",
+                f"its entropy is below {LOW_ENTROPY:.0%} of the entropy of uniform attention.",
                 causes=("scores before the softmax are far too large, or are not divided by √d",),
                 next_steps=("Divide the scores by √d, and check the size of the query and key weights",),
             )
@@ -124,51 +124,52 @@ def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
 class OpHooks:
     """Enters an `OpProbe` when the model is called and exits it when the call ends or fails.
 
-    A model that is compiled, in whole or in part, is left alone, because it would run uncompiled. A model
-    whose first call had no attention is not measured again.
+    A model that is compiled, in whole or in part, is not measured, because it would run uncompiled. If the
+    first call of a model has no attention, it is not measured again.
 
     Args:
-        model: model whose forward is measured.
+        model: model to measure.
         acts: whether to measure a call that begins.
-        record: see `OpProbe`.
         in_loop_thread: whether the training makes the call, and not another thread.
+
+    Attributes:
+        step: number of the current batch.
+        shares: steps and shares of heads that attend to one place, see `low_heads`, by name of the layer.
+        has_looked: whether a whole call of the model was measured.
+        is_left_out: whether the model is compiled.
     """
 
     def __init__(
         self,
         model: nn.Module,
         acts: Callable[[], bool],
-        record: Callable[[str, Tensor], object],
         in_loop_thread: Callable[[], bool],
     ) -> None:
-        self._acts, self._record = acts, record
+        self._acts, self.step = acts, 0
+        self.shares: dict[str, list[tuple[int, Tensor]]] = {}
         self._names = {id(m): name for name, m in named_modules(model).items()}
         self._open: list[OpProbe] = []
-        self.has_looked = False  # whether a whole call of the model was measured
-        self.sees_attention = False
+        self.has_looked = False
         self.is_left_out = any(map(is_compiled, model.modules()))
-        self._hooks = (
-            []
-            if self.is_left_out
-            else [
+        self._hooks: list[Hook] = []
+        if not self.is_left_out:
+            self._hooks = [
                 Hook(model, self._enter, pre=True, detach=False, gate=in_loop_thread),
                 Hook(model, self._leave, always_call=True, detach=False, gate=in_loop_thread),
             ]
-        )
 
     def _enter(self, m: nn.Module, args: Any) -> None:
-        is_useless = self.has_looked and not self.sees_attention  # measuring costs as much as the forward
-        if torch.compiler.is_compiling() or is_useless or not self._acts():
+        # without attention, measuring would cost as much as the forward, for nothing
+        if torch.compiler.is_compiling() or (self.has_looked and not self.shares) or not self._acts():
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
-            probe = OpProbe(self._layer, self._record_share)
+            probe = OpProbe(self._layer, self._record)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
-    def _record_share(self, layer: str, share: Tensor) -> None:
-        self.sees_attention = True
-        self._record(layer, share)
+    def _record(self, layer: str, share: Tensor) -> None:
+        self.shares.setdefault(layer, []).append((self.step, share))
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -180,15 +181,11 @@ class OpHooks:
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> str:
-        """Name of the innermost module of the model whose code is running."""
+        """Name of the innermost module of the model that is running."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            names = frame.f_code.co_varnames
-            if (
-                names
-                and names[0] == "self"
-                and (name := self._names.get(id(frame.f_locals["self"]))) is not None
-            ):
+            is_method = frame.f_code.co_varnames[:1] == ("self",)
+            if is_method and (name := self._names.get(id(frame.f_locals["self"]))) is not None:
                 return name
             frame = frame.f_back
         return ""

@@ -20,7 +20,7 @@ MIN_BATCHES = 3  # that must be constant
 
 
 def input_numbers(xb: Any) -> Tensor | None:
-    """`COLUMNS` of the inputs of a batch, float32 `(4,)` on their device; None if there is no tensor.
+    """`COLUMNS` of the inputs of a batch, float32 `(4,)` on their device; None without tensors.
 
     Standard deviation and root mean square of the first float tensor that is not 0-d, NaN if there is none;
     number of non-finite elements in all tensors; whether samples differ, NaN for a single sample.
@@ -33,9 +33,7 @@ def input_numbers(xb: Any) -> Tensor | None:
     std = rms = nothing
     bad = torch.zeros((), device=tensors[0].device)
     if floats:
-        first = next(
-            (x for x in floats if x.ndim), nothing
-        ).float()  # the scale of a 0-d tensor means nothing
+        first = next((x for x in floats if x.ndim), nothing).float()  # a 0-d tensor has no scale
         std, rms = first.std(correction=0), first.square().mean().sqrt()
         bad = torch.stack([x.isfinite().logical_not().sum().to(bad.device) for x in floats]).sum().float()
     several = [x for x in tensors if x.ndim and len(x) > 1]

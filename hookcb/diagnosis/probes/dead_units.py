@@ -52,15 +52,11 @@ class DeadUnits:
         self._layers: dict[str, _Units] = {}  # by name of the weight
         for name, m in named_modules(model).items():
             if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED):
-                weight = own_weight(m)
-                if weight is not None:
-                    self._layers[f"{name}.weight" if name else "weight"] = _Units(
-                        weight, parameters_of(m).get("bias"), is_row=True
-                    )
+                path = f"{name}.weight" if name else "weight"
+                if (weight := own_weight(m)) is not None:
+                    self._layers[path] = _Units(weight, parameters_of(m).get("bias"), is_row=True)
         self._layers |= _bare_layers(model)
-        self._last: dict[
-            str, Tensor
-        ] = {}  # for each unit the number, from 1, of its last step with a gradient
+        self._last: dict[str, Tensor] = {}  # for each unit, the last step with a gradient, counted from 1
         self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
         self.n_examples = 0  # in all steps that count
 
@@ -96,7 +92,7 @@ class DeadUnits:
 
 
 def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Tensor | None:
-    """Whether each unit has a gradient; None if that cannot be read."""
+    """Whether each unit has a gradient; None if the gradient cannot be read."""
     grad = weight.grad
     if grad is None or grad.layout is not torch.strided or hasattr(grad, "full_tensor"):
         return None
@@ -114,7 +110,7 @@ def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Ten
 def _alive_in_square(rows: Tensor, by_bias: Tensor) -> Tensor:
     """Whether each unit of a square matrix has a gradient.
 
-    Units may be its rows or its columns: those that are zero wherever the bias is.
+    The units are its rows or its columns, whichever are zero for all units with a zero gradient of the bias.
     """
     by_row, by_column = rows.any(1), rows.any(0)
     if by_bias.is_cpu:

@@ -11,11 +11,11 @@ from hookcb.core.restore import preserve_contents, preserve_random
 
 
 def why_not_readable(loader: Any) -> str:
-    """Reason why reading a batch would change the loader, "" if it would not."""
+    """Reason why reading a batch would change the loader, "" if it can be restored."""
     if any(hasattr(part, "__next__") for part in parts_of(loader)):
         return "the training data is an iterator, or reads from one, which can be read only once"
     if saves_itself(loader) or (not _is_plain(loader) and getattr(loader, "persistent_workers", False)):
-        return f"{type(loader).__name__} continues where it is, so reading a batch would change the training"
+        return f"{type(loader).__name__} continues from its position, so reading a batch changes the training"
     return ""
 
 
@@ -35,7 +35,7 @@ def first_batch(loader: Any) -> Any:
     """First batch of a pass over a loader, read without worker processes from a plain DataLoader.
 
     Raises:
-        ValueError: If there is no batch.
+        ValueError: If the loader has no batch.
     """
     if _is_plain(loader):
         loader = _without_workers(loader)

@@ -40,8 +40,11 @@ SQUARES = ("mse", "mae", "huber")  # losses that compare each output with a targ
 MAX_SHARE = 0.05  # of targets out of range
 SLACK = 1e-3  # rounding of targets at the ends of a range
 HEAD_ADVICE = {  # by the function that the loss applies itself
-    "softmax": ("cross-entropy applies a softmax itself", "pass it the raw scores (logits)"),
-    "sigmoid": ("this loss applies a sigmoid itself", "pass it the raw scores, or use binary_cross_entropy"),
+    "softmax": ("which applies a softmax itself", "pass the raw scores (logits) to the loss"),
+    "sigmoid": (
+        "which applies a sigmoid itself",
+        "pass the raw scores (logits) to the loss, or use binary_cross_entropy",
+    ),
 }
 
 
@@ -70,12 +73,14 @@ def observe_output(
 
     Args:
         graph: what the loss is.
-        node: `loss.grad_fn`.
+        node: `loss.grad_fn`, or None.
         pred: output of the model.
         yb: targets; if empty, those that a loss of torch has saved count.
         layer: the last layer that was called.
         step: number of the batch.
     """
+    if node is None:
+        yield detached_loss(step)
     if any(_softmax_size(at) == 1 for at in _softmaxes(node)):
         yield degenerate_head(layer, step)
         return
@@ -184,6 +189,20 @@ def _label(name: str) -> str:
     return NAMES.get(name, name.lower())
 
 
+def detached_loss(step: int) -> Observation:
+    """A loss without a graph."""
+    return Observation(
+        "loss.detached",
+        step=step,
+        text="The loss does not depend on any parameter, so there is nothing to train.",
+        causes=(
+            "a .detach(), .item() or no_grad between the model and the loss",
+            "all parameters are frozen",
+        ),
+        next_steps=("Follow the model's output to the loss, and print .requires_grad on the way",),
+    )
+
+
 def degenerate_head(layer: str, step: int) -> Observation:
     """A softmax over a single number."""
     return Observation(
@@ -211,10 +230,11 @@ def observe_activation(graph: LossGraph, layer: str, step: int) -> Iterator[Obse
     raw = f"End the model in a linear layer and use nn.{logits}"
     if graph.head and graph.applies:
         why, advice = HEAD_ADVICE[graph.applies]
-        text, cause = f"{end}; {why}.", f"the {name} squeezes the scores, and the gradients with them"
+        text = f"{end}, {why}."
+        cause = f"a {name} left in the model, which squeezes the scores and their gradients"
         advice = f"Remove the {name}: {advice}"
     elif takes == "log-probabilities" and graph.head:
-        text, cause = f"{end}; NLLLoss expects log-probabilities.", f"a {name} in place of a log_softmax"
+        text, cause = f"{end}, which expects log-probabilities.", f"a {name} in place of a log_softmax"
         advice = f"Remove the {name}: use log_softmax, or cross_entropy on the scores"
     elif takes == "probabilities" and (graph.is_raw or graph.head == "Relu"):
         text = (

@@ -29,7 +29,7 @@ class LossGraph(NamedTuple):
         is_pure: whether the loss is that and nothing else, except for scale and sign.
         scale: factor of the mean over samples; NaN for a sum, and if unknown.
         applies: "softmax" or "sigmoid" if the loss applies that itself, else "".
-        head: operation whose output the loss gets, "Softmax", "Sigmoid" or "Relu", else "".
+        head: operation that produces the input of the loss, "Softmax", "Sigmoid" or "Relu", else "".
         hidden_by: operation that hides the loss's input, "" if none does.
         takes: input that the loss expects: "scores", "log-probabilities", "probabilities", "values", or "".
         is_raw: whether its input is the raw output of a linear or convolutional layer.

@@ -101,7 +101,13 @@ def read_terms(node: Any) -> list[Term]:
     kind = "cross-entropy"
     if len(logs) == 2 and (logs[0].takes == "scores" or any(term.is_complement for term in logs)):
         logs, kind = [min(logs, key=lambda term: term.is_complement)], "binary cross-entropy"
-    return [*(term._replace(kind=kind) for term in logs), *others]
+    return [*(_of_log(term, kind) for term in logs), *others]
+
+
+def _of_log(term: Term, kind: str) -> Term:
+    """Minus the logarithm of p is a cross-entropy; that of 1 - p by itself, or log p, is one side of a game."""
+    is_loss = not term.is_complement and not term.scale < 0
+    return term._replace(kind=kind) if is_loss else Term("", term.scale)
 
 
 def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:

@@ -34,7 +34,7 @@ def observe_model(model: nn.Module) -> Iterator[Observation]:
                 "dropout.extreme",
                 name,
                 value=p,
-                text=f"{title} drops {p:.0%} of its input during training (limit {EXTREME:.0%}).",
+                text=f"Layer {title} drops {p:.0%} of its input during training (limit {EXTREME:.0%}).",
                 causes=("p is the share that is dropped, not the share that is kept",),
                 next_steps=("Try p=0.1 to 0.5",),
             )
@@ -130,7 +130,8 @@ def observe_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Ite
                 name.rpartition(".")[0],
                 name,
                 value=float(several[id(p)]),
-                text=f"{name} is {several[id(p)]} times in the optimizer's groups, and is updated as often.",
+                text=f"Parameter {name} is in the optimizer's groups {several[id(p)]} times, and is updated "
+                "as often.",
                 causes=("tied weights, or a part of the model that was passed twice",),
                 next_steps=("Pass each parameter once: list(dict.fromkeys(params)) removes duplicates",),
             )

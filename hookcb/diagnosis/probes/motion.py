@@ -15,9 +15,9 @@ MIN_BATCHES = 20
 
 
 class Motion:
-    """Copies some elements of each parameter at the beginning, and notes which matrices begin constant.
+    """Copies some elements of each parameter at the beginning, and finds matrices that begin constant.
 
-    A constant matrix may be meant to scale element by element: it is a fault only if all rows, or all
+    A constant matrix may be intended to scale element by element: it is a fault only if all rows, or all
     columns, are still equal after some steps.
     """
 
@@ -41,7 +41,7 @@ class Motion:
         return {name: not torch.equal(_some(p), begin) for name, (p, begin) in self._begins.items()}
 
     def observations(self, n_steps: int, n_backward: int) -> Iterator[Observation]:
-        """An optimizer that never steps, and constant matrices whose rows stay equal."""
+        """An optimizer that never steps, and constant matrices with rows that stay equal."""
         trained = {name for name, (p, _) in self._begins.items() if p.requires_grad}
         moved = self.moved()
         is_still = trained and not any(moved[name] for name in trained)
@@ -68,8 +68,8 @@ class Motion:
                     name.rpartition(".")[0],
                     name,
                     value=1.0,
-                    text=f"{name} began as a constant, and after {n_steps} steps all of its units still have "
-                    "the same weights: they act as a single unit.",
+                    text=f"Parameter {name} began as a constant, and after {n_steps} steps all its units "
+                    "still have the same weights: they act as a single unit.",
                     causes=("weights were initialized to a constant",),
                     next_steps=("Initialize weights at random; use constants for biases",),
                 )

@@ -16,6 +16,8 @@ from hookcb.nans.replay import Autocast, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
 
+FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
+
 
 class ExternalBatch:
     """Current batch of an external loop, with the interface of a Learner that a replay uses.
@@ -52,7 +54,7 @@ def find_origin(
 
     Args:
         learn: learner in the middle of a training batch, which is left as it was, or an `ExternalBatch`.
-        noticed: what was seen, for the message.
+        noticed: observation to begin the message with.
         gradient: whether that was a gradient.
         step: number of the batch.
         autocast: state of autocast in the forward, if known.
@@ -91,31 +93,35 @@ def _from_weights(layers: list[str], noticed: str, step: int) -> Observation:
         value=float(len(layers)),
         text=f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
         f"or infinite in an earlier step; {last} is the last of them before the loss.",
-        causes=("a gradient that was not finite, or a step that was too large",),
+        causes=(FROM_WEIGHTS,),
         next_steps=("Train with cbs=NanTrace(), which stops before the step and names the operation",),
     )
+
+
+def is_from_weights(observation: Observation) -> bool:
+    """Whether the NaN was in the weights already, so that it began in an earlier step."""
+    return observation.code == "nonfinite.first" and FROM_WEIGHTS in observation.causes
 
 
 def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) -> Observation:
     is_layer = report.where not in ("", MODEL, LOSS)
     layer = report.where.partition("#")[0].partition("[")[0] if is_layer else ""
-    by = f" by {report.op}" if report.op else ""
+    by = f"{report.op} in " if report.op else ""
     line = f", at {report.line}: {report.code}" if report.line and report.code else ""
-    if (report.where == LOSS and is_external) or not report.repeated:
-        how = "it did not repeat when the batch was run again"
-        if is_external:
-            how = (
-                "the model's output is finite, so it arises after the model, in the loss or on the way to it"
-            )
-    else:
+    if report.repeated and not (report.where == LOSS and is_external):
         kind = f" ({report.type})" if report.type else ""
-        how = f"it arises from finite numbers in the {report.direction} of {report.where}{kind}{by}{line}"
+        origin = f"{by}the {report.direction} of {report.where}{kind}"
+        how = f"The first NaN or infinity comes from {origin}, with finite inputs{line}"
+    elif is_external:
+        how = "The model's output is finite, so it comes from the loss, or from code between the two"
+    else:
+        how = "It did not repeat when the batch was run again"
     hint = report.hint.partition(": ")
     return Observation(
         "nonfinite.first",
         layer,
         step=step,
-        text=f"{noticed} at step {step}; {how}.",
+        text=f"{noticed} at step {step}. {how}.",
         causes=(hint[0],) if hint[0] else (),
         next_steps=(hint[2] or "Train with cbs=NanTrace() and read learn.nan_trace.report",),
     )

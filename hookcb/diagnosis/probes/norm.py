@@ -18,7 +18,7 @@ class NormProbe:
     """Checks the batch norms of a model at the beginning of each training batch; needs no hook.
 
     A batch norm with learned statistics that is in eval mode from the beginning, in a model in train mode, is
-    left alone: that is how they are frozen for fine-tuning.
+    not a fault: that is how it is frozen for fine-tuning.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +46,7 @@ class NormProbe:
         self._n_single += n_samples == 1
 
     def read_error(self, error: BaseException, step: int) -> None:
-        """Notes the batch norm that has ended the training, if one got a single value per channel."""
+        """Records the batch norm that ended the training because it got a single value per channel."""
         if isinstance(error, ValueError) and str(error).startswith(REFUSED):
             names = {id(m): name for name, m in self._norms.items()}
             for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -54,14 +54,14 @@ class NormProbe:
                     self._refused = name, step
 
     def observations(self, n_batches: int) -> Iterator[Observation]:
-        """Modes and batch sizes that do not suit training."""
+        """Modes and batch sizes that are wrong for training."""
         for name, step in self._in_eval.items():
             yield Observation(
                 "mode.mismatch",
                 name,
                 step=step,
-                text=f"{name} is in eval mode while it is trained: it normalizes by old running statistics, "
-                "which are not updated.",
+                text=f"Batch norm {name} is in eval mode while it is trained: it normalizes by old running "
+                "statistics, which are not updated.",
                 causes=(".eval() was called on the model or on this layer, without .train() afterwards",),
                 next_steps=("Call model.train() before training; to freeze it, freeze its parameters too",),
             )
@@ -78,9 +78,8 @@ class NormProbe:
             name, step = self._refused
             yield _single(name, step, "one value per channel, which leaves nothing of the input", "error")
         elif self._norms and n_batches and self._n_single >= MIN_SINGLE * n_batches:
-            yield _single(
-                next(iter(self._norms)), 0, "a single sample, as each batch has only one", "warning"
-            )
+            name = next(iter(self._norms))
+            yield _single(name, 0, "a single sample, because each batch has only one", "warning")
 
 
 def _has_learned(m: nn.Module) -> bool:
@@ -98,7 +97,7 @@ def _single(name: str, step: int, by: str, severity: str) -> Observation:
         name,
         step=step,
         value=1.0,
-        text=f"{name} normalizes by {by}.",
+        text=f"Batch norm {name} normalizes by {by}.",
         causes=("a batch of one sample", "a last batch with the remaining sample"),
         next_steps=("Use larger batches, drop_last=True, or GroupNorm instead of batch norm",),
         severity=severity,

@@ -20,8 +20,7 @@ from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, wh
 from hookcb.diagnosis.probes.head import observe_output
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
-from hookcb.diagnosis.probes.nan import find_origin
-from hookcb.diagnosis.probes.suite import detached_loss
+from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
 from hookcb.diagnosis.registry import check_of
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
@@ -41,7 +40,7 @@ def add_preflight(evidence: Evidence, learn: Any, cbs: list[Callback]) -> None:
     Args:
         evidence: records of the callbacks; if the batch cannot be run its `missing` says why.
         learn: the learner, outside of a fit.
-        cbs: its callbacks, and those of its last fit; none of them is called.
+        cbs: its callbacks, also from its last fit; none of them is called.
     """
     why = _why_not(learn, cbs)
     if not why:
@@ -78,6 +77,8 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
             learn.model.train()
             _observe_model(found, learn)
             _observe_batch(found, learn, step=evidence.n_batches)
+    if any(p.first_bad is not None for p in evidence.params.values()) and "scaler" in evidence.absent:
+        _leave_out_later(found)
     at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
     lasting = [replace(x, step=None) for x in found.observations if at_any_time(check_of(x.code).needs)]
@@ -88,6 +89,13 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
     evidence.loss_kind, evidence.guess = found.loss_kind, found.guess
     evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
     evidence.notes.append("one more batch after the training")
+
+
+def _leave_out_later(found: Evidence) -> None:
+    """Leaves out what this batch cannot say: how NaN began in an earlier step, of which there are records."""
+    found.observations = [x for x in found.observations if not is_from_weights(x)]
+    found.observed.discard("inputs")
+    found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
 
 
 def _observe_model(found: Evidence, learn: Any) -> None:
@@ -122,8 +130,6 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     graph = read_loss(learn.loss.grad_fn)
     found.guess = guess_of(graph, learn.pred, learn.yb)
     found.loss_kind = graph.kind if graph.is_pure else ""
-    if learn.loss.grad_fn is None:
-        found.observations.append(detached_loss(0))
     found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
     found.observed |= {"targets"} if learn.yb else set()
     if graph.why_hidden:

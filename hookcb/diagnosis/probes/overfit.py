@@ -1,4 +1,4 @@
-"""Tries to overfit a single batch, which tells meaningless labels from a broken model."""
+"""Tries to overfit a single batch, to distinguish meaningless labels from a broken model."""
 
 import copy
 import statistics
@@ -58,7 +58,7 @@ def observe_memorized_labels(
         "not follow from the inputs."
         if is_flat
         else f"The loss has barely fallen in {n_batches:,} batches, and {overfits}, but no faster than with "
-        "permuted labels: it memorizes labels that do not follow from the inputs.",
+        "permuted labels: the labels do not follow from the inputs, so it can only memorize them.",
         causes=("labels that were shuffled separately from their inputs, or are mostly noise",),
         next_steps=("Look at ten samples with their labels, as the loader yields them",),
         severity="" if is_flat else "warning",

@@ -20,7 +20,7 @@ def graph_of_original(
     """Runs the batch without torch.compile and reads the graph of its loss; leaves no trace.
 
     Args:
-        batch: learner in the middle of a batch, or an `ExternalBatch`, whose loss function is unknown.
+        batch: learner in the middle of a batch, or an `ExternalBatch`, which has no loss function.
         compiled: graph of the loss with torch.compile.
         autocast: state of autocast in the forward, if known.
 

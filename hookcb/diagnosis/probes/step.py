@@ -27,7 +27,7 @@ class LostUpdates:
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
 
     def before_step(self) -> None:
-        """Copies some weights, and notes which of them have a gradient."""
+        """Copies some weights, and records which of them have a gradient."""
         self._before = [
             (name, p, _elements(p), _elements(p.grad) != 0) for name, p in self._params if p.grad is not None
         ]
@@ -55,9 +55,7 @@ class LostUpdates:
             values = [(step, float(share)) for step, share in shares]
             if len(values) >= MIN_STEPS and all(share > MAX_LOST for _, share in values):
                 usual = sorted(share for _, share in values)[len(values) // 2]
-                dtype = str(next(p.dtype for other, p in self._params if other == name)).removeprefix(
-                    "torch."
-                )
+                dtype = str(dict(self._params)[name].dtype).removeprefix("torch.")
                 yield Observation(
                     "update.lost_to_rounding",
                     name.rpartition(".")[0],
@@ -79,9 +77,8 @@ def _elements(x: Tensor) -> Tensor:
 class _Track(NamedTuple):
     """State of one optimizer."""
 
-    dirty: (
-        Tensor | float | None
-    )  # smallest over the backwards since its last step of the largest old gradient
+    # largest magnitude of an old gradient; over the backwards since the last step, the smallest of these
+    dirty: Tensor | float | None
     n_steps: int
     n_stale: Tensor | float
     n_seen: int = 0  # steps with a backward before them
@@ -93,7 +90,7 @@ class StaleGradients:
 
     It reads the first and last gradient of each optimizer. If any backward between two of its steps finds
     them zero or None, they were cleared. If the step finds other tensors there, they were replaced, for
-    example by those of torch.autograd.grad, and nothing was added.
+    example by gradients from torch.autograd.grad, and nothing was added.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -121,7 +118,7 @@ class StaleGradients:
         return any(track.n_seen >= MIN_STEPS - 1 for track in self._tracks.values())
 
     def observations(self) -> Iterator[Observation]:
-        """One for each optimizer whose steps after the first all used stale gradients."""
+        """One for each optimizer that used stale gradients in all steps after the first."""
         for _, n_steps, n_stale, *_ in list(self._tracks.values()):
             if n_steps >= MIN_STEPS and float(n_stale) >= n_steps - 1:
                 yield Observation(

@@ -1,10 +1,9 @@
 """Probes: everything that Diagnose measures itself, in one place."""
 
 import math
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -60,7 +59,7 @@ class Probes:
     The methods for events take the loop, and whether the batch is inspected closely.
 
     Args:
-        loop: loop whose training is measured.
+        loop: loop to measure.
         acts: whether to measure a call of the model that begins now.
         is_external: whether hookcb does not run the loop, so that its loss function is unknown.
 
@@ -74,15 +73,15 @@ class Probes:
         self.observations: list[Observation] = []
         self.notes: list[str] = []
         self.fetches, self.is_alarmed = FetchTimer(), False
-        self._step = 0
+        self._observed: set[str] = set()  # see `Evidence.observed`
+        self._sources = {"batches", "batch", "steps", "time"}
         self.dead, self.lost_updates = DeadUnits(loop.model), LostUpdates(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
         self._under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
-        self._attention: dict[str, list[tuple[int, Tensor]]] = {}
-        self._ops = OpHooks(loop.model, acts, self.record_attention, lambda: loop.in_loop_thread)
+        self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
@@ -98,8 +97,7 @@ class Probes:
         self._resident = ResidentMemory()
         self._is_external = is_external
         self._inputs = StatStore(COLUMNS, MAX_RECORDS)
-        self._has_origin = self._has_labels = self._has_modeled = self._has_grouped = False
-        self._has_compared = False  # whether replicas were compared
+        self._has_origin = False  # whether the origin of a NaN or infinity was looked for
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
         self.guarded(self._observe_model, loop)
@@ -108,24 +106,19 @@ class Probes:
         """Calls `function`; if it fails, the training goes on and the verdict says so."""
         try:
             function(*args)
-        except ModelGoneError:
-            self._note(
-                "the model was freed before its watch was closed, so its final state was not inspected"
-            )
         except Exception as error:  # the training must go on, whatever it is
-            self._note(describe_failure("a part of Diagnose", error))
+            gone = "the model was freed before its watch was closed, so its final state was not inspected"
+            is_gone = isinstance(error, ModelGoneError)
+            note = gone if is_gone else describe_failure("a part of Diagnose", error)
+            if note not in self.notes:
+                self.notes.append(note)
 
-    def _note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
+    def _observe(self, probe: Callable[..., Iterable[Observation]], *args: Any) -> None:
+        self.observations += probe(*args)
 
     def _observe_model(self, loop: Any) -> None:
-        self.observations += observe_model(loop.model)
-        self._has_modeled = True
-
-    def record_attention(self, layer: str, share: Tensor) -> None:
-        """Records a layer's attention in the current batch."""
-        self._attention.setdefault(layer, []).append((self._step, share))
+        self._observe(observe_model, loop.model)
+        self._sources.add("model")
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -137,7 +130,7 @@ class Probes:
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Measures inputs and modes at the beginning of a batch."""
         self._under_way = None
-        waited, self._step = self.fetches.take(), loop.train_iter
+        waited, self._ops.step = self.fetches.take(), loop.train_iter
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
         self._n_samples = batch_size((*loop.yb, loop.xb))
@@ -147,10 +140,11 @@ class Probes:
             self.layers.begin_record(loop.train_iter)
             numbers = input_numbers(loop.xb)
             if numbers is not None:
+                self._observed.add("inputs")
                 self._inputs.put("x", [self._inputs.begin(0, loop.train_iter)], numbers[None].float())
 
     def record_pred(self, loop: Any, looking: bool) -> None:
-        """Checks the model's output in an external loop, whose loss may never be reported."""
+        """Checks the model's output in an external loop, because its loss may never be reported."""
         if looking:
             self._autocasts = autocasts(loop.model)
         if self._is_external and not self._has_origin:
@@ -167,9 +161,9 @@ class Probes:
         self.retained.mark_graph(node, loop.train_iter)
         if looking:
             self.targets.add_batch(loop.yb or target_of(node))
-        self._has_labels = self._has_labels or len(loop.yb) > 0
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
+        self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
 
@@ -183,11 +177,7 @@ class Probes:
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
-        if node is None:
-            self.observations.append(detached_loss(loop.train_iter))
-        self.observations += observe_output(
-            self.graph, node, loop.pred, loop.yb, self.layers.last, loop.train_iter
-        )
+        self._observe(observe_output, self.graph, node, loop.pred, loop.yb, self.layers.last, loop.train_iter)
 
     def _find_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Finds the origin of the first non-finite number, once."""
@@ -197,13 +187,14 @@ class Probes:
             self.observations.append(find_origin(batch, noticed, gradient, loop.train_iter, self._autocasts))
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
-        """Reads the gradients that are left from before."""
+        """Reads the gradients that are left from earlier steps."""
         if self.n_steps < N_DENSE:
             self.stale.before_backward()
 
     def end_backward(self, loop: Any, looking: bool) -> None:
         """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
         self._n_backward += 1
+        self._observed.add("backward")
         self._under_way = looking
         if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
             return
@@ -232,7 +223,7 @@ class Probes:
         self._n_samples = 0
 
     def cancel_step(self, loop: Any, looking: bool) -> None:
-        """Notes that the current step is not made; its gradients may stay for the next one."""
+        """Records that the current step is not made; its gradients may stay for the next one."""
         self.lost_updates.drop_step()
         self._is_step_cancelled = True
 
@@ -248,6 +239,7 @@ class Probes:
     def end_step(self, loop: Any, looking: bool) -> None:
         """Records a step that was made or cancelled."""
         self.n_steps += 1
+        self._observed.add("steps")
         self.lost_updates.after_step(loop.train_iter)
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
         if is_made:
@@ -269,6 +261,7 @@ class Probes:
             self.length.add(loop.train_iter, now - self._ended)
         self._ended, self._under_way = now, None
         self.n_batches += 1
+        self._observed.add("batches")
         self.n_looked += looking
         if looking:
             self.layers.end_record()
@@ -279,15 +272,16 @@ class Probes:
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
         self._ended = math.nan
-        self.observations += observe_replicas(loop.model, loop.train_iter)
-        self._has_compared = self._has_compared or is_replica(loop.model)
+        self._observe(observe_replicas, loop.model, loop.train_iter)
+        if is_replica(loop.model):
+            self._observed.add("replicas at the end of an epoch")
 
     # ---- all of it
 
     def evidence(self, frame: Frame) -> Evidence:
         """Evidence recorded so far."""
-        evidence = Evidence(sources={"batches", "batch", "steps", "time"}, params=frame.params)
-        # a batch after its backward may be the last one, whose end an external loop does not report
+        evidence = Evidence(sources=set(self._sources), params=frame.params)
+        # a batch after its backward may be the last one; an external loop does not report its end
         evidence.n_batches = self.n_batches + (self._under_way is not None)
         evidence.n_looked = self.n_looked + bool(self._under_way)
         evidence.loss, evidence.lr = self.loss.series(), self.lr.series()
@@ -324,29 +318,26 @@ class Probes:
             if name in evidence.params:
                 evidence.params[name].has_moved = moved
         evidence.stepped = [places[key] for key in self.stepped]
-        evidence.observed = self._observed(evidence)
+        evidence.observed = self._observed | self._late_observed(rows)
         evidence.notes += self.notes
         evidence.observations = [*self.observations, *self._late_observations(steps, rows)]
         return evidence
 
-    def _observed(self, evidence: Evidence) -> set[str]:
-        """Values of `Evidence.observed`."""
-        seen: dict[str, object] = {"inputs": self._inputs.infos, "labels": self._has_labels}
-        seen |= {"loss": len(evidence.loss), "backward": self._n_backward, "steps": self.n_steps}
-        seen |= {"batches": self.n_batches, "groups of the optimizer": self._has_grouped}
-        seen["targets"] = self.targets.is_known
-        seen["samples that differ"] = any(x > 0 for x in self._inputs.series("x")[:, -1].tolist())
-        seen["attention"] = any(len(shares) >= MIN_BATCHES for shares in self._attention.values())
-        seen["time before a backward"] = self.stale.has_looked and len(self.optimizers) == 1
-        seen["weights around a step"] = self.lost_updates.has_looked
-        seen["graphs of 60 losses"] = self.retained.has_looked
-        seen["replicas at the end of an epoch"] = self._has_compared
+    def _late_observed(self, rows: list[list[float]]) -> set[str]:
+        """Part of `Evidence.observed` that depends on numbers on the device, or on enough of them."""
+        seen = {
+            "targets": self.targets.is_known,
+            "samples that differ": any(row[-1] > 0 for row in rows),
+            "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
+            "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,
+            "weights around a step": self.lost_updates.has_looked,
+            "graphs of 60 losses": self.retained.has_looked,
+        }
         return {name for name, is_there in seen.items() if is_there}
 
     def _add_sources(self, evidence: Evidence) -> None:
         """Adds the sources of evidence, and reasons for those that are missing."""
-        has = {"memory": len(evidence.memory), "model": self._has_modeled}
-        evidence.sources |= {source for source, is_there in has.items() if is_there}
+        evidence.sources |= {"memory"} if len(evidence.memory) else set()
         evidence.missing["memory"] = "memory in use is unknown on this system"
         evidence.missing["model"] = "inspecting the model failed"
         if self.graph is not None:
@@ -358,14 +349,14 @@ class Probes:
             evidence.partial |= {"activations": copies}
         if self._ops.is_left_out:
             evidence.missing["attention"] = "the model is compiled, which hides its attention"
-        elif self._ops.has_looked and not self._ops.sees_attention:
+        elif self._ops.has_looked and not self._ops.shares:
             evidence.absent["attention"] = "the model has no attention operations"
 
     def _late_observations(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
         seen = {observation.code for observation in self.observations}
         yield from (x for x in observe_inputs(steps, rows, self._has_origin) if x.code not in seen)
         yield from self._norms.observations(self.n_batches)
-        yield from observe_attention(self._attention)
+        yield from observe_attention(self._ops.shares)
         yield from self.lost_updates.observations()
         if len(self.optimizers) == 1:  # several may clear each other's gradients unseen
             yield from self.stale.observations()
@@ -375,39 +366,18 @@ class Probes:
     def try_to_overfit(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
         """Tries to overfit a batch at the end of the fit; True if that adds an observation."""
         before = len(self.observations)
-        if not self._is_external and raised() is None:
-            self.guarded(self._observe_memorized_labels, learn, findings, falls_slowly)
+        if not self._is_external:
+            probe = observe_memorized_labels
+            self.guarded(self._observe, probe, learn, findings, self.n_batches, falls_slowly)
         return len(self.observations) > before
-
-    def _observe_memorized_labels(
-        self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool
-    ) -> None:
-        self.observations += observe_memorized_labels(learn, findings, self.n_batches, falls_slowly)
 
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
-        self.observations += observe_optimizers(loop.model, self.optimizers.values())
-        self._has_grouped = bool(self.optimizers)
+        self._observe(observe_optimizers, loop.model, self.optimizers.values())
+        if self.optimizers:
+            self._observed.add("groups of the optimizer")
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
             self._norms.read_error(error, loop.train_iter)
             with suppress(RuntimeError):  # reading from a GPU that has failed
                 self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)
-
-
-def raised() -> BaseException | None:
-    """Exception being handled: in after_fit, the one that ended the fit."""
-    return sys.exception()
-
-
-def detached_loss(step: int) -> Observation:
-    """Observation of a loss without a graph."""
-    return Observation(
-        "loss.detached",
-        step=step,
-        text="The loss does not depend on any parameter, so there is nothing to train.",
-        causes=(
-            "a .detach(), .item() or no_grad between the model and the loss, or all parameters are frozen",
-        ),
-        next_steps=("Follow the model's output to the loss, and print .requires_grad on the way",),
-    )

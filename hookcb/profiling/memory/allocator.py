@@ -31,7 +31,7 @@ class Allocator:
         self.most = 0
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> "Allocator | None":
+    def for_tensors(cls, tensors: Iterable[Tensor]) -> "Allocator | None":
         """Allocator of the CUDA devices of tensors; None if there are none."""
         devices = {x.device for x in tensors if x.is_cuda}
         return cls(sorted(devices, key=str)) if devices else None
@@ -43,7 +43,7 @@ class Allocator:
         return sum(x["current"] for x in counts), sum(x["peak"] for x in counts)
 
     def begin(self) -> tuple[int, int, int]:
-        """Begins a measurement; returns what `end` needs."""
+        """Begins a measurement; returns the argument for `end`."""
         now, peak = self.counts()
         mark = now, peak, self.most
         self.most = now
@@ -65,7 +65,7 @@ def check_snapshot(snapshot: Any) -> Path | None:
     """Path of the file to write, or None.
 
     Raises:
-        TypeError: If it is neither.
+        TypeError: If it is not a path or None.
     """
     if snapshot is not None and not isinstance(snapshot, str | Path):
         raise TypeError(f"snapshot is {snapshot!r}; give the path of a file to write, or None")

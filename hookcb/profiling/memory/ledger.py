@@ -67,7 +67,7 @@ class Ledger:
         self.most = self.alive
 
     def begin(self) -> tuple[int, int]:
-        """Begins a measurement; returns what `end` needs."""
+        """Begins a measurement; returns the argument for `end`."""
         mark = self.alive, self.most
         self.most = self.alive
         return mark
@@ -141,7 +141,7 @@ class Call:
         above: the call around it.
         inputs: storages of its inputs.
         kept_before: bytes kept for the backward when it began.
-        mark: what the meter needs when it ends.
+        mark: argument for the meter's `end`.
         ends: inputs of a compiled layer, at which its graph ends.
         allocated, peak: bytes alive at its end, and peak, relative to its beginning.
         output_bytes: size of its outputs.

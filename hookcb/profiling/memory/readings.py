@@ -2,8 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import asdict, dataclass, field, replace
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -36,7 +35,7 @@ class LayerMemory:
         peak: peak in one of its calls, above the bytes at its beginning.
         kept: bytes kept for the backward, by it and the layers called in it; a storage counts once, for the
             layer that saved it first; parameters, buffers and the batch do not count.
-        kept_self: those of `kept` that no layer called in it has saved.
+        kept_self: the part of `kept` that no layer called in it has saved.
         output_bytes: size of its outputs.
         param_bytes: size of its own parameters that no earlier row has counted.
         grad_bytes: size of their gradients, after the backward.
@@ -63,7 +62,7 @@ class MemoryTotals:
 
     Attributes:
         kept: bytes kept for the backward, by layers, the loss and any code in between.
-        kept_by_loss: those of `kept` that the loss was the first to save.
+        kept_by_loss: the part of `kept` that the loss saved first.
         peak: peak of the live bytes that the forward and the loss made.
         param_bytes, grad_bytes, optimizer_bytes: sums over all parameters.
     """
@@ -82,27 +81,15 @@ class Watched:
 
     Attributes:
         step: training step, from 0.
-        kept, kept_by_loss, peak: see `MemoryTotals`.
+        forward: its forward, without calls and storages.
         uses: memory by layer.
         advice: layers to checkpoint first.
-        other_hooks: name of foreign hooks on saved tensors, by layer that ran under them.
-        why_unknown: reason why the kept bytes are unknown, else empty.
     """
 
     step: int
-    kept: int
-    kept_by_loss: int
-    peak: int
+    forward: Forward
     uses: dict[str, LayerUse]
     advice: tuple[Advice, ...]
-    other_hooks: dict[str, str]
-    why_unknown: str
-
-    @classmethod
-    def of(cls, step: int, seen: Forward, uses: dict[str, LayerUse], advice: tuple[Advice, ...]) -> Self:
-        """Numbers of a forward, without its calls and storages."""
-        sums = seen.kept, seen.kept_by_loss, seen.peak
-        return cls(step, *sums, uses, advice, seen.other_hooks, seen.why_unknown)
 
 
 class LayerMemories(LayerTable[LayerMemory]):
@@ -188,11 +175,11 @@ class MemoryRecords:
         self.hidden |= seen.hidden
         self._looks.append(Look(step, seen.old_bytes, seen.allocated_before))
         self._stays = seen.stays
-        before = self._fullest
-        if before is None or seen.kept > before.kept:
-            self._fullest = Watched.of(step, seen, uses, advise(seen, self.types))
-        elif seen.kept == before.kept:  # the later one, because on CUDA the first allocates workspaces
-            self._fullest = Watched.of(step, seen, uses, before.advice)
+        before, forward = self._fullest, replace(seen, calls=[], saved=[])
+        if before is None or seen.kept > before.forward.kept:
+            self._fullest = Watched(step, forward, uses, advise(seen, self.types))
+        elif seen.kept == before.forward.kept:  # the later one: on CUDA the first allocates workspaces
+            self._fullest = Watched(step, forward, uses, before.advice)
 
     def note_params(self, params: Params) -> None:
         """Records the size of parameters, and of their gradients while they exist."""
@@ -227,9 +214,9 @@ class MemoryRecords:
     @property
     def totals(self) -> MemoryTotals:
         """Memory of the watched batch that keeps most."""
-        watched, sizes = self._watched(), self._bytes
+        forward, sizes = self._watched().forward, self._bytes
         sums = (sum(x.values()) for x in (sizes.params, sizes.grads, sizes.optimizer))
-        return MemoryTotals(watched.kept, watched.kept_by_loss, watched.peak, *sums)
+        return MemoryTotals(forward.kept, forward.kept_by_loss, forward.peak, *sums)
 
     @property
     def advice(self) -> tuple[Advice, ...]:
@@ -243,11 +230,11 @@ class MemoryRecords:
     @property
     def notes(self) -> list[str]:
         """Sentences about what could not be counted."""
-        watched = self._watched()
-        unknown = f"bytes kept for the backward are unknown: {watched.why_unknown}"
-        lines = [unknown] if watched.why_unknown else []
-        for hooks in dict.fromkeys(watched.other_hooks.values()):
-            names = join_names([name for name, other in watched.other_hooks.items() if other == hooks], 4)
+        forward = self._watched().forward
+        unknown = f"bytes kept for the backward are unknown: {forward.why_unknown}"
+        lines = [unknown] if forward.why_unknown else []
+        for hooks in dict.fromkeys(forward.other_hooks.values()):
+            names = join_names([name for name, other in forward.other_hooks.items() if other == hooks], 4)
             what = (
                 "recomputed in the backward" if hooks == CHECKPOINT_HOOKS else f"not counted, kept by {hooks}"
             )
@@ -285,12 +272,7 @@ class MemoryRecords:
                 name=name,
                 type=kind,
                 depth=sum(_is_inside(name, other) for other in self.types),
-                calls=use.calls,
-                allocated=use.allocated,
-                peak=use.peak,
-                kept=use.kept,
-                kept_self=use.kept_self,
-                output_bytes=use.output_bytes,
+                **asdict(use),
                 param_bytes=sizes.params.get(name, 0),
                 grad_bytes=sizes.grads.get(name, 0),
                 optimizer_bytes=sizes.optimizer.get(name, 0),

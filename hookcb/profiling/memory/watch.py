@@ -31,7 +31,7 @@ class Forward:
         saved: storages kept by the graph, in the order in which they were saved.
         kept: bytes of these storages.
         n_before_loss: number of storages saved before the model's forward ended.
-        kept_by_loss: bytes of the storages that the loss was the first to save.
+        kept_by_loss: bytes of the storages that the loss saved first.
         peak: peak of the bytes alive, above those at the beginning.
         other_hooks: name of foreign hooks on saved tensors, by layer that ran under them; only the outermost
             of nested layers.
@@ -99,7 +99,7 @@ class MemoryWatch:
         """
         self.drop()
         state = [*model.parameters(), *model.buffers()]
-        allocator = Allocator.of(state)
+        allocator = Allocator.for_tensors(state)
         forward, self._where, self._meter = Forward(), OUTSIDE, allocator or self.ledger
         forward.allocated_before = allocator.counts()[0] if allocator else None
         self.ledger.begin_batch()
@@ -168,10 +168,8 @@ class MemoryWatch:
             for name, m in self.layers.items()
             if id(m) in inside and name not in compiled
         }
-        layers = {
-            "": unwrapped(model),
-            **self.layers,
-        }  # with the model in any case: its inputs existed before
+        # always with the model, because its inputs existed before
+        layers = {"": unwrapped(model), **self.layers}
         plain = {
             name: m
             for name, m in layers.items()
@@ -206,9 +204,8 @@ class MemoryWatch:
         if forward is None or id(m) not in self._names:  # a replica of DataParallel
             return
         inputs, above = tensors_in((args, kwargs)), self._running[-1] if self._running else None
-        self._give(
-            p for p in parameters_of(m).values() if p is not None
-        )  # FSDP replaces them by the full ones
+        # FSDP has replaced the parameters by whole ones
+        self._give(p for p in parameters_of(m).values() if p is not None)
         if above is None and not self._names[id(m)]:  # the model; callbacks may have changed its batch
             self._give(inputs)
         noted = [live for x in inputs for live in self._note(x, self._label(above))]
@@ -252,7 +249,8 @@ class MemoryWatch:
 
     def _note(self, x: Tensor, layer: str) -> list[LiveStorage]:
         """Storages of a tensor, without those that existed before this batch."""
-        return [h for h in self.ledger.note(x, layer) if h.n_bytes and h.batch == self.ledger.batch]
+        noted = self.ledger.note(x, layer)
+        return [live for live in noted if live.n_bytes and live.batch == self.ledger.batch]
 
     def _keep(self, forward: Forward, live: LiveStorage, call: Call | None) -> None:
         if live.is_saved:

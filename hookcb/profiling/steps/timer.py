@@ -74,7 +74,7 @@ class StepTimer(Callback):
 
     def before_fit(self) -> None:
         self.records = StepRecords(self.keep)
-        device = device_of(self.model, None)
+        device = device_of(self.model)
         for part in ("train", "valid") if self.run_valid else ("train",):
             store, between = self.records.stores[part], self.learn.between_batches
             is_cuda = device.type == "cuda"

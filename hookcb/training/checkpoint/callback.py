@@ -29,7 +29,7 @@ class Checkpoint(Callback):
 
     Args:
         folder: created if it is missing; used by one fit at a time. Files of the same name are replaced.
-        every: also write a file every so many training batches.
+        every: number of training batches after which a file is written too; by default only after epochs.
         keep: number of files of this fit to keep, the newest ones.
         monitor: a column of the epoch's row; the file of the best epoch is kept as `best.pt`.
         mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".

@@ -24,7 +24,7 @@ else:
     import fcntl
 
     def _lock(file: int) -> None:
-        # unlike those of flock, not inherited: a loader's worker may outlive a killed process by seconds
+        # not flock, whose locks are inherited: a loader's worker may outlive a killed process by seconds
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -47,7 +47,7 @@ class FolderLock:
             folder: created if it is missing.
 
         Returns:
-            Whether it is certain that no one else uses the folder. If not, there was a warning.
+            Whether it is certain that no other run uses the folder. If not, there was a warning.
 
         Raises:
             RuntimeError: If the folder is in use; the message says by whom.
@@ -111,9 +111,8 @@ class FolderLock:
         is_certain = not previous or (is_locked and f" on {host} " in previous)
         if not is_certain:
             warnings.warn(
-                f"{self._file} says that {previous} writes into this folder, and there is no way to check "
-                "from here whether that run has ended; assuming that it has. If it still runs, end one of "
-                "the two",
+                f"{self._file} says that {previous} writes into this folder, and this process cannot check "
+                "whether that run has ended; assuming that it has. If it still runs, end one of the two",
                 stacklevel=2,
             )
         now = datetime.now().isoformat(" ", "seconds")

@@ -52,7 +52,7 @@ class Resume:
         """Finds the checkpoint that `Learner.fit(resume=…)` asks for; None if there is nothing to resume.
 
         Raises:
-            FileNotFoundError: If there is no such file, or no checkpoint in the folder.
+            FileNotFoundError: If the file does not exist, or the folder has no checkpoint.
             ValueError: If it is truncated, damaged, another kind of file, or from another version of hookcb;
                 for "latest", if no `Checkpoint` is attached, or all its files are damaged.
         """
@@ -97,7 +97,7 @@ class Resume:
     def remaining(self, learn: TrainingState, level: str, items: Iterable[Any]) -> Iterable[Any]:
         """Epochs of a fit, phases of an epoch, or batches of a phase that are still to do.
 
-        The state is restored when the loop arrives where the checkpoint was written.
+        The state is restored when the loop arrives at the point at which the checkpoint was written.
         """
         if self._is_restored:
             return items

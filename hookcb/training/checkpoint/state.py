@@ -32,7 +32,7 @@ def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -
         random_of_phase: `random_state` at the start of this training or validation.
 
     Raises:
-        TypeError: If the state of a callback, say, could not be read again; the message says which.
+        TypeError: If a part, such as the state of a callback, could not be read again; the message names it.
     """
     in_train, model = phase == "train", learn.model.state_dict()
     state = {
@@ -196,7 +196,7 @@ def _plain(value: Any, where: str) -> Any:
     """Converts `value` to types that `torch.load(weights_only=True)` reads.
 
     Raises:
-        TypeError: If that is not possible; the message says where, and which types are.
+        TypeError: If that is not possible; the message names the item and the possible types.
     """
     if type(value) in (dict, OrderedDict, Counter):
         plain = copy.copy(value)  # not a new one, as the state of a model has attributes

@@ -117,7 +117,7 @@ class RateCallback(Callback, ABC):
 
 
 class SteppedRate(RateCallback):
-    """Base class of those whose scheduler is stepped after each training batch, or after each epoch.
+    """Base class of schedules that are stepped after each training batch, or after each epoch.
 
     Batches that are cancelled, or only accumulate gradients, count too.
 

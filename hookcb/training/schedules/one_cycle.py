@@ -16,7 +16,7 @@ class OneCycle(SteppedRate):
     The usual way to train well in few epochs: warm up, explore at a high rate, settle. Momentum, or the first
     beta, moves in the opposite direction; both rise and fall along half a cosine.
 
-    Shape and defaults are those of fastai's `fit_one_cycle`, with these differences:
+    Shape and defaults are as in fastai's `fit_one_cycle`, with these differences:
 
     - fastai sets batch i of n to the point i / n of the cycle. Here, as in torch's `OneCycleLR`, the peak
       comes one batch earlier, at batch `pct_start * n - 1`, and the last batch has exactly
@@ -69,13 +69,8 @@ class OneCycle(SteppedRate):
         check_number("div_final", div_final)
         check_number("pct_start", pct_start, 0, 1)
         _check_moms(moms)
-        self.lr_max, self.div, self.div_final, self.pct_start, self.moms = (
-            lr_max,
-            div,
-            div_final,
-            pct_start,
-            moms,
-        )
+        self.lr_max, self.pct_start, self.moms = lr_max, pct_start, moms
+        self.div, self.div_final = div, div_final
 
     def make(self, opt: Optimizer) -> LRScheduler:
         """Returns a torch OneCycleLR."""
@@ -122,7 +117,7 @@ def _check_moms(moms: Any) -> None:
         return
     if not isinstance(moms, tuple | list) or len(moms) != 2:
         raise ValueError(
-            f"moms must be the momentum at both ends and at the peak, such as (0.95, 0.85), got {moms!r:.80}"
+            f"moms must be two momenta, at both ends and at the peak, such as (0.95, 0.85), got {moms!r:.80}"
         )
     for i, mom in enumerate(moms):
         check_number(f"moms[{i}]", mom, 0, 1)

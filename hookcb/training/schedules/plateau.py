@@ -13,8 +13,9 @@ from hookcb.training.schedules.base import RateCallback
 class ReduceLROnPlateau(RateCallback):
     """Multiplies the learning rate by `factor` when a column of the epoch's row stops improving.
 
-    Patience counts as in torch: with 1, one epoch without improvement is tolerated, and at the second in a
-    row the rate falls. NaN is not an improvement; an epoch cancelled before it had a value does not count.
+    Patience counts as in torch: with 1, one epoch without improvement is tolerated, and after the second in a
+    row the rate is lowered. NaN is not an improvement; an epoch cancelled before it had a value does not
+    count.
     After the fit, the rates of the optimizer's groups are restored.
 
     Args:
@@ -32,7 +33,7 @@ class ReduceLROnPlateau(RateCallback):
     Raises:
         TypeError, ValueError: If an argument is invalid; when the fit begins, if `monitor` needs a validation
             and there is none.
-        LookupError: If there is no such column; when the fit begins, if that is known by then.
+        LookupError: If no column has that name; when the fit begins, if that is known by then.
 
     >>> from hookcb import ReduceLROnPlateau, synth_learner
     >>> learn = synth_learner(n_train=1, lr=1e-6)

@@ -29,7 +29,7 @@ class Schedule(SteppedRate):
 
     Raises:
         TypeError: If `factory` is not such a function; when the fit begins, if it returns no scheduler.
-        ValueError: If `per` is another one; when the fit begins, if the scheduler is of another optimizer.
+        ValueError: If `per` is anything else; when the fit begins, if the scheduler is of another optimizer.
 
     >>> from functools import partial
     >>> from torch.optim.lr_scheduler import ExponentialLR

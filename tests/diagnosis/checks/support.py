@@ -17,6 +17,19 @@ def weight(name="body", kind="Linear", shape=(16, 16), **kwargs):
     )  # fmt: skip
 
 
+def gradient(name, place, rms=(1.0,) * 20, kind="Linear", shape=(8, 8), layer=None, **kwargs):
+    """A weight with these gradients, at a place in the model; keywords are fields of `Param`."""
+    stats = {"rms": series(rms), "norm": series([8 * x for x in rms])} | kwargs.pop("stats", {})
+    return Param(
+        f"{name}.weight", layer or name, kind, f"{kind} 8→8", place, shape, place, stats=stats, **kwargs
+    )
+
+
+def stack(factors, n=20):
+    """Weights from the input to the head, with gradients of these sizes."""
+    return [gradient(f"layers.{i}", i, [x] * n) for i, x in enumerate(factors)]
+
+
 def evidence(*params, lr=0.1, loss=(), **kwargs):
     rates = series(lr if isinstance(lr, list) else [lr] * 40)
     return Evidence(params={p.name: p for p in params}, lr=rates, loss=series(loss), **kwargs)

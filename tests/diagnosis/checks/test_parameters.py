@@ -82,7 +82,7 @@ def test_the_last_weight_may_be_zero_and_few_steps_tell_nothing():
         ([1e-3] * 4, False, 40, Skipped),
     ],
 )
-def test_what_has_moved_or_was_hardly_looked_at_is_not_found(ratios, has_moved, n_steps, kind):
+def test_weights_that_moved_or_were_barely_inspected_are_not_found(ratios, has_moved, n_steps, kind):
     param = weight("body", update_ratio=ratios)
     param.has_moved = has_moved
     (found,) = restored(evidence(param, n_steps=n_steps))

@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-from hookcb.diagnosis.checks import gradients as checks_gradients
+from hookcb.diagnosis.checks import attenuated as checks_attenuated
+from hookcb.diagnosis.checks import dead_units as checks_dead_units
+from hookcb.diagnosis.checks import exploding as checks_exploding
 from hookcb.diagnosis.checks import layers as checks_layers
 from hookcb.diagnosis.checks import loss as checks_loss
 from hookcb.diagnosis.checks import optimizer as checks_optimizer
@@ -17,7 +19,9 @@ from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import CHECKS, Finding, Passed, Skipped
 
 MODULES = (
-    checks_gradients,
+    checks_attenuated,
+    checks_exploding,
+    checks_dead_units,
     checks_layers,
     checks_loss,
     checks_step_size,

@@ -165,7 +165,7 @@ def test_of_small_batches_so_many_are_looked_at_that_it_is_known(size, told):
     found = [f for f in verdict.findings if f.code == "unit.dead"]
     assert bool(found) is told
     assert told or not any("dead units" in text for text in verdict.ruled_out)
-    assert not told or "(9 of 10) had no gradient in 128 looks at 512 examples" in found[0].message
+    assert not told or "(9 of 10) had no gradient in 128 steps with 512 examples" in found[0].message
 
 
 def test_with_few_looks_it_says_how_few():

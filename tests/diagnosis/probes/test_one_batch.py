@@ -60,7 +60,7 @@ def test_an_activation_on_the_logits_is_found_without_diagnose(last, loss_func):
 def test_a_healthy_training_is_so_as_far_as_looked_and_says_how_far():
     verdict = trained(n_epoch=10).diagnose()
     assert verdict.status == "healthy"
-    assert re.match(r"HEALTHY  as far as checked: (\d+) of (\d+) checks$", verdict.lines()[0])
+    assert re.match(r"HEALTHY  as far as checked: (\d+) of (\d+) checks ran$", verdict.lines()[0])
     assert was_looked_at(verdict)
     assert verdict.n_checked >= verdict.n_checks - 10
     for fine in (HEAD, "NaN in the inputs", "symmetric initialization", "parameters twice in the optimizer"):
@@ -78,7 +78,8 @@ def test_more_is_looked_at_than_without_it(monkeypatch):
 def test_the_counts_are_in_the_headline_of_a_sick_one_too():
     verdict = trained(net(nn.ReLU())).diagnose()
     assert (
-        verdict.lines()[0] == f"SICK  head.activation in 3 ({verdict.n_checked} of {verdict.n_checks} checks)"
+        verdict.lines()[0]
+        == f"SICK  head.activation in 3 ({verdict.n_checked} of {verdict.n_checks} checks ran)"
     )
     assert verdict.to_dict()["n_checks"] == verdict.n_checks
 

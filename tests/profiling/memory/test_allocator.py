@@ -21,7 +21,9 @@ class Counted:
         self.current = self.peak = 0
         self.n = 0
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self.stats)
-        monkeypatch.setattr(Allocator, "of", classmethod(lambda cls, tensors: cls([torch.device("cuda", 0)])))
+        monkeypatch.setattr(
+            Allocator, "for_tensors", classmethod(lambda cls, tensors: cls([torch.device("cuda", 0)]))
+        )
 
     def stats(self, device):
         self.n += 1

@@ -583,7 +583,7 @@ def test_it_works_on_a_resumed_fit(tmp_path):
         ({"keep": 1}, ValueError, "keep must be a whole number of steps, 2 or more, got 1"),
         ({"keep": 0}, ValueError, "keep must be .*, got 0"),
         ({"keep": 2.0}, TypeError, r"keep must be .*, got 2\.0"),
-        ({"name": "my timer"}, ValueError, "name is 'my timer'"),
+        ({"name": "my timer"}, ValueError, "name must be an identifier.*got 'my timer'"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(kwargs, error, message):

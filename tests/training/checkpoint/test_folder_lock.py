@@ -186,7 +186,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning_where_a_lock_is_left
     monkeypatch.setattr(folder_lock, "_lock", lack)
     train(plain, 1, Checkpoint(tmp_path))
     (tmp_path / LOCK).write_text(f"process 1 on {socket.gethostname()} since 2026-01-02 03:04:05\n")
-    with pytest.warns(UserWarning, match="process 1 on .*no way to check from here"):
+    with pytest.warns(UserWarning, match="process 1 on .*this process cannot check"):
         train(plain, 1, Checkpoint(tmp_path))
     assert names(tmp_path) == ["epoch-0001.pt"]
 

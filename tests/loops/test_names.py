@@ -63,3 +63,12 @@ def test_a_callback_is_found_by_its_class():
         learn.get(GradientHealth)
     with pytest.raises(LookupError, match="attached are: "):
         Learner([1], learn.model, lambda pred: pred).get(GradientHealth)
+
+
+def test_a_callback_of_a_fit_that_has_ended_is_found_by_its_class_too():
+    learn = synth_learner()
+    with learn.no_logging():
+        learn.fit(1, cbs=ActivationStats())
+    assert learn.get(ActivationStats) is learn.activation_stats
+    with pytest.raises(TypeError, match=r"kind must be a class of callbacks.* got 'ActivationStats'"):
+        learn.get("ActivationStats")

@@ -1,0 +1,333 @@
+"""Watch: the events of a training loop, from hooks on its model and optimizers."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from hookcb.core.callback import Callback
+from hookcb.core.torch_private import CALL_NAME, compiled_call, in_backward, in_transform, is_jit_tracing
+from hookcb.gradients.hand_steps import StepByHand, WeightMark
+from hookcb.hooks.compiled import CompiledTap
+from hookcb.hooks.hook import Hook, detached
+from hookcb.hooks.optimizer_steps import StepHook
+from hookcb.loops.coverage import WatchCoverage
+from hookcb.loops.external import ExternalLoop
+from hookcb.loops.loss_found import find_loss, first_parameter_behind, scaler_at_work
+from hookcb.loops.optimizers import WatchedOptimizers, unwrapped
+from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, IN_BACKWARD, IN_STEP
+from hookcb.loops.taps import n_running, stepping_optimizer
+
+
+class Watch(ExternalLoop):
+    """Follows a training loop by hooks on the model and its optimizers; see `watch`, which creates it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        cbs: Iterable[Callback | type[Callback]],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"scaler must be the loop's torch.amp.GradScaler or None, got {scaler!r:.80}")
+        self._optimizers = WatchedOptimizers(optimizers)
+        self._stepped: set[int] = set()  # ids of the optimizers that made a step in this batch
+        self._has_stepped = False  # whether any optimizer has made a step, ever
+        self._stepping: Optimizer | None = None
+        self._n_calls = 0  # nested calls of the model in progress
+        self._is_followed = False  # whether the outermost call is a batch, or part of one
+        self._is_side_call = False  # whether it is a call without gradients in the middle of a training
+        self._has_closure = False  # whether the step in progress has one
+        self._is_from_others = False  # whether this batch was computed from parameters of other optimizers
+        self._mark: WeightMark | None = None  # the weights after the backward, until they are stepped
+        self._by_hand: StepByHand | None = None  # set once weights have moved without an optimizer
+        self._hooks: list[Any] = []
+        self._part_hooks: list[Hook] = []  # until the model itself is called
+        self._compiled: CompiledTap | None = None
+        super().__init__(model, list(cbs), optimizers[0] if optimizers else None, scaler)
+        self._closing = finalize(model, _close, ref(self))
+
+    def _listen(self) -> None:
+        # before hooks of callbacks: those that read gradients at a step must know that it has begun
+        model, hooks = self.model, self._hooks
+        hooks.append(StepHook(self._step_begins))
+        hooks.append(StepHook(self._step_ends, after=True))
+        hooks.append(Hook(model, self._call_begins, detach=False, pre=True, with_kwargs=True))
+        hooks.append(Hook(model, self._call_returns, detach=False))
+        hooks.append(Hook(model, self._call_ends, detach=False, always_call=True))
+        for part in _parts(model):
+            self._part_hooks.append(Hook(part, self._part_begins, detach=False, pre=True, with_kwargs=True))
+            self._part_hooks.append(Hook(part, self._part_returns, detach=False))
+        self._tap_compiled(model)
+
+    def _tap_compiled(self, model: nn.Module) -> None:
+        if self._compiled is None and compiled_call(model) is not None:
+            self._compiled = CompiledTap(
+                model,
+                lambda args, kwargs: self._call_begins(self.model, args, kwargs),
+                lambda output: self._call_ends(self.model, (), output),
+                lambda output: self._call_returns(self.model, (), output),
+            )
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._unhook_parts()
+        if self._compiled is not None:
+            self._compiled.remove()
+
+    def _unhook_parts(self) -> None:
+        while self._part_hooks:
+            self._part_hooks.pop().remove()
+
+    # ---- the model
+
+    def _call_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._is_elsewhere() or self.close_failed():
+            return
+        # counted anew, as a call that Ctrl-C has ended was not counted down
+        self._n_calls = n_running(CALL_NAME, m) if self._n_calls else 1
+        if self._n_calls > 1:
+            return
+        if self._compiled is None:  # else their removal would recompile the graph, in which they do nothing
+            self._unhook_parts()
+        self._end_side_call()
+        self._is_followed = not self._is_recomputing() and (torch.is_grad_enabled() or not m.training)
+        if self._is_followed:
+            self.facts.n_calls += 1
+            self._begin_or_continue(m, args or kwargs)
+        elif not torch.is_grad_enabled():
+            self.facts.n_without_grad += 1
+            if not self.training:
+                self.end_batch()
+            # not in training for its length, so that callbacks ignore it
+            self._is_side_call, self.training = self.training, False
+
+    def _end_side_call(self) -> None:
+        if self._is_side_call:
+            self.training, self._is_side_call = True, False
+
+    def _begin_or_continue(self, m: nn.Module, xb: Any) -> None:
+        """Begins a batch for a call, unless it belongs to the one that is open."""
+        if not self._has_stepped and (opt := stepping_optimizer()) is not None:
+            self._has_stepped = self._optimizers.has_params(opt, self.model)  # its step began earlier
+        training = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
+        leaf = first_parameter_behind(xb) if training else None
+        if not (training and self._continues_batch()):
+            self.facts.n_cut += not training and self.is_waiting
+            self.begin_batch(training, detached(xb) if in_transform() else xb)
+        if leaf is not None and not self._optimizers.train(leaf):
+            self._is_from_others |= all(leaf is not p for p in self.model.parameters())
+
+    def _is_recomputing(self) -> bool:
+        """Whether activation checkpointing is running the forward again in a backward."""
+        return in_backward() and self._is_open() and self.stage not in AFTER_BACKWARD
+
+    def _is_open(self) -> bool:
+        return self.has_batch and self.training
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a training batch is open and its backward has not begun."""
+        return self.training and self.stage in BEFORE_BACKWARD and not self._stepped
+
+    def _continues_batch(self) -> bool:
+        """Whether this call belongs to the batch that is open."""
+        return self.is_waiting or (self._is_open() and self._in_closure())
+
+    def _call_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or not self.in_loop_thread:
+            return
+        if self._n_calls == 1 and self._is_followed and self.has_batch:
+            self.report_pred(detached(output) if in_transform() else output)
+
+    def _call_ends(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or not self.in_loop_thread:
+            return
+        self._n_calls = max(0, self._n_calls - 1)
+        if not self._n_calls:
+            self._end_side_call()
+
+    # ---- a model that is never called as a whole, only its parts, as in `net.actor(x)`
+
+    def _part_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or self._n_calls or not self.in_loop_thread or self.close_failed():
+            return
+        if torch.is_grad_enabled() and m.training and not self._is_recomputing():
+            self.facts.n_part_calls += 1
+            self._begin_or_continue(m, args or kwargs)
+
+    def _part_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or self._n_calls or not self.in_loop_thread:
+            return
+        if torch.is_grad_enabled() and self.is_waiting:
+            self.report_pred(detached(output) if in_transform() else output)
+
+    # ---- reports
+
+    def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
+        """See `ExternalLoop`; no optimizer has stepped in a new batch."""
+        self._stepped.clear()
+        super().begin_batch(training, xb)
+        self._is_from_others = False
+
+    def begin_backward(self) -> None:
+        """See `ExternalLoop`; looks for a loss that was not reported."""
+        if self.stage in BEFORE_BACKWARD and self.loss is None:
+            self.look_for_loss()
+        super().begin_backward()
+
+    def look_for_loss(self) -> None:
+        """Looks for the loss of the backward that begins, and takes it if it trains the model itself."""
+        found = find_loss(self._thread, self.model.parameters())
+        if found is not None and found.may_be_scaled:
+            if self.scaler is not None and self.scaler.is_enabled():
+                found = found.unscaled(self.scaler)
+            elif not self._has_stepped and self._by_hand is None:
+                found = None  # whether there is a GradScaler is known from the first step on
+        if found is None or self._is_from_others:
+            self.facts.n_losses_unfound += 1
+            self.facts.n_losses_of_others += self._is_from_others
+        else:
+            self.facts.n_losses_found += 1
+            self._set_loss(found.value, found.node)
+
+    def end_backward(self) -> None:
+        """See `ExternalLoop`; a loop without an optimizer may make its own step from now on."""
+        is_first = self.stage in IN_BACKWARD
+        super().end_backward()
+        if is_first and not self._has_stepped and not self.facts.has_other_optimizer:
+            self._mark = WeightMark(self.model)
+            if self._by_hand is not None:
+                super().begin_step(self._by_hand)
+
+    def end_batch(self) -> None:
+        """See `ExternalLoop`; if weights have moved since the backward, the loop has made its own step."""
+        mark, self._mark = self._mark, None
+        if mark is not None and not self._has_stepped and self._model() is not None:
+            self._end_step_by_hand(mark.has_moved())
+        super().end_batch()
+
+    def _end_step_by_hand(self, has_moved: bool) -> None:
+        self.facts.n_moved_by_hand += has_moved
+        if self.stage not in IN_STEP and has_moved:
+            self._by_hand = StepByHand(p for p in self.model.parameters() if p.requires_grad)
+        elif self.stage in IN_STEP and not has_moved:
+            self.emit("after_cancel_step")  # the next batch adds to its gradients
+
+    def report_loss(self, loss: Tensor) -> Tensor:
+        """See `ExternalLoop`; if no call was seen, a batch begins with its loss."""
+        if isinstance(loss, Tensor):
+            if not self.facts.n_calls and not (loss.requires_grad and self.is_waiting):
+                self.begin_batch(loss.requires_grad, ())  # only parts of the model are called
+            elif self.training and not loss.requires_grad:  # of a call without gradients
+                self.facts.n_losses_outside += 1
+                return loss
+        return super().report_loss(loss)
+
+    def begin_step(self, opt: Optimizer) -> None:
+        """See `ExternalLoop`; a loop may call it before it clips gradients, to have them read unclipped."""
+        self.facts.reports_steps |= self._stepping is None
+        self._has_stepped = True
+        if self.stage in IN_STEP and self.opt is self._by_hand:
+            self.opt = unwrapped(opt)  # the step that has begun is an optimizer's after all
+        super().begin_step(unwrapped(opt))
+
+    # ---- the optimizers
+
+    def _step_begins(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_watched_step(opt) or (self._stepping is not opt and self._is_stepping()):
+            return None
+        if not self._has_stepped:
+            self._has_stepped, self.scaler = True, self.scaler or scaler_at_work()
+        self._stepping = opt
+        self._has_closure = any(map(callable, (*args, *kwargs.values())))
+        has_gradients = self._stepped or self.stage in AFTER_BACKWARD
+        if id(opt) in self._stepped or (self._has_closure and has_gradients):
+            self.end_batch()
+        if self._has_closure:  # it calls the model inside the step
+            self.facts.n_closures += isinstance(opt, LBFGS)
+            return tuple(self._reporting_step(x, opt) for x in args), {
+                name: self._reporting_step(x, opt) for name, x in kwargs.items()
+            }
+        self.facts.eval_trains |= self.has_batch and not self.training and torch.is_grad_enabled()
+        self.facts.n_steps_alone += not self.has_batch
+        self.begin_step(opt)
+        return None
+
+    def _reporting_step(self, x: Any, opt: Optimizer) -> Any:
+        """Wraps the closure of a step so that it reports when gradients are ready; not for LBFGS."""
+        if not callable(x) or isinstance(opt, LBFGS):
+            return x
+
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            loss = x(*args, **kwargs)
+            if self._stepping is opt:
+                self.begin_step(opt)
+            return loss
+
+        return closure
+
+    def _step_ends(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.in_loop_thread or self._stepping is not opt:
+            return
+        self._stepping = None
+        self.end_step()
+        self._stepped.add(id(opt))
+        if self._optimizers.are_complete and len(self._stepped) >= len(self._optimizers):
+            self.end_batch()
+        self._tap_compiled(self.model)  # it may have been compiled since its last step
+
+    def _is_stepping(self) -> bool:
+        """Whether an optimizer's step is in progress, and has not raised."""
+        return self._stepping is not None and n_running("wrapper", self._stepping) > 0
+
+    def _in_closure(self) -> bool:
+        return self._has_closure and self._is_stepping()
+
+    def _is_watched_step(self, opt: Optimizer) -> bool:
+        if (model := self._model()) is None or not self._optimizers.include(opt, model):
+            return False
+        if self._is_elsewhere() or self.close_failed():
+            return False
+        self._optimizers.add(opt, model)
+        return True
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether the model is being called now; a batch usually begins in its call."""
+        return self._n_calls > 0
+
+    def _is_elsewhere(self) -> bool:
+        self.facts.n_elsewhere += not (self.in_loop_thread or is_jit_tracing())
+        return not self.in_loop_thread
+
+    # ---- the end
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Removes all hooks; see `ExternalLoop`."""
+        self._unhook()
+        super().close(error)
+
+    @property
+    def coverage(self) -> WatchCoverage:
+        """Events seen so far, and those that were not, with the reason."""
+        return WatchCoverage.of(self.seen, self.facts, self.epoch, len(self._optimizers))
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in a model that can be called: its children, or those inside its containers."""
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:  # a ModuleList or ModuleDict has no forward
+            yield from _parts(child)
+        elif not isinstance(child, torch.jit.ScriptModule):  # it calls no hooks
+            yield child
+
+
+def _close(watch: "ref[Watch]") -> None:
+    if (open_watch := watch()) is not None:
+        open_watch.close()

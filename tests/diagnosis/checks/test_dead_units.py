@@ -1,0 +1,83 @@
+"""Units that get no gradient, on made-up numbers."""
+
+import pytest
+
+from hookcb.diagnosis.checks.dead_units import dead_units
+from hookcb.diagnosis.evidence import Layer, Param
+from hookcb.diagnosis.registry import Passed, Skipped
+from tests.diagnosis.checks.support import evidence, gradient, only, series
+
+
+def dead(name, place, share, n_looked=10, n_examples=640, **kwargs):
+    rows = {"zero_rows": series([max(share, 0.0)] * 10)}
+    size = 0.0 if share >= 1 else 1.0
+    return gradient(
+        name, place, [size] * 10, dead=share, n_looked=n_looked, n_examples=n_examples, stats=rows, **kwargs
+    )
+
+
+def bias(name, place, size):
+    return Param(f"{name}.bias", name, "Linear", "", place, (8,), place, stats={"norm": series([size] * 10)})
+
+
+def zeros(**shares):
+    layers = [Layer(n, "", "", i, {"zeros": series([x] * 10)}) for i, (n, x) in enumerate(shares.items())]
+    return {layer.name: layer for layer in layers}
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.625, "warning"), (0.875, "error")])
+def test_a_large_share_of_dead_units_is_found(share, severity):
+    found = only(dead_units, evidence(dead("a", 0, 0.0), dead("b", 1, share), dead("c", 2, 0.0)))
+    assert (found.code, found.severity, found.layer) == ("unit.dead", severity, "b")
+    assert f"{round(8 * share)} of 8" in found.message
+
+
+def test_of_dead_layers_the_one_at_which_activations_become_zero_is_named():
+    params = [dead("a", 0, 1.0), dead("b", 2, 1.0), dead("c", 4, 1.0), dead("d", 6, 0.0)]
+    layers = zeros(a=0.0, act_a=0.5, b=0.0, act_b=1.0, c=0.0, act_c=0.5, d=0.0)
+    assert only(dead_units, evidence(*params, layers=layers)).layer == "b"
+
+
+def test_without_activations_the_last_dead_layer_that_is_not_just_fed_zeros_is_named():
+    params = [dead("a", 0, 1.0), dead("b", 1, 1.0), dead("c", 2, 1.0), dead("d", 3, 0.0)]
+    biases = [bias("a", 0, 0.0), bias("b", 1, 0.0), bias("c", 2, 1.0), bias("d", 3, 1.0)]
+    assert only(dead_units, evidence(*params, *biases)).layer == "b"
+
+
+def test_if_nothing_has_a_gradient_only_activations_can_tell():
+    params = [dead("a", 0, 1.0), dead("head", 2, 1.0)]
+    assert isinstance(only(dead_units, evidence(*params)), Skipped)
+    assert only(dead_units, evidence(*params, layers=zeros(a=0.0, act=1.0, head=0.0))).layer == "a"
+
+
+def test_rows_that_were_zero_in_each_record_are_found_without_diagnose():
+    rows = {"zero_rows": series([1.0] * 9)}
+    silent = gradient("b", 1, [0.0] * 9, stats=rows)
+    assert only(dead_units, evidence(gradient("a", 0), silent)).layer == "b"
+    silent.stats["zero_rows"].add(9, 0.9)
+    assert isinstance(only(dead_units, evidence(dead("a", 0, 0.0), silent)), Passed)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [dead("a", 0, 0.3)],
+        [dead("a", 0, 0.0), dead("emb", 1, 0.9, kind="Embedding")],
+        [dead("a", 0, 0.0), dead("out", 1, 0.9, shape=(2, 8))],
+        [dead("lstm.ih", 0, 0.0, layer="lstm"), dead("lstm.hh", 1, 1.0, layer="lstm")],
+    ],
+)
+def test_units_that_are_few_or_sparse_by_nature_give_no_finding(params):
+    assert isinstance(only(dead_units, evidence(*params)), Passed)
+
+
+def test_dead_units_need_eight_looks_and_many_examples():
+    for n_looked, n_examples in [(7, 9_999), (8, 511)]:
+        assert isinstance(only(dead_units, evidence(dead("a", 0, 1.0, n_looked, n_examples))), Skipped)
+    assert isinstance(only(dead_units, evidence(dead("a", 0, 0.9, 100, 511))), Skipped)
+    found = only(dead_units, evidence(dead("a", 0, 0.9, 8, 512)))
+    assert "had no gradient in 8 steps with 512 examples" in found.message
+
+
+def test_without_the_number_of_examples_no_dead_unit_is_ruled_out():
+    assert isinstance(only(dead_units, evidence(gradient("a", 0), gradient("b", 1))), Skipped)
