@@ -4,9 +4,9 @@ import math
 from statistics import fmean
 
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
-from hookcb.diagnosis.trends import before, finite, median, slope
+from hookcb.diagnosis.trends import before, finite, median, rates, slope
 
-MAX_OF_CONSTANT = 0.95  # of the loss of the best constant prediction, for a model that learns
+MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a model that learns
 MIN_BATCHES = 50  # to tell a flat or rising loss
 FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of guessing
 CONFIDENCE = 3.0  # standard deviations
@@ -45,12 +45,15 @@ def guesses(evidence: Evidence) -> bool:
 
 
 def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
-    """Mean loss of the last fifth of the batches, and its ratio to the loss of the best constant prediction.
+    """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
-    NaN for fewer than 50 batches, and the ratio if the loss of a constant is unknown.
+    NaN for fewer than 50 batches since the learning rate has reached its largest value; the ratio also if the
+    loss of a constant is unknown.
     """
     values = finite(evidence.loss.values)
-    if len(values) < MIN_BATCHES:
+    full = max(finite(rates(evidence).values), default=0.0)
+    warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
+    if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
         return math.nan, math.nan
-    last = fmean(values[-max(WINDOW, len(values) // 5) :])
+    last = fmean(values[-max(WINDOW, len(values) // 10) :])
     return last, last / evidence.constant if evidence.constant > 0 else math.nan

@@ -25,7 +25,7 @@ _Low = tuple[Param, float, Span]  # a weight with small gradients, their ratio t
     "grad.attenuated",
     site=Site.BACKWARD,
     needs=("gradients",),
-    leads_to=("update.too_small", "loss.flat", "param.not_stepped"),
+    leads_to=("update.too_small", "loss.flat", "loss.trivial", "param.not_stepped"),
 )
 def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
     """Gradients that fade on the way from the loss to the input, so early layers do not learn.

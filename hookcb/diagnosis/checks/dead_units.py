@@ -25,6 +25,7 @@ ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in r
         "grad.attenuated",
         "update.too_small",
         "loss.flat",
+        "loss.trivial",
         "act.collapse",
         "param.not_stepped",
         "param.unreachable",

@@ -8,7 +8,7 @@ from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.falling import MAX_OF_CONSTANT, MIN_BATCHES, loss_of_constant
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.trends import is_warming_up, slope
+from hookcb.diagnosis.trends import slope
 
 SURE = 3.0  # standard deviations
 STILL_FALLS = 0.02  # of the loss, in a hundred batches
@@ -23,17 +23,17 @@ PREDICTIONS = {
 def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     """A model that is no better than the best constant prediction, which ignores the input.
 
-    Formula: mean loss of the last fifth of 50 batches or more / loss of the best constant for the targets
+    Formula: mean loss of the last tenth of 50 batches or more / loss of the best constant for the targets
     seen: their variance for squares, their mean absolute deviation for absolute values, the entropy of the
-    class shares for cross-entropy. Limit: 0.95. Nothing is said while the learning rate still rises, or if
-    the loss falls so fast that as many batches again would bring it below the limit, by its slope over the
-    last half, less three standard deviations.
+    class shares for cross-entropy. Limit: 0.98. Nothing is said before 50 batches at the full learning rate,
+    after a warmup, or if the loss falls so fast that as many batches again would bring it below the limit, by
+    its slope over the last half, less three standard deviations.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "input-independent baseline".
     """
     last, ratio = loss_of_constant(evidence)
-    if math.isnan(last) or is_warming_up(evidence):
-        yield Skipped(f"fewer than {MIN_BATCHES} batches, or the learning rate still rises")
+    if math.isnan(last):
+        yield Skipped(f"fewer than {MIN_BATCHES} batches at the full learning rate")
         return
     if math.isnan(ratio):
         yield Skipped("the loss of the best constant prediction is unknown")

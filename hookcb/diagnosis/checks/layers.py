@@ -21,7 +21,7 @@ from hookcb.diagnosis.trends import (
     trailing,
     weights,
 )
-from hookcb.diagnosis.verdict import Finding
+from hookcb.diagnosis.verdict import Finding, Severity
 
 MAX_SATURATED_WARNING = 0.9  # share of units
 MAX_GROWTH, N_FIRST = 1e3, 3  # std(output) / std(input), in the first three records and in all
@@ -46,16 +46,17 @@ def _head(evidence: Evidence) -> float:
     "unit.saturated",
     site=Site.MODULES,
     needs=("activations",),
-    leads_to=("grad.attenuated", "loss.flat", "act.collapse", "update.too_small"),
+    leads_to=("grad.attenuated", "loss.flat", "loss.trivial", "act.collapse", "update.too_small"),
     subject="flat ends",
 )
 def saturated_units(evidence: Evidence) -> Iterator[Result]:
     """Saturated units of tanh and sigmoid, which pass almost no gradient.
 
     Formula: median over five records, up to the last one before convergence, of the share of outputs with
-    |tanh| above 0.97 or a sigmoid outside (0.03, 0.97). Limit: half of the units; an error above 0.9. Layers
-    after the last weights are left out, as the output of a confident classifier should saturate. No finding
-    if the loss reaches a fifth of that of the best constant, an R² of 0.8: the model does well despite them.
+    |tanh| above 0.97 or a sigmoid outside (0.03, 0.97). Limit: half of the units; an error above 0.9. A note
+    if they were not saturated in the first five records, as they have then learned it. Layers after the last
+    weights are left out, as the output of a confident classifier should saturate. No finding if the loss
+    reaches a fifth of that of the best constant, an R² of 0.8: the model does well despite them.
 
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
@@ -73,17 +74,19 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
         return
     for layer, series in shares:
         if span := trailing(series, lambda x: x > MAX_SATURATED):
-            yield _saturated(evidence, layer, median(series.values[-span.n :]), span)
+            began = median(series.values[:LATEST]) > MAX_SATURATED
+            yield _saturated(evidence, layer, median(series.values[-span.n :]), span, began)
             return
     yield Passed(f"saturated units ({worst:.0%})", worst, MAX_SATURATED)
 
 
-def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span) -> Finding:
+def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span, began: bool) -> Finding:
     feeds = [p for p in weights(evidence) if p.place_of_layer is not None and p.place_of_layer < layer.place]
     is_large = begins_large(feeds[-1:])
+    severity: Severity = "error" if share > MAX_SATURATED_WARNING else "warning"
     return finding(
         "unit.saturated",
-        "error" if share > MAX_SATURATED_WARNING else "warning",
+        severity if began else "info",
         at=layer,
         when=span,
         value=share,
@@ -204,7 +207,7 @@ def _near_overflow(layer: Layer, most: float, span: Span) -> Finding:
     "act.collapse",
     site=Site.MODULES,
     needs=("activations",),
-    leads_to=("loss.flat", "grad.attenuated", "unit.dead"),
+    leads_to=("loss.flat", "loss.trivial", "grad.attenuated", "unit.dead"),
 )
 def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
     """Outputs that are the same for every sample of a batch, so the samples can no longer be told apart.

@@ -163,8 +163,9 @@ _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "
     Source: torch.nn.BatchNorm2d.
     """)  # fmt: skip
 
-_row("dropout.extreme", Site.MODULES, ("model",), ("loss.flat", "unit.dead", "loss.init", "act.scale"),
-    "warning", "extreme dropout", subject="dropout", exact=False, doc="""
+_row("dropout.extreme", Site.MODULES, ("model",),
+    ("loss.flat", "loss.trivial", "unit.dead", "loss.init", "act.scale"), "warning",
+    "extreme dropout", subject="dropout", exact=False, doc="""
     A dropout layer that drops nine in ten elements or more.
 
     Formula: p ≥ 0.9.
@@ -232,7 +233,7 @@ _row("label.range", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "target
     Source: torch.nn.BCEWithLogitsLoss, whose targets are numbers between 0 and 1.
     """)  # fmt: skip
 
-_row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat"), "error",
+_row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat", "loss.trivial"), "error",
     "a loss without gradients", requires="loss", doc="""
     A loss that does not depend on any parameter.
 
@@ -254,7 +255,8 @@ _row("param.duplicated", Site.OPTIMIZER, ("batch", "optimizers"), ("update.*", "
     """)  # fmt: skip
 
 _row("update.lost_to_rounding", Site.OPTIMIZER, ("steps",),
-    ("param.not_stepped", "loss.flat", "update.too_small"), "error", "updates lost to rounding",
+    ("param.not_stepped", "loss.flat", "loss.trivial", "update.too_small"), "error",
+    "updates lost to rounding",
     requires="weights around a step", subject="low precision", doc="""
     Low-precision weights whose updates are smaller than the spacing of their numbers, so rounding drops them.
 

@@ -23,7 +23,12 @@ N_NO_RATE, MIN_NO_RATE_SHARE, MIN_NO_RATE = 10, 0.1, 20  # batches with a learni
 MAX_SKIPPED, MAX_SKIPPED_STEPS = 0.1, 4
 
 
-@check("clip.always", site=Site.GRADIENTS, needs=("gradients",), leads_to=("update.too_small", "loss.flat"))
+@check(
+    "clip.always",
+    site=Site.GRADIENTS,
+    needs=("gradients",),
+    leads_to=("update.too_small", "loss.flat", "loss.trivial"),
+)
 def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     """Gradient clipping that cuts almost every gradient to a small part, which only lowers the learning rate.
 
@@ -72,7 +77,13 @@ def _clip_advice(evidence: Evidence) -> str:
     return f"Clip to a norm of {usual}, or do not clip"
 
 
-@check("param.not_stepped", site=Site.OPTIMIZER, needs=("gradients",), exact=True, leads_to=("loss.flat",))
+@check(
+    "param.not_stepped",
+    site=Site.OPTIMIZER,
+    needs=("gradients",),
+    exact=True,
+    leads_to=("loss.flat", "loss.trivial"),
+)
 def unmoved_parameters(evidence: Evidence) -> Iterator[Result]:
     """Parameters that never change: no step is made, the learning rate is 0, or steps do nothing.
 
@@ -176,7 +187,7 @@ def _no_rate(evidence: Evidence, span: Span) -> Finding:
     site=Site.GRADIENTS,
     needs=("gradients",),
     exact=True,
-    leads_to=("param.not_stepped", "update.too_small", "loss.flat"),
+    leads_to=("param.not_stepped", "update.too_small", "loss.flat", "loss.trivial"),
     subject="scaler",
 )
 def collapsed_scale(evidence: Evidence) -> Iterator[Result]:

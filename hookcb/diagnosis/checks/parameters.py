@@ -14,7 +14,13 @@ MIN_RECORDS = 5  # inspected steps
 MIN_STEPS = 20  # of the run
 
 
-@check("param.unreachable", site=Site.BACKWARD, needs=("gradients",), exact=True, leads_to=("loss.flat",))
+@check(
+    "param.unreachable",
+    site=Site.BACKWARD,
+    needs=("gradients",),
+    exact=True,
+    leads_to=("loss.flat", "loss.trivial"),
+)
 def unreachable(evidence: Evidence) -> Iterator[Result]:
     """A layer that was called in the forward and never received a gradient.
 
@@ -120,7 +126,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     site=Site.MODULES,
     needs=("gradients",),
     exact=True,
-    leads_to=("loss.flat", "unit.dead", "grad.attenuated", "act.collapse"),
+    leads_to=("loss.flat", "loss.trivial", "unit.dead", "grad.attenuated", "act.collapse"),
 )
 def zero_layer(evidence: Evidence) -> Iterator[Result]:
     """A hidden layer whose weight is all zero and gets no gradient, so it stays zero.
@@ -159,7 +165,7 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     site=Site.OPTIMIZER,
     needs=("gradients", "batches"),
     exact=True,
-    leads_to=("loss.flat",),
+    leads_to=("loss.flat", "loss.trivial"),
 )
 def restored(evidence: Evidence) -> Iterator[Result]:
     """A weight that steps change, but that ends bit-identical to how it began.

@@ -147,7 +147,7 @@ def _too_large(evidence: Evidence, large: _Large, is_error: bool) -> Finding:
     "update.too_small",
     site=Site.OPTIMIZER,
     needs=("gradients",),
-    leads_to=("loss.flat",),
+    leads_to=("loss.flat", "loss.trivial"),
 )
 def small_updates(evidence: Evidence) -> Iterator[Result]:
     """Steps that barely change the weights, so nothing is learned in reasonable time.

@@ -29,7 +29,7 @@ MAX_SHRUNK, MIN_DECAYED = 0.1, 2.0
     "wd.dominates",
     site=Site.OPTIMIZER,
     needs=("gradients", "optimizers"),
-    leads_to=("loss.flat", "act.collapse", "unit.*", "grad.attenuated", "update.*"),
+    leads_to=("loss.flat", "loss.trivial", "act.collapse", "unit.*", "grad.attenuated", "update.*"),
 )
 def dominating_decay(evidence: Evidence) -> Iterator[Result]:
     """Weight decay that moves the weights more than the loss does, toward zero.

@@ -90,7 +90,8 @@ class Term(NamedTuple):
 def read_terms(node: Any) -> list[Term]:
     """Terms of the loss with this node; runs nothing and keeps nothing.
 
-    The two logarithms of a binary cross-entropy written by hand are one term.
+    The logarithms of p and 1 - p are one term, a binary cross-entropy written by hand. A logarithm of 1 - p
+    alone, or of two different outputs, has no kind: it may be one side of a game.
 
     Args:
         node: `loss.grad_fn`.
@@ -98,16 +99,19 @@ def read_terms(node: Any) -> list[Term]:
     terms = list(_terms(node, 1.0, [MAX_NODES]))
     logs = [term for term in terms if term.kind == "log"]
     others = [term for term in terms if term.kind != "log"]
-    kind = "cross-entropy"
-    if len(logs) == 2 and (logs[0].takes == "scores" or any(term.is_complement for term in logs)):
-        logs, kind = [min(logs, key=lambda term: term.is_complement)], "binary cross-entropy"
-    return [*(_of_log(term, kind) for term in logs), *others]
+    if len(logs) == 2 and _without_sign(logs[0].given) is _without_sign(logs[1].given):
+        return [min(logs, key=_is_of_complement)._replace(kind="binary cross-entropy"), *others]
+    is_one = len(logs) == 1 and logs[0].takes == "probabilities" and not _is_of_complement(logs[0])
+    return [*(x._replace(kind="cross-entropy" if is_one and not x.scale < 0 else "") for x in logs), *others]
 
 
-def _of_log(term: Term, kind: str) -> Term:
-    """Minus the logarithm of p is a cross-entropy; that of 1 - p by itself, or log p, is one side of a game."""
-    is_loss = not term.is_complement and not term.scale < 0
-    return term._replace(kind=kind) if is_loss else Term("", term.scale)
+def _is_of_complement(term: Term) -> bool:
+    """Whether a logarithm is that of 1 - p."""
+    return term.is_complement or node_name(term.given) == "Neg"
+
+
+def _without_sign(node: Any) -> Any:
+    return behind(node) if node_name(node) == "Neg" else node
 
 
 def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:

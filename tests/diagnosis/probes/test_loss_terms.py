@@ -27,6 +27,14 @@ def logsigmoid(sign=1):
     return F.logsigmoid(sign * scores())
 
 
+def bits_by_hand(p):
+    return -(BITS * p.log() + (1 - BITS) * (1 - p).log()).mean()
+
+
+def bits_by_logsigmoid(x):
+    return -(BITS * F.logsigmoid(x) + (1 - BITS) * F.logsigmoid(-x)).mean()
+
+
 def terms(loss):
     return [(term.kind, term.takes, node_name(term.given)) for term in read_terms(loss.grad_fn)]
 
@@ -37,9 +45,8 @@ HAND_WRITTEN = {
     "-(y log p)": (lambda: -(SOFT * torch.log(probabilities() + 1e-9)).sum(1).mean(), CE, "probabilities"),
     "nll of log(p)": (lambda: F.nll_loss(probabilities().clamp_min(1e-7).log(), Y), CE, "probabilities"),
     "log_softmax, gathered": (lambda: -F.log_softmax(scores(), 1).gather(1, Y[:, None]).mean(), CE, "scores"),
-    "bits": (lambda: -(BITS * scores().sigmoid().log() + (1 - BITS) * (1 - scores().sigmoid()).log()).mean(),
-             BCE, "probabilities"),
-    "bits, logsigmoid": (lambda: -(BITS * logsigmoid() + (1 - BITS) * logsigmoid(-1)).mean(), BCE, "scores"),
+    "bits": (lambda: bits_by_hand(scores().sigmoid()), BCE, "probabilities"),
+    "bits, logsigmoid": (lambda: bits_by_logsigmoid(scores()), BCE, "scores"),
     "squares": (lambda: ((scores() - SOFT) ** 2).mean(), MSE, "values"),
     "squares of the reverse": (lambda: (SOFT - scores()).pow(2).sum(), MSE, "values"),
     "absolute values": (lambda: (scores() - SOFT).abs().mean(), MAE, "values"),
@@ -111,6 +118,9 @@ def test_a_function_of_a_loss_or_a_weighted_one_is_not_exact(make):
         lambda: scores().norm(dim=1).mean(),
         lambda: (scores() - scores().roll(1, 0)).pow(2).mean(),  # two parts of the model
         lambda: F.cosine_similarity(scores(), SOFT).mean(),
+        lambda: -logsigmoid().mean(),  # one side of a game
+        lambda: (1 - scores().sigmoid()).log().mean(),
+        lambda: -F.logsigmoid(scores()[:3]).mean() - F.logsigmoid(-(2 * scores())[3:]).mean(),
     ],
 )
 def test_anything_else_has_no_kind(make):
