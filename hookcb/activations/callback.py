@@ -8,7 +8,7 @@ from hookcb.activations.records import ActivationRecords
 from hookcb.activations.stats import Sample
 from hookcb.core.batch import parts
 from hookcb.hooks.callback import HookCallback
-from hookcb.records.forward import forwarded, forwarded_property
+from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
 
 NOT_TAKEN = ("hook", "cpu", "gather", "modify")  # options of `HookCallback` that have no use here
 
@@ -73,6 +73,14 @@ class ActivationStats(HookCallback):
     report = forwarded(ActivationRecords.report)
     save = forwarded(ActivationRecords.save)
     clear = forwarded(ActivationRecords.clear)
+    with_hist: bool = forwarded_attribute("with_hist")
+    eps: float = forwarded_attribute("eps")
+    bins: int = forwarded_attribute("bins")
+    hist_range: tuple[float, float] | None = forwarded_attribute("hist_range")
+    sample: Sample = forwarded_attribute("sample")
+    keep: int = forwarded_attribute("keep")
+    outputs: dict[str, tuple[str, tuple[int, ...]]] = forwarded_attribute("outputs")
+    left_out: dict[str, str] = forwarded_attribute("left_out")
 
     def __init__(
         self,
@@ -98,16 +106,6 @@ class ActivationStats(HookCallback):
         super().__init__(**{"detach": False} | options, name=name)
         self.append, self.run_valid = append, on_valid
         self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to now
-
-    @property
-    def outputs(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Type of each layer and shape of its last output, by name."""
-        return self.records.outputs
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """Type of what has no statistics, by path."""
-        return self.records.left_out
 
     def before_fit(self) -> None:
         if not self.append:

@@ -19,7 +19,7 @@ from hookcb.gradients.outputs import OutputGradients, OutputHooks
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.steps import StepWatch, is_unscaled, running_stats, scale_of
 from hookcb.hooks.params import Which, check_which, find_params
-from hookcb.records.forward import forwarded, forwarded_property
+from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
 
 
 class GradientHealth(Callback):
@@ -242,36 +242,16 @@ class GradientHealth(Callback):
     plot_updates = forwarded(GradientRecords.plot_updates)
     report = forwarded(GradientRecords.report)
     save = forwarded(GradientRecords.save)
+    without_grad: list[str] = forwarded_attribute("without_grad")
+    frozen: list[str] = forwarded_attribute("frozen")
+    left_out: dict[str, str] = forwarded_attribute("left_out")
+    not_optimized: list[str] = forwarded_attribute("not_optimized")
+    output_stats: OutputGradients | None = forwarded_attribute("output_stats")
 
     @staticmethod
     def load(path: str | Path) -> GradientRecords:
         """The records in a file written by `save`; see `GradientRecords.load`."""
         return GradientRecords.load(path)
-
-    @property
-    def without_grad(self) -> list[str]:
-        """Names of the parameters that require a gradient and had none in the last record."""
-        return self.records.without_grad
-
-    @property
-    def frozen(self) -> list[str]:
-        """Names of the parameters that require no gradient."""
-        return self.records.frozen
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """Types of the parameters with unreadable elements, by name."""
-        return self.records.left_out
-
-    @property
-    def not_optimized(self) -> list[str]:
-        """Names of the parameters that are in no optimizer that has made a step."""
-        return self.records.not_optimized
-
-    @property
-    def output_stats(self) -> OutputGradients | None:
-        """Gradients of layers' outputs, with `activations=True`; else None."""
-        return self.records.output_stats
 
     # ---- resuming
 

@@ -1,4 +1,4 @@
-"""Methods and properties that a callback forwards to its records."""
+"""Methods, properties and attributes that a callback forwards to its records."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -28,3 +28,8 @@ def forwarded_property(read: Callable[[Any], R]) -> R:
     fget: Any = cast("property", read).fget
     name = fget.__name__
     return cast("R", property(lambda self: getattr(self.records, name), doc=fget.__doc__))
+
+
+def forwarded_attribute(name: str) -> Any:
+    """A read-only attribute that is the same attribute of `self.records`; annotate it with its type."""
+    return property(lambda self: getattr(self.records, name))

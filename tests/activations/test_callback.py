@@ -685,3 +685,9 @@ def test_the_whole_model_goes_by_its_class_and_a_shared_layer_by_its_first_name(
     fit(Learner(make_batches(2), model, nn.functional.mse_loss, torch.optim.SGD, cbs=stats))
     assert sorted(stats.names) == ["0#0", "0#1", "Sequential"]
     assert len(stats.stats) == 2
+
+
+def test_its_options_can_be_read_as_in_fastai():
+    stats = ActivationStats(True, eps=0.1, bins=7, hist_range=(0, 1), sample=64, keep=9)
+    assert (stats.with_hist, stats.eps, stats.bins, stats.hist_range) == (True, 0.1, 7, (0, 1))
+    assert (stats.sample, stats.keep) == (64, 9)

@@ -20,7 +20,7 @@ EARLY = "after; before, with `w.begin_step(optimizer)` there"
 # by the name of its function in trainers.py
 TRAINERS = {
     "plain": {
-        "attach": "a loop of your own: `watch`",
+        "attach": "your own loop: `watch`",
         "events": "all",
         "scale": "unscaled",
         "clipping": EARLY,
