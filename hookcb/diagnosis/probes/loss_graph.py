@@ -34,6 +34,8 @@ class LossGraph(NamedTuple):
         takes: input that the loss expects: "scores", "log-probabilities", "probabilities", "values", or "".
         is_raw: whether its input is the raw output of a linear or convolutional layer.
         has_penalty: whether a penalty on parameters is added to it.
+        ignored: class index that the loss ignores.
+        has_weights: whether classes or elements have weights.
     """
 
     kind: str = ""
@@ -45,6 +47,8 @@ class LossGraph(NamedTuple):
     takes: str = ""
     is_raw: bool = False
     has_penalty: bool = False
+    ignored: int = -100
+    has_weights: bool = False
 
     @property
     def why_hidden(self) -> str:
@@ -79,6 +83,8 @@ def read_loss(node: Any) -> LossGraph:
         main.takes,
         node_name(main.given) in LAYERS,
         any(term.kind == "penalty" and term.scale > 0 for term in terms),
+        main.ignored,
+        main.has_weights,
     )
 
 

@@ -76,6 +76,8 @@ class Term(NamedTuple):
         is_exact: whether it is a plain mean or sum of that kind, without weights of samples.
         is_complement: whether it is the logarithm of 1 - p.
         target: what torch's loss compares with, None if unknown.
+        ignored: class index that torch's loss ignores.
+        has_weights: whether classes or elements have weights.
     """
 
     kind: str
@@ -85,6 +87,8 @@ class Term(NamedTuple):
     is_exact: bool = True
     is_complement: bool = False
     target: Tensor | None = None
+    ignored: int = -100
+    has_weights: bool = False
 
 
 def read_terms(node: Any) -> list[Term]:
@@ -160,7 +164,13 @@ def _leaf(node: Any, scale: float) -> Term | None:
 def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
     target = read_saved(node, "target")
     term = _kind_of_torch(node, name, scale, given)
-    return term._replace(target=target if isinstance(target, Tensor) else None)
+    ignored, has_weights = (
+        saved(node, "ignore_index", -100),
+        any(read_saved(node, x) is not None for x in WEIGHTS),
+    )
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored  # negative numbers are stored as unsigned ones
+    target = target if isinstance(target, Tensor) else None
+    return term._replace(target=target, ignored=ignored, has_weights=has_weights)
 
 
 def _kind_of_torch(node: Any, name: str, scale: float, given: Any) -> Term:

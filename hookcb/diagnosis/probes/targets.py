@@ -12,6 +12,7 @@ from hookcb.diagnosis.probes.loss_graph import LossGraph
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64
+MAX_DRIFT = 0.1  # of the variance; halves of ten batches of 32 shuffled values differ by 0.006
 
 
 class Targets:
@@ -33,26 +34,30 @@ class Targets:
         stride = math.ceil(y.numel() / MAX_ELEMENTS)
         kept = y.detach()[::stride]
         first = self._batches[0] if self._batches else kept
-        if (kept.shape[1:], kept.dtype) == (first.shape[1:], first.dtype):
+        if (kept.shape[1:], kept.dtype, kept.device) == (first.shape[1:], first.dtype, first.device):
             self._batches.append(kept.clone())
 
     def constant(self, graph: LossGraph) -> float:
         """Loss of the best prediction that is the same for all samples; NaN if unknown.
 
         That is the mean of each column for squares, its median for absolute values and Huber losses, and the
-        class shares for cross-entropy.
+        class shares for cross-entropy. It is unknown for values that drift, such as those a model makes itself in
+        reinforcement learning.
         """
-        if not self._batches or not graph.is_pure or math.isnan(graph.scale):
+        if not self._batches or not graph.is_pure or graph.has_weights or math.isnan(graph.scale):
             return math.nan
         y = torch.cat(self._batches)
         if graph.kind == "cross-entropy":
-            return graph.scale * float(_entropy(_class_shares(y)).sum())
+            return graph.scale * float(_entropy(_class_shares(y, graph.ignored)).sum())
         y = y.float()
         if graph.kind == "binary cross-entropy":
             p = y.mean(0)
             return graph.scale * float((_entropy(p) + _entropy(1 - p)).mean())
+        spread = y.var(0, correction=0).mean()
+        if self._drift() > MAX_DRIFT * float(spread):
+            return math.nan
         if graph.kind == "mse":
-            return graph.scale * float(y.var(0, correction=0).mean())
+            return graph.scale * float(spread)
         middle = y.median(0).values
         if graph.kind == "mae":
             return graph.scale * float((y - middle).abs().mean())
@@ -60,12 +65,20 @@ class Targets:
             return graph.scale * float(F.smooth_l1_loss(middle.expand_as(y), y))
         return math.nan
 
+    def _drift(self) -> float:
+        """Mean square of the difference between the means of the first and the second half of the batches."""
+        half = len(self._batches) // 2
+        first, second = (
+            torch.cat(x).float().mean(0) for x in (self._batches[: half or 1], self._batches[half:])
+        )
+        return float((first - second).square().mean())
 
-def _class_shares(y: Tensor) -> Tensor:
-    """Share of each class in class indices (negative ones are ignored) or soft targets `(N, C, …)`."""
+
+def _class_shares(y: Tensor, ignored: int) -> Tensor:
+    """Share of each class in class indices, without ignored ones, or in soft targets `(N, C, …)`."""
     if y.is_floating_point():
         return y.transpose(0, 1).flatten(1).float().mean(1) if y.ndim > 1 else y.float()
-    counts = torch.bincount(y[y >= 0].long().flatten())
+    counts = torch.bincount(y[(y >= 0) & (y != ignored)].long().flatten())
     return counts / counts.sum()
 
 

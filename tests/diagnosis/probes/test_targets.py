@@ -60,6 +60,12 @@ def test_of_other_losses_it_is_unknown(graph):
     assert math.isnan(collected(VALUES).constant(graph))
 
 
+def test_of_values_that_drift_it_is_unknown():
+    graph, drifting = LossGraph("mse", True, 1.0), VALUES + torch.linspace(0, 20, 200)[:, None]
+    assert math.isnan(collected(drifting).constant(graph))
+    assert collected(drifting[torch.randperm(200, generator=G)]).constant(graph) > 0
+
+
 def test_without_targets_it_is_unknown():
     targets = Targets()
     for nothing in (
@@ -75,10 +81,19 @@ def test_without_targets_it_is_unknown():
     assert math.isnan(targets.constant(LossGraph("mse", True, 1.0)))
 
 
-def test_ignored_classes_do_not_count():
-    y = torch.cat([CLASSES, torch.full((100,), -100)])
-    graph = LossGraph("cross-entropy", True, 1.0)
-    assert collected(y).constant(graph) == pytest.approx(collected(CLASSES).constant(graph))
+@pytest.mark.parametrize("ignored", [-100, 255, 2])
+def test_ignored_classes_do_not_count(ignored):
+    y, others = torch.cat([CLASSES, torch.full((400,), ignored)]), CLASSES[ignored != CLASSES]
+    scores = torch.zeros(len(y), 3, requires_grad=True)
+    graph = read_loss(F.cross_entropy(scores, y, ignore_index=ignored).grad_fn)
+    plain = read_loss(F.cross_entropy(scores[: len(others)], others).grad_fn)
+    assert collected(y).constant(graph) == pytest.approx(collected(others).constant(plain))
+
+
+def test_with_weights_of_classes_it_is_unknown():
+    scores = torch.zeros(len(CLASSES), 3, requires_grad=True)
+    graph = read_loss(F.cross_entropy(scores, CLASSES, weight=torch.tensor([0.2, 1.0, 1.0])).grad_fn)
+    assert math.isnan(collected(CLASSES).constant(graph))
 
 
 def test_copies_are_bounded_and_are_no_views_of_the_user_s_tensors():
