@@ -12,7 +12,7 @@ from hookcb.diagnosis.probes.loss_graph import LossGraph
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64
-MAX_DRIFT = 0.1  # of the variance; halves of ten batches of 32 shuffled values differ by 0.006
+MAX_DRIFT = 0.1  # of the variance; two halves of 160 shuffled values each differ by 0.0125
 
 
 class Targets:
@@ -41,8 +41,8 @@ class Targets:
         """Loss of the best prediction that is the same for all samples; NaN if unknown.
 
         That is the mean of each column for squares, its median for absolute values and Huber losses, and the
-        class shares for cross-entropy. It is unknown for values that drift, such as those a model makes itself in
-        reinforcement learning.
+        class shares for cross-entropy. It is unknown for values that drift, such as those that a model makes
+        itself in reinforcement learning.
         """
         if not self._batches or not graph.is_pure or graph.has_weights or math.isnan(graph.scale):
             return math.nan
