@@ -123,7 +123,7 @@ def read_head(x: Tensor) -> Head | None:
         if name in RANGES or name == "Hardtanh":
             break
         factor = _factor(node, name)
-        if node is None or factor is None or math.isnan(factor):
+        if node is None or factor is None or not math.isfinite(factor):
             return None
         scale *= factor
         is_shifted |= name in ("Add", "Sub", "Rsub")

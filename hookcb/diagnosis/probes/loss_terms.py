@@ -100,13 +100,26 @@ def read_terms(node: Any) -> list[Term]:
     Args:
         node: `loss.grad_fn`.
     """
-    terms = list(_terms(node, 1.0, [MAX_NODES]))
+    terms = _named(list(_terms(node, 1.0, [MAX_NODES])))
+    return [term._replace(scale=math.nan) if math.isinf(term.scale) else term for term in terms]
+
+
+def _named(terms: list[Term]) -> list[Term]:
+    """Terms in which logarithms have the kind of loss that they make up."""
     logs = [term for term in terms if term.kind == "log"]
     others = [term for term in terms if term.kind != "log"]
     if len(logs) == 2 and _without_sign(logs[0].given) is _without_sign(logs[1].given):
         return [min(logs, key=_is_of_complement)._replace(kind="binary cross-entropy"), *others]
-    is_one = len(logs) == 1 and logs[0].takes == "probabilities" and not _is_of_complement(logs[0])
-    return [*(x._replace(kind="cross-entropy" if is_one and not x.scale < 0 else "") for x in logs), *others]
+    is_loss = len(logs) == 1 and _is_of_classes(logs[0])
+    return [*(term._replace(kind="cross-entropy" if is_loss else "") for term in logs), *others]
+
+
+def _is_of_classes(term: Term) -> bool:
+    """Whether a term is minus the logarithm of the probability of one of several classes."""
+    shape = input_shape(term.given) if term.given is not None else ()
+    has_classes = len(shape or ()) > 1 and shape[-1] > 1
+    is_minus_log = term.takes == "probabilities" and not _is_of_complement(term) and not term.scale < 0
+    return is_minus_log and has_classes
 
 
 def _is_of_complement(term: Term) -> bool:
@@ -136,7 +149,11 @@ def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:
         yield from _terms(behind[0], scale * factor, budget)
     elif name == "Mul" and len(behind) == 1:  # by soft targets, or by weights of samples
         for term in _terms(behind[0], scale, budget):
-            yield term if term.kind == "log" else term._replace(is_exact=False, scale=math.nan)
+            yield (
+                term
+                if term.kind == "log"
+                else term._replace(is_exact=False, scale=math.copysign(math.inf, scale))
+            )
     else:
         near = (at for at in nodes_near(node) if node_name(at) in (*KINDS, "LogSoftmax"))
         found = [leaf._replace(is_exact=False) for at in near if (leaf := _leaf(at, math.nan))]
@@ -176,7 +193,8 @@ def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
 def _kind_of_torch(node: Any, name: str, scale: float, given: Any) -> Term:
     is_weighted = any(read_saved(node, weight) is not None for weight in WEIGHTS)
     is_mean = saved(node, "reduction", MEAN) == MEAN
-    scale = scale if is_mean and not (is_weighted and name.startswith("Binary")) else math.nan
+    if not is_mean or (is_weighted and name.startswith("Binary")):
+        scale = math.copysign(math.inf, scale)
     if KINDS[name] == "nll":
         if node_name(given) == "LogSoftmax":
             return Term("cross-entropy", scale, "scores", behind(given))
@@ -243,12 +261,12 @@ def _is_of_params(node: Any) -> bool:
 
 
 def factor_of(node: Any) -> float | None:
-    """Factor by which a node scales its only input, NaN if unknown; None if it does more than that."""
+    """Factor by which a node scales its only input, inf or NaN if unknown; None if it does more than that."""
     name = node_name(node)
     if name in BY_A_NUMBER:
         return _number_of(node, name)
     if name == "Sum":
-        return math.nan
+        return math.inf  # not known, but positive
     if name == "Neg":
         return -1.0
     return 1.0 if name in ("Mean", *SHAPING, *CHOOSING) else None

@@ -35,6 +35,10 @@ def bits_by_logsigmoid(x):
     return -(BITS * F.logsigmoid(x) + (1 - BITS) * F.logsigmoid(-x)).mean()
 
 
+def gaussian_nll(var):
+    return 0.5 * (var.log() + (SOFT - scores()) ** 2 / var)
+
+
 def terms(loss):
     return [(term.kind, term.takes, node_name(term.given)) for term in read_terms(loss.grad_fn)]
 
@@ -119,6 +123,9 @@ def test_a_function_of_a_loss_or_a_weighted_one_is_not_exact(make):
         lambda: (scores() - scores().roll(1, 0)).pow(2).mean(),  # two parts of the model
         lambda: F.cosine_similarity(scores(), SOFT).mean(),
         lambda: -logsigmoid().mean(),  # one side of a game
+        lambda: -scores()[:, :1].sigmoid().log().mean(),
+        lambda: gaussian_nll(scores().clamp_min(1e-6)).sum(),
+        lambda: gaussian_nll(scores().clamp_min(1e-6)).mean(),
         lambda: (1 - scores().sigmoid()).log().mean(),
         lambda: -F.logsigmoid(scores()[:3]).mean() - F.logsigmoid(-(2 * scores())[3:]).mean(),
     ],
