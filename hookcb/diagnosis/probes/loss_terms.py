@@ -148,12 +148,8 @@ def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:
     elif factor is not None and len(behind) == 1:
         yield from _terms(behind[0], scale * factor, budget)
     elif name == "Mul" and len(behind) == 1:  # by soft targets, or by weights of samples
-        for term in _terms(behind[0], scale, budget):
-            yield (
-                term
-                if term.kind == "log"
-                else term._replace(is_exact=False, scale=math.copysign(math.inf, scale))
-            )
+        weighted = _terms(behind[0], math.copysign(math.inf, scale), budget)
+        yield from (x if x.kind == "log" else x._replace(is_exact=False) for x in weighted)
     else:
         near = (at for at in nodes_near(node) if node_name(at) in (*KINDS, "LogSoftmax"))
         found = [leaf._replace(is_exact=False) for at in near if (leaf := _leaf(at, math.nan))]
