@@ -28,7 +28,7 @@ from hookcb.diagnosis.trends import (
 )
 
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
-NEVER_NEGATIVE = (*ENTROPIES, "mse", "huber", "smooth l1")
+NEVER_NEGATIVE = (*ENTROPIES, "mse", "mae", "huber", "smooth l1")
 MAX_INIT, MAX_INIT_ABOVE = 2.0, 2.0  # cross-entropy: times the loss of guessing, and by how much above it
 MAX_INIT_MSE, MAX_INIT_NOTE = 3.0, 5.0  # times the loss of guessing
 MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
@@ -182,7 +182,7 @@ def _has_large_steps(evidence: Evidence) -> bool:
 def _has_growing_targets(evidence: Evidence, since: int) -> bool:
     """Whether outputs from step `since` on are larger than the errors and the first targets explain."""
     outputs = max(evidence.layers.values(), key=lambda layer: layer.place, default=None)
-    if evidence.loss_kind not in ("mse", "huber") or outputs is None:
+    if evidence.loss_kind not in ("mse", "mae", "huber") or outputs is None:
         return False
     losses, means = dict(evidence.loss), dict(outputs.series("mean"))
     records = [

@@ -33,7 +33,7 @@ class LossGraph(NamedTuple):
         hidden_by: operation that hides the loss's input, "" if none does.
         takes: input that the loss expects: "scores", "log-probabilities", "probabilities", "values", or "".
         is_raw: whether its input is the raw output of a linear or convolutional layer.
-        has_penalty: whether a penalty on parameters is added to it.
+        has_penalty: whether it is that and penalties on parameters.
         ignored: class index that the loss ignores.
         has_weights: whether classes or elements have weights.
     """
@@ -49,6 +49,11 @@ class LossGraph(NamedTuple):
     has_penalty: bool = False
     ignored: int = -100
     has_weights: bool = False
+
+    @property
+    def sure_kind(self) -> str:
+        """Kind of the loss if it is nothing else, except for penalties; else ""."""
+        return self.kind if self.is_pure or self.has_penalty else ""
 
     @property
     def why_hidden(self) -> str:
@@ -82,10 +87,14 @@ def read_loss(node: Any) -> LossGraph:
         hidden_by,
         main.takes,
         node_name(main.given) in LAYERS,
-        any(term.kind == "penalty" and term.scale > 0 for term in terms),
+        len(terms) > 1 and main.is_exact and all(_is_penalty(x) for x in terms if x is not main),
         main.ignored,
         main.has_weights,
     )
+
+
+def _is_penalty(term: Term) -> bool:
+    return term.kind == "penalty" and not term.scale < 0
 
 
 def main_term(terms: Sequence[Term]) -> Term | None:

@@ -70,7 +70,7 @@ class Term(NamedTuple):
     Attributes:
         kind: "cross-entropy", "nll", "binary cross-entropy", "mse", "mae", "huber", "kl"; "penalty" on
             parameters; "" for anything else.
-        scale: factor of the mean over samples; NaN of a sum, or if it is not known.
+        scale: factor of the mean over samples; NaN for a sum or if unknown, inf for a sum of a penalty.
         takes: what it must be given: "scores", "log-probabilities", "probabilities", "values", or "".
         given: node of what the model gives to it.
         is_exact: whether it is a plain mean or sum of that kind, without weights of samples.
@@ -101,7 +101,7 @@ def read_terms(node: Any) -> list[Term]:
         node: `loss.grad_fn`.
     """
     terms = _named(list(_terms(node, 1.0, [MAX_NODES])))
-    return [term._replace(scale=math.nan) if math.isinf(term.scale) else term for term in terms]
+    return [x._replace(scale=math.nan) if math.isinf(x.scale) and x.kind != "penalty" else x for x in terms]
 
 
 def _named(terms: list[Term]) -> list[Term]:

@@ -129,7 +129,7 @@ def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
 def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     graph = read_loss(learn.loss.grad_fn)
     found.guess = guess_of(graph, learn.pred, learn.yb)
-    found.loss_kind = graph.kind if graph.is_pure else ""
+    found.loss_kind = graph.sure_kind
     found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
     found.observed |= {"targets"} if learn.yb else set()
     if graph.why_hidden:

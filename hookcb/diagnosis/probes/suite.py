@@ -289,7 +289,7 @@ class Probes:
         evidence.losses = {places[key]: curve.series() for key, curve in self.losses.items()}
         if len(evidence.loss):
             evidence.sources.add("loss")
-        evidence.loss_kind = self.graph.kind if self.graph and self.graph.is_pure else ""
+        evidence.loss_kind = self.graph.sure_kind if self.graph else ""
         evidence.guess = self.guess
         evidence.constant = math.nan if self.graph is None else self.targets.constant(self.graph)
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()

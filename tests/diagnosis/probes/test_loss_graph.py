@@ -328,3 +328,12 @@ def test_a_graph_of_many_nodes_is_read_up_to_some():
         deep = deep + X.sum()
     assert read(deep * F.mse_loss(x, SOFT)).kind == "mse"
     assert read(deep).kind == ""
+
+
+def test_a_penalty_on_weights_leaves_the_kind_known_and_the_guess_not():
+    layer = nn.Linear(4, C)
+    loss = F.cross_entropy(layer(numbers(N, 4)), Y)
+    found = read(loss + 0.1 * layer.weight.square().sum())
+    assert (found.sure_kind, found.is_pure, found.has_penalty) == ("cross-entropy", False, True)
+    assert read(loss - 0.1 * layer.weight.square().sum()).sure_kind == ""
+    assert read(loss + layer(numbers(N, 4)).mean()).sure_kind == ""
