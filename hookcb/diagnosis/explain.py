@@ -23,7 +23,7 @@ def explain(code: str) -> str:
     <BLANKLINE>
     Formula: it has no `grad_fn`.
     <BLANKLINE>
-    May lead to: `param.*`, `loss.flat`.
+    May lead to: `param.*`, `loss.flat`, `loss.trivial`.
     <BLANKLINE>
     See also: docs/checks.md#loss.detached
     """

@@ -313,7 +313,8 @@ def test_a_beginning_far_from_guessing_that_ends_well_is_a_note(end, severity):
         (F.mse_loss, torch.tensor([[50.0], [52.0], [54.0], [56.0]]), 5.0),
         (F.cross_entropy, torch.tensor([0, 0, 0, 1]), 0.75 * math.log(4 / 3) + 0.25 * math.log(4)),
         (F.binary_cross_entropy_with_logits, torch.tensor([[1.0], [1.0], [0.0], [0.0]]), math.log(2)),
-        (F.l1_loss, torch.zeros(4, 1), math.nan),
+        (F.l1_loss, torch.tensor([[1.0], [2.0], [3.0], [6.0]]), 1.5),
+        (F.soft_margin_loss, torch.ones(4, 1), math.nan),
     ],
 )
 def test_the_loss_of_the_best_constant_is_that_of_the_first_batch(loss_func, y, constant):
