@@ -206,7 +206,7 @@ _row("head.activation", Site.LOSS, ("batch", "graph"),
     log-probabilities.
     """)  # fmt: skip
 
-_row("head.degenerate", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "a softmax over one number",
+_row("head.degenerate", Site.LOSS, ("batch",), EVERYTHING, "error", "a softmax over one number",
     doc="""
     A softmax or log_softmax over a dimension of size 1: its output is 1 whatever the weights are.
 

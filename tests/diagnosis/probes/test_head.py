@@ -102,6 +102,10 @@ def nll_of_probabilities(p, y):
     return F.nll_loss(torch.log(p.clamp_min(1e-7)), y)
 
 
+def normalized_by_hand(p, y):
+    return -(y * torch.log((p / p.sum(-1)[:, None]).clamp(1e-7, 1))).sum(-1).mean()
+
+
 def bounded_bce(p, y):
     return F.binary_cross_entropy(p.clamp(1e-7, 1 - 1e-7), y)
 
@@ -110,6 +114,7 @@ FAULTS = {
     "softmax of one unit": (model(nn.Softmax(1)), bits, F.binary_cross_entropy, "head.degenerate"),
     "log_softmax of one unit": (model(nn.LogSoftmax(1)), zeros, F.nll_loss, "head.degenerate"),
     "cross-entropy of one unit": (model(), zeros, F.cross_entropy, "head.degenerate"),
+    "one unit, normalized by hand": (model(nn.Softmax(1)), bits, normalized_by_hand, "head.degenerate"),
     "sigmoid, targets of both signs": (model(nn.Sigmoid()), signed, F.mse_loss, "head.range"),
     "tanh, large targets": (model(nn.Tanh()), lambda x: 9 + x[:, :1], F.l1_loss, "head.range"),
     "ReLU, targets of both signs": (model(nn.ReLU()), signed, F.smooth_l1_loss, "head.range"),
