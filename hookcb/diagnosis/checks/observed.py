@@ -207,7 +207,7 @@ _row("head.activation", Site.LOSS, ("batch", "graph"),
     """)  # fmt: skip
 
 _row("head.degenerate", Site.LOSS, ("batch",), EVERYTHING, "error", "a softmax over one number",
-    doc="""
+    requires="graph", doc="""
     A softmax or log_softmax over a dimension of size 1: its output is 1 whatever the weights are.
 
     Exact: length of that dimension, in the autograd graph between the loss and the last layer.

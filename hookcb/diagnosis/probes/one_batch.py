@@ -132,6 +132,7 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     found.loss_kind = graph.sure_kind
     found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
     found.observed |= {"targets"} if learn.yb else set()
+    found.observed |= set() if graph.hidden_by else {"graph"}
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden
     else:

@@ -326,6 +326,7 @@ class Probes:
     def _late_observed(self, rows: list[list[float]]) -> set[str]:
         """Part of `Evidence.observed` that depends on numbers on the device, or on enough of them."""
         seen = {
+            "graph": self.graph is not None and not self.graph.hidden_by,
             "targets": self.targets.is_known,
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
