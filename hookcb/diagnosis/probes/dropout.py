@@ -59,8 +59,8 @@ def observe_dropout(share: float, layer: str, step: int) -> Iterator[Observation
             layer,
             step=step,
             value=share,
-            text=f"Dropout sets {share:.0%} of the model's output to 0 just before the loss, which then compares "
-            "zeros, not predictions, with the targets.",
+            text=f"Dropout sets {share:.0%} of the model's output to 0 just before the loss, which then "
+            "compares zeros, not predictions, with the targets.",
             causes=("a dropout after the last layer",),
             next_steps=("Move the dropout before the last linear layer, or remove it",),
         )
