@@ -116,7 +116,7 @@ _row("label.out_of_range", Site.INPUT, ("batch",), EVERYTHING, "error", "labels 
 
 
 _row("label.single_class", Site.INPUT, ("batch", "graph"), ("loss.*", "grad.*", "update.too_small", "unit.*"),
-    "warning", "labels of a single class", requires="classes of 64 samples", doc="""
+    "warning", "labels of a single class", requires="labels of a classifier", doc="""
     All labels that a classifier is trained with are one class.
 
     Exact: no label of the inspected batches differs from the others; 64 samples in 3 batches or more. Read

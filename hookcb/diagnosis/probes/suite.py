@@ -332,7 +332,7 @@ class Probes:
         """Part of `Evidence.observed` that depends on numbers on the device, or on enough of them."""
         seen = {
             "targets": self.targets.is_known,
-            "classes of 64 samples": self.targets.classes(self._graph_of_one()) is not None,
+            "labels of a classifier": self.targets.classes(self._graph_of_one()) is not None,
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
             "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,

@@ -3,7 +3,7 @@
 import pytest
 
 from hookcb import Diagnose
-from hookcb.diagnosis.probes.batch import observe_loss
+from hookcb.diagnosis.probes.head import observe_output
 from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.probes.suite import Probes
 from tests.support import fit, make_learner
@@ -39,7 +39,7 @@ def test_a_part_that_fails_is_a_note_and_the_training_goes_on(part, monkeypatch)
 
 
 def test_a_loss_without_a_graph_says_what_to_do():
-    (observation,) = observe_loss(None, LossGraph(), "head", 3)
+    (observation,) = observe_output(LossGraph(), None, None, (), "head", 3)
     assert (observation.code, observation.step) == ("loss.detached", 3)
     assert observation.causes
     assert observation.next_steps
