@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Callback, Diagnose, Learner
-from hookcb.diagnosis.checks.parameters import frozen_between, restored, zero_layer
+from hookcb.diagnosis.checks.parameters import restored, zero_layer
 from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
 from tests.support import fit
@@ -104,56 +104,3 @@ def test_weights_that_are_put_back_after_each_step_are_found():
     assert (found.layer, found.param) == ("2", "2.weight")
     assert "bit-identical" in found.message
     assert "param.restored" not in [f.code for f in trained(net()).findings]
-
-
-# ---- param.frozen_between
-
-
-def frozen_in(model, *names):
-    for name in names:
-        model.get_submodule(name).requires_grad_(False)
-    found = trained(model).findings
-    return [(x.severity, x.layer) for x in found if x.code == "param.frozen_between"]
-
-
-def deep(*hidden):
-    torch.manual_seed(0)
-    pairs = [(nn.Linear(8, 8), nn.ReLU()) for _ in range(5)]
-    layers = [layer for pair in pairs for layer in pair]
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), *layers, *hidden, nn.Linear(8, 1))
-
-
-def test_a_frozen_layer_between_trained_ones_is_noted_once():
-    assert frozen_in(deep(), "4") == [("info", "4")]
-    assert frozen_in(deep(), "4", "8") == [("info", "4")]
-    assert frozen_in(net(), "2") == [("info", "2")]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        (),
-        ("0",),
-        ("12",),
-        ("0", "2", "4"),  # features below that are kept
-        ("2", "4", "6", "8"),  # fine-tuning
-        ("2", "4", "6"),  # half of the layers, with more than half of the weights
-    ],
-)
-def test_layers_frozen_at_an_end_or_for_fine_tuning_are_not(names):
-    assert frozen_in(deep(), *names) == []
-
-
-def test_a_frozen_network_inside_and_norms_and_parts_of_a_layer_are_not():
-    inner = nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8))
-    assert frozen_in(deep(inner), "12") == []
-    assert frozen_in(deep(nn.BatchNorm1d(8)), "12") == []
-    model = deep()
-    model[4].weight.requires_grad_(False)  # but not its bias
-    assert frozen_in(model) == []
-
-
-def test_without_gradients_or_calls_nothing_is_said_of_frozen_layers():
-    given = evidence(weight("a"))
-    given.frozen = {"b": 64}
-    assert [type(x) for x in frozen_between(given)] == [Skipped]
