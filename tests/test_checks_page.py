@@ -30,7 +30,8 @@ DESIGNED = re.findall(
     param.not_stepped param.restored init.zero gate.shut memory.graphs_kept update.lost_to_rounding grad.stale
     loss.detached init.symmetric mode.mismatch head.activation
     head.degenerate label.range hook.silent replica.diverged amp.scale_collapse input.nonfinite
-    input.constant label.out_of_range
+    input.constant label.out_of_range label.single_class model.linear_stack dropout.scores
+    param.frozen_between
 
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
     update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates

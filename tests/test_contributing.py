@@ -39,7 +39,9 @@ NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant 
     "init.zero",
     "loss.detached",
     "loss.spike",
+    "model.linear_stack",  # a note, as a training may do without the nonlinearity
     "nonfinite.contained",
+    "param.frozen_between",  # a note, as a layer may be frozen on purpose
     "param.restored",
     "replica.diverged",
     "train.unfinished",  # a note, which a healthy training gets too

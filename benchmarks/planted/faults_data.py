@@ -98,3 +98,11 @@ def unrelated_inputs(seed: int, cbs: Callbacks) -> Run:
     model = Mlp(n_in=8, n_out=1)
     opt = SGD(model.parameters(), lr=0.02)
     return follow(model, F.mse_loss, opt, batched(x, y, seed=seed, size=256), cbs, seed)
+
+
+@fault(DATA_FAULTS, "labels of one class", codes=["label.single_class"])
+def one_class(seed: int, cbs: Callbacks) -> Run:
+    """Labels that a conversion has set to 0."""
+    batches = [(x, torch.zeros_like(y)) for x, y in digit_batches(seed)]
+    model = Mlp()
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)

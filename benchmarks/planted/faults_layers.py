@@ -180,3 +180,9 @@ def sharp_attention(seed: int, cbs: Callbacks) -> Run:
     model = Gpt(scale=300.0)
     opt = AdamW(model.parameters(), lr=5e-3)
     return follow(model, token_loss, opt, text_batches(seed, n_step=100), cbs, seed, clip=1.0)
+
+
+@fault(LAYER_FAULTS, "dropout after the last layer", codes=["dropout.scores"])
+def dropped_scores(seed: int, cbs: Callbacks) -> Run:
+    model = nn.Sequential(Mlp(), nn.Dropout(0.5))
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)

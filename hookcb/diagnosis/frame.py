@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
-from hookcb.core.torch_private import BatchNorm, Dropout
+from hookcb.core.torch_private import BatchNorm, Convolution, Dropout
 from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.probes.model import SHARDED
 from hookcb.diagnosis.probes.step import LOW_PRECISION
@@ -31,6 +31,8 @@ class Frame:
     Attributes:
         about: type and sizes by layer, `Linear 64→64`.
         params: parameters that require a gradient, by name, without statistics.
+        frozen: size of the weight by layer of torch, for those without a parameter that requires a gradient;
+            norms and embeddings are left out.
         n_optimizers: number of known optimizers.
         absent: see `Evidence.absent`.
         partial: see `Evidence.partial`.
@@ -38,6 +40,7 @@ class Frame:
 
     about: dict[str, str] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
+    frozen: dict[str, int] = field(default_factory=dict)
     n_optimizers: int = 0
     absent: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
@@ -48,6 +51,7 @@ class Frame:
         modules = named_modules(model)
         known = list(optimizers)
         frame = cls({name: about(m) for name, m in modules.items()}, n_optimizers=len(known))
+        frame.frozen = dict(_frozen(modules))
         frame.absent, frame.partial = dict(_absent(model, known)), dict(_partial(model))
         groups: dict[int, tuple[int, Optimizer, dict[str, Any]]] = {
             id(p): (i, opt, group)
@@ -70,6 +74,21 @@ class Frame:
                 param.is_adaptive = is_adaptive(opt)
             frame.params[name] = param
         return frame
+
+
+def _frozen(modules: dict[str, nn.Module]) -> Iterator[tuple[str, int]]:
+    """Names of frozen linear, convolutional and recurrent layers, and the sizes of their weights."""
+    for name, m in modules.items():
+        params = [
+            p for p in m.parameters(recurse=False) if not isinstance(p, nn.parameter.UninitializedParameter)
+        ]
+        size = max((p.numel() for p in params if p.ndim > 1), default=0)
+        if (
+            isinstance(m, nn.Linear | Convolution | nn.RNNBase)
+            and size
+            and not any(p.requires_grad for p in params)
+        ):
+            yield name, size
 
 
 def _absent(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:

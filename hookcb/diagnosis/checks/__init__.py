@@ -21,4 +21,5 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     runtime,
     nonfinite,
     observed,
+    frozen,
 )

@@ -115,6 +115,16 @@ _row("label.out_of_range", Site.INPUT, ("batch",), EVERYTHING, "error", "labels 
     """)  # fmt: skip
 
 
+_row("label.single_class", Site.INPUT, ("batch", "graph"), ("loss.*", "grad.*", "update.too_small", "unit.*"),
+    "warning", "labels of a single class", requires="labels of a classifier", doc="""
+    All labels that a classifier is trained with are one class.
+
+    Exact: no label of the inspected batches differs from the others; 512 samples in 8 batches or more. Read
+    if the loss is a cross-entropy of the model's raw scores, or of their sigmoid or softmax, and there is one
+    optimizer.
+    """)  # fmt: skip
+
+
 @check("data.labels", site=Site.INPUT, needs=("loss",), exact=False, leads_to=("loss.flat", "loss.trivial"))
 def data_labels(evidence: Evidence) -> Iterator[Result]:
     """The model can overfit a single batch but learns nothing: the labels do not follow from the inputs.
@@ -171,6 +181,23 @@ _row("dropout.extreme", Site.MODULES, ("model",),
     Formula: p ≥ 0.9.
 
     Source: Srivastava et al., "Dropout", 2014, who drop 0.5 of the hidden units and 0.2 of the inputs.
+    """)  # fmt: skip
+
+_row("dropout.scores", Site.LOSS, ("batch", "graph"), ("loss.*", "update.*", "head.range"), "warning",
+    "dropout before the loss", requires="input of the loss", doc="""
+    A dropout after the last layer, whose output the loss gets.
+
+    Exact: the node of the autograd graph before the loss, or before its softmax, sigmoid or ReLU: a dropout,
+    or a product with a mask of 0 and 1 / (1 - p).
+
+    Source: Srivastava et al., "Dropout", 2014, who drop inputs and hidden units, not outputs.
+    """)  # fmt: skip
+
+_row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers in a row", doc="""
+    Linear layers that follow one another without a nonlinearity: a note, as one layer could compute the same.
+
+    Exact: order of the modules of an nn.Sequential, dropout and identity left out. An inner width below both
+    ends is a low-rank factorization.
     """)  # fmt: skip
 
 _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.too_small"), "warning",

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ def observe_model(model: nn.Module) -> Iterator[Observation]:
     """Faults in the weights and layers of a model as it is now."""
     modules = named_modules(model)
     yield from _symmetric(modules)
+    yield from _linear_stacks(modules)
     for name, m in modules.items():
         p = m.p if isinstance(m, Dropout) else 0.0
         p = max(p, m.dropout) if isinstance(m, nn.MultiheadAttention | nn.RNNBase) else p
@@ -62,6 +64,25 @@ def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Observation]:
                     "Initialize weights at random, as torch does by default; use constants for biases",
                 ),
             )
+
+
+def _linear_stacks(modules: dict[str, nn.Module]) -> Iterator[Observation]:
+    """Linear layers that follow one another in an nn.Sequential, except low-rank factorizations."""
+    for name, m in modules.items():
+        if type(m) is not nn.Sequential:
+            continue
+        active = [(i, x) for i, x in m.named_children() if not isinstance(x, Dropout | nn.Identity)]
+        for (i, a), (j, b) in pairwise(active):
+            if type(a) is type(b) is nn.Linear and a.out_features >= min(a.in_features, b.out_features):
+                first, second = (f"{name}.{at}" if name else at for at in (i, j))
+                yield Observation(
+                    "model.linear_stack",
+                    first,
+                    text=f"Linear layers {first} and {second} follow one another without a nonlinearity, so "
+                    f"one linear layer {a.in_features}→{b.out_features} could compute the same.",
+                    causes=("a missing activation",),
+                    next_steps=(f"Add an activation such as nn.ReLU() after {first}, or remove a layer",),
+                )
 
 
 def is_of_torch(m: nn.Module) -> bool:

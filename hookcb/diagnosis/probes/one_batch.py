@@ -16,6 +16,7 @@ from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_inputs
+from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.head import observe_output
 from hookcb.diagnosis.probes.loss_graph import read_loss
@@ -131,6 +132,9 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     found.guess = guess_of(graph, learn.pred, learn.yb)
     found.loss_kind = graph.sure_kind
     found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
+    if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
+        found.observed.add("input of the loss")
+        found.observations += observe_dropout(share, last, 0)
     found.observed |= {"targets"} if learn.yb else set()
     found.observed |= set() if graph.hidden_by else {"graph"}
     if graph.why_hidden:

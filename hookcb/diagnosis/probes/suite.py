@@ -27,6 +27,7 @@ from hookcb.diagnosis.probes.batch import (
 )
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
+from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.head import observe_output
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
@@ -40,7 +41,7 @@ from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
-from hookcb.diagnosis.probes.targets import Targets
+from hookcb.diagnosis.probes.targets import Targets, compares_output
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import ModelGoneError
@@ -178,6 +179,10 @@ class Probes:
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
         self._observe(observe_output, self.graph, node, loop.pred, loop.yb, self.layers.last, loop.train_iter)
+        self.targets.is_of_output = compares_output(node, loop.pred)
+        if not math.isnan(share := dropped_share(node)):
+            self._observed.add("input of the loss")
+            self._observe(observe_dropout, share, self.layers.last, loop.train_iter)
 
     def _find_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Finds the origin of the first non-finite number, once."""
@@ -328,6 +333,7 @@ class Probes:
         seen = {
             "graph": self.graph is not None and not self.graph.hidden_by,
             "targets": self.targets.is_known,
+            "labels of a classifier": self.targets.classes(self._graph_of_one()) is not None,
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
             "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,
@@ -335,6 +341,10 @@ class Probes:
             "graphs of 60 losses": self.retained.has_looked,
         }
         return {name for name, is_there in seen.items() if is_there}
+
+    def _graph_of_one(self) -> LossGraph:
+        """The loss's graph, an unknown one if several optimizers may have losses of their own."""
+        return LossGraph() if self.graph is None or len(self.optimizers) > 1 else self.graph
 
     def _add_sources(self, evidence: Evidence) -> None:
         """Adds the sources of evidence, and reasons for those that are missing."""
@@ -363,6 +373,7 @@ class Probes:
             yield from self.stale.observations()
         yield from self._motion.observations(self.n_steps, self._n_backward)
         yield from self.retained.observations()
+        yield from self.targets.observe_single_class(self._graph_of_one())
 
     def try_to_overfit(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
         """Tries to overfit a batch at the end of the fit; True if that adds an observation."""

@@ -1,6 +1,7 @@
-"""Targets of inspected batches, and the loss of the best constant prediction for them."""
+"""Targets of inspected batches: the loss of the best constant prediction, and whether they are one class."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,18 +9,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookcb.core.batch import parts
-from hookcb.diagnosis.probes.loss_graph import LossGraph
+from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
+from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64
 MAX_DRIFT = 0.1  # of the variance; two halves of 160 shuffled values each differ by 0.0125
+MIN_SAMPLES, MIN_BATCHES = (
+    512,
+    8,
+)  # to tell that labels are all of one class: of 1 % of ones 6 in 1,000 miss all
 
 
 class Targets:
-    """Copies of targets, on their device until they are read."""
+    """Copies of targets, on their device until they are read.
+
+    Attributes:
+        is_of_output: whether the loss compares the model's output itself with them, see `compares_output`.
+    """
 
     def __init__(self) -> None:
         self._batches: list[Tensor] = []
+        self._is_only = True  # whether no batch had a second tensor among its targets
+        self.is_of_output = False
 
     @property
     def is_known(self) -> bool:
@@ -28,7 +41,9 @@ class Targets:
 
     def add_batch(self, yb: Any) -> None:
         """Copies the first tensor of a batch's targets; every n-th sample of a large one."""
-        y = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.ndim and y.numel()), None)
+        tensors = [y for _, y in parts(yb) if isinstance(y, Tensor) and y.ndim and y.numel()]
+        self._is_only &= len(tensors) < 2
+        y = next(iter(tensors), None)
         if y is None or y.is_complex() or len(self._batches) == MAX_BATCHES:
             return
         stride = math.ceil(y.numel() / MAX_ELEMENTS)
@@ -36,6 +51,37 @@ class Targets:
         first = self._batches[0] if self._batches else kept
         if (kept.shape[1:], kept.dtype, kept.device) == (first.shape[1:], first.dtype, first.device):
             self._batches.append(kept.clone())
+
+    def classes(self, graph: LossGraph) -> Tensor | None:
+        """Class indices or bits that a classifier is trained with; None if too few, or not known to be that.
+
+        The loss must compare the raw scores, or their sigmoid or softmax, with them. In a contrastive loss,
+        whose scores are similarities, the label may be 0 on purpose; so it may be in a game, where the scores
+        are those of another model.
+        """
+        is_of_scores = self.is_of_output and (graph.is_raw or graph.head in ("Softmax", "Sigmoid"))
+        is_enough = len(self._batches) >= MIN_BATCHES and sum(map(len, self._batches)) >= MIN_SAMPLES
+        if not (is_enough and self._is_only and is_of_scores and graph.is_pure):
+            return None
+        y = torch.cat(self._batches)
+        if graph.kind == "binary cross-entropy":
+            return y if bool(((y == 0) | (y == 1)).all()) else None
+        is_of_classes = graph.kind in ("cross-entropy", "nll") and not y.is_floating_point()
+        y = y[(y >= 0) & (y != graph.ignored)] if is_of_classes else y
+        return y if is_of_classes and y.numel() else None
+
+    def observe_single_class(self, graph: LossGraph) -> Iterator[Observation]:
+        """Labels of all inspected batches that are the same."""
+        y = self.classes(graph)
+        if y is not None and bool((y == y.flatten()[0]).all()):
+            yield Observation(
+                "label.single_class",
+                value=1.0,
+                text=f"All {y.numel():,} labels read from {len(self._batches)} inspected batches are "
+                f"{y.flatten()[0].item():g}, so predicting that class is enough.",
+                causes=("data sorted by class and not shuffled", "labels that were lost, or a wrong column"),
+                next_steps=("Count the labels of the data set: labels.unique(return_counts=True)",),
+            )
 
     def constant(self, graph: LossGraph) -> float:
         """Loss of the best prediction that is the same for all samples; NaN if unknown.
@@ -72,6 +118,15 @@ class Targets:
             torch.cat(x).float().mean(0) for x in (self._batches[: half or 1], self._batches[half:])
         )
         return float((first - second).square().mean())
+
+
+def compares_output(node: Any, pred: Any) -> bool:
+    """Whether the loss with this node compares an output of the model, or the scores of its log-softmax."""
+    main = main_term(read_terms(node))
+    nodes = [x.grad_fn for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
+    return main is not None and any(
+        main.given in (behind_shapes(at), behind(behind_shapes(at))) for at in nodes
+    )
 
 
 def _class_shares(y: Tensor, ignored: int) -> Tensor:

@@ -62,8 +62,14 @@ def test_a_healthy_training_is_so_as_far_as_looked_and_says_how_far():
     assert verdict.status == "healthy"
     assert re.match(r"HEALTHY  as far as checked: (\d+) of (\d+) checks ran$", verdict.lines()[0])
     assert was_looked_at(verdict)
-    assert verdict.n_checked >= verdict.n_checks - 10
-    for fine in (HEAD, "NaN in the inputs", "symmetric initialization", "parameters twice in the optimizer"):
+    assert verdict.n_checked >= verdict.n_checks - 11
+    for fine in (
+        HEAD,
+        "NaN in the inputs",
+        "symmetric initialization",
+        "dropout before the loss",
+        "parameters twice in the optimizer",
+    ):
         assert fine in verdict.ruled_out
     assert any("loss at the beginning" in fine for fine in verdict.ruled_out)  # the guess is of the batch
 

@@ -1,0 +1,88 @@
+"""Dropout between the last layer and the loss."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, Learner, diagnose
+from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
+
+X, Y = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 10
+CE = F.cross_entropy
+
+
+def scores():
+    torch.manual_seed(0)
+    return F.linear(X, torch.randn(10, 5).requires_grad_())
+
+
+def square(pred, y):
+    return F.mse_loss(pred, torch.zeros_like(pred))
+
+
+def nll_by_hand(pred, y):
+    return F.nll_loss((pred.softmax(1) + 1e-6).log(), y)
+
+
+@pytest.mark.parametrize("loss_func", [CE, square, nll_by_hand])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_dropout_on_the_scores_is_seen_with_its_share(loss_func, p):
+    assert dropped_share(loss_func(F.dropout(scores(), p), Y).grad_fn) == pytest.approx(p, abs=0.08)
+
+
+def test_the_fused_dropout_of_a_gpu_is_seen_by_its_node():
+    dropped, _ = torch.native_dropout(scores(), 0.3, True)
+    assert dropped_share(CE(dropped.view(64, 10), Y).grad_fn) == pytest.approx(0.3)
+
+
+OTHERS = {
+    "none": lambda x: x,
+    "in eval mode": lambda x: F.dropout(x, 0.5, training=False),
+    "before the last layer": lambda x: F.linear(F.dropout(x, 0.5), torch.eye(10)),
+    "beside a shortcut": lambda x: x + F.dropout(x, 0.5),
+    "a mask of the data": lambda x: x * (torch.rand(64, 10) < 0.5),
+    "a scaled mask of few zeros": lambda x: x * (2.0 * (torch.rand(64, 10) < 0.9)),
+    "weights of scores": lambda x: x * torch.rand(10),
+    "a temperature": lambda x: x * 3,
+    "a gate": lambda x: x * x.sigmoid(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("loss_func", [CE, square])
+def test_nothing_else_is_taken_for_it(name, loss_func):
+    assert dropped_share(loss_func(OTHERS[name](scores()), Y).grad_fn) == 0
+
+
+@pytest.mark.parametrize("make", [lambda x: x.exp().sum().cosh(), lambda x: x.detach().sum()])
+def test_without_a_known_loss_it_is_unknown(make):
+    assert math.isnan(dropped_share(make(F.dropout(scores(), 0.5)).grad_fn))
+    assert list(observe_dropout(math.nan, "", 0)) == []
+
+
+def test_masks_that_a_backward_has_freed_are_unknown():
+    loss = CE(F.dropout(scores(), 0.5), Y)
+    loss.backward()
+    assert math.isnan(dropped_share(loss.grad_fn))
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_training_is_warned_if_the_last_layer_is_a_dropout(at):
+    torch.manual_seed(0)
+    layers = [nn.ReLU(), nn.Linear(32, 10)]
+    layers.insert(at, nn.Dropout(0.5))
+    learn = Learner([(X, Y)] * 5, nn.Sequential(nn.Linear(5, 32), *layers), CE, torch.optim.SGD, lr=0.1)
+    with learn.no_logging():
+        learn.fit(1, cbs=Diagnose(show=False))
+    found = [(x.severity, x.layer) for x in learn.diagnose().findings if x.code == "dropout.scores"]
+    assert found == ([("warning", "3")] if at == 2 else [])
+
+
+def test_it_is_seen_before_a_training_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 10), nn.Dropout(0.5))
+    verdict = diagnose(model, [(X, Y)] * 3, CE)
+    assert "dropout.scores" in [x.code for x in verdict.findings]
