@@ -16,10 +16,8 @@ from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64
 MAX_DRIFT = 0.1  # of the variance; two halves of 160 shuffled values each differ by 0.0125
-MIN_SAMPLES, MIN_BATCHES = (
-    512,
-    8,
-)  # to tell that labels are all of one class: of 1 % of ones 6 in 1,000 miss all
+# labels that tell of a single class; of a data set with 1 % of ones, 6 in 1,000 such samples have none
+MIN_SAMPLES, MIN_BATCHES = 512, 8
 
 
 class Targets:
