@@ -170,15 +170,15 @@ def test_the_loss_compares_the_output_its_log_softmax_or_something_else():
 def trained_on(y, loss_func=F.cross_entropy):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
-    learn = Learner([(torch.randn(len(part), 4), part) for part in y.split(32)], model, loss_func)
+    learn = Learner([(torch.randn(len(part), 4), part) for part in y.split(64)], model, loss_func)
     with learn.no_logging():
         learn.fit(1, cbs=Diagnose(show=False))
     return learn.diagnose()
 
 
 def test_a_training_with_one_class_is_warned_and_others_pass():
-    found = {x.code: x.severity for x in trained_on(torch.ones(640).long()).findings}
+    found = {x.code: x.severity for x in trained_on(torch.ones(3200).long()).findings}
     assert found["label.single_class"] == "warning"
-    verdict = trained_on(torch.arange(640) % 3)
+    verdict = trained_on(torch.arange(3200) % 3)
     assert "label.single_class" not in [x.code for x in verdict.findings]
     assert "labels of a single class" in verdict.ruled_out
