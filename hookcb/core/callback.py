@@ -97,6 +97,9 @@ class Callback:
     run_train: bool = True
     run_valid: bool = True
     run_lr_find: bool = True  # whether it takes part in learn.lr_find, as a copy
+    may_cancel: frozenset[str] = frozenset()  # levels inside a batch that it may cancel on some ranks only
+    shows_only: bool = False  # whether it only shows or logs, so that some ranks may lack it
+    has_rank_state: bool = False  # whether its `state_dict` differs by rank, as the losses of a shard do
     hook_options: tuple[str, ...] = ()  # names of arguments that a subclass passes on to its hooks
 
     model = LoopState[nn.Module]("The model being trained.")

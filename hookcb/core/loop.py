@@ -21,10 +21,20 @@ from hookcb.core.callback_list import (
 )
 from hookcb.core.console import show
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
+from hookcb.core.failures import blame, shared_failures
 from hookcb.core.loop_tree import loop_tree
+from hookcb.core.ranks import MAX_WAIT, ranks_of
 from hookcb.core.state import TrainingState
+from hookcb.core.votes import Votes
 
 C = TypeVar("C")
+DOING: dict[str, str] = {  # what happens after an event
+    Event.BEFORE_BATCH: "in the model's forward",
+    Event.AFTER_PRED: "in the loss function",
+    Event.BEFORE_BACKWARD: "in the backward",
+    Event.BEFORE_STEP: "in the optimizer's step",
+    Event.AFTER_BATCH: "between batches",
+}
 
 
 class Loop(TrainingState):
@@ -45,7 +55,9 @@ class Loop(TrainingState):
             raise TypeError(f"model must be an nn.Module, got {model!r:.80}{hint}")
         super().__init__(model)
         self.cbs: list[Callback] = []
+        self._event = ""  # the last event at which callbacks acted
         self._entered: list[Callback] | None = None  # in a fit: callbacks whose before_fit was called
+        self._votes: Votes | None = None
         self.build_dispatch()
         self.add_cbs(cbs)
 
@@ -201,7 +213,7 @@ class Loop(TrainingState):
 
         All of them see the event before a cancel raised by one takes effect.
         """
-        if handlers := self._table[event]:
+        if (handlers := self._table[event]) or self._votes is not None:
             self._call(event, handlers)
 
     def within(self, level: str, body: Callable[[], object]) -> bool:
@@ -214,11 +226,11 @@ class Loop(TrainingState):
         table = self._table
         closing = False
         try:
-            if handlers := table[before]:
+            if (handlers := table[before]) or self._votes is not None:
                 self._call(before, handlers)
             body()
             closing = True
-            if self._table is not table or table[after]:
+            if self._table is not table or table[after] or self._votes is not None:
                 self._close(after, table)
         except cancel:
             if not closing:  # a cancel raised while closing counts as the end
@@ -235,6 +247,26 @@ class Loop(TrainingState):
         else:
             self.scaler.step(self.opt)
 
+    def decide_batch(self, is_last: bool = False) -> None:
+        """Ends a batch of the training on all ranks; raises the cancel that they have decided.
+
+        Args:
+            is_last: whether there is no batch after it.
+        """
+        if self._votes is not None and self.training:
+            try:
+                self._votes.end_batch(is_last)
+            finally:
+                self.signal = self._votes.agreed_signal
+
+    def note_signal(self, number: int) -> None:
+        """Requests the end of the training by a signal; several ranks first agree on it."""
+        self.stop_requested = True
+        if self._votes is None:
+            self.signal = number
+        else:
+            self._votes.signal = number
+
     def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
         handlers = self._table[event]
         if self._table is not opened_for:  # skip those who joined after the level began
@@ -243,7 +275,7 @@ class Loop(TrainingState):
 
     def _call(self, event: str, handlers: Handlers) -> None:
         cancels: list[CancelException] = []
-        table = self._table
+        table, self._event = self._table, event
         for cb, handler in handlers:
             if self._table is not table and not is_among(cb, self.cbs):
                 continue  # an earlier callback has removed it
@@ -255,6 +287,9 @@ class Loop(TrainingState):
             except BaseException as error:
                 error.add_note(", ".join([f"in {_label(cb)}.{event}", *self.position(event)]))
                 raise
+        if self._votes is not None:
+            cancels = self._votes.decide(event, [cb for cb, _ in handlers], cancels, self.training)
+            self.signal = self._votes.agreed_signal
         if cancels:
             raise outermost(cancels)
 
@@ -270,18 +305,46 @@ class Loop(TrainingState):
         try:
             with stray_cancels_as_errors():
                 try:
+                    labels = [_label(cb) for cb in self.cbs if not cb.shows_only]
+                    self.ranks.check_alike({"callbacks": labels})
                     self._enter(self.cbs)
                     body()
                 except CancelFitException:
                     with suppress(CancelFitException):
                         self.emit(Event.AFTER_CANCEL_FIT)
         except BaseException as error:
-            self._leave(error=error)
-            raise
+            cause = blame(self.ranks, error, self._where())
+            self._leave(error=cause)
+            if cause is error:
+                raise
+            raise cause from error
         else:
             self._leave()
         finally:
             self._entered, self.stop_requested = None, False
+
+    @contextmanager
+    def on_all_ranks(self, name: str) -> Iterator[None]:
+        """Finds the ranks that train the model, which decide and fail together in the block.
+
+        Args:
+            name: what all ranks must call, "learn.fit".
+
+        Raises:
+            RankError: If some ranks did not call it, or another one fails.
+        """
+        if self._votes is not None:  # a validation inside a fit
+            yield
+            return
+        self.ranks = ranks = ranks_of(self.model)
+        with shared_failures(ranks, self._where):
+            ranks.join(name, None if self.fitting else MAX_WAIT)
+            self._votes = Votes(ranks) if ranks.world > 1 else None
+            self.signal = 0
+            try:
+                yield
+            finally:
+                self._votes = None
 
     def _enter(self, cbs: list[Callback]) -> None:
         """Calls `before_fit` of `cbs`, if a fit is running that they have not entered yet."""
@@ -323,6 +386,11 @@ class Loop(TrainingState):
         if event in BATCH_EVENTS:
             position.append(f"{'batch' if self.training else 'validation batch'} {self.iter}")
         return position
+
+    def _where(self) -> str:
+        """What the loop does now, for a message to other ranks."""
+        doing = DOING.get(self._event, f"at {self._event}" if self._event else "before the fit")
+        return ", ".join([doing, *self.position(self._event)])
 
     def show_training_loop(self) -> None:
         """Prints the events as a tree, with the callbacks that act at each."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hookcb.core.fetches import FetchListener, follow_loaders, leave_loaders
+from hookcb.core.ranks import ALONE
 from hookcb.core.restore import preserve_modes
 from hookcb.core.threads import in_loop_thread
 
@@ -42,6 +43,8 @@ class TrainingState:
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         # whether a callback has requested the end of a loop hookcb does not run, or a signal has arrived
         self.stop_requested = False
+        self.signal = 0  # number of a signal that ends the training, 0 if none has come
+        self.ranks = ALONE  # the processes that train the model together, found when a fit begins
         self._depth = 0
         self.row: dict[str, float] = {}  # results of this epoch, by column; any callback may add one
 
@@ -122,6 +125,9 @@ class TrainingState:
         return False
 
     if TYPE_CHECKING:  # attributes of a Loop that callbacks use through `self.learn`
+
+        def note_signal(self, number: int) -> None: ...  # noqa: D102
+
         cbs: list[Any]
         # only a Learner has these
         dls: Any

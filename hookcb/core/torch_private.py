@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -376,3 +377,27 @@ def mark_stepped(opt: Optimizer) -> None:
 def scaler_stage(scaler: GradScaler, opt: Optimizer) -> Any:
     """Stage of a GradScaler for an optimizer, an `OptState`: READY, UNSCALED or STEPPED."""
     return scaler._per_optimizer_states[id(opt)]["stage"]
+
+
+# ---- processes
+
+
+def make_store(prefix: str) -> Any:
+    """A part of the store through which the processes of the default group meet."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Timeout of the collectives of a process group; torch's default if its backend does not tell."""
+    from torch.distributed import distributed_c10d
+
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    found: timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
+    return found
+
+
+def is_joining(model: nn.Module) -> bool:
+    """Whether a DistributedDataParallel runs inside `with model.join():`."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))

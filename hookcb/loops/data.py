@@ -60,3 +60,17 @@ def check_loader(loader: Any, role: str) -> None:
         raise TypeError(
             f"{role} is a list of DataLoaders; give a (train, valid) tuple, a list is read as batches"
         )
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Gives the number of the epoch to whatever in a loader shuffles by it, such as a DistributedSampler."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    places = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
+    setters = [getattr(x, "set_epoch", None) for x in (*places, getattr(loader, "dataset", None))]
+    for setter in dict.fromkeys(setter for setter in setters if callable(setter)):
+        setter(epoch)

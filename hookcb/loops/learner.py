@@ -1,7 +1,7 @@
 """Learner: the training loop, on one screen."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from hookcb.core.events import CancelException, CancelFitException, CancelValidE
 from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
 from hookcb.core.loop import stray_cancels_as_errors
+from hookcb.core.ranks import ranks_of
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of
@@ -31,11 +32,12 @@ from hookcb.loops.checks import (
     same_objects,
     trainable,
 )
-from hookcb.loops.data import as_loaders, check_loader
+from hookcb.loops.data import as_loaders, check_loader, set_epoch
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
 from hookcb.training.checkpoint.resume import resumed, validated_weights
+from hookcb.training.checkpoint.state import check_whole
 from hookcb.training.metrics import Metrics
 from hookcb.training.predictions import GatherPreds
 from hookcb.training.progress import Progress
@@ -172,20 +174,23 @@ class Learner(NamedLoop):
             TypeError, ValueError, RuntimeError, OSError: If it cannot train; before training starts.
         """
         self._check_idle()
-        check_fit(n_epoch, self.dls)
-        with self.restored(), self.added_cbs(cbs):
-            self._prepare(lr)
-            self.opt.zero_grad()  # an interrupted fit may have left gradients behind
-            self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
-            self._remaining = resumed(resume, self) or everything
-            try:
-                self.run_fit(self._epochs)
-            finally:
-                self._remaining = everything
+        with self.on_all_ranks("learn.fit"):
+            check_fit(n_epoch, self.dls)
+            with self.restored(), self.added_cbs(cbs):
+                self._prepare(lr)
+                self.opt.zero_grad()  # an interrupted fit may have left gradients behind
+                self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
+                self._remaining = resumed(resume, self) or everything
+                self.ranks.check_alike({"number of epochs": n_epoch, "resumed checkpoint": str(resume)})
+                try:
+                    self.run_fit(self._epochs)
+                finally:
+                    self._remaining = everything
 
     def _epochs(self) -> None:
         for self.epoch in self._remaining("epoch", range(self.n_epoch)):
             self.row = {}
+            set_epoch(self.dls.train, self.epoch)
             self.within("epoch", self._epoch)
 
     def _epoch(self) -> None:
@@ -195,6 +200,8 @@ class Learner(NamedLoop):
 
     def _phase(self, level: str, dl: Any) -> None:
         self.set_phase(training=level == "train", dl=dl, n_iter=n_batches(dl))
+        if self.training:
+            self.ranks.check_alike({"number of training batches": self.n_iter})
         self.model.train(self.training)
         with torch.set_grad_enabled(self.training):
             self.within(level, self._batches)
@@ -208,22 +215,26 @@ class Learner(NamedLoop):
             except BaseException as error:
                 self._note_batch(error)
                 raise
+            self.decide_batch()
             self.train_iter += self.training
         if self.iter < 0:
             raise ValueError(f"the {'training' if self.training else 'validation'} loader gave no batch")
+        self.decide_batch(is_last=True)
 
     def _fetched(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         """Yields numbered batches; ends when a signal has ended the training and the loader's workers."""
         try:
             yield from self._observed(batches)
         except Exception as error:
-            if not self.stop_requested:
+            if not self.stop_requested or self.ranks.world > 1:  # other ranks may be at another batch
                 raise
             raise (CancelFitException if self.training else CancelValidException) from error
 
     def _observed(self, batches: Iterable[T]) -> Iterable[T]:
         """Batches, with listeners notified of each fetch in training."""
         listeners = tuple(self._fetch_listeners) if self.training else ()
+        if self.training and self.n_iter is None:
+            batches = self.ranks.until_one_ends(batches)
         return ObservedFetches(batches, listeners) if listeners else batches
 
     def follow_fetches(self, listener: FetchListener) -> None:
@@ -284,15 +295,15 @@ class Learner(NamedLoop):
         if dl is None:
             raise ValueError("no validation loader was given; pass dl=, or (train, valid) to the learner")
         check_loader(dl, "dl")
-        with (
-            self.restored(),
-            self.added_cbs(cbs),
-            nullcontext() if self.fitting else stray_cancels_as_errors(),
-        ):
+        with self.restored(), self.on_all_ranks("learn.validate"), self.added_cbs(cbs), self._apart():
             self._place()
             self.row = {}
             self._phase("validate", dl)
             return L(self.row.values())
+
+    def _apart(self) -> AbstractContextManager[None]:
+        """Makes stray cancels errors, unless a fit does that."""
+        return nullcontext() if self.fitting else stray_cancels_as_errors()
 
     def get_preds(self, dl: Any = None, with_input: bool = False, with_loss: bool = False) -> tuple[Any, ...]:
         """Predictions for `dl`, by default `dls.valid`, in its order, on the CPU.
@@ -381,7 +392,10 @@ class Learner(NamedLoop):
         Returns:
             The path written.
         """
+        check_whole(self)
         opt = self.opt.state_dict() if with_opt and self.opt is not None else None
+        if not ranks_of(self.model).is_main:
+            return Path(file)
         return save_whole({"model": self.model.state_dict(), "opt": opt}, file)
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:

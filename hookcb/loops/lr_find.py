@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hookcb.core import orders
 from hookcb.core.arguments import check_count, check_number
-from hookcb.core.batch import n_batches
+from hookcb.core.batch import batch_size, n_batches
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelEpochException, CancelFitException
 from hookcb.core.loop import Loop
@@ -145,6 +145,7 @@ class LRFinder(Callback):
     """
 
     order = orders.LR_FINDER
+    may_cancel = frozenset({"fit"})
     run_valid = False
     run_lr_find = False
 
@@ -168,7 +169,10 @@ class LRFinder(Callback):
         set_rate(self.learn.opt, self._lr)
 
     def after_loss(self) -> None:
-        self._batch = self._lr, self.loss.item()  # now, as other callbacks may scale it for backward
+        learn = self.learn
+        size = batch_size((*learn.yb, learn.xb))
+        # now, as other callbacks may scale the loss for backward
+        self._batch = self._lr, learn.ranks.mean(self.loss.item(), size)
 
     def after_cancel_batch(self) -> None:
         self._batch = None

@@ -31,6 +31,7 @@ class TerminateOnNaN(Callback):
     """
 
     order = orders.NONFINITE
+    may_cancel = frozenset({"fit", "batch"})
     run_valid = False
     run_lr_find = False  # lr_find raises the rate until it is too high, on purpose
 

@@ -50,6 +50,7 @@ class GradientAccumulation(Callback):
     """
 
     order = orders.ACCUMULATION
+    has_rank_state = True
 
     def __init__(self, n: int = 2, *, reduction: str | None = None, name: str | None = None) -> None:
         super().__init__(name=name)

@@ -13,6 +13,7 @@ from torch import Tensor
 from hookcb.core import orders
 from hookcb.core.batch import batch_size, describe
 from hookcb.core.callback import Callback
+from hookcb.core.console import warn
 
 COLUMNS = ("epoch", "train_loss", "valid_loss", "time")
 
@@ -59,9 +60,16 @@ class Mean:
 
     def compute(self) -> float:
         """Returns the average over samples since the last reset."""
+        total, n = self.sums()
+        return total / n
+
+    def sums(self) -> tuple[float, float]:
+        """Returns the sum over samples since the last reset, and their number."""
+        if not self.values:
+            return 0.0, 0.0
         values = torch.stack([value.reshape(()).cpu().double() for value in self.values])
         sizes = torch.tensor(self.sizes, dtype=torch.float64)
-        return float(values @ sizes / sizes.sum())
+        return float(values @ sizes), float(sizes.sum())
 
     def reset(self) -> None:
         """Forgets all batches."""
@@ -141,13 +149,26 @@ class Metrics(Callback):
                 raise
 
     def after_validate(self) -> None:
-        if not self.phase_state.get("seen"):
+        ranks, metrics = self.learn.ranks, self.phase_state.get("metrics", [])
+        if not ranks.max([self.phase_state.get("seen", False)])[0]:
             return
-        for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
-            value = metric.compute()
+        sums = iter(ranks.sum([x for metric in metrics if isinstance(metric, Mean) for x in metric.sums()]))
+        for name, metric in zip(self.names, metrics, strict=False):
+            value = next(sums) / next(sums) if isinstance(metric, Mean) else self._compute(name, metric)
             # a MetricCollection of torchmetrics returns a dict
             values = value if isinstance(value, Mapping) else {name: value}
             self.learn.row.update({key: float(v) for key, v in values.items()})
+
+    def _compute(self, name: str, metric: Any) -> Any:
+        """Value of a metric that accumulates; on several ranks, that of rank 0 if it cannot merge them."""
+        ranks = self.learn.ranks
+        if ranks.world == 1 or callable(getattr(metric, "sync", None)):  # torchmetrics merges in compute
+            return metric.compute()
+        warn(
+            f"metric {name!r} has no sync(), so its value is that of the samples of rank 0 only", stacklevel=2
+        )
+        value = metric.compute() if ranks.is_main else None
+        return ranks.gather(value)[0]
 
 
 def _named(metrics: Any) -> list[tuple[str, Any]]:

@@ -29,6 +29,7 @@ class Progress(Callback):
     """
 
     order = orders.PROGRESS
+    shows_only = True
     every_seconds = 0.2  # reading the loss waits for the device: five times a second at most
 
     def __init__(self, bar: bool = True, *, console: Console | None = None, name: str | None = None) -> None:
@@ -38,7 +39,8 @@ class Progress(Callback):
 
     def before_fit(self) -> None:
         self._drawn, self._display = 0.0, None
-        self._shown(lambda: setattr(self, "_display", open_display(safe_console(self.console), self.bar)))
+        if self.learn.ranks.is_main:
+            self._shown(lambda: setattr(self, "_display", open_display(safe_console(self.console), self.bar)))
 
     def tell(self, line: str) -> None:
         """Shows a line of text, while a fit runs."""

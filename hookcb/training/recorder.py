@@ -11,6 +11,7 @@ from hookcb.core import orders
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
+from hookcb.core.ranks import Ranks
 
 
 class Recorder(Callback):
@@ -34,6 +35,7 @@ class Recorder(Callback):
     """
 
     order = orders.RECORD
+    has_rank_state = True
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -83,11 +85,11 @@ class Recorder(Callback):
             self._lrs.append(lr)
 
     def after_train(self) -> None:
-        self.learn.row["train_loss"] = self._train.mean(self._first)
+        self.learn.row["train_loss"] = self._train.mean(self.learn.ranks, self._first)
 
     def after_validate(self) -> None:
         if losses := self.phase_state.get("losses"):
-            self.learn.row["valid_loss"] = losses.mean()
+            self.learn.row["valid_loss"] = losses.mean(self.learn.ranks)
 
     def after_epoch(self) -> None:
         self.learn.row["time"] = time.perf_counter() - self._began
@@ -118,11 +120,11 @@ class _Losses:
         self.values.append(value)
         self.sizes.append(size)
 
-    def mean(self, first: int = 0) -> float:
-        """Average over samples from batch `first` on, NaN if there are none."""
+    def mean(self, ranks: Ranks, first: int = 0) -> float:
+        """Average over the samples of all ranks from batch `first` on, NaN if there are none."""
         values, sizes = _read(self.values, first)[first:], self.sizes[first:]
-        total = sum(sizes)
-        return sum(v * n for v, n in zip(values, sizes, strict=True)) / total if total else float("nan")
+        total, n = ranks.sum([sum(v * n for v, n in zip(values, sizes, strict=True)), sum(sizes)])
+        return total / n if n else float("nan")
 
 
 def _read(values: list[float | Tensor], first: int = 0) -> list[float]:

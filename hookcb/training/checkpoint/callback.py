@@ -12,7 +12,13 @@ from hookcb.core.files import save_whole
 from hookcb.core.randomness import random_state
 from hookcb.training.checkpoint.folder_lock import FolderLock
 from hookcb.training.checkpoint.signals import StopSignals
-from hookcb.training.checkpoint.state import capture, checkpoints_in, loaders_of, remove_unfinished
+from hookcb.training.checkpoint.state import (
+    capture,
+    check_whole,
+    checkpoints_in,
+    loaders_of,
+    remove_unfinished,
+)
 from hookcb.training.monitor import check_monitor, improves, monitored, resolve_mode
 
 
@@ -55,6 +61,7 @@ class Checkpoint(Callback):
     """
 
     order = orders.CHECKPOINT
+    has_rank_state = True
     run_lr_find = False
 
     def __init__(
@@ -85,7 +92,8 @@ class Checkpoint(Callback):
         self._written: list[str] = []
         self._random: dict[str, Any] = {}
         check_monitor(self.learn, self.monitor or "train_loss")
-        if self._lock.open(self.folder):
+        check_whole(self.learn)
+        if self.learn.ranks.is_main and self._lock.open(self.folder):
             remove_unfinished(self.folder)
         self._stop.open(self.learn)
 
@@ -141,10 +149,12 @@ class Checkpoint(Callback):
     def _write(self, phase: str, place: str = "", is_best: bool = False) -> None:
         file_name = f"epoch-{self.epoch + 1:04d}{place}.pt"
         self._written = [*(file for file in self._written if file != file_name), file_name]
-        state = capture(self.learn, phase, self._random)
+        state, is_main = capture(self.learn, phase, self._random), self.learn.ranks.is_main
         for file in (file_name, "best.pt") if is_best else (file_name,):
-            save_whole(state, self.folder / file)
+            if is_main:
+                save_whole(state, self.folder / file)
         self._unsaved, self.n_written = False, self.n_written + 1
         for old in self._written[: -self.keep]:
-            (self.folder / old).unlink(missing_ok=True)
+            if is_main:
+                (self.folder / old).unlink(missing_ok=True)
         self._written = self._written[-self.keep :]

@@ -41,7 +41,7 @@ class StopSignals:
             signal.raise_signal(number)
         self._noted = number
         if not is_worker and self._loop is not None:
-            self._loop.stop_requested = True
+            self._loop.note_signal(number)
             self._hold_errors_of_children()
 
     def _hold_errors_of_children(self) -> None:
@@ -61,14 +61,14 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
-        return self._noted is not None
+        """Whether a signal has come, to this rank or, once all know of it, to another."""
+        return self._loop is not None and self._loop.signal != 0
 
     def obey(self) -> None:
         """Ends the fit as the signal would have, if one has come."""
-        if self._noted is None:
+        if self._loop is None or not (number := self._loop.signal):
             return
-        number, self._noted = self._noted, None
+        self._noted, self._loop.signal = None, 0
         handler = self._handlers[number]
         self._restore_handlers()
         if handler is signal.SIG_DFL:  # it would end the process before any after_fit

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from hookcb.core.files import PLAIN
 from hookcb.core.randomness import random_state, saves_itself, set_random_state
+from hookcb.core.ranks import Ranks, is_sharded
 from hookcb.core.state import TrainingState
 from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
 
-FORMAT = 1  # version of the file format; increased by a change that older versions cannot read
+FORMAT = 2  # version of the file format; increased by a change that older versions cannot read
 KEYS = {"format", "torch", "phase", "epoch", "iter", "n_epoch", "train_iter", "row", "model", "buffers"}
-KEYS |= {"loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
+KEYS |= {"ranks", "loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
 
 
 def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +57,38 @@ def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -
         "cbs": {cb.name: cb_state for cb in learn.cbs if (cb_state := cb.state_dict())},
     }
     plain: dict[str, Any] = _plain(state, "the state of the fit")
+    ranks = learn.ranks
+    plain["ranks"] = ranks.gather(_of_rank(plain, learn)) if ranks.world > 1 else []
     return plain
+
+
+def _of_rank(state: dict[str, Any], learn: TrainingState) -> dict[str, Any]:
+    """The part of a state that differs by rank: random streams, positions of loaders, records of a shard."""
+    own = {cb.name for cb in learn.cbs if cb.has_rank_state}
+    mine = {key: state[key] for key in ("random", "random_of_phase", "loaders")}
+    grads = {"grads": state["grads"]} if learn.accumulating else {}
+    return mine | grads | {"cbs": {name: x for name, x in state["cbs"].items() if name in own}}
+
+
+def _for_rank(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """A state with this rank's own part in it."""
+    if not state["ranks"]:
+        return state
+    mine: dict[str, Any] = state["ranks"][ranks.rank]
+    return {**state, **mine, "cbs": {**state["cbs"], **mine["cbs"]}}
+
+
+def check_whole(learn: TrainingState) -> None:
+    """Checks that this process has the whole model.
+
+    Raises:
+        ValueError: If its parameters are sharded, so that one file would have only a part of them.
+    """
+    if is_sharded(learn.model):
+        raise ValueError(
+            "the parameters of the model are sharded, and a file of this rank would have only its part; save "
+            "with torch.distributed.checkpoint, which has all ranks write"
+        )
 
 
 def restore(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any] | None":
@@ -65,7 +97,7 @@ def restore(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any] | No
     Returns:
         In the middle of a training, the remaining batches with their numbers; else None.
     """
-    batches = None
+    batches, state = None, _for_rank(state, learn.ranks)
     _start_workers(learn, state)
     for dl, saved in zip(loaders_of(learn), state["loaders"], strict=False):
         if saved is not None:
@@ -94,6 +126,11 @@ def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
     Raises:
         ValueError: If it is not; the message says what differs.
     """
+    if (n := len(state["ranks"]) or 1) != learn.ranks.world:
+        raise ValueError(
+            f"was written by {n} process{'es' if n > 1 else ''}, and can only be resumed by as many, not by "
+            f"{learn.ranks.world}: torchrun --nproc_per_node {n}"
+        )
     current, saved = learn.model.state_dict(), state["model"]
     kind = type(learn.model).__name__
     if odd := sorted(current.keys() ^ saved.keys()):

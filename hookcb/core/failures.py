@@ -1,0 +1,84 @@
+"""Failures of ranks: whoever fails says so, and the others end and name it instead of waiting for it."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import distributed
+
+from hookcb.core.events import CancelException
+from hookcb.core.ranks import RankError, Ranks
+
+POLL = 0.5  # seconds between looks for a failure
+GRACE = 10.0  # seconds in which a rank that knows of a failure may end by itself
+
+
+@contextmanager
+def shared_failures(ranks: Ranks, where: Callable[[], str]) -> Iterator[None]:
+    """Reports an exception of the block to the other ranks; raises theirs if they failed first.
+
+    A thread looks for failures. A rank that still waits in a collective `GRACE` seconds after another one has
+    failed cannot be freed; its process then says why and ends.
+
+    Args:
+        ranks: the ranks; if alone, it does nothing.
+        where: describes where this rank is, "in epoch 0, batch 5".
+
+    Raises:
+        RankError: If another rank failed first; the message has its number, its error, and where it was.
+    """
+    if ranks.world == 1:
+        yield
+        return
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(ranks, where, ended), daemon=True, name="hookcb ranks").start()
+    try:
+        yield
+    except CancelException:
+        raise
+    except BaseException as error:
+        cause = blame(ranks, error, where())
+        if cause is error:
+            raise
+        raise cause from error
+    finally:
+        ended.set()
+
+
+def blame(ranks: Ranks, error: BaseException, where: str) -> BaseException:
+    """The error that ends a rank: that of another rank if this one only notices it; else it is reported."""
+    if ranks.world == 1 or isinstance(error, RankError) and ranks.failure:
+        return error
+    if _is_from_others(error) and (failure := ranks.find_failure() or ranks.describe_missing()):
+        ranks.failure = failure
+        return RankError(f"{failure}; rank {ranks.rank} was {where}")
+    if ranks.failure:  # of this rank, reported already
+        return error
+    ranks.report_failure(f"raised {type(error).__name__} {where}: {error!s:.300}")
+    return error
+
+
+def _is_from_others(error: BaseException) -> bool:
+    """Whether an error is that of a collective in which another rank did not take part."""
+    text = str(error)
+    words = ("Connection closed", "Connection reset", "Timed out", "timed out", "Broken pipe", "gloo", "NCCL")
+    return isinstance(error, distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in words)
+    )
+
+
+def _watch(ranks: Ranks, where: Callable[[], str], ended: threading.Event) -> None:
+    while not ended.wait(POLL):
+        try:
+            failure = ranks.find_failure()
+        except RuntimeError:  # the store is gone, and the next collective says so
+            return
+        if failure:
+            if not ended.wait(GRACE):
+                why = f"hookcb: {failure}; rank {ranks.rank} was {where()}, and ends"
+                sys.stderr.write(why + "\n")
+                sys.stderr.flush()
+                os._exit(1)  # the thread that waits in a collective cannot be interrupted
+            return

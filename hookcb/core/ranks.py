@@ -1,0 +1,304 @@
+"""Ranks: the processes that train one model together, and the only place that lets them communicate."""
+
+import math
+import pickle
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import cached_property
+from itertools import islice
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hookcb.core.text import join_names
+from hookcb.core.torch_private import group_timeout, is_joining, make_store
+
+T = TypeVar("T")
+
+MAX_SHOWN = 4  # ranks named in a message
+GRACE = 2.0  # seconds in which ranks that still run say so, after one was missed
+POLL = 0.01  # seconds between looks for other ranks
+MAX_WAIT = timedelta(
+    seconds=60
+)  # for ranks that begin a validation; the timeout of the group if that is less
+
+
+class RankError(RuntimeError):
+    """An error of another rank, or a disagreement between ranks; the message names them."""
+
+
+class Ranks:
+    """The processes that train one model together: `learn.ranks`.
+
+    All communication of hookcb goes through here, and happens only at points that every rank reaches: never
+    in a hook, a signal handler or an error path, or behind an `if` on what one rank knows. It uses a group of
+    its own, on the CPU, with the timeout of the model's group, so that it never mixes with the training's.
+
+    A process that trains alone has rank 0 of 1; every method then returns what it was given, at no cost.
+
+    Args:
+        model: a model wrapped in DistributedDataParallel or FullyShardedDataParallel, or with sharded
+            parameters; any other is trained alone.
+
+    Attributes:
+        rank: index of this process, from 0.
+        world: number of processes.
+        group: their process group; None if alone.
+
+    >>> from hookcb import synth_learner
+    >>> ranks = synth_learner().ranks
+    >>> ranks.rank, ranks.world, ranks.is_main, ranks.sum([1.5])
+    (0, 1, True, [1.5])
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.group = None if model is None else group_of(model)
+        self.rank, self.world = 0, 1
+        self.is_uneven = False  # whether ranks may have different numbers of batches, inside DDP's `join`
+        self.is_sharded = False  # whether a forward needs all ranks
+        self.failure = ""  # what is known of a rank that failed
+        self._control: _Control | None = None  # before `join`, and if alone
+        self._run = 0
+        if model is not None and self.group is not None:
+            self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
+            self.is_uneven, self.is_sharded = is_joining(model), is_sharded(model)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def __repr__(self) -> str:
+        return f"Ranks(rank={self.rank}, world={self.world})"
+
+    # ---- collectives
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, element by element; all of them give as many."""
+        return self._reduced(values, distributed.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Maxima over all ranks, element by element; all of them give as many."""
+        return self._reduced(values, distributed.ReduceOp.MAX)
+
+    def mean(self, value: float, n: float) -> float:
+        """Mean over all ranks of a value that is a mean over `n` samples on this one; NaN without samples."""
+        if self._control is None:
+            return value
+        total, n = self.sum([value * n if n else 0.0, n])
+        return total / n if n else math.nan
+
+    def _reduced(self, values: Sequence[float], op: Any) -> list[float]:
+        if self._control is None:
+            return list(values)
+        x = torch.tensor(values, dtype=torch.float64)
+        self.wait(self.start(x, op))
+        return list(x.tolist())
+
+    def start(self, x: Tensor, op: Any = None) -> Any:
+        """Begins to replace `x`, on the CPU, by its reduction over all ranks, the maxima by default.
+
+        Returns:
+            What `wait` waits for.
+        """
+        self.check_failure()
+        group = self._control.group if self._control else None
+        return distributed.all_reduce(x, op or distributed.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait(self, work: Any) -> None:
+        """Waits for a collective that was begun.
+
+        Raises:
+            RankError: If a rank does not take part; the message names it.
+        """
+        self.check_failure()
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:  # torch's errors name an address, not a rank
+            raise RankError(self.failure or self.describe_missing()) from error
+
+    def gather(self, item: Any) -> list[Any]:
+        """The `item` of each rank, in the order of ranks; on its way it is pickled."""
+        if self._control is None:
+            return [item]
+        data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        sizes = [int(n) for n in self.sum([len(data) * (rank == self.rank) for rank in range(self.world)])]
+        parts = torch.zeros(sum(sizes), dtype=torch.uint8)
+        begin = sum(sizes[: self.rank])
+        parts[begin : begin + len(data)] = data
+        self.wait(self.start(parts))
+        return [pickle.loads(part.numpy().tobytes()) for part in torch.split(parts, sizes)]
+
+    def until_one_ends(self, items: Iterable[T]) -> Iterator[T]:
+        """Items until any rank has no more; ranks wait for each other before each of them."""
+        waiting = iter(items)
+        while True:
+            more = [item for item in islice(waiting, 1)]
+            if self.max([not more])[0]:
+                return
+            yield more[0]
+
+    # ---- checks
+
+    def missing_at(self, mark: str) -> list[int]:
+        """Ranks that have not called this with the same `mark` yet; does not wait for them."""
+        if (control := self._control) is None:
+            return []
+        keys = [f"{self._run}/{mark}/{rank}" for rank in range(self.world)]
+        control.store.set(keys[self.rank], "")
+        return [rank for rank, key in enumerate(keys) if not control.store.check([key])]
+
+    def join(self, name: str, timeout: timedelta | None = None) -> None:
+        """Waits until all ranks are here; only then can they communicate.
+
+        Args:
+            name: what begins, for the message: "learn.validate".
+            timeout: by default that of the group.
+
+        Raises:
+            RankError: If some do not come in time; the message names them.
+        """
+        if self.group is None:
+            return
+        self._control = control = _control_of(self.group)
+        self._run = control.n_runs + 1
+        until = time.monotonic() + min(timeout or control.timeout, control.timeout).total_seconds()
+        while missing := self.missing_at(name):
+            self.check_failure()
+            if time.monotonic() > until:
+                raise RankError(
+                    f"{name} must be called on all ranks, but {name_ranks(missing)} did not call it"
+                )
+            time.sleep(POLL)
+        control.n_runs += 1
+
+    def check_alike(self, facts: Mapping[str, Any]) -> None:
+        """Checks that all ranks have the same facts.
+
+        Args:
+            facts: values by what they are, such as "callbacks".
+
+        Raises:
+            RankError: On all ranks; the message says which rank has what.
+        """
+        if self._control is None:
+            return
+        everyone = self.gather(dict(facts))
+        for about in facts:
+            values = [theirs.get(about) for theirs in everyone]
+            if any(value != values[0] for value in values):
+                raise RankError(f"all ranks need the same {about}, but {_who_has_what(values)}")
+
+    # ---- failures
+
+    def report_failure(self, text: str) -> None:
+        """Lets the other ranks know that this one fails, and why; does not wait for them."""
+        if self._control is not None:
+            self.failure = f"rank {self.rank} {text}"
+            self._control.store.compare_set(f"{self._run}/failure", "", self.failure)
+
+    def find_failure(self) -> str:
+        """What the first rank that failed has reported; "" if none has failed."""
+        control, key = self._control, f"{self._run}/failure"
+        if control is not None and not self.failure and control.store.check([key]):
+            text = control.store.get(key).decode()
+            self.failure = "" if text.startswith(f"rank {self.rank} ") else text
+        return self.failure
+
+    def check_failure(self) -> None:
+        """Raises a RankError if another rank is known to have failed, as it would wait for that in vain."""
+        if self.failure:
+            raise RankError(self.failure)
+
+    def describe_missing(self) -> str:
+        """Message that names the ranks that no longer run, when a collective has failed or timed out."""
+        try:
+            self.missing_at("here")
+            time.sleep(GRACE)
+            missing = self.missing_at("here")
+        except RuntimeError:
+            return (
+                "the process that hosts the store through which ranks meet, usually that of rank 0, has ended"
+            )
+        if not missing:
+            return "all ranks run, but they are at different points of the training"
+        return f"{name_ranks(missing)} did not take part: the process has ended, or does something else"
+
+
+ALONE = Ranks()
+
+
+def ranks_of(model: nn.Module) -> Ranks:
+    """The ranks that train a model; `ALONE` if this process trains it alone."""
+    return ALONE if group_of(model) is None else Ranks(model)
+
+
+def group_of(model: nn.Module) -> Any:
+    """Process group in which a model is replicated or sharded, None if this process has it alone."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    group = next((m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    if group is None and is_sharded(model):
+        group = distributed.group.WORLD
+    return None if group is None or distributed.get_world_size(group) <= 1 else group
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks have different parts of the parameters; checks names, as importing classes takes time."""
+    kinds = {type(m).__name__ for m in model.modules()} | {type(p).__name__ for p in model.parameters()}
+    return bool(kinds & {"DTensor", "FullyShardedDataParallel"})
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Names ranks: "rank 1", or "ranks 0, 2 and 3"."""
+    names = join_names([str(rank) for rank in ranks], MAX_SHOWN)
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+def _who_has_what(values: Sequence[Any]) -> str:
+    owners: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        owners.setdefault(str(value), []).append(rank)
+    each = [
+        f"{name_ranks(ranks)} ha{'ve' if len(ranks) > 1 else 's'} {what}" for what, ranks in owners.items()
+    ]
+    return "; ".join(each[:MAX_SHOWN])
+
+
+class _Control:
+    """A group on the CPU for what hookcb says to the other ranks, and a part of the store.
+
+    Attributes:
+        n_runs: number of fits and validations so far, the same on all ranks.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._of, self._ranks = group, distributed.get_process_group_ranks(group)
+        self.timeout, self.n_runs = group_timeout(group), 0
+        self.store = make_store(f"hookcb/{self._ranks[0]}-{self._ranks[-1]}-{len(self._ranks)}")
+
+    @cached_property
+    def group(self) -> Any:
+        """The group; all ranks must be here when it is first read."""
+        backend = distributed.get_backend(self._of)
+        return distributed.new_group(
+            self._ranks,
+            timeout=self.timeout,
+            backend=backend if backend in ("gloo", "fake", "threaded") else "gloo",
+            use_local_synchronization=True,
+        )
+
+
+_controls: WeakKeyDictionary[Any, _Control] = WeakKeyDictionary()
+
+
+def _control_of(group: Any) -> _Control:
+    """The control group beside a process group, made once."""
+    if group not in _controls:
+        _controls[group] = _Control(group)
+    return _controls[group]
