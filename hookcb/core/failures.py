@@ -49,7 +49,7 @@ def shared_failures(ranks: Ranks, where: Callable[[], str]) -> Iterator[None]:
 
 def blame(ranks: Ranks, error: BaseException, where: str) -> BaseException:
     """The error that ends a rank: that of another rank if this one only notices it; else it is reported."""
-    if ranks.world == 1 or isinstance(error, RankError) and ranks.failure:
+    if ranks.world == 1 or (isinstance(error, RankError) and ranks.failure):
         return error
     if _is_from_others(error) and (failure := ranks.find_failure() or ranks.describe_missing()):
         ranks.failure = failure

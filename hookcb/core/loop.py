@@ -388,7 +388,7 @@ class Loop(TrainingState):
         return position
 
     def _where(self) -> str:
-        """What the loop does now, for a message to other ranks."""
+        """Describes what the loop does now, for a message to other ranks."""
         doing = DOING.get(self._event, f"at {self._event}" if self._event else "before the fit")
         return ", ".join([doing, *self.position(self._event)])
 

@@ -122,6 +122,14 @@ class Ranks:
         except RuntimeError as error:  # torch's errors name an address, not a rank
             raise RankError(self.failure or self.describe_missing()) from error
 
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Replaces tensors, on the model's device, by their means over all ranks."""
+        if self._control is not None:
+            self.check_failure()
+            for x in tensors:
+                distributed.all_reduce(x, group=self.group)
+                x /= self.world
+
     def gather(self, item: Any) -> list[Any]:
         """The `item` of each rank, in the order of ranks; on its way it is pickled."""
         if self._control is None:
@@ -203,7 +211,7 @@ class Ranks:
             self._control.store.compare_set(f"{self._run}/failure", "", self.failure)
 
     def find_failure(self) -> str:
-        """What the first rank that failed has reported; "" if none has failed."""
+        """Report of the first rank that failed; "" if none has failed."""
         control, key = self._control, f"{self._run}/failure"
         if control is not None and not self.failure and control.store.check([key]):
             text = control.store.get(key).decode()
@@ -252,6 +260,18 @@ def is_sharded(model: nn.Module) -> bool:
     """Whether ranks have different parts of the parameters; checks names, as importing classes takes time."""
     kinds = {type(m).__name__ for m in model.modules()} | {type(p).__name__ for p in model.parameters()}
     return bool(kinds & {"DTensor", "FullyShardedDataParallel"})
+
+
+def set_sync(model: nn.Module, is_on: bool) -> bool:
+    """Has a DistributedDataParallel reduce gradients in its next backwards, or not.
+
+    Returns:
+        Whether gradients stay on this rank.
+    """
+    replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    for m in replicas:
+        m.require_backward_grad_sync = is_on
+    return bool(replicas) and not is_on
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

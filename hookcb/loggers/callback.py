@@ -56,6 +56,7 @@ class Log(Callback):
     """
 
     order = orders.LOG
+    shows_only = True
     run_valid = False
     run_lr_find = False
 

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from hookcb.core.batch import batch_size, map_tensors
 
 
 class Loaders(NamedTuple):
@@ -74,3 +76,27 @@ def set_epoch(loader: Any, epoch: int) -> None:
     setters = [getattr(x, "set_epoch", None) for x in (*places, getattr(loader, "dataset", None))]
     for setter in dict.fromkeys(setter for setter in setters if callable(setter)):
         setter(epoch)
+
+
+def own_order(loader: Any) -> list[int] | None:
+    """Indices of a DistributedSampler's samples on this rank, without padding; None for another sampler.
+
+    The sampler repeats samples so that all ranks have as many; rank r's sample i is one of these if
+    r + i · world is not below the number of samples.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    dataset: Any = sampler.dataset
+    n = len(range(sampler.rank, len(dataset), sampler.num_replicas))
+    return list(sampler)[:n]
+
+
+def cut(batch: Any, n: int | None) -> Any:
+    """The first `n` samples of a batch; all of them if None."""
+    size = batch_size(batch)
+    return (
+        batch
+        if n is None or size <= n
+        else map_tensors(lambda x: x[:n] if x.ndim and len(x) == size else x, batch)
+    )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
-from hookcb.core.batch import describe, n_batches, split_batch
+from hookcb.core.batch import batch_size, describe, n_batches, split_batch
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ObservedFetches
@@ -32,7 +32,7 @@ from hookcb.loops.checks import (
     same_objects,
     trainable,
 )
-from hookcb.loops.data import as_loaders, check_loader, set_epoch
+from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoch
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
@@ -235,7 +235,21 @@ class Learner(NamedLoop):
         listeners = tuple(self._fetch_listeners) if self.training else ()
         if self.training and self.n_iter is None:
             batches = self.ranks.until_one_ends(batches)
+        elif not self.training and self.ranks.world > 1:
+            batches = self._without_padding(batches)
         return ObservedFetches(batches, listeners) if listeners else batches
+
+    def _without_padding(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Numbered batches of a validation, without the samples that a DistributedSampler repeats."""
+        order = own_order(self.dl)
+        n_left = None if order is None else len(order)
+        for i, batch in batches:
+            if n_left != 0:
+                yield i, cut(batch, n_left)
+            elif self.ranks.is_sharded:  # the other ranks need this one for their forwards
+                self.xb, self.yb = split_batch(batch, self._device, self.n_inp)
+                self.predict()
+            n_left = None if n_left is None else max(0, n_left - batch_size(batch))
 
     def follow_fetches(self, listener: FetchListener) -> None:
         """Notifies `listener` of each fetch of a training batch, from the next epoch on."""
@@ -322,11 +336,12 @@ class Learner(NamedLoop):
             ValueError: If `loss_func` has no `reduction`, or batches differ in shape.
         """
         gather = GatherPreds(self.loss_func, with_input=with_input, with_loss=with_loss)
-        try:
-            self.validate(dl, cbs=gather)
-        finally:
-            self.__dict__.pop(gather.name, None)  # the attribute would keep all predictions alive
-        return gather.results()
+        with self.on_all_ranks("learn.get_preds"):
+            try:
+                self.validate(dl, cbs=gather)
+            finally:
+                self.__dict__.pop(gather.name, None)  # the attribute would keep all predictions alive
+            return gather.results(self.ranks, own_order(self.dls.valid if dl is None else dl))
 
     def one_batch(self, b: Any = None) -> Tensor:
         """Trains on one batch outside a fit, with all its events, for tests and experiments.

@@ -12,6 +12,7 @@ from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelBatchException
 from hookcb.core.optim import scale_gradients
+from hookcb.core.ranks import set_sync
 from hookcb.training.reductions import reduction_of
 
 
@@ -60,6 +61,8 @@ class GradientAccumulation(Callback):
         self.n, self.reduction = n, reduction
         self._is_mean: bool | None = None  # whether the loss is a mean, once it is known
         self._loss: Tensor | None = None  # unscaled loss, while learn.loss is scaled
+        self._size_of_ranks: int | None = None  # samples of a batch on the rank with the largest
+        self._is_local = False  # whether ranks have not reduced the gradients of the last batch
         self._size: int | None = None  # samples in the batch, until its backward has added its gradients
         self._begin_group()
 
@@ -67,7 +70,7 @@ class GradientAccumulation(Callback):
         self._n_batches = self._n_samples = self._unit = 0  # losses are weighted by their samples / _unit
 
     def before_fit(self) -> None:
-        self._is_mean = None
+        self._is_mean = self._size_of_ranks = None
         self._begin_group()
 
     def before_backward(self) -> None:
@@ -75,13 +78,25 @@ class GradientAccumulation(Callback):
         size = batch_size((*learn.yb, learn.xb))
         if not self._n_batches:  # a guess of the samples in the group, usually right
             left = (learn.n_iter or 0) - learn.iter
-            self._unit = (min(self.n, left) if left > 0 else self.n) * max(1, size)
+            self._unit = (min(self.n, left) if left > 0 else self.n) * self._usual_size(size)
         self._loss, self._size = learn.loss, size
         if self._is_mean is None:
             self._is_mean = self._find_reduction() != "sum"
         if self._is_mean and size != self._unit:
             learn.loss = learn.loss * (size / self._unit)
         learn.accumulating = not self._is_whole(self._n_batches + 1)
+
+    def _usual_size(self, size: int) -> int:
+        """Size of a batch by which losses are divided; the same on all ranks."""
+        if self.learn.ranks.world == 1:
+            return max(1, size)
+        if self._size_of_ranks is None:
+            self._size_of_ranks = max(1, int(self.learn.ranks.max([size])[0]))
+        return self._size_of_ranks
+
+    def before_batch(self) -> None:
+        if self.training:  # in the forward, DistributedDataParallel prepares to reduce gradients
+            self._is_local = set_sync(self.learn.model, self._is_whole(self._n_batches + 1))
 
     def after_cancel_backward(self) -> None:
         self._size = None
@@ -101,14 +116,17 @@ class GradientAccumulation(Callback):
     after_cancel_batch = after_cancel_train = after_cancel_epoch = after_cancel_fit = _restore_loss
 
     def before_step(self) -> None:
-        if self._is_mean and self._n_samples:
-            scale_gradients(self.opt, self._unit / self._n_samples)
+        ranks = self.learn.ranks
+        if self._is_mean and (n := ranks.sum([self._n_samples])[0]):
+            scale_gradients(self.opt, self._unit * ranks.world / n)
         self._begin_group()
 
     def after_train(self) -> None:
         learn = self.learn
         learn.accumulating = False
         if self._n_batches:
+            if self._is_local:
+                learn.ranks.average([p.grad for p in learn.model.parameters() if p.grad is not None])
             with suppress(CancelBatchException):  # the last batch is over
                 if learn.within("step", learn.step):
                     learn.opt.zero_grad()
@@ -116,6 +134,7 @@ class GradientAccumulation(Callback):
     def after_fit(self) -> None:
         self._restore_loss()
         self._begin_group()
+        set_sync(self.learn.model, True)
         self.learn.accumulating, self._is_mean = False, None
 
     def state_dict(self) -> dict[str, Any]:

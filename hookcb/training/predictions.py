@@ -6,10 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from hookcb.core import orders
 from hookcb.core.batch import concat, map_tensors
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelBatchException
+from hookcb.core.ranks import Ranks
 
 
 class GatherPreds(Callback):
@@ -52,9 +55,21 @@ class GatherPreds(Callback):
         self.batches.append(map_tensors(lambda x: x.detach().to("cpu", copy=True), items))
         raise CancelBatchException
 
-    def results(self) -> tuple[Any, ...]:
-        """Returns `(inputs, preds, targets, losses)` over all batches; inputs and losses if requested."""
-        return tuple(concat(list(items)) for items in zip(*self.batches, strict=True))
+    def results(self, ranks: Ranks, order: list[int] | None) -> tuple[Any, ...]:
+        """Returns `(inputs, preds, targets, losses)` over all batches; inputs and losses if requested.
+
+        Args:
+            ranks: ranks that have a part of the batches each.
+            order: index in the data of each sample of this rank; None if unknown, then the samples of rank 0
+                come first.
+        """
+        everyone = ranks.gather((self.batches, order))
+        batches = [batch for theirs, _ in everyone for batch in theirs]
+        results = tuple(concat(list(items)) for items in zip(*batches, strict=True))
+        if ranks.world == 1 or order is None:
+            return results
+        places = torch.tensor([i for _, theirs in everyone for i in theirs]).argsort()
+        return tuple(map_tensors(lambda x: x[places], item) for item in results)
 
 
 def _unreduced(loss_func: Callable[..., Any] | None) -> Callable[..., Any]:

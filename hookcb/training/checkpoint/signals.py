@@ -19,6 +19,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._noted: int | None = None
+        self._has_obeyed = False
         self._handlers: dict[int, Any] = {}
         self._child_handler: Any = None  # its errors are held back once a signal has come
         self._process = 0  # the process of the fit
@@ -26,7 +27,7 @@ class StopSignals:
 
     def open(self, loop: TrainingState) -> None:
         """Installs the handlers; `loop.stop_requested` is set at the first signal."""
-        self._noted, self._process, self._loop = None, os.getpid(), loop
+        self._noted, self._has_obeyed, self._process, self._loop = None, False, os.getpid(), loop
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -61,14 +62,21 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come, to this rank or, once all know of it, to another."""
-        return self._loop is not None and self._loop.signal != 0
+        """Whether a signal has come; on several ranks, once all of them know of it."""
+        return self._number is not None
+
+    @property
+    def _number(self) -> int | None:
+        """Number of the signal to obey."""
+        if self._loop is None or self._loop.ranks.world == 1:
+            return self._noted
+        return None if self._has_obeyed else self._loop.signal or None
 
     def obey(self) -> None:
         """Ends the fit as the signal would have, if one has come."""
-        if self._loop is None or not (number := self._loop.signal):
+        if (number := self._number) is None:
             return
-        self._noted, self._loop.signal = None, 0
+        self._noted, self._has_obeyed = None, True
         handler = self._handlers[number]
         self._restore_handlers()
         if handler is signal.SIG_DFL:  # it would end the process before any after_fit
