@@ -21,6 +21,7 @@ from hookcb.core.events import (
     Event,
 )
 from hookcb.core.loop import Loop
+from hookcb.core.ranks import RankError
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.one_backward import check_gradients
@@ -123,6 +124,7 @@ __all__ = [
     "OneCycle",
     "ProfilerCallback",
     "Progress",
+    "RankError",
     "Recorder",
     "ReduceLROnPlateau",
     "SamplingCallback",
