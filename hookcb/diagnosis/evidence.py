@@ -182,8 +182,9 @@ class Evidence:
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
         guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
             MSE; NaN if unknown.
-        constant: loss of the best constant prediction for the targets of the first batch: their entropy or
-            variance; NaN if unknown.
+        constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
+            if unknown.
+        perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
@@ -216,6 +217,7 @@ class Evidence:
     loss_kind: str = ""
     guess: float = math.nan
     constant: float = math.nan
+    perfect: float = 0.0
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
     waits: Series = field(default_factory=Series)

@@ -7,6 +7,7 @@ from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.trends import before, finite, median, rates, slope
 
 MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a model that learns
+MIN_RANGE = 0.01  # between the losses of a constant and of a perfect prediction, as a share of the first
 MIN_BATCHES = 50  # to tell a flat or rising loss
 FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of guessing
 CONFIDENCE = 3.0  # standard deviations
@@ -47,8 +48,9 @@ def guesses(evidence: Evidence) -> bool:
 def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
     """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
-    NaN for fewer than 50 batches since the learning rate has reached its largest value; the ratio also if the
-    loss of a constant is unknown.
+    For the ratio, the loss of a perfect prediction is subtracted from both. NaN for fewer than 50 batches
+    since the learning rate has reached its largest value; the ratio also if the loss of a constant is
+    unknown, or that of a perfect prediction is as large.
     """
     values = finite(evidence.loss.values)
     full = max(finite(rates(evidence).values), default=0.0)
@@ -56,4 +58,5 @@ def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
     if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
         return math.nan, math.nan
     last = fmean(values[-max(WINDOW, len(values) // 10) :])
-    return last, last / evidence.constant if evidence.constant > 0 else math.nan
+    above = evidence.constant - evidence.perfect
+    return last, (last - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan

@@ -41,7 +41,8 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     if ratio <= MAX_OF_CONSTANT:
         yield Passed(f"no better than a constant (loss {ratio:.2g} of that)", ratio, MAX_OF_CONSTANT)
         return
-    if last - _fall(evidence.loss) <= MAX_OF_CONSTANT * evidence.constant:
+    limit = evidence.perfect + MAX_OF_CONSTANT * (evidence.constant - evidence.perfect)
+    if last - _fall(evidence.loss) <= limit:
         yield Skipped("the loss still falls, and may soon be below that of a constant")
         return
     better = "better" if ratio < 1 else "worse"

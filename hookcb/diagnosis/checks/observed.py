@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Observation
-from hookcb.diagnosis.falling import falls_slowly
+from hookcb.diagnosis.falling import MAX_OF_CONSTANT, falls_slowly, loss_of_constant
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.verdict import Finding, Severity
 
 EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
+COMPARED = "output beside its targets"  # that the loss compares element by element
 
 
 def passed_on(
@@ -243,7 +244,7 @@ _row("head.degenerate", Site.LOSS, ("batch",), EVERYTHING, "error", "a softmax o
     """)  # fmt: skip
 
 _row("head.range", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "targets out of the model's reach",
-    requires="targets", doc="""
+    requires=COMPARED, doc="""
     Targets that the model's last operation cannot reach, of a squared, absolute or Huber error.
 
     Formula: share of the targets of the first batch outside the range of the softmax, sigmoid, tanh, ReLU or
@@ -252,13 +253,44 @@ _row("head.range", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "targets 
     """)  # fmt: skip
 
 _row("label.range", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets of a binary cross-entropy",
-    requires="targets", doc="""
+    requires=COMPARED, doc="""
     Targets of a binary cross-entropy below 0 or above 1: the loss then has no minimum.
 
     Exact: the smallest and the largest target of the first batch, with 0.001 for rounding.
 
     Source: torch.nn.BCEWithLogitsLoss, whose targets are numbers between 0 and 1.
     """)  # fmt: skip
+
+_row("label.broadcast", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets that are broadcast",
+    requires=COMPARED, doc="""
+    One output and one target per sample whose shapes differ, so the loss compares all pairs of samples.
+
+    Exact: shapes of the output and the targets where the loss subtracts them, such as (N, 1) and (N), which
+    have the same sizes apart from dimensions of 1 and are broadcast to more elements than either has.
+
+    Source: torch.nn.MSELoss, whose targets have the shape of the input.
+    """)  # fmt: skip
+
+
+@check(
+    "loss.of_values",
+    site=Site.LOSS,
+    needs=("batch", "graph"),
+    exact=True,
+    leads_to=("loss.trivial", "loss.flat"),
+)
+def loss_of_values(evidence: Evidence) -> Iterator[Result]:
+    """Classes, as 0 and 1 or one-hot, in a loss for values: a note.
+
+    Exact: the targets of the first batch, one per sample or rows with a single 1, in a squared, absolute or
+    Huber error. A warning if the training ends no better than a constant.
+
+    Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2.2, on units that saturate.
+    """
+    is_trivial = loss_of_constant(evidence)[1] > MAX_OF_CONSTANT
+    passed, requires = "a loss for values given classes", COMPARED
+    yield from passed_on(evidence, "loss.of_values", "warning" if is_trivial else "info", passed, requires)
+
 
 _row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat", "loss.trivial"), "error",
     "a loss without gradients", requires="loss", doc="""

@@ -153,7 +153,12 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
         n = n or (scores.shape[-1] if scores.ndim == 2 else None)
         return graph.scale * math.log(n) if n else math.nan
     if graph.kind == "binary cross-entropy":
-        return graph.scale * math.log(2)
+        if not graph.has_weights:
+            return graph.scale * math.log(2)
+        if targets is None or graph.class_weights is None:
+            return math.nan
+        weights = 1 + (graph.class_weights - 1) * targets  # of ones, and 1 for zeros
+        return graph.scale * math.log(2) * float(weights.mean())
     if targets is not None and graph.kind == "mse" and targets.is_floating_point():
         has_same_shape = targets.shape == scores.shape
         return graph.scale * float(targets.float().square().mean()) if has_same_shape else math.nan

@@ -18,7 +18,7 @@ from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_inputs
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
-from hookcb.diagnosis.probes.head import observe_output
+from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
@@ -136,6 +136,8 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
         found.observed.add("input of the loss")
         found.observations += observe_dropout(share, last, 0)
     found.observed |= {"targets"} if learn.yb else set()
+    is_known = is_comparison_known(graph, learn.loss.grad_fn, learn.pred, learn.yb)
+    found.observed |= {"output beside its targets"} if is_known else set()
     found.observed |= set() if graph.hidden_by else {"graph"}
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden

@@ -28,7 +28,7 @@ from hookcb.diagnosis.probes.batch import (
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
-from hookcb.diagnosis.probes.head import observe_output
+from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
@@ -179,6 +179,8 @@ class Probes:
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
         self._observe(observe_output, self.graph, node, loop.pred, loop.yb, self.layers.last, loop.train_iter)
+        if is_comparison_known(self.graph, node, loop.pred, loop.yb):
+            self._observed.add("output beside its targets")
         self.targets.is_of_output = compares_output(node, loop.pred)
         if not math.isnan(share := dropped_share(node)):
             self._observed.add("input of the loss")
@@ -296,7 +298,8 @@ class Probes:
             evidence.sources.add("loss")
         evidence.loss_kind = self.graph.sure_kind if self.graph else ""
         evidence.guess = self.guess
-        evidence.constant = math.nan if self.graph is None else self.targets.constant(self.graph)
+        if self.graph is not None:
+            evidence.constant, evidence.perfect = self.targets.losses(self.graph)
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()
         evidence.memory = self.memory.series()
         self._add_sources(evidence)

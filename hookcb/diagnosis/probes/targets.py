@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hookcb.core.batch import parts
 from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.probes.entropy import losses_of_bits, losses_of_classes
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
 from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
 
@@ -81,33 +82,37 @@ class Targets:
                 next_steps=("Count the labels of the data set: labels.unique(return_counts=True)",),
             )
 
-    def constant(self, graph: LossGraph) -> float:
-        """Loss of the best prediction that is the same for all samples; NaN if unknown.
+    def losses(self, graph: LossGraph) -> tuple[float, float]:
+        """Loss of the best prediction that is the same for all samples, and of a perfect one; NaN if unknown.
 
-        That is the mean of each column for squares, its median for absolute values and Huber losses, and the
-        class shares for cross-entropy. It is unknown for values that drift, such as those that a model makes
-        itself in reinforcement learning.
+        The constant is the mean of each column for squares, its median for absolute values and Huber losses,
+        and the class shares for cross-entropy. It is unknown for values that drift, such as those that a
+        model makes itself in reinforcement learning. A perfect prediction has a loss of 0, unless targets
+        are soft or smoothed.
         """
-        if not self._batches or not graph.is_pure or graph.has_weights or math.isnan(graph.scale):
-            return math.nan
-        y = torch.cat(self._batches)
+        is_weighted = graph.has_weights and graph.class_weights is None
+        if not self._batches or not graph.is_pure or is_weighted or math.isnan(graph.scale):
+            return math.nan, math.nan
+        y = torch.cat(self._batches).float()
         if graph.kind == "cross-entropy":
-            return graph.scale * float(_entropy(_class_shares(y, graph.ignored)).sum())
-        y = y.float()
-        if graph.kind == "binary cross-entropy":
-            p = y.mean(0)
-            return graph.scale * float((_entropy(p) + _entropy(1 - p)).mean())
+            constant, perfect = losses_of_classes(self._batches, graph)
+        elif graph.kind == "binary cross-entropy":
+            constant, perfect = losses_of_bits(y, graph)
+        else:
+            constant, perfect = self._spread(y, graph.kind), 0.0
+        return graph.scale * constant, graph.scale * perfect
+
+    def _spread(self, y: Tensor, kind: str) -> float:
+        """Mean error of the best constant for values."""
         spread = y.var(0, correction=0).mean()
         if self._drift() > MAX_DRIFT * float(spread):
             return math.nan
-        if graph.kind == "mse":
-            return graph.scale * float(spread)
+        if kind == "mse":
+            return float(spread)
         middle = y.median(0).values
-        if graph.kind == "mae":
-            return graph.scale * float((y - middle).abs().mean())
-        if graph.kind == "huber":
-            return graph.scale * float(F.smooth_l1_loss(middle.expand_as(y), y))
-        return math.nan
+        if kind == "mae":
+            return float((y - middle).abs().mean())
+        return float(F.smooth_l1_loss(middle.expand_as(y), y)) if kind == "huber" else math.nan
 
     def _drift(self) -> float:
         """Mean square of the difference between the means of the first and the second half of the batches."""
@@ -125,15 +130,3 @@ def compares_output(node: Any, pred: Any) -> bool:
     return main is not None and any(
         main.given in (behind_shapes(at), behind(behind_shapes(at))) for at in nodes
     )
-
-
-def _class_shares(y: Tensor, ignored: int) -> Tensor:
-    """Share of each class in class indices, without ignored ones, or in soft targets `(N, C, …)`."""
-    if y.is_floating_point():
-        return y.transpose(0, 1).flatten(1).float().mean(1) if y.ndim > 1 else y.float()
-    counts = torch.bincount(y[(y >= 0) & (y != ignored)].long().flatten())
-    return counts / counts.sum()
-
-
-def _entropy(p: Tensor) -> Tensor:
-    return -torch.xlogy(p, p)
