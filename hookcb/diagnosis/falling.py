@@ -48,15 +48,37 @@ def guesses(evidence: Evidence) -> bool:
 def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
     """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
-    For the ratio, the loss of a perfect prediction is subtracted from both. NaN for fewer than 50 batches
-    since the learning rate has reached its largest value; the ratio also if the loss of a constant is
-    unknown, or that of a perfect prediction is as large.
+    A penalty on parameters is left out of the loss, as it was in the last inspected batch. For the ratio, the
+    loss of a perfect prediction is subtracted from both. NaN for fewer than 50 batches since the learning
+    rate has reached its largest value; the ratio also if the loss of a constant is unknown, or that of a
+    perfect prediction is as large.
     """
     values = finite(evidence.loss.values)
     full = max(finite(rates(evidence).values), default=0.0)
     warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
     if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
         return math.nan, math.nan
-    last = fmean(values[-max(WINDOW, len(values) // 10) :])
+    penalty = evidence.penalty.values[-1] if len(evidence.penalty) else 0.0
+    last = fmean(values[-max(WINDOW, len(values) // 10) :]) - penalty
     above = evidence.constant - evidence.perfect
     return last, (last - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
+
+
+def is_trivial(evidence: Evidence) -> bool:
+    """Whether the model is no better than a constant, and its loss does not fall fast enough to become it."""
+    last, ratio = loss_of_constant(evidence)
+    return ratio > MAX_OF_CONSTANT and not may_become_better(evidence, last)
+
+
+def may_become_better(evidence: Evidence, last: float) -> bool:
+    """Whether as many batches again would bring a loss of `last` below that of a constant."""
+    limit = evidence.perfect + MAX_OF_CONSTANT * (evidence.constant - evidence.perfect)
+    return last - further_fall(evidence.loss) <= limit
+
+
+def further_fall(loss: Series) -> float:
+    """By how much a loss will at least fall in as many batches again, by its slope over the last half."""
+    pairs = [(step, x) for step, x in list(loss)[len(loss) // 2 :] if math.isfinite(x)]
+    half = Series.of([step for step, _ in pairs], [x for _, x in pairs])
+    _, high = slope(half, CONFIDENCE)
+    return max(0.0, -high * (loss.steps[-1] - loss.steps[0])) if math.isfinite(high) else 0.0

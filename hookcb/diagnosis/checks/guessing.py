@@ -5,12 +5,18 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.falling import MAX_OF_CONSTANT, MIN_BATCHES, loss_of_constant
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.falling import (
+    MAX_OF_CONSTANT,
+    MIN_BATCHES,
+    further_fall,
+    is_trivial,
+    loss_of_constant,
+    may_become_better,
+)
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.trends import slope
 
-SURE = 3.0  # standard deviations
+MAX_PENALTY = 0.9  # of the loss
 STILL_FALLS = 0.02  # of the loss, in a hundred batches
 PREDICTIONS = {
     "cross-entropy": "always predicting the shares of the classes",
@@ -41,12 +47,12 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     if ratio <= MAX_OF_CONSTANT:
         yield Passed(f"no better than a constant (loss {ratio:.2g} of that)", ratio, MAX_OF_CONSTANT)
         return
-    limit = evidence.perfect + MAX_OF_CONSTANT * (evidence.constant - evidence.perfect)
-    if last - _fall(evidence.loss) <= limit:
+    if may_become_better(evidence, last):
         yield Skipped("the loss still falls, and may soon be below that of a constant")
         return
     better = "better" if ratio < 1 else "worse"
     far = f"{abs(ratio - 1):.0%} {better} than" if abs(ratio - 1) > 0.005 else "as good as"
+    without = "without its penalty " if len(evidence.penalty) else ""
     predicting = PREDICTIONS.get(evidence.loss_kind, "always predicting the median of the targets")
     yield finding(
         "loss.trivial",
@@ -54,8 +60,8 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
         when=evidence.loss,
         value=ratio,
         limit=MAX_OF_CONSTANT,
-        message=f"After {len(evidence.loss):,} batches the loss is {last:.3g}; {predicting} would give "
-        f"{evidence.constant:.3g}. The model is {far} a constant that ignores its input.",
+        message=f"After {len(evidence.loss):,} batches the loss {without}is {last:.3g}; {predicting} would "
+        f"give {evidence.constant:.3g}. The model is {far} a constant that ignores its input.",
         causes=(
             "a head or loss that does not suit the targets",
             "inputs on a bad scale, or that do not belong to the targets",
@@ -68,12 +74,40 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-def _fall(loss: Series) -> float:
-    """By how much the loss will at least fall in as many batches again, by its slope over the last half."""
-    pairs = [(step, x) for step, x in list(loss)[len(loss) // 2 :] if math.isfinite(x)]
-    half = Series.of([step for step, _ in pairs], [x for _, x in pairs])
-    _, high = slope(half, SURE)
-    return max(0.0, -high * (loss.steps[-1] - loss.steps[0])) if math.isfinite(high) else 0.0
+@check(
+    "loss.penalty", site=Site.LOSS, needs=("loss", "batch", "graph"), leads_to=("loss.trivial", "loss.flat")
+)
+def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
+    """A penalty on parameters that is nearly all of the loss.
+
+    Formula: (loss - mean error of the batch) / loss, the largest share in an inspected batch. Limit: 0.9. A
+    warning if the model is no better than a constant at the end, as `loss.trivial` finds; a note if that is
+    unknown, as before 50 batches; nothing is said if it is better.
+
+    Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 7.1.
+    """
+    totals = dict(evidence.loss)
+    seen = [(step, x, totals[step]) for step, x in evidence.penalty if totals.get(step, 0.0) > x > 0]
+    if not seen:
+        yield Skipped("the loss has no penalty whose size is known")
+        return
+    step, penalty, total = max(seen, key=lambda row: row[1] / row[2])
+    share, is_harmful = penalty / total, is_trivial(evidence)
+    if share <= MAX_PENALTY or not (is_harmful or math.isnan(loss_of_constant(evidence)[1])):
+        yield Passed(f"a penalty that is nearly all of the loss ({share:.0%})", share, MAX_PENALTY)
+        return
+    end = "; in the end, the rest of the loss is no better than that of a constant" if is_harmful else ""
+    yield finding(
+        "loss.penalty",
+        "warning" if is_harmful else "info",
+        when=(seen[0][0], step),
+        value=share,
+        limit=MAX_PENALTY,
+        message=f"The penalty on the weights is {penalty:.3g} of a loss of {total:.3g}, {share:.1%} (limit "
+        f"{MAX_PENALTY:.0%}){end}.",
+        causes=("a penalty with too large a weight", "a sum over all weights where a mean is meant"),
+        next_steps=(f"Divide the weight of the penalty by {10 * penalty / (total - penalty):,.0f}",),
+    )
 
 
 @check("train.unfinished", site=Site.RUN, needs=("loss",))
@@ -90,7 +124,7 @@ def unfinished_training(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {MIN_BATCHES} batches")
         return
     last = fmean([x for x in loss.values[-10:] if math.isfinite(x)] or [math.nan])
-    per_batch = _fall(loss) / (loss.steps[-1] - loss.steps[0])
+    per_batch = further_fall(loss) / (loss.steps[-1] - loss.steps[0])
     share = 100 * per_batch / abs(last) if last else 0.0
     if not share > STILL_FALLS:
         yield Passed(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Observation
-from hookcb.diagnosis.falling import MAX_OF_CONSTANT, falls_slowly, loss_of_constant
+from hookcb.diagnosis.falling import falls_slowly, is_trivial
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -287,9 +287,8 @@ def loss_of_values(evidence: Evidence) -> Iterator[Result]:
 
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2.2, on units that saturate.
     """
-    is_trivial = loss_of_constant(evidence)[1] > MAX_OF_CONSTANT
-    passed, requires = "a loss for values given classes", COMPARED
-    yield from passed_on(evidence, "loss.of_values", "warning" if is_trivial else "info", passed, requires)
+    severity: Severity = "warning" if is_trivial(evidence) else "info"
+    yield from passed_on(evidence, "loss.of_values", severity, "a loss for values given classes", COMPARED)
 
 
 _row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat", "loss.trivial"), "error",

@@ -82,6 +82,7 @@ class Term(NamedTuple):
         class_weights: weights of the classes, or of ones; None if there are others, or none.
         smoothing: label smoothing of torch's cross-entropy.
         shape: shape of the elements that are compared, after broadcasting.
+        node: node that computes it.
         given_shape: shape of what the model gives to it, before broadcasting, () if unknown.
     """
 
@@ -98,6 +99,7 @@ class Term(NamedTuple):
     smoothing: float = 0.0
     shape: tuple[int, ...] = ()
     given_shape: tuple[int, ...] = ()
+    node: Any = None
 
 
 def read_terms(node: Any) -> list[Term]:
@@ -216,6 +218,7 @@ def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
         class_weights=of_classes if isinstance(of_classes, Tensor) else None,
         shape=shape,
         given_shape=_shape_before_broadcast(first),
+        node=node,
     )
 
 
@@ -278,8 +281,15 @@ def _difference(node: Any, scale: float, kind: str) -> Term | None:
     inputs = [n for n, _ in given.next_functions if n is not None]
     if len(inputs) != 1:
         return None
-    before = _shape_before_broadcast(inputs[0])
-    return Term(kind, scale, "values", behind_shapes(inputs[0]), shape=input_shape(node), given_shape=before)
+    return Term(
+        kind,
+        scale,
+        "values",
+        behind_shapes(inputs[0]),
+        shape=input_shape(node),
+        given_shape=_shape_before_broadcast(inputs[0]),
+        node=node,
+    )
 
 
 def _is_of_params(node: Any) -> bool:

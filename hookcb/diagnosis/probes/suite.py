@@ -37,6 +37,7 @@ from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
 from hookcb.diagnosis.probes.norm import NormProbe
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
+from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
@@ -82,6 +83,7 @@ class Probes:
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
+        self.penalty = Curve()
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
@@ -162,11 +164,17 @@ class Probes:
         self.retained.mark_graph(node, loop.train_iter)
         if looking:
             self.targets.add_batch(loop.yb or target_of(node))
+            self.guarded(self._add_penalty, loop)
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
+
+    def _add_penalty(self, loop: Any) -> None:
+        has_penalty = self.graph is not None and self.graph.has_penalty and isinstance(loop.loss, Tensor)
+        if has_penalty and (penalty := penalty_of(loop.loss)) is not None:
+            self.penalty.add(loop.train_iter, detached_scalar(penalty))
 
     def _read_graph(self, loop: Any, node: Any) -> None:
         self.graph = read_loss(node)
@@ -298,7 +306,8 @@ class Probes:
             evidence.sources.add("loss")
         evidence.loss_kind = self.graph.sure_kind if self.graph else ""
         evidence.guess = self.guess
-        if self.graph is not None:
+        evidence.penalty = self.penalty.series()
+        if self.graph is not None and (len(evidence.penalty) or not self.graph.has_penalty):
             evidence.constant, evidence.perfect = self.targets.losses(self.graph)
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()
         evidence.memory = self.memory.series()

@@ -91,7 +91,7 @@ class Targets:
         are soft or smoothed.
         """
         is_weighted = graph.has_weights and graph.class_weights is None
-        if not self._batches or not graph.is_pure or is_weighted or math.isnan(graph.scale):
+        if not self._batches or not graph.sure_kind or is_weighted or math.isnan(graph.scale):
             return math.nan, math.nan
         y = torch.cat(self._batches).float()
         if graph.kind == "cross-entropy":
