@@ -30,13 +30,14 @@ DESIGNED = re.findall(
     param.not_stepped param.restored init.zero gate.shut memory.graphs_kept update.lost_to_rounding grad.stale
     loss.detached init.symmetric mode.mismatch head.activation
     head.degenerate label.range hook.silent replica.diverged amp.scale_collapse input.nonfinite
-    input.constant label.out_of_range label.single_class model.linear_stack dropout.scores
+    input.constant label.out_of_range label.single_class label.broadcast label.form label.scaled
+    loss.of_values model.linear_stack dropout.scores
     param.frozen_between
 
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
     update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates
     dropout.extreme input.scale attn.collapse data.labels gan.balance head.range loss.trivial
-    train.unfinished time.data_bound memory.growth
+    loss.penalty train.unfinished time.data_bound memory.growth
     """,
 )
 OF_THE_MACHINE = {"time.data_bound", "memory.growth"}

@@ -178,7 +178,7 @@ class Evidence:
             `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
-        penalty: part of the loss that is a penalty on parameters, for each inspected batch.
+        penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
         losses: loss before each step of an optimizer, by index of the optimizer.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
         guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for

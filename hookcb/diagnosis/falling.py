@@ -48,18 +48,16 @@ def guesses(evidence: Evidence) -> bool:
 def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
     """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
-    A penalty on parameters is left out of the loss, as it was in the last inspected batch. For the ratio, the
-    loss of a perfect prediction is subtracted from both. NaN for fewer than 50 batches since the learning
-    rate has reached its largest value; the ratio also if the loss of a constant is unknown, or that of a
-    perfect prediction is as large.
+    A penalty on parameters is left out of the loss. For the ratio, the loss of a perfect prediction is
+    subtracted from both. NaN for fewer than 50 batches since the learning rate has reached its largest value;
+    the ratio also if the loss of a constant is unknown, or that of a perfect prediction is as large.
     """
-    values = finite(evidence.loss.values)
+    values = finite(_without_penalty(evidence).values)
     full = max(finite(rates(evidence).values), default=0.0)
     warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
     if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
         return math.nan, math.nan
-    penalty = evidence.penalty.values[-1] if len(evidence.penalty) else 0.0
-    last = fmean(values[-max(WINDOW, len(values) // 10) :]) - penalty
+    last = fmean(values[-max(WINDOW, len(values) // 10) :])
     above = evidence.constant - evidence.perfect
     return last, (last - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
 
@@ -73,7 +71,23 @@ def is_trivial(evidence: Evidence) -> bool:
 def may_become_better(evidence: Evidence, last: float) -> bool:
     """Whether as many batches again would bring a loss of `last` below that of a constant."""
     limit = evidence.perfect + MAX_OF_CONSTANT * (evidence.constant - evidence.perfect)
-    return last - further_fall(evidence.loss) <= limit
+    return last - further_fall(_without_penalty(evidence)) <= limit
+
+
+def _without_penalty(evidence: Evidence) -> Series:
+    """The loss without its penalty on parameters, which is interpolated between the batches that show it."""
+    known, loss = evidence.penalty, evidence.loss
+    if not len(known):
+        return loss
+    ends = [(loss.steps[0], known.values[0]), *known, (loss.steps[-1], known.values[-1])]
+    rest, i = Series(), 0
+    for step, x in loss:
+        while i < len(ends) - 2 and ends[i + 1][0] < step:
+            i += 1
+        (first, low), (last, high) = ends[i], ends[i + 1]
+        share = (step - first) / (last - first) if last > first else 0.0
+        rest.add(step, x - low - share * (high - low))
+    return rest
 
 
 def further_fall(loss: Series) -> float:

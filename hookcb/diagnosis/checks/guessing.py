@@ -80,7 +80,7 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
 def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
     """A penalty on parameters that is nearly all of the loss.
 
-    Formula: (loss - mean error of the batch) / loss, the largest share in an inspected batch. Limit: 0.9. A
+    Formula: (loss - mean error of the batch) / loss, the largest share in a batch. Limit: 0.9. A
     warning if the model is no better than a constant at the end, as `loss.trivial` finds; a note if that is
     unknown, as before 50 batches; nothing is said if it is better.
 

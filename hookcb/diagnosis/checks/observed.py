@@ -116,6 +116,25 @@ _row("label.out_of_range", Site.INPUT, ("batch",), EVERYTHING, "error", "labels 
     """)  # fmt: skip
 
 
+_row("label.form", Site.INPUT, ("batch",), EVERYTHING, "error", "targets that the loss refuses",
+    requires="loss or steps", doc="""
+    Targets whose shape or type a loss of torch refuses, such as one-hot rows in place of class indices.
+
+    Exact: the error that torch's loss has raised.
+
+    Source: torch.nn.CrossEntropyLoss and torch.nn.BCEWithLogitsLoss, "Shape".
+    """)  # fmt: skip
+
+
+_row("label.scaled", Site.INPUT, ("batch",), ("head.*", "loss.*", "update.*", "unit.*"), "warning",
+    "labels that were scaled as the inputs", requires="targets", doc="""
+    Class indices that were divided by 255 together with the pixels.
+
+    Exact: all inputs and targets of the first batch are multiples of 1/255 in 0 to 1, with one target per
+    sample; the largest target is below 100/255, and not 0, while the largest input is above a half.
+    """)  # fmt: skip
+
+
 _row("label.single_class", Site.INPUT, ("batch", "graph"), ("loss.*", "grad.*", "update.too_small", "unit.*"),
     "warning", "labels of a single class", requires="labels of a classifier", doc="""
     All labels that a classifier is trained with are one class.

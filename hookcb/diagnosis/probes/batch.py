@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hookcb.diagnosis.probes.loss_graph import LossGraph
 
 COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two samples do
 REFUSED = re.compile(r"Target (-?\d+) is out of bounds")  # error of cross-entropy
+MIN_BRIGHTEST, MAX_SCALED_CLASSES = 0.5, 100  # of the pixels beside them; classes divided by 255
 MIN_BATCHES = 3  # that must be constant
 
 
@@ -117,6 +118,103 @@ def observe_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Itera
             else "Map the labels to 0 and above, or pass ignore_index to the loss",
         ),
     )
+
+
+def observe_scaled_labels(xb: Any, yb: Any, step: int) -> Iterator[Observation]:
+    """Class indices that were divided by 255, as the pixels were."""
+    floats = [[x.detach() for _, x in parts(b) if isinstance(x, Tensor)] for b in (xb, yb)]
+    if not all(len(x) == 1 and x[0].is_floating_point() and x[0].numel() > 1 for x in floats):
+        return
+    pixels, y = floats[0][0], floats[1][0]
+    if y.numel() != len(y) or float(pixels.max()) < MIN_BRIGHTEST or not (_is_255th(pixels) and _is_255th(y)):
+        return
+    largest = round(float(y.max()) * 255)
+    if 0 < largest < MAX_SCALED_CLASSES:
+        yield Observation(
+            "label.scaled",
+            step=step,
+            value=float(y.max()),
+            text=f"The targets are whole numbers from 0 to {largest}, divided by 255 as the inputs are.",
+            causes=("class indices that are scaled together with the pixels",),
+            next_steps=("Divide the inputs alone by 255",),
+        )
+
+
+def _is_255th(x: Tensor) -> bool:
+    """Whether all numbers are 0/255, 1/255 … 255/255."""
+    whole = 255 * x.float()
+    is_near = ((whole - whole.round()).abs() < 1e-2).all()
+    return bool(is_near & (x >= 0).all() & (x <= 1).all())
+
+
+class Refusal(NamedTuple):
+    """A form of targets that a loss of torch refuses.
+
+    Attributes:
+        error: pattern of torch's message.
+        takes: what the loss takes.
+        next_steps: how to give it that.
+        is_of_integers: whether it is about integer targets; None if it may be about others.
+    """
+
+    error: str
+    takes: str
+    next_steps: tuple[str, ...]
+    is_of_integers: bool | None = None
+
+
+REFUSALS = (
+    Refusal(
+        r"class probabilities, got",
+        "Cross-entropy takes class indices of shape (N), or float probabilities of shape (N, C)",
+        ("For one-hot targets, pass y.argmax(1)",),
+    ),
+    Refusal(
+        r"multi-target not supported",
+        "This loss takes class indices of shape (N)",
+        ("For indices of shape (N, 1), pass y.squeeze(1)", "For one-hot targets, pass y.argmax(1)"),
+    ),
+    Refusal(
+        r"expected (target dtype to be|scalar type) Long",
+        "Cross-entropy takes class indices as integers",
+        ("Pass y.long(); for probabilities, give them the shape of the scores",),
+        is_of_integers=False,
+    ),
+    Refusal(
+        r"Target size .* must be the same as input size|target size .* different to the input size",
+        "Binary cross-entropy takes a target for each output, in the same shape",
+        ("For one output, pass y.unsqueeze(1)", "For class indices, use nn.CrossEntropyLoss"),
+    ),
+    Refusal(
+        r"can't be cast to the desired output type (Long|Int)|Found dtype (Long|Int) but expected Float",
+        "This loss takes floats as targets",
+        ("Pass y.float(); for class indices, use nn.CrossEntropyLoss",),
+        is_of_integers=True,
+    ),
+    Refusal(
+        r"Expected target size",
+        "Cross-entropy takes scores of shape (N, C, …), with the classes in dim 1",
+        ("Pass scores.transpose(1, 2), or flatten both: scores.flatten(0, 1) and y.flatten()",),
+    ),
+)
+
+
+def observe_refusal(yb: Any, error: BaseException, step: int) -> Iterator[Observation]:
+    """Targets in a form that a loss of torch refuses, in words, if it has raised an error."""
+    y = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
+    is_of_integers = None if y is None else not (y.is_floating_point() or y.is_complex())
+    for refusal in REFUSALS:
+        fits = refusal.is_of_integers in (None, is_of_integers)
+        if isinstance(error, RuntimeError | ValueError) and fits and re.search(refusal.error, str(error)):
+            about = "" if y is None else f"; the targets are {y.dtype} of shape {tuple(y.shape)}"
+            yield Observation(
+                "label.form",
+                step=step,
+                text=f"{refusal.takes}{about}. PyTorch says: {str(error).splitlines()[0]:.120}",
+                causes=("targets in the form of another loss",),
+                next_steps=refusal.next_steps,
+            )
+            return
 
 
 def _range_of(pred: Any, yb: Any) -> tuple[int | None, int | None]:

@@ -15,7 +15,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_inputs
+from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_inputs, observe_scaled_labels
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
@@ -135,6 +135,7 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
         found.observed.add("input of the loss")
         found.observations += observe_dropout(share, last, 0)
+    found.observations += observe_scaled_labels(learn.xb, learn.yb, 0)
     found.observed |= {"targets"} if learn.yb else set()
     is_known = is_comparison_known(graph, learn.loss.grad_fn, learn.pred, learn.yb)
     found.observed |= {"output beside its targets"} if is_known else set()

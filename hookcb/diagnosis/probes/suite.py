@@ -24,6 +24,8 @@ from hookcb.diagnosis.probes.batch import (
     input_numbers,
     observe_inputs,
     observe_labels,
+    observe_refusal,
+    observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
@@ -52,6 +54,7 @@ from hookcb.records.store import StatStore
 
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for dead units
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
+PENALTY_EVERY = 8  # batches, as a penalty may change fast
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -162,9 +165,10 @@ class Probes:
         if self.graph is None:
             self._read_graph(loop, node)
         self.retained.mark_graph(node, loop.train_iter)
+        if looking or loop.train_iter % PENALTY_EVERY == 0:
+            self.guarded(self._add_penalty, loop)
         if looking:
             self.targets.add_batch(loop.yb or target_of(node))
-            self.guarded(self._add_penalty, loop)
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
@@ -189,6 +193,7 @@ class Probes:
         self._observe(observe_output, self.graph, node, loop.pred, loop.yb, self.layers.last, loop.train_iter)
         if is_comparison_known(self.graph, node, loop.pred, loop.yb):
             self._observed.add("output beside its targets")
+        self._observe(observe_scaled_labels, loop.xb, loop.yb or target_of(node), loop.train_iter)
         self.targets.is_of_output = compares_output(node, loop.pred)
         if not math.isnan(share := dropped_share(node)):
             self._observed.add("input of the loss")
@@ -405,3 +410,4 @@ class Probes:
             self._norms.read_error(error, loop.train_iter)
             with suppress(RuntimeError):  # reading from a GPU that has failed
                 self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)
+            self._observe(observe_refusal, loop.yb, error, loop.train_iter)
