@@ -186,6 +186,7 @@ class Evidence:
         constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
             if unknown.
         perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
+        noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
@@ -220,6 +221,8 @@ class Evidence:
     guess: float = math.nan
     constant: float = math.nan
     perfect: float = 0.0
+    noise: float = 0.0
+    n_targets: int = 1
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
     waits: Series = field(default_factory=Series)

@@ -8,6 +8,7 @@ from hookcb.diagnosis.trends import before, finite, median, rates, slope
 
 MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a model that learns
 MIN_RANGE = 0.01  # between the losses of a constant and of a perfect prediction, as a share of the first
+MAX_NOISE = 0.2  # standard error of the difference between two mean losses of a constant, as a share of it
 MIN_BATCHES = 50  # to tell a flat or rising loss
 FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of guessing
 CONFIDENCE = 3.0  # standard deviations
@@ -57,7 +58,7 @@ def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
     warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
     if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
         return math.nan, math.nan
-    last = fmean(values[-max(WINDOW, len(values) // 10) :])
+    last = fmean(values[-_n_last(len(values)) :])
     above = evidence.constant - evidence.perfect
     return last, (last - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
 
@@ -65,7 +66,21 @@ def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
 def is_trivial(evidence: Evidence) -> bool:
     """Whether the model is no better than a constant, and its loss does not fall fast enough to become it."""
     last, ratio = loss_of_constant(evidence)
-    return ratio > MAX_OF_CONSTANT and not may_become_better(evidence, last)
+    return ratio > MAX_OF_CONSTANT and not is_noisy(evidence) and not may_become_better(evidence, last)
+
+
+def is_noisy(evidence: Evidence) -> bool:
+    """Whether the targets vary so much between batches that means over few of them cannot be compared.
+
+    So do a few outliers that make up most of a squared error, or one positive in a hundred samples.
+    """
+    noise = evidence.noise * math.sqrt(1 / _n_last(len(evidence.loss)) + 1 / evidence.n_targets)
+    return noise > MAX_NOISE * (evidence.constant - evidence.perfect)
+
+
+def _n_last(n: int) -> int:
+    """Number of batches whose mean is the final loss."""
+    return max(WINDOW, n // 10)
 
 
 def may_become_better(evidence: Evidence, last: float) -> bool:

@@ -10,11 +10,12 @@ from hookcb.diagnosis.falling import (
     MAX_OF_CONSTANT,
     MIN_BATCHES,
     further_fall,
+    is_noisy,
     is_trivial,
     loss_of_constant,
     may_become_better,
 )
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
 
 MAX_PENALTY = 0.9  # of the loss
 STILL_FALLS = 0.02  # of the loss, in a hundred batches
@@ -31,9 +32,11 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
 
     Formula: mean loss of the last tenth of 50 batches or more / loss of the best constant for the targets
     seen: their variance for squares, their mean absolute deviation for absolute values, the entropy of the
-    class shares for cross-entropy. Limit: 0.98. Nothing is said before 50 batches at the full learning rate,
-    after a warmup, or if the loss falls so fast that as many batches again would bring it below the limit, by
-    its slope over the last half, less three standard deviations.
+    class shares for cross-entropy; from both the loss of a perfect prediction is subtracted, which is above 0
+    for soft or smoothed targets. Limit: 0.98. Nothing is said before 50 batches at the full learning rate,
+    after a warmup, if the targets vary so much between batches that the standard error of the ratio is above
+    0.2, or if the loss falls so fast that as many batches again would bring it below the limit, by its slope
+    over the last half, less three standard deviations.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "input-independent baseline".
     """
@@ -46,6 +49,9 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
         return
     if ratio <= MAX_OF_CONSTANT:
         yield Passed(f"no better than a constant (loss {ratio:.2g} of that)", ratio, MAX_OF_CONSTANT)
+        return
+    if is_noisy(evidence):
+        yield Skipped("the targets vary too much from batch to batch to compare with a constant")
         return
     if may_become_better(evidence, last):
         yield Skipped("the loss still falls, and may soon be below that of a constant")
@@ -89,7 +95,10 @@ def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
     totals = dict(evidence.loss)
     seen = [(step, x, totals[step]) for step, x in evidence.penalty if totals.get(step, 0.0) > x > 0]
     if not seen:
-        yield Skipped("the loss has no penalty whose size is known")
+        is_unknown = "penalty" in evidence.observed
+        yield (
+            Skipped("the size of the penalty is unknown") if is_unknown else Absent("the loss has no penalty")
+        )
         return
     step, penalty, total = max(seen, key=lambda row: row[1] / row[2])
     share, is_harmful = penalty / total, is_trivial(evidence)

@@ -3,24 +3,50 @@
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hookcb.diagnosis.probes.loss_graph import LossGraph
 
-Losses = tuple[float, float]  # of the best constant, and of a perfect prediction
+
+class Losses(NamedTuple):
+    """Losses of predictions that do not come from a model.
+
+    Attributes:
+        constant: loss of the best prediction that is the same for all samples.
+        perfect: loss of the targets themselves as the prediction, above 0 if they are soft or smoothed.
+        noise: standard deviation of `constant` from batch to batch.
+    """
+
+    constant: float = math.nan
+    perfect: float = 0.0
+    noise: float = 0.0
+
+    def scaled(self, scale: float) -> "Losses":
+        """The same for a loss that is scaled."""
+        return Losses(*(scale * x for x in self))
 
 
-def losses_of_bits(y: Tensor, graph: LossGraph) -> Losses:
+def losses_of_bits(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     """Losses for targets between 0 and 1, of which ones may have weights; each column has its constant."""
+    y = torch.cat(list(batches)).float()
     weight = 1.0 if graph.class_weights is None else graph.class_weights.float()
 
-    def loss(p: Tensor) -> float:
+    def best(p: Tensor) -> Tensor:
         ones, zeros = weight * p, 1 - p
-        return float((_x_log_x(ones + zeros) - _x_log_x(ones) - _x_log_x(zeros)).mean())
+        return _x_log_x(ones + zeros) - _x_log_x(ones) - _x_log_x(zeros)
 
-    return loss(y.mean(0)), loss(y)
+    p = weight * y.mean(0) / (weight * y.mean(0) + 1 - y.mean(0))
+    errors = -torch.xlogy(weight * y, p) - torch.xlogy(1 - y, 1 - p)
+    return Losses(float(best(y.mean(0)).mean()), float(best(y).mean()), noise_of(errors, batches))
+
+
+def noise_of(errors: Tensor, batches: Sequence[Tensor]) -> float:
+    """Standard deviation of the mean error from batch to batch."""
+    means = torch.stack([x.mean() for x in torch.split(errors, [len(y) for y in batches])])
+    return float(means.std(correction=0))
 
 
 def losses_of_classes(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
@@ -28,10 +54,10 @@ def losses_of_classes(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     if not batches[0].is_floating_point():
         return _losses_of_indices(batches, graph)
     if graph.has_weights or graph.smoothing:
-        return math.nan, math.nan
-    y = torch.cat(list(batches)).float()
-    rows = y.transpose(0, 1).flatten(1).T if y.ndim > 1 else y[None]
-    return _entropy(rows.mean(0)), float(-_x_log_x(rows).sum(1).mean())
+        return Losses()
+    rows = [y.float().transpose(0, 1).flatten(1).T if y.ndim > 1 else y[None].float() for y in batches]
+    perfect = -_x_log_x(torch.cat(rows)).sum(1).mean()
+    return _losses(torch.stack([x.mean(0) for x in rows]), float(perfect))
 
 
 def _losses_of_indices(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
@@ -41,20 +67,21 @@ def _losses_of_indices(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     weights = torch.ones(n) if graph.class_weights is None else graph.class_weights.float()
     counts = [torch.bincount(y, minlength=n) for y in indices if y.numel()]
     if not counts or len(weights) != n:
-        return math.nan, math.nan
+        return Losses()
     weights = weights.to(counts[0].device)
     # the loss of a sample of class c is -(own of c) log p of c - sum of rest * log p
     own, rest = (1 - graph.smoothing) * weights, graph.smoothing / n * weights
-    shares = torch.stack([(x * own + x.sum() * rest) / (x * weights).sum() for x in counts]).mean(0)
+    shares = torch.stack([(x * own + x.sum() * rest) / (x * weights).sum() for x in counts])
     both = own + rest
     perfect = _x_log_x(own + rest.sum()) - (_x_log_x(rest).sum() - _x_log_x(rest) + _x_log_x(both))
-    perfect_of = [float((x * perfect).sum() / (x * weights).sum()) for x in counts]
-    return _entropy(shares), fmean(perfect_of)
+    return _losses(shares, fmean(float((x * perfect).sum() / (x * weights).sum()) for x in counts))
 
 
-def _entropy(shares: Tensor) -> float:
-    """Smallest loss -sum of share * log p over all p; the shares need not sum to 1."""
-    return float(_x_log_x(shares.sum()) - _x_log_x(shares).sum())
+def _losses(shares: Tensor, perfect: float) -> Losses:
+    """Losses for the shares of the classes in each batch, with their weights."""
+    mean = shares.mean(0)
+    errors = -torch.xlogy(shares, mean / mean.sum()).sum(1)
+    return Losses(float(errors.mean()), perfect, float(errors.std(correction=0)))
 
 
 def _x_log_x(x: Tensor) -> Tensor:

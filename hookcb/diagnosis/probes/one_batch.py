@@ -139,6 +139,7 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     found.observed |= {"targets"} if learn.yb else set()
     is_known = is_comparison_known(graph, learn.loss.grad_fn, learn.pred, learn.yb)
     found.observed |= {"output beside its targets"} if is_known else set()
+    found.observed |= {"penalty"} if graph.has_penalty else set()
     found.observed |= set() if graph.hidden_by else {"graph"}
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden

@@ -313,7 +313,8 @@ class Probes:
         evidence.guess = self.guess
         evidence.penalty = self.penalty.series()
         if self.graph is not None and (len(evidence.penalty) or not self.graph.has_penalty):
-            evidence.constant, evidence.perfect = self.targets.losses(self.graph)
+            evidence.constant, evidence.perfect, noise = self.targets.losses(self.graph)
+            evidence.noise, evidence.n_targets = noise, self.targets.n_batches
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()
         evidence.memory = self.memory.series()
         self._add_sources(evidence)
@@ -349,6 +350,7 @@ class Probes:
         """Part of `Evidence.observed` that depends on numbers on the device, or on enough of them."""
         seen = {
             "graph": self.graph is not None and not self.graph.hidden_by,
+            "penalty": self.graph is not None and self.graph.has_penalty,
             "targets": self.targets.is_known,
             "labels of a classifier": self.targets.classes(self._graph_of_one()) is not None,
             "samples that differ": any(row[-1] > 0 for row in rows),

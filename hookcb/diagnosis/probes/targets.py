@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookcb.core.batch import parts
 from hookcb.diagnosis.evidence import Observation
-from hookcb.diagnosis.probes.entropy import losses_of_bits, losses_of_classes
+from hookcb.diagnosis.probes.entropy import Losses, losses_of_bits, losses_of_classes, noise_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
 from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
 
@@ -32,6 +32,11 @@ class Targets:
         self._batches: list[Tensor] = []
         self._is_only = True  # whether no batch had a second tensor among its targets
         self.is_of_output = False
+
+    @property
+    def n_batches(self) -> int:
+        """Number of batches whose targets are known."""
+        return len(self._batches)
 
     @property
     def is_known(self) -> bool:
@@ -82,37 +87,33 @@ class Targets:
                 next_steps=("Count the labels of the data set: labels.unique(return_counts=True)",),
             )
 
-    def losses(self, graph: LossGraph) -> tuple[float, float]:
-        """Loss of the best prediction that is the same for all samples, and of a perfect one; NaN if unknown.
+    def losses(self, graph: LossGraph) -> Losses:
+        """Losses of the best constant, and of a perfect prediction; NaN if unknown.
 
         The constant is the mean of each column for squares, its median for absolute values and Huber losses,
         and the class shares for cross-entropy. It is unknown for values that drift, such as those that a
-        model makes itself in reinforcement learning. A perfect prediction has a loss of 0, unless targets
-        are soft or smoothed.
+        model makes itself in reinforcement learning.
         """
         is_weighted = graph.has_weights and graph.class_weights is None
         if not self._batches or not graph.sure_kind or is_weighted or math.isnan(graph.scale):
-            return math.nan, math.nan
-        y = torch.cat(self._batches).float()
+            return Losses()
         if graph.kind == "cross-entropy":
-            constant, perfect = losses_of_classes(self._batches, graph)
-        elif graph.kind == "binary cross-entropy":
-            constant, perfect = losses_of_bits(y, graph)
-        else:
-            constant, perfect = self._spread(y, graph.kind), 0.0
-        return graph.scale * constant, graph.scale * perfect
+            return losses_of_classes(self._batches, graph).scaled(graph.scale)
+        if graph.kind == "binary cross-entropy":
+            return losses_of_bits(self._batches, graph).scaled(graph.scale)
+        return self._losses_of_values(graph.kind).scaled(graph.scale)
 
-    def _spread(self, y: Tensor, kind: str) -> float:
-        """Mean error of the best constant for values."""
-        spread = y.var(0, correction=0).mean()
-        if self._drift() > MAX_DRIFT * float(spread):
-            return math.nan
-        if kind == "mse":
-            return float(spread)
-        middle = y.median(0).values
-        if kind == "mae":
-            return float((y - middle).abs().mean())
-        return float(F.smooth_l1_loss(middle.expand_as(y), y)) if kind == "huber" else math.nan
+    def _losses_of_values(self, kind: str) -> Losses:
+        y = torch.cat(self._batches).float()
+        is_drifting = self._drift() > MAX_DRIFT * float(y.var(0, correction=0).mean())
+        if kind not in ("mse", "mae", "huber") or is_drifting:
+            return Losses()
+        errors = y - (y.mean(0) if kind == "mse" else y.median(0).values)
+        if kind == "huber":
+            errors = F.smooth_l1_loss(errors, torch.zeros_like(errors), reduction="none")
+        else:
+            errors = errors.square() if kind == "mse" else errors.abs()
+        return Losses(float(errors.mean()), noise=noise_of(errors, self._batches))
 
     def _drift(self) -> float:
         """Mean square of the difference between the means of the first and the second half of the batches."""
