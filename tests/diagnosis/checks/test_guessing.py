@@ -2,8 +2,10 @@
 
 import pytest
 
-from hookcb.diagnosis.checks.guessing import trivial_loss, unfinished_training
-from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.checks.guessing import dominant_penalty, trivial_loss, unfinished_training
+from hookcb.diagnosis.checks.observed import loss_of_values
+from hookcb.diagnosis.evidence import Observation, Series
+from hookcb.diagnosis.registry import Absent, Passed, Skipped
 from tests.diagnosis.checks.support import evidence, only
 
 
@@ -51,3 +53,59 @@ def test_a_loss_that_still_falls_is_a_note():
     assert (found.code, found.severity) == ("train.unfinished", "info")
     assert isinstance(only(unfinished_training, evidence(loss=flat(1.0))), Passed)
     assert isinstance(only(unfinished_training, evidence(loss=flat(1.0, 30))), Skipped)
+
+
+def test_the_loss_of_a_perfect_prediction_does_not_count():
+    assert isinstance(check(0.9, perfect=0.85), Passed)  # a third of what can be learned is left
+    assert check(0.999, perfect=0.85).code == "loss.trivial"
+    assert isinstance(check(1.0, perfect=0.9999), Skipped)
+
+
+def test_targets_that_vary_from_batch_to_batch_are_not_compared():
+    assert isinstance(check(1.2, noise=0.8, n_targets=20), Skipped)  # 0.31 of the constant
+    assert check(1.2, noise=0.3, n_targets=20).code == "loss.trivial"
+
+
+# ---- penalties
+
+
+def penalized(first, last, rest=1.0, n=100, **kwargs):
+    steps = list(range(0, n, 8))
+    sizes = [first + (last - first) * step / steps[-1] for step in steps]
+    loss = [rest + 0.02 * (-1) ** i + first + (last - first) * min(i / steps[-1], 1) for i in range(n)]
+    return evidence(loss=loss, penalty=Series(steps, sizes), constant=1.0, loss_kind="mse", **kwargs)
+
+
+@pytest.mark.parametrize(("first", "last"), [(99.0, 99.0), (99.0, 0.1), (12.0, 99.0)])
+def test_a_penalty_that_leaves_nothing_to_learn_is_named_with_its_size(first, last):
+    given = penalized(first, last)
+    found = only(dominant_penalty, given)
+    assert (found.code, found.severity) == ("loss.penalty", "warning")
+    assert found.value == pytest.approx(max(first, last) / (max(first, last) + 1), rel=0.01)
+    assert "Divide the weight of the penalty by" in found.next_steps[0]
+    assert "the loss without its penalty is 1" in only(trivial_loss, given).message
+
+
+def test_a_penalty_beside_which_the_model_learns_is_fine():
+    assert isinstance(only(dominant_penalty, penalized(99.0, 0.1, rest=0.5)), Passed)
+    assert isinstance(only(dominant_penalty, penalized(0.5, 0.5)), Passed)
+    assert isinstance(only(trivial_loss, penalized(99.0, 99.0, rest=0.5)), Passed)
+
+
+def test_before_50_batches_it_is_a_note():
+    assert only(dominant_penalty, penalized(99.0, 99.0, n=20)).severity == "info"
+
+
+def test_without_a_penalty_the_check_does_not_apply():
+    assert isinstance(only(dominant_penalty, evidence(loss=flat(1.0))), Absent)
+    assert isinstance(only(dominant_penalty, evidence(loss=flat(1.0), observed={"penalty"})), Skipped)
+
+
+# ---- classes in a loss of values
+
+
+@pytest.mark.parametrize(("level", "severity"), [(1.0, "warning"), (0.5, "info")])
+def test_classes_in_a_loss_of_values_are_a_warning_if_nothing_is_learned(level, severity):
+    seen = Observation("loss.of_values", "head", text="The targets are classes.")
+    given = evidence(loss=flat(level), constant=1.0, loss_kind="mse", observations=[seen])
+    assert only(loss_of_values, given).severity == severity
