@@ -11,7 +11,6 @@ from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.verdict import Finding, Severity
 
 EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
-COMPARED = "output beside its targets"  # that the loss compares element by element
 
 
 def passed_on(
@@ -263,7 +262,7 @@ _row("head.degenerate", Site.LOSS, ("batch",), EVERYTHING, "error", "a softmax o
     """)  # fmt: skip
 
 _row("head.range", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "targets out of the model's reach",
-    requires=COMPARED, doc="""
+    requires="output beside its targets", doc="""
     Targets that the model's last operation cannot reach, of a squared, absolute or Huber error.
 
     Formula: share of the targets of the first batch outside the range of the softmax, sigmoid, tanh, ReLU or
@@ -272,7 +271,7 @@ _row("head.range", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "targets 
     """)  # fmt: skip
 
 _row("label.range", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets of a binary cross-entropy",
-    requires=COMPARED, doc="""
+    requires="output beside its targets", doc="""
     Targets of a binary cross-entropy below 0 or above 1: the loss then has no minimum.
 
     Exact: the smallest and the largest target of the first batch, with 0.001 for rounding.
@@ -281,7 +280,7 @@ _row("label.range", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "target
     """)  # fmt: skip
 
 _row("label.broadcast", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets that are broadcast",
-    requires=COMPARED, doc="""
+    requires="output beside its targets", doc="""
     One output and one target per sample whose shapes differ, so the loss compares all pairs of samples.
 
     Exact: shapes of the output and the targets where the loss subtracts them, such as (N, 1) and (N), which
@@ -307,7 +306,8 @@ def loss_of_values(evidence: Evidence) -> Iterator[Result]:
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2.2, on units that saturate.
     """
     severity: Severity = "warning" if is_trivial(evidence) else "info"
-    yield from passed_on(evidence, "loss.of_values", severity, "a loss for values given classes", COMPARED)
+    passed, seen = "a loss for values given classes", "output beside its targets"
+    yield from passed_on(evidence, "loss.of_values", severity, passed, requires=seen)
 
 
 _row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat", "loss.trivial"), "error",

@@ -140,7 +140,7 @@ def is_comparison_known(graph: LossGraph, node: Any, pred: Any, yb: Any) -> bool
 
 
 def compared(node: Any, pred: Any, yb: Any) -> Compared | None:
-    """What the loss compares element by element; None if it does something else, or if that is unknown.
+    """Two tensors that the loss compares element by element; None if it does not, or if that is unknown.
 
     The targets are those that a loss of torch has saved, else the only tensor of `yb`.
     """

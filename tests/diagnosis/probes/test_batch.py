@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import Diagnose, Learner
+from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.probes.batch import (
     MIN_BATCHES,
     guess_of,
@@ -320,6 +320,12 @@ def scaled(x, y):
 def test_labels_divided_by_255_with_the_pixels_are_named(y):
     (text,) = scaled(PIXELS / 255, y)
     assert "whole numbers from 0 to 9" in text
+
+
+def test_scaled_labels_are_a_warning_before_training():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 1))
+    verdict = diagnose(net, (PIXELS / 255, DIGITS[:, None] / 255), F.mse_loss)
+    assert (verdict.primary.code, verdict.status) == ("label.scaled", "suspect")
 
 
 @pytest.mark.parametrize(
