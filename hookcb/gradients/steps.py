@@ -135,7 +135,7 @@ def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
     return (
         1.0
         if scaler is None
-        else detached_scalar(scaler.scale(torch.ones((), device=device_of(model, None))))
+        else detached_scalar(scaler.scale(torch.ones((), device=device_of(model))))
     )
 
 

@@ -4,13 +4,12 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE
+from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import MAX_OF_CONSTANT, loss_of_constant
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import MAX_SATURATED, format_factor, median
 
-RECURRENT = ("RNN", "LSTM", "GRU")
 MAX_RMS = 30.0
 LEARNS = 0.5  # of the loss of a constant
 N_FIRST = 3  # records

@@ -73,7 +73,7 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     with preserve_loader(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
-        learn.xb, learn.yb = split_batch(batch, device_of(learn.model, None), learn.n_inp)
+        learn.xb, learn.yb = split_batch(batch, device_of(learn.model), learn.n_inp)
         with as_at_start(learn, BatchStarts().note(learn)):
             learn.model.train()
             _observe_model(found, learn)
