@@ -185,6 +185,7 @@ class Evidence:
         constant: loss of the best constant prediction for the targets of the first batch: their entropy or
             variance; NaN if unknown.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
+        input_columns: RMS of each column of a table, in each of the first inspected batches; empty for others.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
         memory: bytes in use after each step, if known.
@@ -218,6 +219,7 @@ class Evidence:
     constant: float = math.nan
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
+    input_columns: list[list[float]] = field(default_factory=list)
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
     memory: Series = field(default_factory=Series)

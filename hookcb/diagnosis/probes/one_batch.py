@@ -15,7 +15,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_inputs
+from hookcb.diagnosis.probes.batch import column_squares, guess_of, input_numbers, observe_inputs
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.head import observe_output
@@ -89,6 +89,7 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
     evidence.observed |= found.observed
     evidence.loss_kind, evidence.guess = found.loss_kind, found.guess
     evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
+    evidence.input_columns = found.input_columns
     evidence.notes.append("one more batch after the training")
 
 
@@ -108,7 +109,7 @@ def _observe_model(found: Evidence, learn: Any) -> None:
 
 
 def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
-    numbers = input_numbers(learn.xb)
+    numbers, squares = input_numbers(learn.xb), column_squares(learn.xb)
     with _last_called(learn.model) as called:
         learn.pred = learn.predict()
     learn.loss = learn.get_loss()
@@ -124,6 +125,8 @@ def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
         found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())
         found.observations += observe_inputs([step], [row], is_harmful=not is_finite)
         found.input_std, found.input_rms = Series.of([0], row[:1]), Series.of([0], row[1:2])
+    if squares is not None:
+        found.input_columns = [squares.sqrt().tolist()]
     _observe_loss(found, learn, called[-1] if called else "")
 
 

@@ -20,6 +20,7 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
+    column_squares,
     guess_of,
     input_numbers,
     observe_inputs,
@@ -51,6 +52,7 @@ from hookcb.records.store import StatStore
 
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for dead units
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
+N_TABLES = 3  # batches whose columns are measured
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -98,6 +100,7 @@ class Probes:
         self._resident = ResidentMemory()
         self._is_external = is_external
         self._inputs = StatStore(COLUMNS, MAX_RECORDS)
+        self._columns: list[Tensor] = []  # mean squares, on their device
         self._has_origin = False  # whether the origin of a NaN or infinity was looked for
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
@@ -143,6 +146,8 @@ class Probes:
             if numbers is not None:
                 self._observed.add("inputs")
                 self._inputs.put("x", [self._inputs.begin(0, loop.train_iter)], numbers[None].float())
+            if len(self._columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
+                self._columns.append(squares)
 
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Checks the model's output in an external loop, because its loss may never be reported."""
@@ -311,6 +316,7 @@ class Probes:
         rows = self._inputs.series("x").tolist()
         evidence.input_std = Series.of(steps, [row[0] for row in rows])
         evidence.input_rms = Series.of(steps, [row[1] for row in rows])
+        evidence.input_columns = [squares.sqrt().tolist() for squares in self._columns]
         for name, n in self.n_without.items():
             if name in evidence.params:
                 evidence.params[name].n_without = n
