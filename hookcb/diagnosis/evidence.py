@@ -185,7 +185,7 @@ class Evidence:
         constant: loss of the best constant prediction for the targets of the first batch: their entropy or
             variance; NaN if unknown.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
-        input_columns: RMS of each column of a table, in each of the first inspected batches; empty for others.
+        input_columns: RMS of each column of a table, in the first inspected batches; else empty.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
         memory: bytes in use after each step, if known.

@@ -59,7 +59,7 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
 
 
 def _scale(evidence: Evidence) -> tuple[float, str]:
-    """Root mean square of the inputs, or of the largest column if it stands out; that column's number or ""."""
+    """Root mean square of the inputs, or of the one column that stands out; number of that column, or ""."""
     rms = median(evidence.input_rms.values[:N_FIRST])
     columns = [median(values) for values in zip(*evidence.input_columns, strict=False)]
     if not finite(columns) or median(columns) > MAX_RMS:
