@@ -19,6 +19,7 @@ from hookcb.diagnosis.probes.batch import column_squares, guess_of, input_number
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.head import observe_output
+from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
@@ -138,6 +139,9 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
         found.observed.add("input of the loss")
         found.observations += observe_dropout(share, last, 0)
+    if (links := linear_links(learn.loss.grad_fn)) is not None:
+        found.observed.add("path from layer to layer")
+        found.observations += observe_linear_links(links, learn.model)
     found.observed |= {"targets"} if learn.yb else set()
     found.observed |= set() if graph.hidden_by else {"graph"}
     if graph.why_hidden:
