@@ -41,6 +41,7 @@ LARGER_THAN_WEIGHTS = 1.0
 FAR_LARGER = 10.0  # one such step is enough
 LEARNED_WELL, BARELY_LEARNED = 0.05, 0.9  # share of the first loss that is left
 MIN_UPDATE, MIN_UPDATE_WARNING = 1e-5, 1e-6
+TRAINED = 0.5  # of the loss of a constant; a model that begins below it was trained before
 MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
 
 
@@ -154,7 +155,8 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
     Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence (at least
     five), each scaled to the largest learning rate, so neither warmup nor the end of a decay counts. Limit:
     1e-5, a hundredth of the usual 1e-3; an error below 1e-6 if the loss falls by less than a tenth. No
-    finding if it falls by a fifth.
+    finding if it falls by a fifth. Not judged if it begins below half of that of the best constant: a model
+    that was trained before may have little left to learn.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
@@ -168,6 +170,9 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
     size, left = usual_update(recent), loss_left(evidence, evidence.first_loss)
     if size >= MIN_UPDATE or left < LEARNED:
         yield Passed(f"learning rate too low (update ratio {size:.1e})", size, MIN_UPDATE)
+        return
+    if evidence.first_loss < TRAINED * evidence.constant:
+        yield Skipped("the model was trained before, and may have little left to learn")
         return
     causes, advice = _why_small(evidence, size)
     small = [trailing(series, lambda x: x < MIN_UPDATE) for series in recent]
