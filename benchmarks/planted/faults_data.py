@@ -81,6 +81,17 @@ def slow_dataset(seed: int, cbs: Callbacks) -> Run:
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
 
 
+@fault(DATA_FAULTS, "one column of a table in dollars", codes=["input.scale"])
+def large_column(seed: int, cbs: Callbacks) -> Run:
+    """One of 16 columns is near 190,000, the others near 1."""
+    x, y = table(seed)
+    scale = torch.ones(16)
+    scale[5] = 190_000.0
+    model = Mlp(n_in=16, n_out=1)
+    batches = batched(x * scale, y, seed=seed, n_step=100)
+    return fit(model, F.mse_loss, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
 @fault(DATA_FAULTS, "class indices as targets of a binary cross-entropy", codes=["label.range"])
 def indices_for_bits(seed: int, cbs: Callbacks) -> Run:
     """One output and BCEWithLogitsLoss for ten classes."""

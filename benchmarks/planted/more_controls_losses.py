@@ -258,6 +258,16 @@ def sparse_inputs(seed: int, cbs: Callbacks) -> Run:
     return follow(model, F.cross_entropy, AdamW(model.parameters(), lr=5e-3), batches, cbs, seed)
 
 
+@control(LOSS_CONTROLS, "columns on any scale, and a batch norm first", target=0.3)
+def columns_of_any_scale(seed: int, cbs: Callbacks) -> Run:
+    """Columns from a tenth to 190,000, with means of the same size."""
+    x, y = table(seed)
+    scale = torch.logspace(-1, 5.28, 16)
+    model = nn.Sequential(nn.BatchNorm1d(16), Mlp(n_in=16, n_out=1))
+    batches = batched((x + 1) * scale, y, seed=seed, n_step=200)
+    return fit(model, F.mse_loss, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
+
+
 def gaussian_loss(pred: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     """Negative log-likelihood of a normal distribution; negative if the distribution is narrow."""
     return F.gaussian_nll_loss(pred[0], y, pred[1])

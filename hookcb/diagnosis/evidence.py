@@ -188,6 +188,7 @@ class Evidence:
         perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
+        input_columns: RMS of each column of a table, in the first inspected batches; else empty.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
         memory: bytes in use after each step, if known.
@@ -225,6 +226,7 @@ class Evidence:
     n_targets: int = 1
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
+    input_columns: list[list[float]] = field(default_factory=list)
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
     memory: Series = field(default_factory=Series)

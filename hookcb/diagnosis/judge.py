@@ -131,5 +131,6 @@ def _looked(evidence: Evidence) -> tuple[str, ...]:
     n = evidence.n_batches
     rule = f" ({evidence.looks})" if evidence.looks else ""
     looked = "1 batch" if n == 1 else f"{n} batches, {evidence.n_looked} of them closely{rule}"
-    size = f"{len(evidence.layers)} layers, {len(evidence.params)} parameters"
+    n_layers, n_params = len(evidence.layers), len(evidence.params)
+    size = f"{n_layers} layer{'s' * (n_layers != 1)}, {n_params} parameter{'s' * (n_params != 1)}"
     return (looked, size, *evidence.notes)

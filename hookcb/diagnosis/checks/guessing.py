@@ -2,9 +2,18 @@
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import fmean
 
 from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.checks.updates import (
+    MIN_FACTOR,
+    USUAL_UPDATE,
+    divisor,
+    multiplier,
+    recent_updates,
+    usual_update,
+)
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import (
     MAX_OF_CONSTANT,
@@ -19,6 +28,9 @@ from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, che
 
 MAX_PENALTY = 0.9  # of the loss
 STILL_FALLS = 0.02  # of the loss, in a hundred batches
+MIN_FALLS = 4  # batches; three falls in a row happen by chance once in 24
+MAX_OF_CONSTANT_EARLY = 0.9  # of a training of a few batches that has learned something
+SMALL_UPDATE = USUAL_UPDATE / 10
 PREDICTIONS = {
     "cross-entropy": "always predicting the shares of the classes",
     "binary cross-entropy": "always predicting the share of ones",
@@ -59,15 +71,14 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     better = "better" if ratio < 1 else "worse"
     far = f"{abs(ratio - 1):.0%} {better} than" if abs(ratio - 1) > 0.005 else "as good as"
     without = "without its penalty " if len(evidence.penalty) else ""
-    predicting = PREDICTIONS.get(evidence.loss_kind, "always predicting the median of the targets")
     yield finding(
         "loss.trivial",
         "warning",
         when=evidence.loss,
         value=ratio,
         limit=MAX_OF_CONSTANT,
-        message=f"After {len(evidence.loss):,} batches the loss {without}is {last:.3g}; {predicting} would "
-        f"give {evidence.constant:.3g}. The model is {far} a constant that ignores its input.",
+        message=f"After {len(evidence.loss):,} batches the loss {without}is {last:.3g}; "
+        f"{_of_constant(evidence)}. The model is {far} a constant that ignores its input.",
         causes=(
             "a head or loss that does not suit the targets",
             "inputs on a bad scale, or that do not belong to the targets",
@@ -119,18 +130,27 @@ def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("train.unfinished", site=Site.RUN, needs=("loss",))
+def _of_constant(evidence: Evidence) -> str:
+    """The best constant prediction and its loss, in words."""
+    predicting = PREDICTIONS.get(evidence.loss_kind, "always predicting the median of the targets")
+    return f"{predicting} would give {evidence.constant:.3g}"
+
+
+@check("train.unfinished", site=Site.RUN, needs=("loss",), subject="end")
 def unfinished_training(evidence: Evidence) -> Iterator[Result]:
     """A loss that still falls at the end: a note, never an alarm.
 
     Formula: fall over the last half of 50 batches or more, by the slope of Theil and Sen less three standard
-    deviations. Limit: 2 % of the loss in 100 batches.
+    deviations. Limit: 2 % of the loss in 100 batches. Of fewer batches, at least four, each loss must be
+    below the one before, or the mean of the last quarter above 0.9 of the loss of the best constant. The
+    advice is to raise the learning rate if the median update ratio is below 1e-4, a tenth of the usual one,
+    and none was above 0.02 at the beginning; else to train longer.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
     loss = evidence.loss
     if len(loss) < MIN_BATCHES:
-        yield Skipped(f"fewer than {MIN_BATCHES} batches")
+        yield _few(evidence)
         return
     last = fmean([x for x in loss.values[-10:] if math.isfinite(x)] or [math.nan])
     per_batch = further_fall(loss) / (loss.steps[-1] - loss.steps[0])
@@ -148,5 +168,39 @@ def unfinished_training(evidence: Evidence) -> Iterator[Result]:
         limit=STILL_FALLS,
         message=f"The loss still falls by {min(share, 1):.0%} in 100 batches at the end of {len(loss):,}.",
         causes=("a training that is too short", "a learning rate that is too low"),
-        next_steps=("Train longer", "Find a learning rate: learn.lr_find()"),
+        next_steps=_advice(evidence),
+    )
+
+
+def _few(evidence: Evidence) -> Result:
+    """Note about a training of a few batches that has learned little yet, or learns with each of them."""
+    values, n = evidence.loss.values, len(evidence.loss)
+    falls = n >= MIN_FALLS and all(x > y for x, y in pairwise(values))
+    last = fmean(values[-max(1, n // 4) :]) if n >= MIN_FALLS else math.nan
+    if not (falls or last > MAX_OF_CONSTANT_EARLY * evidence.constant > 0):
+        return Skipped(f"fewer than {MIN_BATCHES} batches")
+    how = f"fell with each of them, from {values[0]:.3g} to {values[-1]:.3g}" if falls else f"is {last:.3g}"
+    constant = f"; {_of_constant(evidence)}" if evidence.constant > 0 else ""
+    return finding(
+        "train.unfinished",
+        "info",
+        when=evidence.loss,
+        value=float(n),
+        limit=MIN_BATCHES,
+        message=f"Only {n} batches were trained, and the loss {how}{constant}.",
+        causes=("a training that is too short",),
+        next_steps=_advice(evidence),
+    )
+
+
+def _advice(evidence: Evidence) -> tuple[str, ...]:
+    """Advice to raise the learning rate, if steps are small by the records, or else to train longer."""
+    usual = usual_update(recent_updates(evidence))
+    n = multiplier(evidence, usual) if 0 < usual < SMALL_UPDATE else 1
+    if n < MIN_FACTOR or divisor(evidence) >= MIN_FACTOR:
+        return ("Train longer",)
+    return (
+        f"Multiply the learning rate by {n:,}: a step changes the median weight by {usual:.1g} of its size, "
+        f"and {USUAL_UPDATE:g} is usual",
+        "Train longer",
     )

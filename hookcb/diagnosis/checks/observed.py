@@ -212,11 +212,13 @@ _row("dropout.scores", Site.LOSS, ("batch", "graph"), ("loss.*", "update.*", "he
     Source: Srivastava et al., "Dropout", 2014, who drop inputs and hidden units, not outputs.
     """)  # fmt: skip
 
-_row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers in a row", doc="""
+_row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers in a row",
+    requires="path from layer to layer", doc="""
     Linear layers that follow one another without a nonlinearity: a note, as one layer could compute the same.
 
-    Exact: order of the modules of an nn.Sequential, dropout and identity left out. An inner width below both
-    ends is a low-rank factorization.
+    Exact: order of the modules of an nn.Sequential, dropout and identity left out, or a linear layer that
+    alone gets the output of another, in the autograd graph of the first loss. An inner width below both ends
+    is a low-rank factorization.
     """)  # fmt: skip
 
 _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.too_small"), "warning",

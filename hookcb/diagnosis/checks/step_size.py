@@ -14,16 +14,16 @@ from hookcb.diagnosis.checks.updates import (
     USUAL_UPDATE,
     lower_rate,
     multiplier,
+    recent_updates,
     updates,
+    usual_update,
 )
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
     LEARNED,
     Span,
-    before,
-    finite,
     format_factor,
     is_warming_up,
     loss_left,
@@ -31,7 +31,6 @@ from hookcb.diagnosis.trends import (
     persistent,
     persistent_max,
     rates,
-    ratio,
     trailing,
     weights,
 )
@@ -42,6 +41,7 @@ LARGER_THAN_WEIGHTS = 1.0
 FAR_LARGER = 10.0  # one such step is enough
 LEARNED_WELL, BARELY_LEARNED = 0.05, 0.9  # share of the first loss that is left
 MIN_UPDATE, MIN_UPDATE_WARNING = 1e-5, 1e-6
+TRAINED = 0.5  # of the loss of a constant; a model that begins below it was trained before
 MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
 
 
@@ -147,7 +147,7 @@ def _too_large(evidence: Evidence, large: _Large, is_error: bool) -> Finding:
     "update.too_small",
     site=Site.OPTIMIZER,
     needs=("gradients",),
-    leads_to=("loss.flat", "loss.trivial"),
+    leads_to=("loss.flat", "loss.trivial", "train.unfinished"),
 )
 def small_updates(evidence: Evidence) -> Iterator[Result]:
     """Steps that barely change the weights, so nothing is learned in reasonable time.
@@ -155,37 +155,32 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
     Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence (at least
     five), each scaled to the largest learning rate, so neither warmup nor the end of a decay counts. Limit:
     1e-5, a hundredth of the usual 1e-3; an error below 1e-6 if the loss falls by less than a tenth. No
-    finding if it falls by a fifth.
+    finding if it falls by a fifth. Not judged if it begins below half of that of the best constant: a model
+    that was trained before may have little left to learn.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
-    until, lr = evidence.converged_at(), dict(rates(evidence))
     if is_warming_up(evidence):
         yield from _never_warm(evidence)
         return
-    top = max(finite(lr.values()), default=math.nan)
-    sizes, spans = [], []
-    for p in weights(evidence):
-        ratios = [
-            (step, x * ratio(top, lr.get(step, top))) for step, x in before(p.series("update_ratio"), until)
-        ]
-        steps = [(step, x) for step, x in ratios if math.isfinite(x)]
-        if p.is_optimized and len(steps) >= LATEST:
-            sizes.append(median(x for _, x in steps[-WINDOW:]))
-            small = trailing(Series(*map(list, zip(*steps, strict=True))), lambda x: x < MIN_UPDATE)
-            spans.append((small.first if small else steps[0][0], steps[-1][0]))
-    if not sizes or top == 0:
+    recent = recent_updates(evidence)
+    if not recent:
         yield Skipped(f"fewer than {LATEST} steps were inspected before convergence")
         return
-    size, left = median(sizes), loss_left(evidence, evidence.first_loss)
+    size, left = usual_update(recent), loss_left(evidence, evidence.first_loss)
     if size >= MIN_UPDATE or left < LEARNED:
         yield Passed(f"learning rate too low (update ratio {size:.1e})", size, MIN_UPDATE)
         return
+    if evidence.first_loss < TRAINED * evidence.constant:
+        yield Skipped("the model was trained before, and may have little left to learn")
+        return
     causes, advice = _why_small(evidence, size)
+    small = [trailing(series, lambda x: x < MIN_UPDATE) for series in recent]
+    first = min(span.first if span else series.steps[0] for span, series in zip(small, recent, strict=True))
     yield finding(
         "update.too_small",
         "error" if size < MIN_UPDATE_WARNING and left > BARELY_LEARNED else "warning",
-        when=(min(first for first, _ in spans), max(last for _, last in spans)),
+        when=(first, max(series.steps[-1] for series in recent)),
         value=size,
         limit=MIN_UPDATE,
         message=f"A step changes the median weight by {size:.2g} of its size (limit {MIN_UPDATE:g}); "

@@ -18,6 +18,7 @@ COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two s
 REFUSED = re.compile(r"Target (-?\d+) is out of bounds")  # error of cross-entropy
 MIN_BRIGHTEST, MAX_SCALED_CLASSES = 0.5, 100  # of the pixels beside them; classes divided by 255
 MIN_BATCHES = 3  # that must be constant
+MAX_COLUMNS = 256  # of a table; the columns of wider inputs, as pixels and counts of words, are mostly alike
 
 
 def input_numbers(xb: Any) -> Tensor | None:
@@ -40,6 +41,13 @@ def input_numbers(xb: Any) -> Tensor | None:
     several = [x for x in tensors if x.ndim and len(x) > 1]
     differs = [_differs(x).to(bad.device) for x in several]
     return torch.stack([std, rms, bad, torch.stack(differs).any().float() if differs else nothing])
+
+
+def column_squares(xb: Any) -> Tensor | None:
+    """Mean square of each column of the first float input, if that is a table `(N, F)`; else None."""
+    x = next((x for _, x in parts(xb) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim), None)
+    is_table = x is not None and has_stats(x) and x.ndim == 2 and len(x) and 1 < x.shape[1] <= MAX_COLUMNS
+    return x.detach().float().square().mean(0) if x is not None and is_table else None
 
 
 def _differs(x: Tensor) -> Tensor:

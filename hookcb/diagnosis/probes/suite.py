@@ -20,6 +20,7 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
+    column_squares,
     guess_of,
     input_numbers,
     observe_inputs,
@@ -32,6 +33,7 @@ from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
+from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
@@ -55,6 +57,7 @@ from hookcb.records.store import StatStore
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for dead units
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
+N_TABLES = 3  # batches whose columns are measured
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -103,6 +106,7 @@ class Probes:
         self._resident = ResidentMemory()
         self._is_external = is_external
         self._inputs = StatStore(COLUMNS, MAX_RECORDS)
+        self._columns: list[Tensor] = []  # mean squares, on their device
         self._has_origin = False  # whether the origin of a NaN or infinity was looked for
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
@@ -148,6 +152,8 @@ class Probes:
             if numbers is not None:
                 self._observed.add("inputs")
                 self._inputs.put("x", [self._inputs.begin(0, loop.train_iter)], numbers[None].float())
+            if len(self._columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
+                self._columns.append(squares)
 
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Checks the model's output in an external loop, because its loss may never be reported."""
@@ -194,6 +200,9 @@ class Probes:
         if is_comparison_known(self.graph, node, loop.pred, loop.yb):
             self._observed.add("output beside its targets")
         self._observe(observe_scaled_labels, loop.xb, loop.yb or target_of(node), loop.train_iter)
+        if (links := linear_links(node)) is not None:
+            self._observed.add("path from layer to layer")
+            self._observe(observe_linear_links, links, loop.model)
         self.targets.is_of_output = compares_output(node, loop.pred)
         if not math.isnan(share := dropped_share(node)):
             self._observed.add("input of the loss")
@@ -329,6 +338,7 @@ class Probes:
         rows = self._inputs.series("x").tolist()
         evidence.input_std = Series.of(steps, [row[0] for row in rows])
         evidence.input_rms = Series.of(steps, [row[1] for row in rows])
+        evidence.input_columns = [squares.sqrt().tolist() for squares in self._columns]
         for name, n in self.n_without.items():
             if name in evidence.params:
                 evidence.params[name].n_without = n

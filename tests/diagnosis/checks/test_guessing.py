@@ -1,12 +1,15 @@
 """Checks of what was learned: loss.trivial and train.unfinished."""
 
 import pytest
+import torch
+from torch import nn
 
+from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.checks.guessing import dominant_penalty, trivial_loss, unfinished_training
 from hookcb.diagnosis.checks.observed import loss_of_values
 from hookcb.diagnosis.evidence import Observation, Series
 from hookcb.diagnosis.registry import Absent, Passed, Skipped
-from tests.diagnosis.checks.support import evidence, only
+from tests.diagnosis.checks.support import evidence, only, weight
 
 
 def flat(level, n=100):
@@ -109,3 +112,71 @@ def test_classes_in_a_loss_of_values_are_a_warning_if_nothing_is_learned(level, 
     seen = Observation("loss.of_values", "head", text="The targets are classes.")
     given = evidence(loss=flat(level), constant=1.0, loss_kind="mse", observations=[seen])
     assert only(loss_of_values, given).severity == severity
+
+
+@pytest.mark.parametrize(
+    ("loss", "constant", "words"),
+    [
+        ([1.0, 0.9, 0.85, 0.8], float("nan"), "the loss fell with each of them, from 1 to 0.8"),
+        (
+            [1.2, 1.0, 1.1, 0.99],
+            1.0,
+            "the loss is 0.99; always predicting the mean of the targets would give 1",
+        ),
+    ],
+)
+def test_few_batches_that_have_learned_little_are_a_note(loss, constant, words):
+    found = only(unfinished_training, evidence(loss=loss, constant=constant, loss_kind="mse"))
+    assert (found.code, found.severity, found.next_steps) == ("train.unfinished", "info", ("Train longer",))
+    assert words in found.message
+
+
+@pytest.mark.parametrize("loss", [[1.0, 0.9, 0.8], [0.2, 0.1, 0.2, 0.1], [float("nan")] * 4], ids=str)
+def test_few_batches_are_not_noted_if_they_say_nothing_or_the_model_does_well(loss):
+    assert isinstance(only(unfinished_training, evidence(loss=loss, constant=1.0)), Skipped)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advice"),
+    [
+        (2e-5, "Multiply the learning rate by 50: a step changes"),
+        (5e-4, "Train longer"),
+        (0.0, "Train longer"),
+    ],
+)
+def test_small_steps_are_the_reason_to_raise_the_rate_of_an_unfinished_training(ratio, advice):
+    falls = [2.0 - 0.01 * i for i in range(100)]
+    found = only(unfinished_training, evidence(weight(update_ratio=[ratio] * 40), loss=falls))
+    assert found.next_steps[0].startswith(advice)
+
+
+def test_a_high_rate_at_the_beginning_is_not_raised():
+    ratios = [0.1] * 5 + [2e-5] * 35
+    found = only(
+        unfinished_training, evidence(weight(update_ratio=ratios), loss=[2 - 0.01 * i for i in range(99)])
+    )
+    assert found.next_steps == ("Train longer",)
+
+
+def test_a_rate_that_is_too_low_and_a_training_that_is_too_short_get_the_same_advice():
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=1e-6)
+    learn = Learner([(x, x[:, :1] + 2)] * 100, model, nn.functional.mse_loss, opt)
+    with learn.no_logging():
+        learn.fit(1, cbs=Diagnose("ignore", show=False))
+    verdict = learn.diagnose()
+    rates = {
+        step.split(":")[0].split(",")[0] for f in verdict.findings for step in f.next_steps if "rate" in step
+    }
+    assert verdict.primary.code == "update.too_small"
+    assert len(rates) == 1
+
+
+def test_steps_that_are_only_tried_out_are_not_called_unfinished():
+    x = torch.randn(16, 4)
+    model = nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    verdict = diagnose(model, (x, x[:, :1]), nn.functional.mse_loss, opt, steps=8)
+    assert "train.unfinished" not in {finding.code for finding in verdict.findings}

@@ -96,4 +96,9 @@ def test_small_steps_of_a_warm_up_say_nothing():
     given = evidence(weight(update_ratio=[1e-8] * 40), lr=[1e-6 * i for i in range(40)])
     assert isinstance(only(small_updates, given), Skipped)
     assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 4))), Skipped)
+
+
+def test_small_steps_of_a_model_that_was_trained_before_are_not_judged():
+    given = evidence(weight(update_ratio=[1e-6] * 40), loss=STAYS, constant=3.0)
+    assert isinstance(only(small_updates, given), Skipped)
     assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 40), lr=0.0)), Skipped)
