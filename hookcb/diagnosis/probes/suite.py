@@ -17,7 +17,7 @@ from hookcb.core.optim import detached_scalar, largest_lr
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention
+from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention, observe_blind
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     guess_of,
@@ -42,6 +42,7 @@ from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
 from hookcb.diagnosis.probes.targets import Targets, compares_output
+from hookcb.diagnosis.probes.tokens import Relation, observe_tokens
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import ModelGoneError
@@ -51,6 +52,12 @@ from hookcb.records.store import StatStore
 
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for dead units
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
+TOKENS = (  # in `Evidence.observed`
+    "indices of embeddings",
+    "tokens that are targets",
+    "masks of the tokens",
+    "padding of the tokens",
+)
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -99,6 +106,7 @@ class Probes:
         self._is_external = is_external
         self._inputs = StatStore(COLUMNS, MAX_RECORDS)
         self._has_origin = False  # whether the origin of a NaN or infinity was looked for
+        self._has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
         self.guarded(self._observe_model, loop)
@@ -132,6 +140,7 @@ class Probes:
         """Measures inputs and modes at the beginning of a batch."""
         self._under_way = None
         waited, self._ops.step = self.fetches.take(), loop.train_iter
+        self._ops.tokens.begin_batch()
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
         self._n_samples = batch_size((*loop.yb, loop.xb))
@@ -162,6 +171,7 @@ class Probes:
         self.retained.mark_graph(node, loop.train_iter)
         if looking:
             self.targets.add_batch(loop.yb or target_of(node))
+            self._ops.tokens.compare(target_of(node), self.graph.ignored)
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
@@ -336,11 +346,19 @@ class Probes:
             "labels of a classifier": self.targets.classes(self._graph_of_one()) is not None,
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
+            "indices of embeddings": self._ops.tokens.has_indices,
+            "tokens that are targets": bool(self._tokens()),
+            "masks of the tokens": any(x.seeing for x in self._tokens()),
+            "padding of the tokens": any(x.padding >= 0 for x in self._tokens()),
             "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,
             "weights around a step": self.lost_updates.has_looked,
             "graphs of 60 losses": self.retained.has_looked,
         }
         return {name for name, is_there in seen.items() if is_there}
+
+    def _tokens(self) -> list[Relation]:
+        """Embedded tokens that are also the targets, once enough batches were compared."""
+        return self._ops.tokens.relations()
 
     def _graph_of_one(self) -> LossGraph:
         """The loss's graph, an unknown one if several optimizers may have losses of their own."""
@@ -359,15 +377,24 @@ class Probes:
             evidence.notes.append(copies)
             evidence.partial |= {"activations": copies}
         if self._ops.is_left_out:
-            evidence.missing["attention"] = "the model is compiled, which hides its attention"
+            compiled = "the model is compiled, which hides its attention and embeddings"
+            evidence.missing |= dict.fromkeys(("attention", *TOKENS), compiled)
         elif self._ops.has_looked and not self._ops.shares:
             evidence.absent["attention"] = "the model has no attention operations"
+            evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
+        if self._ops.has_looked and not self._ops.tokens.n_batches:
+            evidence.absent["tokens"] = "the model has no embedding of tokens"
+        elif not self._ops.tokens.is_open and not self._tokens():
+            evidence.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
 
     def _late_observations(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
         seen = {observation.code for observation in self.observations}
         yield from (x for x in observe_inputs(steps, rows, self._has_origin) if x.code not in seen)
         yield from self._norms.observations(self.n_batches)
         yield from observe_attention(self._ops.shares)
+        yield from observe_blind(self._ops.blind)
+        yield from self._ops.tokens.observe_indices()
+        yield from observe_tokens(self._tokens(), self._graph_of_one(), self._has_recurrent)
         yield from self.lost_updates.observations()
         if len(self.optimizers) == 1:  # several may clear each other's gradients unseen
             yield from self.stale.observations()
