@@ -157,6 +157,7 @@ class Probes:
         """Checks the model's output in an external loop, because its loss may never be reported."""
         if looking:
             self._autocasts = autocasts(loop.model)
+            self._ops.tokens.follow(loop.pred, self.guarded)
         if self._is_external and not self._has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
@@ -171,7 +172,6 @@ class Probes:
         self.retained.mark_graph(node, loop.train_iter)
         if looking:
             self.targets.add_batch(loop.yb or target_of(node))
-            self._ops.tokens.compare(target_of(node), self.graph.ignored)
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}

@@ -1,14 +1,16 @@
 """Tokens of a language model: what it embeds, what it attends to, and what the loss compares its output with."""
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hookcb.core.batch import parts
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import LossGraph
+from hookcb.hooks.hook import Hook
 
 MIN_BATCHES = 3  # and no more are compared
 MIN_LENGTH = 4  # tokens of a sequence
@@ -18,6 +20,7 @@ MAX_SEEING = 0.5  # share of the positions that attend to later ones
 MAX_PADDING = 0.05  # share of the targets
 MIN_ROWS = 8  # of a table of positions
 
+UNKNOWN = -1  # index of a target that does not count
 POSITIONS = ("pos", "wpe")  # in the name of a table of positions
 
 
@@ -79,7 +82,8 @@ class Tokens:
     """Compares the indices that a model embeds with the targets of its loss, in the first inspected batches.
 
     It reads the indices that embeddings get rather than the input of the model, which may shift its input
-    itself. They are copied, and dropped when the loss is known.
+    itself. They are copied, and dropped when the gradient is known, which
+    tells the targets.
 
     Attributes:
         n_batches: number of batches that were compared.
@@ -89,6 +93,7 @@ class Tokens:
         self._embedded: list[Embedded] = []
         self._views: list[View] = []
         self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
+        self._hook: Hook | None = None  # on the scores of the current batch
         self._ends: dict[str, list[Tensor]] = {}  # smallest and largest index of each call, by layer
         self.n_batches = 0
 
@@ -110,6 +115,9 @@ class Tokens:
     def begin_batch(self) -> None:
         """Forgets the last batch."""
         self._embedded, self._views = [], []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def add_indices(self, layer: str, n_rows: int, indices: Tensor, padding: int) -> None:
         """Records a call of an embedding with so many rows."""
@@ -134,24 +142,34 @@ class Tokens:
             sees = ((weights > MIN_WEIGHT) & is_later).any(-1)
             self._views.append(View(layer, length, places, sees.flatten(0, -2)))
 
-    def compare(self, targets: Tensor | None, ignored: int) -> None:
+    def follow(self, pred: Any, guarded: Callable[..., object]) -> None:
+        """Compares the targets with the tokens when the gradient of the model's scores is known.
+
+        Args:
+            pred: output of the model.
+            guarded: calls a function with arguments; an error in it is not raised.
+        """
+        outputs = (x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point())
+        scores = next((x for x in outputs if x.grad_fn is not None and x.ndim in (2, 3)), None)
+        if self._embedded and self._hook is None and scores is not None:
+            self._hook = Hook(scores, lambda _, grad: guarded(self.compare, grad), pre=True)
+
+    def compare(self, grad: Tensor) -> None:
         """Compares the targets of the batch with all that was embedded in it.
 
         Args:
-            targets: class indices of the loss, in any shape; None if unknown.
-            ignored: class index that the loss ignores.
+            grad: gradient of the scores; that of a cross-entropy is negative for the target alone, and zero if
+                the target does not count.
         """
-        self.n_batches += bool(self._embedded)
-        if targets is not None and not targets.is_floating_point():
-            for i, seen in enumerate(self._embedded):
-                for dim in (1, 0):
-                    if (y := _in_shape_of(seen.indices, targets, dim)) is not None:
-                        counts = self._count(seen, y, dim, ignored)
-                        self._counts.setdefault((i, dim), []).append(counts)
-        self.begin_batch()
+        embedded, self._embedded = self._embedded, []
+        self.n_batches += 1
+        for i, seen in enumerate(embedded):
+            for dim in (1, 0):
+                if (y := _targets_like(seen.indices, grad, dim)) is not None:
+                    self._counts.setdefault((i, dim), []).append(self._count(seen, y, dim))
 
-    def _count(self, seen: Embedded, y: Tensor, dim: int, ignored: int) -> Counts:
-        x, is_target = seen.indices, y != ignored
+    def _count(self, seen: Embedded, y: Tensor, dim: int) -> Counts:
+        x, is_target = seen.indices, y != UNKNOWN
         n, n_next = y.shape[dim], x.shape[dim] - 1
         own, has_next = x.narrow(dim, 0, n), is_target.narrow(dim, 0, n_next)
         is_not_next = y.narrow(dim, 0, n_next) != x.narrow(dim, 1, n_next)
@@ -199,15 +217,26 @@ class Tokens:
                 )
 
 
-def _in_shape_of(x: Tensor, targets: Tensor, dim: int) -> Tensor | None:
-    """Targets in the shape of `x`, which may be one longer along `dim`; None if they do not fit."""
-    if x.shape[dim] < MIN_LENGTH or targets.device != x.device:
-        return None
-    if targets.numel() == x.numel():
-        return targets.reshape(x.shape)
+def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
+    """Targets in the shape of `x`, which may be one longer along `dim`; None if they do not fit.
+
+    Args:
+        x: indices `(N, T)`, or `(T, N)`.
+        grad: gradient of the scores, `(N, T, C)`, `(T, N, C)`, `(N · T, C)` or `(N, C, T)`.
+        dim: dimension of the positions in `x`.
+    """
     shorter = list(x.shape)
     shorter[dim] -= 1
-    return targets.reshape(shorter) if targets.numel() == math.prod(shorter) else None
+    shapes = [tuple(x.shape), tuple(shorter)]
+    for classes in range(grad.ndim - 1, 0, -1):
+        rest = grad.shape[:classes] + grad.shape[classes + 1 :]
+        for shape in shapes if x.shape[dim] >= MIN_LENGTH else ():
+            is_swapped = rest == shape[::-1] and rest != shape
+            if rest == shape or is_swapped or rest == (math.prod(shape),):
+                low, index = grad.min(classes)
+                y = index.masked_fill(low >= 0, UNKNOWN)
+                return y.T if is_swapped else y.reshape(shape)
+    return None
 
 
 def _share_seeing(view: View, has_next: Tensor) -> Tensor:
@@ -240,10 +269,9 @@ def observe_tokens(relations: list[Relation], graph: LossGraph, has_recurrent: b
             yield _visible_future(relation)
     if relations and not following:
         yield _copied_input(relations[0])
-    is_mean = graph.is_pure and not graph.has_weights and not math.isnan(graph.scale)
-    for relation in [x for x in (following or relations)[:1] if is_mean]:
+    for relation in (following or relations)[:1]:
         share = relation.n_padding / relation.n_targets
-        if relation.padding >= 0 and relation.padding != graph.ignored and share > MAX_PADDING:
+        if relation.padding >= 0 and share > MAX_PADDING:
             yield _counted_padding(relation, share)
 
 
