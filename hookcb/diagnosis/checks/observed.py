@@ -196,7 +196,8 @@ _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "
 
     Formula: in a training batch, `training` is False and one of its parameters has `requires_grad`; or there
     is one value per channel, an error, or one sample in nine of ten batches, a warning. A batch norm with
-    frozen parameters may be in eval mode, as in fine-tuning.
+    frozen parameters may be in eval mode, as in fine-tuning. A note if a watched loop calls a model with
+    dropout or batch norm in train mode without gradients, at least three times, and never in eval mode.
 
     Source: torch.nn.BatchNorm2d.
     """)  # fmt: skip

@@ -35,7 +35,7 @@ from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
-from hookcb.diagnosis.probes.norm import NormProbe
+from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
@@ -382,10 +382,19 @@ class Probes:
         elif self._ops.has_looked and not self._ops.shares:
             evidence.absent["attention"] = "the model has no attention operations"
             evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
-        if self._ops.has_looked and not self._ops.tokens.n_batches:
-            evidence.absent["tokens"] = "the model has no embedding of tokens"
-        elif not self._ops.tokens.is_open and not self._tokens():
+        self._add_tokens(evidence)
+
+    def _add_tokens(self, evidence: Evidence) -> None:
+        """Adds reasons why the tokens of a language model are not checked."""
+        tokens = self._ops.tokens
+        if self._ops.has_looked and not tokens.has_embeddings:
+            no_embedding = "the model has no embedding"
+            evidence.absent |= {"embeddings": no_embedding, "tokens": no_embedding}
+        elif not tokens.is_open and not self._tokens():
             evidence.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
+        elif not tokens.is_open:
+            unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
+            evidence.missing["padding of the tokens"] = unknown
 
     def _late_observations(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
         seen = {observation.code for observation in self.observations}
@@ -413,6 +422,8 @@ class Probes:
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
         self._observe(observe_optimizers, loop.model, self.optimizers.values())
+        if self._is_external:
+            self._observe(observe_unseen_validation, loop)
         if self.optimizers:
             self._observed.add("groups of the optimizer")
         if error is not None and not isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Tokens of a language model: what it embeds, what it attends to, and what the loss compares its output with."""
+"""Tokens of a language model: those it embeds, those it attends to, and those that are its targets."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ POSITIONS = ("pos", "wpe")  # in the name of a table of positions
 
 
 class Embedded(NamedTuple):
-    """Call of an embedding in the current batch: the layer, the index that is padding (or -1), the indices."""
+    """Call of an embedding in this batch: the layer, the index of its padding or -1, and the indices."""
 
     layer: str
     padding: int
@@ -87,6 +87,7 @@ class Tokens:
 
     Attributes:
         n_batches: number of batches that were compared.
+        has_embeddings: whether an embedding was called.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class Tokens:
         self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
         self._hook: Hook | None = None  # on the scores of the current batch
         self._ends: dict[str, list[Tensor]] = {}  # smallest and largest index of each call, by layer
-        self.n_batches = 0
+        self.n_batches, self.has_embeddings = 0, False
 
     @property
     def is_under_way(self) -> bool:
@@ -121,6 +122,7 @@ class Tokens:
 
     def add_indices(self, layer: str, n_rows: int, indices: Tensor, padding: int) -> None:
         """Records a call of an embedding with so many rows."""
+        self.has_embeddings = True
         if not self.is_open or not indices.ndim or not indices.numel():
             return
         if MIN_ROWS <= indices.shape[-1] <= n_rows:
@@ -158,8 +160,8 @@ class Tokens:
         """Compares the targets of the batch with all that was embedded in it.
 
         Args:
-            grad: gradient of the scores; that of a cross-entropy is negative for the target alone, and zero if
-                the target does not count.
+            grad: gradient of the scores; that of a cross-entropy is negative for the target alone, and zero
+                if the target does not count.
         """
         embedded, self._embedded = self._embedded, []
         self.n_batches += 1
