@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
-from hookcb.core.torch_private import BatchNorm, Convolution, Dropout
+from hookcb.core.torch_private import Convolution, Dropout
 from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.probes.model import SHARDED
 from hookcb.diagnosis.probes.step import LOW_PRECISION
@@ -17,7 +17,6 @@ from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
 
 SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # types and name of the layers by subject
-    "modes": ((BatchNorm, Dropout, torch.jit.ScriptModule), "batch norm or dropout"),
     "dropout": ((Dropout, nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule), "dropout layer"),
     "gates": ((nn.LSTM, nn.GRU, torch.jit.ScriptModule), "LSTM or GRU"),
     "flat ends": ((nn.Tanh, nn.Sigmoid, torch.jit.ScriptModule), "Tanh or Sigmoid layer"),

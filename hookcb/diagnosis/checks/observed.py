@@ -191,13 +191,14 @@ _row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_steppe
     """)  # fmt: skip
 
 _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "train and eval modes",
-    requires="batches", subject="modes", doc="""
+    requires="batches", doc="""
     A batch norm that is trained in eval mode, or that normalizes with a single sample.
 
     Formula: in a training batch, `training` is False and one of its parameters has `requires_grad`; or there
     is one value per channel, an error, or one sample in nine of ten batches, a warning. A batch norm with
     frozen parameters may be in eval mode, as in fine-tuning. A note if a watched loop calls a model with
-    dropout or batch norm in train mode without gradients, at least three times, and never in eval mode.
+    dropout or batch norm in train mode without gradients, at least three times, and never in eval mode; or
+    if the first call in eval mode without gradients applies dropout.
 
     Source: torch.nn.BatchNorm2d.
     """)  # fmt: skip

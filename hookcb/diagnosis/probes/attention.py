@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.probes.dropout import DropoutProbe
 from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
@@ -182,6 +183,7 @@ class OpHooks:
         shares: steps and shares of heads that attend to one place, see `low_heads`, by name of the layer.
         blind: steps and whether each position sees at most one, see `is_blind`, by name of the layer.
         tokens: what is embedded, and which positions attend to later ones.
+        dropping: step of the first validation in which a layer dropped in eval mode, by layer.
         has_looked: whether a whole call of the model was measured.
         is_left_out: whether the model is compiled.
     """
@@ -196,8 +198,10 @@ class OpHooks:
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
         self.blind: dict[str, list[tuple[int, Tensor]]] = {}
         self.tokens = Tokens()
+        self.dropping: dict[str, int] = {}
+        self._n_eval = 0  # calls in eval mode that were measured
         self._names = {id(m): name for name, m in named_modules(model).items()}
-        self._open: list[OpProbe] = []
+        self._open: list[OpProbe | DropoutProbe] = []
         self.has_looked = False
         self.is_left_out = any(map(is_compiled, model.modules()))
         self._hooks: list[Hook] = []
@@ -208,6 +212,9 @@ class OpHooks:
             ]
 
     def _enter(self, m: nn.Module, args: Any) -> None:
+        if not (m.training or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            self._enter_eval(m)
+            return
         # without attention, measuring would cost as much as the forward, for nothing
         is_done = self.has_looked and not self.shares and not self.tokens.is_under_way
         if torch.compiler.is_compiling() or is_done or not self._acts():
@@ -215,6 +222,16 @@ class OpHooks:
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
             probe = OpProbe(self._layer, self._record, self.tokens.add_indices)
+            probe.__enter__()  # type: ignore[no-untyped-call]
+            self._open.append(probe)
+
+    def _enter_eval(self, m: nn.Module) -> None:
+        """Looks for dropout in the first call in eval mode."""
+        self._close()
+        modules = list(m.modules())
+        if self._n_eval == 0 and not any(x.training or is_compiled(x) for x in modules):
+            self._n_eval += 1
+            probe = DropoutProbe(lambda: self.dropping.setdefault(self._layer(), self.step))
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
@@ -227,7 +244,8 @@ class OpHooks:
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.has_looked = self.has_looked or bool(self._open and output is not None)
+            is_measured = any(isinstance(probe, OpProbe) for probe in self._open)
+            self.has_looked = self.has_looked or (is_measured and output is not None)
             self._close()
 
     def _close(self) -> None:

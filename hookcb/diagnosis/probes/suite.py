@@ -27,7 +27,7 @@ from hookcb.diagnosis.probes.batch import (
 )
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
-from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
+from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, observe_dropout_in_eval
 from hookcb.diagnosis.probes.head import observe_output
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
@@ -402,6 +402,7 @@ class Probes:
         yield from self._norms.observations(self.n_batches)
         yield from observe_attention(self._ops.shares)
         yield from observe_blind(self._ops.blind)
+        yield from observe_dropout_in_eval(self._ops.dropping)
         yield from self._ops.tokens.observe_indices()
         yield from observe_tokens(self._tokens(), self._graph_of_one(), self._has_recurrent)
         yield from self.lost_updates.observations()
