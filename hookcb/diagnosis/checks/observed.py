@@ -191,7 +191,7 @@ _row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_steppe
     """)  # fmt: skip
 
 _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "train and eval modes",
-    requires="batches", doc="""
+    requires="batches", subject="modes", doc="""
     A batch norm that is trained in eval mode, or that normalizes with a single sample.
 
     Formula: in a training batch, `training` is False and one of its parameters has `requires_grad`; or there
