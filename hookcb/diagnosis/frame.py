@@ -11,17 +11,21 @@ from torch.optim import Optimizer
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.torch_private import BatchNorm, Convolution, Dropout
 from hookcb.diagnosis.evidence import Param
-from hookcb.diagnosis.probes.model import SHARDED
+from hookcb.diagnosis.probes.model import SHARDED, is_of_torch
 from hookcb.diagnosis.probes.step import LOW_PRECISION
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
 
 SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # types and name of the layers by subject
-    "modes": ((BatchNorm, Dropout, torch.jit.ScriptModule), "batch norm or dropout"),
     "dropout": ((Dropout, nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule), "dropout layer"),
     "gates": ((nn.LSTM, nn.GRU, torch.jit.ScriptModule), "LSTM or GRU"),
+    "modes": ((BatchNorm, Dropout, nn.MultiheadAttention, nn.RNNBase), "batch norm or dropout"),
+    "attention": ((nn.MultiheadAttention,), "attention"),
+    "embeddings": ((nn.Embedding,), "embedding"),
+    "tokens": ((nn.Embedding,), "embedding"),
     "flat ends": ((nn.Tanh, nn.Sigmoid, torch.jit.ScriptModule), "Tanh or Sigmoid layer"),
 }
+AS_FUNCTIONS = ("modes", "attention", "embeddings", "tokens")  # a module of one's own may call them too
 
 
 @dataclass(slots=True)
@@ -94,8 +98,10 @@ def _frozen(modules: dict[str, nn.Module]) -> Iterator[tuple[str, int]]:
 def _absent(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
     """Subjects of checks that a training of this model does not have, with the reason."""
     modules = list(model.modules())
+    is_all_of_torch = all(map(is_of_torch, modules))
     for subject, (kinds, name) in SUBJECTS.items():
-        if not any(isinstance(m, kinds) for m in modules):
+        is_hidden = subject in AS_FUNCTIONS and not is_all_of_torch
+        if not is_hidden and not any(isinstance(m, kinds) for m in modules):
             yield subject, f"there is no {name}"
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield "replicas", "there are no replicas of the model"

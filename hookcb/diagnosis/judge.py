@@ -81,10 +81,12 @@ def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
     """
     in_order = sorted(findings, key=lambda finding: _key(finding, evidence))
     linked: list[Finding] = []
+    depths: dict[Finding, int] = {}  # number of causes before it
     for finding in in_order:
         cause = next((other for other in linked if _leads_to(other, finding)), None)
         linked.append(finding if cause is None else replace(finding, consequence_of=cause.code))
-    return sorted(linked, key=lambda f: (bool(f.consequence_of), *_weight(f), *_key(f, evidence)))
+        depths[linked[-1]] = 0 if cause is None else depths[cause] + 1
+    return sorted(linked, key=lambda f: (depths[f], *_weight(f), *_key(f, evidence)))
 
 
 def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Observation
 from hookcb.diagnosis.falling import falls_slowly, is_trivial
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import loss_left
 from hookcb.diagnosis.verdict import Finding, Severity
 
 EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
+COPIED = 0.05  # share of the first loss
 
 
 def passed_on(
@@ -171,6 +174,31 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
             yield Skipped("no copy of the model was trained on a single batch, or it could not overfit that")
 
 
+@check(
+    "label.copies_input",
+    site=Site.INPUT,
+    needs=("batches", "graph"),
+    exact=True,
+    leads_to=("loss.*", "update.*"),
+    subject="tokens",
+)
+def copied_inputs(evidence: Evidence) -> Iterator[Result]:
+    """Targets that are the tokens which the model embeds at the same position.
+
+    Exact: all targets of a cross-entropy, in three batches, at least 64. A note, as they are in an
+    autoencoder. A warning if no position attends to later ones, as in a model that predicts the next token,
+    and the loss has fallen below a twentieth, as it does if only the input must be copied.
+    """
+    code, passed = "label.copies_input", "targets that are not shifted"
+    has_copied = loss_left(evidence, evidence.first_loss) < COPIED
+    seen = [x for x in evidence.observations if x.code == code]
+    if seen and not (has_copied and not seen[0].severity):
+        seen = [replace(seen[0], severity="info")]
+    yield from (_finding(evidence, x, (), x.severity or "warning") for x in seen)  # type: ignore[arg-type]
+    if not seen:
+        yield from passed_on(evidence, code, "warning", passed, "tokens that are targets")
+
+
 _row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_stepped"), "error",
     "symmetric initialization", doc="""
     Units of a hidden layer that begin equal up to sign: they get equal gradients and act as one unit.
@@ -187,7 +215,9 @@ _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "
 
     Formula: in a training batch, `training` is False and one of its parameters has `requires_grad`; or there
     is one value per channel, an error, or one sample in nine of ten batches, a warning. A batch norm with
-    frozen parameters may be in eval mode, as in fine-tuning.
+    frozen parameters may be in eval mode, as in fine-tuning. A note if a watched loop calls a model with
+    dropout or batch norm in train mode without gradients, at least three times, and never in eval mode; or
+    if the first call in eval mode without gradients applies dropout.
 
     Source: torch.nn.BatchNorm2d.
     """)  # fmt: skip
@@ -219,6 +249,41 @@ _row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers 
     Exact: order of the modules of an nn.Sequential, dropout and identity left out, or a linear layer that
     alone gets the output of another, in the autograd graph of the first loss. An inner width below both ends
     is a low-rank factorization.
+    """)  # fmt: skip
+
+_row("embed.single_index", Site.MODULES, ("batches",), (), "info", "embeddings that get a single index",
+    requires="indices of embeddings", subject="embeddings", doc="""
+    An embedding that gets the same index at all positions of all inspected batches.
+
+    Exact: smallest and largest index in three batches, of an embedding with as many rows as positions, eight
+    or more. A warning for an embedding with "pos" or "wpe" in its name, as positions then cannot be told
+    apart; else a note, as an id that all samples share may be intended.
+    """)  # fmt: skip
+
+_row("mask.future", Site.MODULES, ("batches", "graph"), ("loss.*", "update.*", "attn.*", "grad.*"), "error",
+    "masks that show the next token", requires="masks of the tokens", subject="tokens", doc="""
+    A model that predicts the next token, and attends to it.
+
+    Exact: in three batches, each target of a cross-entropy is the token that the model embeds one position
+    later, and in all layers with self-attention, attention weights to later positions are above 1e-6 at more
+    than half of the positions with a target. Not judged beside recurrent layers, as a model may encode a
+    whole sequence on purpose, to decode it again.
+    """)  # fmt: skip
+
+_row("mask.blind", Site.MODULES, ("batches",), ("attn.*", "loss.*", "grad.*", "update.*", "act.*"), "warning",
+    "masks that hide all other positions", requires="attention", subject="attention", doc="""
+    Self-attention in which each position sees one position at most.
+
+    Exact: in three batches, all weights but one of each query are zero, and the key that is left is the same
+    in all samples and heads. Attention that is sharp because its scores are large differs between samples.
+    """)  # fmt: skip
+
+_row("label.padding", Site.INPUT, ("batches", "graph"), ("loss.*",), "warning", "padding among the targets",
+    requires="padding of the tokens", subject="tokens", doc="""
+    Targets that are padding, and count in the loss of a language model.
+
+    Exact: share of the targets that are the embedding's `padding_idx` after another padding, in three
+    batches; the loss is a mean cross-entropy without weights, with another `ignore_index`. Limit: 5 %.
     """)  # fmt: skip
 
 _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.too_small"), "warning",

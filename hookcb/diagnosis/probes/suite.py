@@ -17,7 +17,7 @@ from hookcb.core.optim import detached_scalar, largest_lr
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention
+from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention, observe_blind
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     column_squares,
@@ -30,7 +30,7 @@ from hookcb.diagnosis.probes.batch import (
 )
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
-from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
+from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, observe_dropout_in_eval
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
@@ -39,7 +39,7 @@ from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
-from hookcb.diagnosis.probes.norm import NormProbe
+from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
@@ -47,6 +47,7 @@ from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
 from hookcb.diagnosis.probes.targets import Targets, compares_output
+from hookcb.diagnosis.probes.tokens import Relation, observe_tokens
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import ModelGoneError
@@ -58,6 +59,12 @@ N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for 
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
 N_TABLES = 3  # batches whose columns are measured
+TOKENS = (  # in `Evidence.observed`
+    "indices of embeddings",
+    "tokens that are targets",
+    "masks of the tokens",
+    "padding of the tokens",
+)
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -108,6 +115,7 @@ class Probes:
         self._inputs = StatStore(COLUMNS, MAX_RECORDS)
         self._columns: list[Tensor] = []  # mean squares, on their device
         self._has_origin = False  # whether the origin of a NaN or infinity was looked for
+        self._has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
         self.guarded(self._observe_model, loop)
@@ -141,6 +149,7 @@ class Probes:
         """Measures inputs and modes at the beginning of a batch."""
         self._under_way = None
         waited, self._ops.step = self.fetches.take(), loop.train_iter
+        self._ops.tokens.begin_batch()
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
         self._n_samples = batch_size((*loop.yb, loop.xb))
@@ -159,6 +168,7 @@ class Probes:
         """Checks the model's output in an external loop, because its loss may never be reported."""
         if looking:
             self._autocasts = autocasts(loop.model)
+            self._ops.tokens.follow(loop.pred, self.guarded)
         if self._is_external and not self._has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
@@ -365,11 +375,19 @@ class Probes:
             "labels of a classifier": self.targets.classes(self._graph_of_one()) is not None,
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
+            "indices of embeddings": self._ops.tokens.has_indices,
+            "tokens that are targets": bool(self._tokens()),
+            "masks of the tokens": any(x.seeing for x in self._tokens()),
+            "padding of the tokens": any(x.padding >= 0 for x in self._tokens()),
             "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,
             "weights around a step": self.lost_updates.has_looked,
             "graphs of 60 losses": self.retained.has_looked,
         }
         return {name for name, is_there in seen.items() if is_there}
+
+    def _tokens(self) -> list[Relation]:
+        """Embedded tokens that are also the targets, once enough batches were compared."""
+        return self._ops.tokens.relations()
 
     def _graph_of_one(self) -> LossGraph:
         """The loss's graph, an unknown one if several optimizers may have losses of their own."""
@@ -388,15 +406,34 @@ class Probes:
             evidence.notes.append(copies)
             evidence.partial |= {"activations": copies}
         if self._ops.is_left_out:
-            evidence.missing["attention"] = "the model is compiled, which hides its attention"
+            compiled = "the model is compiled, which hides its attention and embeddings"
+            evidence.missing |= dict.fromkeys(("attention", *TOKENS), compiled)
         elif self._ops.has_looked and not self._ops.shares:
             evidence.absent["attention"] = "the model has no attention operations"
+            evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
+        self._add_tokens(evidence)
+
+    def _add_tokens(self, evidence: Evidence) -> None:
+        """Adds reasons why the tokens of a language model are not checked."""
+        tokens = self._ops.tokens
+        if self._ops.has_looked and not tokens.has_embeddings:
+            no_embedding = "the model has no embedding"
+            evidence.absent |= {"embeddings": no_embedding, "tokens": no_embedding}
+        elif not tokens.is_open and not self._tokens():
+            evidence.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
+        elif not tokens.is_open:
+            unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
+            evidence.missing["padding of the tokens"] = unknown
 
     def _late_observations(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
         seen = {observation.code for observation in self.observations}
         yield from (x for x in observe_inputs(steps, rows, self._has_origin) if x.code not in seen)
         yield from self._norms.observations(self.n_batches)
         yield from observe_attention(self._ops.shares)
+        yield from observe_blind(self._ops.blind)
+        yield from observe_dropout_in_eval(self._ops.dropping)
+        yield from self._ops.tokens.observe_indices()
+        yield from observe_tokens(self._tokens(), self._graph_of_one(), self._has_recurrent)
         yield from self.lost_updates.observations()
         if len(self.optimizers) == 1:  # several may clear each other's gradients unseen
             yield from self.stale.observations()
@@ -415,6 +452,8 @@ class Probes:
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
         self._observe(observe_optimizers, loop.model, self.optimizers.values())
+        if self._is_external:
+            self._observe(observe_unseen_validation, loop)
         if self.optimizers:
             self._observed.add("groups of the optimizer")
         if error is not None and not isinstance(error, KeyboardInterrupt):
