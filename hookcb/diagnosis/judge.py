@@ -41,7 +41,7 @@ def judge(evidence: Evidence) -> Verdict:
     reason = evidence.why_nothing_seen()
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
-    findings = list(_with_raised_severity(explained(found, evidence)))
+    findings = list(_with_raised_severity(explained(_without_idle_advice(found), evidence)))
     primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
     status = _status(findings, reason)
     return Verdict(
@@ -55,6 +55,12 @@ def judge(evidence: Evidence) -> Verdict:
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
         gaps=tuple(Gap(tuple(dict.fromkeys(codes)), why) for why, codes in skipped.items()),
     )
+
+
+def _without_idle_advice(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings without the note that a training could go on, if something is wrong with how it learns."""
+    is_faulty = any(f.severity != "info" and not f.code.startswith(("time.", "memory.")) for f in findings)
+    return [f for f in findings if not (is_faulty and f.code == "train.unfinished")]
 
 
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
