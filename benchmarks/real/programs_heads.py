@@ -134,7 +134,7 @@ def relu_scores(fixed: bool) -> Training:
     x, y = digits()
     model = Digits(None if fixed else nn.ReLU())
     opt = SGD(model.parameters(), lr=0.2)
-    return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y), 8, accuracy(x, y), plain_loop)
+    return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y), 14, accuracy(x, y), plain_loop)
 
 
 @program(HEADS, "ReLU head", "a regression on standardized targets by a ReLU", "head.range", 0.45)
