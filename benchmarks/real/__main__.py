@@ -72,7 +72,9 @@ def fault_table(outcomes: Sequence[Outcome]) -> Table:
     total = counts(outcomes)
     table.add_column("fault", "all")
     for column, footer in zip(
-        ("programs", "found", "named first", "found before training", "alarms on repaired"), total, strict=True
+        ("runs", "found", "named first", "found before training", "alarms on repaired"),
+        total,
+        strict=True,
     ):
         table.add_column(column, footer, justify="right")
     for fault, row in zip(faults, rows, strict=True):
@@ -81,7 +83,7 @@ def fault_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def counts(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    """Cells of a row: number of faulty runs, found, named first, found before, and alarms on repaired ones."""
+    """Cells of a row: faulty runs, found, named first, found before training, and alarms on repaired ones."""
     faulty = [x for x in outcomes if not x.is_repaired]
     repaired = [x for x in outcomes if x.is_repaired]
     found, first = sum(x.is_found for x in faulty), sum(x.is_first for x in faulty)
@@ -91,7 +93,7 @@ def counts(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
 
 def published_table() -> Table:
     """Results that others published on other programs."""
-    table = Table(title="other collections, not these programs: 28 programs of DeepFD")
+    table = Table(title="not these programs: 28 programs of DeepFD")
     for column in ("tool", "found", "named"):
         table.add_column(column, justify="left" if column == "tool" else "right")
     for tool, numbers in PUBLISHED.items():
@@ -114,7 +116,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the requested programs and print the results; the exit code is 0 if all behave as they are meant to."""
+    """Run the requested programs and print the results; the exit code is 0 if all behave as meant."""
     args, to = arguments(), Console()
     if not to.is_terminal:
         to.width = 160  # for a file, rich assumes 80 columns and truncates names
@@ -137,7 +139,9 @@ def main() -> int:
             to.print(Text(f"alarm on repaired: {x.program} (seed {x.seed}): {x.primary}", style="red"))
         if not x.is_as_meant:
             what = "does not learn" if x.is_repaired else "learns in spite of its fault"
-            to.print(Text(f"not as meant: {x.program} (seed {x.seed}) {what}, score {x.score:.2f}", style="red"))
+            to.print(
+                Text(f"not as meant: {x.program} (seed {x.seed}) {what}, score {x.score:.2f}", style="red")
+            )
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(x) for x in done], indent=1), encoding="utf-8")
     return 0 if all(x.is_as_meant for x in done) else 1

@@ -107,7 +107,7 @@ class Outcome:
 
 
 def outcome(program: Program, seed: int, is_repaired: bool) -> Outcome:
-    """Check one version of a program before its training, train it, and compare the verdicts with the fault."""
+    """Check one version of a program, train it, and compare both verdicts with its fault."""
     with _quiet():
         before = _preflight(built(program, seed, is_repaired))
         training = built(program, seed, is_repaired)

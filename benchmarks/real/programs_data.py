@@ -45,9 +45,7 @@ def wines_from_one(fixed: bool) -> Training:
     return Training(model, nn.CrossEntropyLoss(), opt, batches, 10, accuracy(x, y), plain_loop)
 
 
-@program(
-    DATA, "labels coded wrongly", "spam by words, labels of -1 and 1", "label.range loss.unbounded", 0.8
-)
+@program(DATA, "labels coded wrongly", "spam by words, labels of -1 and 1", "label.range loss.unbounded", 0.8)
 def signed_labels(fixed: bool) -> Training:
     words, y = reviews()
     x = F.one_hot(words, 100).sum(dim=1).float()
@@ -59,7 +57,11 @@ def signed_labels(fixed: bool) -> Training:
 
 
 @program(
-    DATA, "labels coded wrongly", "a table of pixels and labels, all divided by 255", "label.single_class", 0.85
+    DATA,
+    "labels coded wrongly",
+    "a table of pixels and labels, all divided by 255",
+    "label.single_class",
+    0.85,
 )
 def divided_labels(fixed: bool) -> Training:
     x, y = digits()
@@ -81,7 +83,9 @@ def raw_pixels(fixed: bool) -> Training:
     return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y), 5, accuracy(x, y), plain_loop)
 
 
-@program(DATA, "inputs not scaled", "rents by area, year and distance, the loss becomes NaN", "input.scale", 0.6)
+@program(
+    DATA, "inputs not scaled", "rents by area, year and distance, the loss becomes NaN", "input.scale", 0.6
+)
 def rents(fixed: bool) -> Training:
     area, year = 30 + 120 * torch.rand(500), 1900 + 120 * torch.rand(500)
     distance = 8000 * torch.rand(500)
@@ -125,7 +129,9 @@ def raw_wines(fixed: bool) -> Training:
     return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y, size=16), 30, accuracy(x, y))
 
 
-@program(DATA, "a column on another scale", "customers, the income among standardized columns", "input.scale", 0.85)
+@program(
+    DATA, "a column on another scale", "customers, the income among standardized columns", "input.scale", 0.85
+)
 def customers(fixed: bool) -> Training:
     x = torch.randn(800, 8)
     y = column((x[:, 0] + x[:, 3] - x[:, 5] + 0.5 * x[:, 7] > 0).long())

@@ -23,7 +23,9 @@ from torch.optim import SGD, Adam, RMSprop
 HEADS: list[Program] = []
 
 
-@program(HEADS, "softmax over one unit", "tumors, accuracy stays at the share of one class", "head.degenerate", 0.9)
+@program(
+    HEADS, "softmax over one unit", "tumors, accuracy stays at the share of one class", "head.degenerate", 0.9
+)
 def tumors(fixed: bool) -> Training:
     x, y = standard_table("breast_cancer")
     model = nn.Sequential(
@@ -71,7 +73,13 @@ class ConvWithWrongDim(nn.Module):
         return F.log_softmax(self.fc(x).unsqueeze(1), dim=self.dim)
 
 
-@program(HEADS, "softmax over one unit", "log_softmax over the wrong dimension, the loss is 0", "head.degenerate", 0.9)
+@program(
+    HEADS,
+    "softmax over one unit",
+    "log_softmax over the wrong dimension, the loss is 0",
+    "head.degenerate",
+    0.9,
+)
 def wrong_dim(fixed: bool) -> Training:
     x, y = images()
     model = ConvWithWrongDim(fixed)
@@ -164,7 +172,13 @@ class LeNet(nn.Module):
         return F.log_softmax(x, dim=1) if self.is_log else x
 
 
-@program(HEADS, "linear head, loss of probabilities", "NLLLoss of raw scores", "head.activation loss.unbounded", 0.9)
+@program(
+    HEADS,
+    "linear head, loss of probabilities",
+    "NLLLoss of raw scores",
+    "head.activation loss.unbounded",
+    0.9,
+)
 def raw_nll(fixed: bool) -> Training:
     x, y = images()
     model = LeNet(is_log=fixed)
@@ -187,7 +201,11 @@ def hand_written_bce(p: Tensor, y: Tensor) -> Tensor:
 
 
 @program(
-    HEADS, "linear head, loss of probabilities", "clamped scores in a hand-written BCE", "head.activation", 0.93
+    HEADS,
+    "linear head, loss of probabilities",
+    "clamped scores in a hand-written BCE",
+    "head.activation",
+    0.93,
 )
 def clamped_bce(fixed: bool) -> Training:
     x, y = standard_table("breast_cancer")
@@ -195,7 +213,9 @@ def clamped_bce(fixed: bool) -> Training:
     if fixed:
         model.append(nn.Sigmoid())
     opt = SGD(model.parameters(), lr=0.05)
-    return Training(model, hand_written_bce, opt, loader(x, column(y)), 15, binary_accuracy(x, y, 0.5), plain_loop)
+    return Training(
+        model, hand_written_bce, opt, loader(x, column(y)), 15, binary_accuracy(x, y, 0.5), plain_loop
+    )
 
 
 @program(HEADS, "sigmoid with categorical cross-entropy", "digits behind a sigmoid", "head.activation", 0.75)
@@ -207,7 +227,11 @@ def sigmoid_scores(fixed: bool) -> Training:
 
 
 @program(
-    HEADS, "sigmoid with categorical cross-entropy", "wines, only the true class in the loss", "head.activation", 0.9
+    HEADS,
+    "sigmoid with categorical cross-entropy",
+    "wines, only the true class in the loss",
+    "head.activation",
+    0.9,
 )
 def true_class_only(fixed: bool) -> Training:
     x, y = standard_table("wine")

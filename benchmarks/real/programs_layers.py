@@ -1,6 +1,8 @@
 """Programs whose layers are wrong: saturated, dropped, linear, badly initialized or frozen."""
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from program import Program, Training, plain_loop, program
@@ -25,12 +27,12 @@ LAYERS: list[Program] = []
 def stack(widths: list[int], act: type[nn.Module]) -> nn.Sequential:
     """Linear layers with an activation between any two."""
     model = nn.Sequential()
-    for n_in, n_out in zip(widths, widths[1:], strict=False):
+    for n_in, n_out in pairwise(widths):
         model.extend([nn.Linear(n_in, n_out), act()])
     return model[:-1]
 
 
-def training_accuracy(x: Tensor, y: Tensor):
+def training_accuracy(x: Tensor, y: Tensor) -> Callable[[nn.Module], float]:
     """Accuracy that a training loop prints: in train mode."""
 
     def score(model: nn.Module) -> float:
@@ -40,7 +42,11 @@ def training_accuracy(x: Tensor, y: Tensor):
 
 
 @program(
-    LAYERS, "vanishing gradients", "seven layers of sigmoids", "grad.attenuated act.collapse unit.saturated", 0.8
+    LAYERS,
+    "vanishing gradients",
+    "seven layers of sigmoids",
+    "grad.attenuated act.collapse unit.saturated",
+    0.8,
 )
 def deep_sigmoids(fixed: bool) -> Training:
     x, y = digits()
@@ -62,7 +68,11 @@ class Autoencoder(nn.Module):
 
 
 @program(
-    LAYERS, "vanishing gradients", "an autoencoder that outputs the mean image", "grad.attenuated act.collapse", 0.2
+    LAYERS,
+    "vanishing gradients",
+    "an autoencoder that outputs the mean image",
+    "grad.attenuated act.collapse",
+    0.2,
 )
 def sigmoid_autoencoder(fixed: bool) -> Training:
     x, _ = digits()
@@ -88,7 +98,11 @@ class Recall(nn.Module):
 
 
 @program(
-    LAYERS, "vanishing gradients", "an RNN that shall remember its first input", "grad.attenuated act.collapse", 0.9
+    LAYERS,
+    "vanishing gradients",
+    "an RNN that should remember its first input",
+    "grad.attenuated act.collapse",
+    0.9,
 )
 def long_memory(fixed: bool) -> Training:
     x = 0.1 * torch.randn(512, 50, 1)
@@ -231,14 +245,14 @@ def constant_weights(fixed: bool) -> Training:
 def frozen_middle(fixed: bool) -> Training:
     x, y = digits()
     model = nn.Sequential()
-    for i, (n_in, n_out) in enumerate(((64, 32), (32, 8), (8, 8), (8, 8), (8, 10))):
+    for i, (n_in, n_out) in enumerate(((64, 32), (32, 6), (6, 6), (6, 6), (6, 10))):
         model.add_module(f"fc{i}", nn.Linear(n_in, n_out))
         if i < 4:
             model.add_module(f"act{i}", nn.ReLU())
     for name, p in model.named_parameters():
         p.requires_grad = fixed or not name.startswith(("fc2", "fc3"))
     opt = Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y), 20, accuracy(x, y), plain_loop)
+    return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y), 25, accuracy(x, y), plain_loop)
 
 
 class TwoParts(nn.Module):
@@ -255,7 +269,7 @@ class TwoParts(nn.Module):
         return self.classifier(features if self.fixed else features.data)
 
 
-@program(LAYERS, "frozen layer", "features behind .data", "param.unreachable", 0.85)
+@program(LAYERS, "frozen layer", "features behind .data", "param.unreachable", 0.7)
 def detached_features(fixed: bool) -> Training:
     x, y = digits()
     model = TwoParts(fixed)
@@ -264,7 +278,7 @@ def detached_features(fixed: bool) -> Training:
 
 
 class Pretrained(nn.Module):
-    """Embedding, LSTM and head; embedding and head are new, and the LSTM shall be trained on."""
+    """Embedding, LSTM and head; embedding and head are new, and the LSTM should be trained, too."""
 
     def __init__(self):
         super().__init__()
@@ -276,7 +290,13 @@ class Pretrained(nn.Module):
         return self.head(self.encoder(self.embedding(words))[0][:, -1])
 
 
-@program(LAYERS, "frozen layer", "an encoder that was to be trained after the first epoch", "param.frozen_between", 0.97)
+@program(
+    LAYERS,
+    "frozen layer",
+    "an encoder that was to be trained after the first epoch",
+    "param.frozen_between",
+    0.97,
+)
 def frozen_encoder(fixed: bool) -> Training:
     x, y = reviews()
     model = Pretrained()

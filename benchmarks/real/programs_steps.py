@@ -1,8 +1,18 @@
-"""Programs whose steps are wrong: too few, too small, too large, of other parameters, or pulled by a penalty."""
+"""Programs whose steps are wrong: their number, size, gradients or parameters, or a penalty in them."""
 
 import torch
 from program import Program, Training, plain_loop, program
-from samples import accuracy, column, digits, images, loader, r_squared, standard, standard_table, temperatures
+from samples import (
+    accuracy,
+    column,
+    digits,
+    images,
+    loader,
+    r_squared,
+    standard,
+    standard_table,
+    temperatures,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
@@ -27,7 +37,11 @@ class ConvNet(nn.Module):
 
 def mlp(n_in: int, n_hidden: int, n_out: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(n_in, n_hidden), nn.ReLU(), nn.Linear(n_hidden, n_hidden), nn.ReLU(), nn.Linear(n_hidden, n_out)
+        nn.Linear(n_in, n_hidden),
+        nn.ReLU(),
+        nn.Linear(n_hidden, n_hidden),
+        nn.ReLU(),
+        nn.Linear(n_hidden, n_out),
     )
 
 
@@ -37,7 +51,9 @@ def few_epochs(fixed: bool) -> Training:
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     opt = SGD(model.parameters(), lr=0.01)
     n_epoch = 150 if fixed else 10
-    return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y, size=16), n_epoch, accuracy(x, y), plain_loop)
+    return Training(
+        model, nn.CrossEntropyLoss(), opt, loader(x, y, size=16), n_epoch, accuracy(x, y), plain_loop
+    )
 
 
 @program(STEPS, "too few epochs", "images, a single epoch", "train.unfinished", 0.9)
@@ -45,10 +61,12 @@ def one_epoch(fixed: bool) -> Training:
     x, y = images()
     model = ConvNet()
     opt = SGD(model.parameters(), lr=0.05)
-    return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y, size=16), 12 if fixed else 1, accuracy(x, y))
+    return Training(
+        model, nn.CrossEntropyLoss(), opt, loader(x, y, size=16), 12 if fixed else 1, accuracy(x, y)
+    )
 
 
-@program(STEPS, "rate too low", "digits by SGD of 1e-5", "update.too_small train.unfinished", 0.85)
+@program(STEPS, "rate too low", "digits by SGD of 1e-5", "update.too_small train.unfinished", 0.7)
 def slow_sgd(fixed: bool) -> Training:
     x, y = digits()
     model = mlp(64, 64, 10)
@@ -129,7 +147,7 @@ def stale_images(fixed: bool) -> Training:
     return Training(model, nn.CrossEntropyLoss(), opt, loader(x, y), 12, accuracy(x, y), loop)
 
 
-def hourly_loop(training: Training) -> None:
+def once_per_epoch_loop(training: Training) -> None:
     """Train as a script that zeroes gradients once per epoch."""
     t = training
     for _ in range(t.n_epoch):
@@ -146,7 +164,7 @@ def stale_epochs(fixed: bool) -> Training:
     y = standard(column(y))
     model = mlp(10, 32, 1)
     opt = SGD(model.parameters(), lr=0.03, momentum=0.9)
-    loop = plain_loop if fixed else hourly_loop
+    loop = plain_loop if fixed else once_per_epoch_loop
     return Training(model, nn.MSELoss(), opt, loader(x, y, size=16), 10, r_squared(x, y), loop)
 
 
@@ -222,7 +240,11 @@ class EncoderDecoder(nn.Module):
 
 
 @program(
-    STEPS, "wrong parameters in the optimizer", "only the decoder in the optimizer", "param.not_in_optimizer", 0.35
+    STEPS,
+    "wrong parameters in the optimizer",
+    "only the decoder in the optimizer",
+    "param.not_in_optimizer",
+    0.35,
 )
 def half_of_the_model(fixed: bool) -> Training:
     x, _ = digits()
@@ -235,7 +257,7 @@ def half_of_the_model(fixed: bool) -> Training:
     return Training(model, nn.MSELoss(), opt, loader(x, x), 10, score)
 
 
-@program(STEPS, "penalty dominates", "weight decay of 0.5 in SGD", "wd.dominates", 0.85)
+@program(STEPS, "penalty dominates", "weight decay of 0.5 in SGD", "wd.dominates", 0.7)
 def strong_decay(fixed: bool) -> Training:
     x, y = digits()
     model = mlp(64, 64, 10)

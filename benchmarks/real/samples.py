@@ -1,4 +1,4 @@
-"""Data without a network: tables and digits of scikit-learn, text of Python's documentation, and made data."""
+"""Data without a network: tables of scikit-learn, text of the documentation of Python, and made data."""
 
 import math
 from collections.abc import Callable
