@@ -79,6 +79,7 @@ def fault_table(outcomes: Sequence[Outcome]) -> Table:
         table.add_column(column, footer, justify="right")
     for fault, row in zip(faults, rows, strict=True):
         table.add_row(fault, *row)
+    table.caption = "found: by an error or a warning, or by a note that names the fault"
     return table
 
 
