@@ -318,15 +318,62 @@ def test_a_batch_that_is_skipped_before_its_backward_goes_into_the_next():
     assert seen(loop) == "E(T((pplbBsS))T)E"
 
 
-def test_a_call_in_eval_mode_cuts_a_batch_short_and_coverage_says_so():
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("where", ["before the backward", "before the step"])
+def test_a_call_in_eval_mode_in_the_middle_of_a_batch_is_left_out(where, grad):
     def loop(w, model, opt):
-        loss = model(X).mean()
-        evaluate(model)
-        loss.backward()
-        opt.step()
-        assert any("cut short" in note for note in w.coverage.notes)
+        for _ in range(2):
+            loss = model(X).mean()
+            if where == "before the backward":
+                evaluate(model, grad=grad)
+            loss.backward()
+            if where == "before the step":
+                evaluate(model, grad=grad)
+            opt.step()
+            evaluate(model, grad=grad)
+            w.end_epoch()
+        notes = w.coverage.notes
+        assert "4 calls in eval mode in the middle of a training batch, ignored" in notes
+        assert not any("count as training" in note or "cut short" in note for note in notes)
 
-    assert seen(loop) == "E(T((p))TV((p)(p))VT((sS))T)E"
+    assert seen(loop) == f"E(T({TRAINED})TV((p)(p))V)E" * 2
+
+
+def test_a_forward_without_a_backward_before_a_validation_is_known_after_the_first():
+    def loop(w, model, opt):
+        for _ in range(3):
+            step(model, opt)
+            model(X)  # the accuracy in training, without no_grad
+            evaluate(model)
+        assert w.facts.n_eval_inside == 2
+        assert w.facts.n_cut == 2
+
+    cut = "(p))TV((p)(p))VT("
+    assert seen(loop) == f"E(T({TRAINED}(p){TRAINED}{cut}{TRAINED}(p))TV((p)(p))V)E"
+
+
+def test_a_validation_while_gradients_accumulate_is_seen():
+    def loop(w, model, opt):
+        for _ in range(3):
+            F.mse_loss(model(X), Y).backward()
+        evaluate(model)
+        F.mse_loss(model(X), Y).backward()
+        opt.step()
+
+    assert seen(loop) == f"E(T((plbB)(plbB)(plbB))TV((p)(p))VT({TRAINED})T)E"
+
+
+def test_a_step_after_a_validation_is_no_training_in_eval_mode():
+    model, log = make_model(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, probe(log)) as w:  # the optimizer is known from its first step on
+        for _ in range(3):
+            F.mse_loss(model(X), Y).backward()
+            evaluate(model, grad=True)
+            opt.step()
+        assert not w.facts.eval_trains
+        assert "1 steps without a training call of the model before them" in w.coverage.notes
+    assert "".join(log) == f"F(E(T((plbB))TV((p)(p))VT((sS){TRAINED}{TRAINED})T)E)F"
 
 
 # ---- optimizers
@@ -598,9 +645,7 @@ def scaled(model, opt, scaler, factors=(1.0, float("inf"), 1.0)):
 def test_a_scaler_skips_a_step(given):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     found = seen(lambda w, m, o: scaled(m, o, scaler), scaler=scaler if given else None)
-    # before the first step nobody knows that the loss is scaled, unless the scaler is given
-    first = TRAINED if given else "(pbBsS)"
-    assert found == f"E(T({first}(plbB){TRAINED})T)E"
+    assert found == f"E(T({TRAINED}(plbB){TRAINED})T)E"
 
 
 FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
@@ -684,16 +729,19 @@ def test_a_loss_told_after_the_step_is_left_out():
         loss.backward()
         opt.step()
         w.report_loss(loss)
-        assert "1 losses reported when no batch was open, ignored" in w.coverage.notes
+        assert "1 losses reported when no batch was open or without a graph, ignored" in w.coverage.notes
 
     assert seen(loop) == f"E(T({TRAINED})T)E"
 
 
-def test_a_loss_that_is_no_tensor_is_refused():
+def test_what_is_no_loss_is_refused_where_it_is_reported():
     def loop(w, model, opt):
         model(X)
         with pytest.raises(TypeError, match=r"loss must be a tensor, got 3\.0"):
             w.report_loss(3.0)
+        for several in (torch.ones(3), torch.ones(3, requires_grad=True)):
+            with pytest.raises(ValueError, match=r"the loss has shape \(3,\), not one element; reduce it"):
+                w.report_loss(several)
 
     seen(loop)
 
