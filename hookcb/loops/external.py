@@ -52,7 +52,7 @@ class ExternalLoop(NamedLoop):
 
     honors_stop = False  # whether the code that reports reads `stop_requested`
 
-    loss = Reported[Tensor | None]("report_loss(loss)")
+    loss = Reported[Tensor]("report_loss(loss)")
     epoch = Reported[int]("end_epoch()")
 
     def __init__(
@@ -317,7 +317,8 @@ class ExternalLoop(NamedLoop):
             self.emit("after_epoch")
 
     def _forget_batch(self) -> None:
-        self.xb, self.pred, self.loss = (), None, None
+        self.xb, self.pred = (), None
+        self.loss = None  # type: ignore[assignment]  # until there is one
         for hook in self._on_tensors:
             hook.remove()
         self._on_tensors = []

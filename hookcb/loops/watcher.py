@@ -1,5 +1,6 @@
 """Watch: the events of a training loop, from hooks on its model and optimizers."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import finalize, ref
@@ -236,7 +237,7 @@ class Watch(ExternalLoop):
             new = [x for x in in_use if not has_updated(x)]
             if len(new) == 1:  # a training begins with such a one; its first step will confirm it
                 self.scaler = new[0]
-            elif in_use:
+            elif in_use or gc.get_freeze_count():  # frozen objects are not found
                 return None
             self._has_no_scaler = not in_use
         return found.unscaled(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else found
