@@ -865,6 +865,24 @@ def test_transforms_of_torch_func():
     assert seen(loop) == "E(T((plsS))T)E"
 
 
+def test_gradients_of_a_functional_call_are_those_of_the_models_parameters():
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(params):
+        return F.mse_loss(torch.func.functional_call(model, params, (X,)), Y)
+
+    with watch(model, opt, GradientHealth, hookcb.Diagnose(show=False)) as w:
+        for _ in range(6):
+            grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+            for name, p in model.named_parameters():
+                p.grad = grads[name]
+            opt.step()
+            norm = grads["0.weight"].norm().item()
+            assert w.gradient_health.stats[-1]["0.weight"]["norm"] == pytest.approx(norm)
+    assert "param.unreachable" not in [finding.code for finding in w.diagnose().findings]
+
+
 def test_a_diagnosis_beside_transforms_of_torch_func_is_whole():
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
