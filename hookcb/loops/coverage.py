@@ -134,7 +134,8 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
         cut = "was cut short by an error or the end of the watch"
         return cut if facts.has_ended else "has not ended yet; end an epoch with w.end_epoch() or close()"
     if level == "validate":
-        return "the model was not called in eval mode"
+        inside = " except in the middle of a training batch" if facts.n_eval_inside else ""
+        return f"the model was not called in eval mode{inside}"
     if level in ("train", "epoch", "batch") or not seen.get("before_batch"):
         return _why_no_batch(seen, facts)
     if level == "pred":

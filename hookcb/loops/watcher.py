@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
 from hookcb.core.torch_private import (
     CALL_NAME,
@@ -57,6 +58,8 @@ class Watch(ExternalLoop):
         self._is_followed = False  # whether the outermost call is a batch, or part of one
         self._is_side_call = False  # whether it is a call in the middle of a training that is no part of it
         self._has_side_calls = False  # whether there were such calls in eval mode in this batch
+        self._spans_side_calls = False  # whether calls before and after those have had one backward
+        self._left_preds: list[Hook] = []  # on the output of a batch that was left before such calls
         self._left_in: set[Stage] = set()  # stages in which the loop has left a batch and begun another
         self._is_left = False  # whether the last training batch ended without a step
         self._is_eval_with_grad = False  # whether the last call in eval mode had gradients on
@@ -98,12 +101,17 @@ class Watch(ExternalLoop):
         while self._hooks:
             self._hooks.pop().remove()
         self._unhook_parts()
+        self._unhook_left()
         if self._compiled is not None:
             self._compiled.remove()
 
     def _unhook_parts(self) -> None:
         while self._part_hooks:
             self._part_hooks.pop().remove()
+
+    def _unhook_left(self) -> None:
+        while self._left_preds:
+            self._left_preds.pop().remove()
 
     # ---- the model
 
@@ -152,9 +160,19 @@ class Watch(ExternalLoop):
         self._is_eval_with_grad = torch.is_grad_enabled() and not m.training
         if not (trains and self._continues_batch()):
             self.facts.n_cut += not trains and self.is_waiting
+            left = self.pred if trains and self.is_waiting else None
             self.begin_batch(trains, detached(xb) if in_transform() else xb)
+            outputs = [
+                x for _, x in parts(left) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf
+            ]
+            self._left_preds = [Hook(x, self._left_goes_on, pre=True) for x in outputs]
         if leaf is not None and not self._optimizers.train(leaf):
             self._is_from_others |= all(leaf is not p for p in self.model.parameters())
+
+    def _left_goes_on(self, x: Tensor | None, grad: Tensor) -> None:
+        """Learns from a gradient that a batch was not over when it was left."""
+        self._spans_side_calls = True
+        self._left_in.discard(Stage.FORWARD)
 
     def _is_recomputing(self) -> bool:
         """Whether activation checkpointing is running the forward again in a backward."""
@@ -170,7 +188,8 @@ class Watch(ExternalLoop):
 
     def _continues_batch(self) -> bool:
         """Whether this call belongs to the batch that is open."""
-        return (self.is_waiting and not self._has_side_calls) or (self._is_open() and self._in_closure())
+        goes_on = self._spans_side_calls or not self._has_side_calls
+        return (self.is_waiting and goes_on) or (self._is_open() and self._in_closure())
 
     def _call_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self.in_loop_thread:
@@ -208,6 +227,7 @@ class Watch(ExternalLoop):
         self._stepped.clear()
         self._has_side_calls = False
         self._is_left &= not training
+        self._unhook_left()
         super().begin_batch(training, xb)
         self._is_from_others = False
 

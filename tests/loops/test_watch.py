@@ -339,6 +339,40 @@ def test_a_call_in_eval_mode_in_the_middle_of_a_batch_is_left_out(where, grad):
     assert seen(loop) == f"E(T({TRAINED})TV((p)(p))V)E" * 2
 
 
+def test_coverage_says_that_calls_in_eval_mode_were_no_validation():
+    def loop(w, model, opt):
+        loss = model(X).mean()
+        evaluate(model)
+        loss.backward()
+        why = "the model was not called in eval mode except in the middle of a training batch"
+        assert w.coverage.missing["before_validate"] == why
+
+    seen(loop)
+
+
+def test_a_training_in_eval_mode_gives_no_warning_of_layers_that_were_not_called(recwarn):
+    model = make_model().eval()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, ActivationStats) as w:
+        for _ in range(3):
+            step(model, opt)
+    assert len(w.activation_stats.stats) == 2  # the first call was taken for a validation
+    assert not recwarn.list
+
+
+def test_calls_before_and_after_one_in_eval_mode_are_one_batch_once_they_had_one_backward():
+    def loop(w, model, opt):
+        for _ in range(3):
+            out = model(X)
+            evaluate(model)  # makes labels for the other call
+            (out - model(X + 1)).square().mean().backward()
+            opt.step()
+        assert w.facts.n_cut == 0
+
+    both = "(pplbBsS)"
+    assert seen(loop) == f"E(T((p){TRAINED}{both}{both})T)E"
+
+
 def test_a_forward_without_a_backward_before_a_validation_is_known_after_the_first():
     def loop(w, model, opt):
         for _ in range(3):
