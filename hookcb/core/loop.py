@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from fastcore.basics import camel2snake
 from torch import nn
@@ -22,9 +22,7 @@ from hookcb.core.callback_list import (
 from hookcb.core.console import show
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.core.loop_tree import loop_tree
-from hookcb.core.state import TrainingState
-
-C = TypeVar("C")
+from hookcb.core.state import C, TrainingState
 
 
 class Loop(TrainingState):

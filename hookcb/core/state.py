@@ -4,10 +4,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookcb.core.fetches import FetchListener, follow_loaders, leave_loaders
 from hookcb.core.restore import preserve_modes
@@ -16,7 +16,15 @@ from hookcb.core.threads import in_loop_thread
 PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
 BATCH = ("xb", "yb", "pred", "loss")
 
-C = TypeVar("C")
+
+class Ordered(Protocol):
+    """Attribute by which type checkers know a callback, whose class this file cannot import."""
+
+    @property
+    def order(self) -> float: ...  # noqa: D102
+
+
+C = TypeVar("C", bound=Ordered)
 
 
 class TrainingState:
@@ -29,7 +37,7 @@ class TrainingState:
         self.xb: Any = ()
         self.yb: tuple[Any, ...] = ()
         self.pred: Any = None
-        self.loss: Any = None
+        self.loss: Tensor = None  # type: ignore[assignment]  # until there is one
         self.dl: Any = None
         self.epoch = self.n_epoch = self.iter = self.train_iter = 0
         self.n_iter: int | None = None

@@ -19,6 +19,7 @@ from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.modules import ModelGoneError
+from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
 from hookcb.loops.reported import Reported
@@ -51,7 +52,7 @@ class ExternalLoop(NamedLoop):
 
     honors_stop = False  # whether the code that reports reads `stop_requested`
 
-    loss = Reported[Tensor | None]("report_loss(loss)")
+    loss = Reported[Tensor]("report_loss(loss)")
     epoch = Reported[int]("end_epoch()")
 
     def __init__(
@@ -146,11 +147,7 @@ class ExternalLoop(NamedLoop):
             TypeError: If it is not a tensor.
             ValueError: If it does not have one element.
         """
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss must be a tensor, got {loss!r:.80}; report what backward is called on")
-        if loss.numel() != 1:
-            shape = tuple(loss.shape)
-            raise ValueError(f"loss must have one element, got shape {shape}; report loss.mean()")
+        check_loss(loss)
         if not self.has_batch:
             self.facts.n_losses_outside += 1
             return loss
@@ -320,7 +317,8 @@ class ExternalLoop(NamedLoop):
             self.emit("after_epoch")
 
     def _forget_batch(self) -> None:
-        self.xb, self.pred, self.loss = (), None, None
+        self.xb, self.pred = (), None
+        self.loss = None  # type: ignore[assignment]  # until there is one
         for hook in self._on_tensors:
             hook.remove()
         self._on_tensors = []

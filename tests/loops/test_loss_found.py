@@ -110,13 +110,54 @@ def test_a_scaled_loss_is_recorded_as_it_was_before(given):
             scaler.step(opt)
             scaler.update()
             opt.zero_grad()
-    # the first step tells that there is a scaler; a loss that may be scaled is not taken for one that is not
-    assert w.recorder.losses == losses[not given :]
-    assert w.facts.n_losses_unfound == (not given)
+    assert w.recorder.losses == losses
+    assert w.facts.n_losses_unfound == 0
     assert w.scaler is scaler
 
 
-def test_a_loss_times_a_number_is_recorded_once_no_scaler_was_seen_at_a_step():
+def test_a_scaler_that_was_in_use_before_the_watch_is_known_from_its_first_step_on():
+    model, losses = make_model(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+
+    def train():
+        for x, y in BATCHES:
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+
+    train()
+    losses.clear()
+    with watch(model, opt, Recorder) as w:
+        train()
+    # a loss that may be scaled is not taken for one that is not
+    assert w.recorder.losses == losses[1:]
+    assert w.facts.n_losses_unfound == 1
+    assert w.scaler is scaler
+
+
+def test_a_scaler_of_another_loop_is_not_that_of_a_loop_without_one():
+    model, losses = make_model(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with watch(model, opt, Recorder) as w:
+        for x, y in BATCHES:
+            loss = 0.25 * F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            loss.backward()
+            opt.step()
+    assert w.scaler is None  # as it made no step
+    assert w.recorder.losses[1:] == losses[1:]
+
+
+@pytest.mark.parametrize("n_frozen", [0, 10])
+def test_a_loss_times_a_number_is_recorded_where_no_scaler_is_in_use(n_frozen, monkeypatch):
+    gc.collect()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: n_frozen)
     model, losses = make_model(), []
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt, Recorder) as w:
@@ -125,7 +166,7 @@ def test_a_loss_times_a_number_is_recorded_once_no_scaler_was_seen_at_a_step():
             losses.append(loss.item())
             loss.backward()
             opt.step()
-    assert w.recorder.losses == losses[1:]
+    assert w.recorder.losses == losses[bool(n_frozen) :]  # a scaler that is frozen is not found
 
 
 def test_a_loss_in_the_closure_of_lbfgs_is_the_first_of_each_step():
