@@ -9,12 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
+from pydoc_data.topics import topics
 
 import torch
 from case import Callbacks, Run
 from data import Batch, generator
 from nets import token_loss
-from pydoc_data.topics import topics
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
@@ -53,23 +54,23 @@ def characters() -> Tensor:
 
 
 @cache
+def all_words() -> list[str]:
+    """Words and punctuation marks of the text."""
+    return re.findall(r"\w+|[^\w\s]", text())
+
+
+@cache
 def words() -> Tensor:
-    """Index of each word and punctuation mark of the text."""
-    return indices(re.findall(r"\w+|[^\w\s]", text()), N_WORD)
+    """Index of each word and punctuation mark."""
+    return indices(all_words(), N_WORD)
 
 
 @cache
 def sentences() -> Tensor:
     """Sentences of 3 to `LENGTH` words, padded on the right, `(N, LENGTH + 1)`."""
-    stop = int(words()[_full_stop()])
-    ends = (words() == stop).nonzero().flatten().tolist()
-    found = [words()[i + 1 : k + 1] for i, k in zip(ends, ends[1:], strict=False) if 3 <= k - i <= LENGTH]
+    ends = [i for i, word in enumerate(all_words()) if word == "."]
+    found = [words()[i + 1 : k + 1] for i, k in pairwise(ends) if 3 <= k - i <= LENGTH]
     return torch.stack([F.pad(sentence, (0, LENGTH + 1 - len(sentence)), value=PAD) for sentence in found])
-
-
-def _full_stop() -> int:
-    """Position of the first full stop in the words."""
-    return re.findall(r"\w+|[^\w\s]", text()).index(".")
 
 
 def excerpts(seed: int, of: Tensor, n_step: int, size: int = 16, length: int = LENGTH) -> tuple[Tensor, ...]:
@@ -271,7 +272,7 @@ def accumulate(model: nn.Module, opt: Optimizer, cbs: Callbacks, seed: int, divi
     torch.manual_seed(seed)
     with watch(model, opt, *cbs) as w:
         run = Run(w, [], model=model)
-        for i, (x, y) in enumerate(character_batches(seed, n_step=320)):
+        for i, (x, y) in enumerate(character_batches(seed, n_step=200)):
             loss = w.report_loss(token_loss(model(x), y))
             run.losses.append(loss.item())
             (loss / divisor).backward()

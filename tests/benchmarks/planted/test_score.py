@@ -64,6 +64,15 @@ def test_the_cause_comes_first_when_the_primary_has_a_code_of_the_case():
     assert of(replace(FAULT, codes=frozenset({"data.labels"})), LABELS).is_cause_first
 
 
+def test_a_note_is_enough_for_a_fault_that_has_only_codes_of_notes():
+    noted = replace(FAULT, codes=frozenset({"accum.divisor", "wd.norms"}))
+    note = Finding("wd.norms", "info")
+    assert of(noted, note).is_flagged
+    assert of(noted, note, FLAT, primary=FLAT).is_cause_first
+    assert not of(noted).is_flagged
+    assert not of(noted, LABELS).is_flagged
+
+
 def test_the_layer_is_right_by_name_or_by_a_parameter_inside_it():
     blocks = replace(FAULT, layers=frozenset({"act", "blocks.0"}))
     assert of(FAULT, DEAD, primary=DEAD).is_layer_right is None
