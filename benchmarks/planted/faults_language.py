@@ -174,7 +174,7 @@ def large_tied(seed: int, cbs: Callbacks) -> Run:
     codes=["embed.scale", "loss.init"],
 )
 def tied_init(seed: int, cbs: Callbacks) -> Run:
-    """What initializes the head runs after what initializes the embedding, which is the same weight."""
+    """The embedding is initialized, then the head, whose weight is the same."""
     model = LanguageModel()
     nn.init.normal_(model.head.weight, std=0.5)
     batches = character_batches(seed, n_step=80)
@@ -260,7 +260,7 @@ def clip_sgd(seed: int, cbs: Callbacks) -> Run:
     return follow(model, token_loss, opt, character_batches(seed, n_step=80), cbs, seed, clip=1e-3)
 
 
-@fault(LANGUAGE_FAULTS, "LM: weight decay on norms and embeddings", codes=["wd.norms"])
+@fault(LANGUAGE_FAULTS, "LM: weight decay on norms and embeddings", codes=["wd.norms"], note_suffices=True)
 def decayed_norms(seed: int, cbs: Callbacks) -> Run:
     model = LanguageModel()
     opt = AdamW(model.parameters(), lr=5e-3, weight_decay=0.5)
@@ -280,7 +280,7 @@ def swallowed(seed: int, cbs: Callbacks) -> Run:
     return follow(model, token_loss, opt, character_batches(seed, n_step=80), cbs, seed)
 
 
-@fault(LANGUAGE_FAULTS, "LM: accumulated losses that are summed", codes=["accum.divisor"])
+@fault(LANGUAGE_FAULTS, "LM: accumulated losses that are summed", codes=["accum.divisor"], note_suffices=True)
 def summed(seed: int, cbs: Callbacks) -> Run:
     model = LanguageModel()
     return accumulate(model, SGD(model.parameters(), lr=0.1), cbs, seed, divisor=1)
@@ -309,7 +309,12 @@ class Dropping(nn.Module):
         return F.dropout(self.mlp(x), 0.2)
 
 
-@fault(LANGUAGE_FAULTS, "LM: F.dropout without training=self.training", codes=["mode.mismatch"])
+@fault(
+    LANGUAGE_FAULTS,
+    "LM: F.dropout without training=self.training",
+    codes=["mode.mismatch"],
+    note_suffices=True,
+)
 def functional_dropout(seed: int, cbs: Callbacks) -> Run:
     model = LanguageModel()
     for block in model.blocks:
@@ -319,7 +324,9 @@ def functional_dropout(seed: int, cbs: Callbacks) -> Run:
     return fit(model, token_loss, adamw(model), batches, cbs, seed, n_epoch=2)
 
 
-@fault(LANGUAGE_FAULTS, "LM: validation with dropout", codes=["mode.mismatch"], planted_at=24)
+@fault(
+    LANGUAGE_FAULTS, "LM: validation with dropout", codes=["mode.mismatch"], planted_at=24, note_suffices=True
+)
 def validated_in_train_mode(seed: int, cbs: Callbacks) -> Run:
     """Nobody calls `model.eval()`."""
     model = LanguageModel(drop=0.2)

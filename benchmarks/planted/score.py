@@ -12,9 +12,7 @@ from hookcb.diagnosis.registry import check_of
 from hookcb.diagnosis.verdict import Finding, Verdict
 
 ALARMS = ("error", "warning")
-INFO_CODES = frozenset(  # codes of findings that are usually notes
-    {"accum.divisor", "data.labels", "embed.single_index", "hook.silent", "wd.norms"}
-)
+INFO_CODES = frozenset({"data.labels", "hook.silent"})  # codes of findings that are usually notes
 SOON = 20  # number of steps within which a fault should be detected
 BROKEN = "broke"  # status of a case that could not be run
 
@@ -29,9 +27,9 @@ class Outcome:
         status: status of the verdict; `BROKEN` if the case itself failed, and `error` has its exception.
         primary, layer, step: code, layer, and step of the primary finding; "" and None if there is none.
         extra: codes of the other findings that are not consequences.
-        is_flagged: whether there is any error or warning, or a finding of a case with only info codes.
+        is_flagged: whether there is any error or warning, or a note that is enough.
         is_named: whether any finding, including info, has a code of the case.
-        is_cause_first: whether the primary finding has one; if the case has only info codes, any finding.
+        is_cause_first: whether the primary finding has one; if a note is enough, any finding.
         is_layer_right: whether the primary finding or one with a code of the case names the right layer; None
             if no layer is required.
         is_soon: whether one with a code of the case comes at most 20 steps after the fault.
@@ -108,8 +106,8 @@ def _is_cause_first(case: Case, primary: Finding | None, matching: Sequence[Find
 
 
 def _is_noted(case: Case, matching: Sequence[Finding]) -> bool:
-    """Whether a finding has a code of a case with only info codes."""
-    return case.codes <= INFO_CODES and len(matching) > 0
+    """Whether a finding has a code of a case that a note is enough to name."""
+    return (case.note_suffices or case.codes <= INFO_CODES) and len(matching) > 0
 
 
 def _is_layer_right(case: Case, primary: Finding | None, matching: Sequence[Finding]) -> bool | None:

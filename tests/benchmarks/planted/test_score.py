@@ -64,9 +64,10 @@ def test_the_cause_comes_first_when_the_primary_has_a_code_of_the_case():
     assert of(replace(FAULT, codes=frozenset({"data.labels"})), LABELS).is_cause_first
 
 
-def test_a_note_is_enough_for_a_fault_that_has_only_codes_of_notes():
-    noted = replace(FAULT, codes=frozenset({"accum.divisor", "wd.norms"}))
+def test_a_note_is_enough_for_a_fault_that_says_so():
+    noted = replace(FAULT, codes=frozenset({"wd.norms"}), note_suffices=True)
     note = Finding("wd.norms", "info")
+    assert not of(replace(noted, note_suffices=False), note).is_flagged
     assert of(noted, note).is_flagged
     assert of(noted, note, FLAT, primary=FLAT).is_cause_first
     assert not of(noted).is_flagged
