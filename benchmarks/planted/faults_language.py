@@ -313,6 +313,7 @@ class Dropping(nn.Module):
     LANGUAGE_FAULTS,
     "LM: F.dropout without training=self.training",
     codes=["mode.mismatch"],
+    planted_at=60,
     note_suffices=True,
 )
 def functional_dropout(seed: int, cbs: Callbacks) -> Run:
