@@ -35,22 +35,15 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
 }
 NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant one rather than add to these
     "dropout.extreme",
-    "embed.single_index",
     "hook.silent",
     "init.zero",
-    "label.copies_input",
-    "label.padding",
     "loss.detached",
-    "loss.spike",
-    "mask.blind",
-    "mask.future",
     "model.linear_stack",  # a note, as a training may do without the nonlinearity
     "nonfinite.contained",
     "param.frozen_between",  # a note, as a layer may be frozen on purpose
     "param.restored",
     "replica.diverged",
     "train.unfinished",  # a note, which a healthy training gets too
-    "wd.norms",  # a note, as many decay all weights
 }
 
 
