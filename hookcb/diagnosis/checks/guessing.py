@@ -129,10 +129,10 @@ def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
 def stuck_head(evidence: Evidence) -> Iterator[Result]:
     """A ReLU as the head of a regression that holds outputs at 0 although their targets are larger.
 
-    Such an output gets no gradient and cannot learn. Formula: squared errors of these outputs / all squared
-    errors, the least of the last three inspected batches after 50 batches. Limit: 0.4; counts of rare events
-    with such a head had up to 0.36. Before 50 batches, all of the error in each inspected batch, as healthy
-    models begin with up to 0.7.
+    Formula: squared errors of these outputs, which get no gradient / all squared errors, the least of the
+    last three inspected batches after 50 batches. Limit: 0.4; counts of rare events with such a head had up
+    to 0.36. Before 50 batches, all of the error in each inspected batch, as healthy models begin with up to
+    0.7.
 
     Source: Lu et al., "Dying ReLU and Initialization: Theory and Numerical Examples", 2020.
     """
