@@ -179,6 +179,8 @@ class Evidence:
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
         penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
+        stuck: share of the squared error from outputs that a ReLU holds at 0, below their targets, for each
+            inspected batch.
         losses: loss before each step of an optimizer, by index of the optimizer.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
         guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
@@ -217,6 +219,7 @@ class Evidence:
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
     penalty: Series = field(default_factory=Series)
+    stuck: Series = field(default_factory=Series)
     losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
     guess: float = math.nan

@@ -26,6 +26,7 @@ from hookcb.diagnosis.falling import (
 )
 from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
 
+MAX_STUCK, ALL_STUCK, N_STUCK = 0.4, 0.999, 3  # shares of the error; batches
 MAX_PENALTY = 0.9  # of the loss
 STILL_FALLS = 0.02  # of the loss, in a hundred batches
 MIN_FALLS = 4  # batches; three falls in a row happen by chance once in 24
@@ -134,6 +135,47 @@ def _of_constant(evidence: Evidence) -> str:
     """The best constant prediction and its loss, in words."""
     predicting = PREDICTIONS.get(evidence.loss_kind, "always predicting the median of the targets")
     return f"{predicting} would give {evidence.constant:.3g}"
+
+
+@check(
+    "head.stuck",
+    site=Site.LOSS,
+    needs=("loss", "batch", "graph"),
+    leads_to=("loss.*", "update.*", "grad.*", "unit.dead", "act.collapse"),
+)
+def stuck_head(evidence: Evidence) -> Iterator[Result]:
+    """A ReLU as the head of a regression that holds outputs at 0 although their targets are larger.
+
+    Formula: squared errors of these outputs, which get no gradient / all squared errors, the least of the
+    last three inspected batches after 50 batches. Limit: 0.4; counts of rare events with such a head had up
+    to 0.36. Before 50 batches, all of the error in each inspected batch, as healthy models begin with up to
+    0.7.
+
+    Source: Lu et al., "Dying ReLU and Initialization: Theory and Numerical Examples", 2020.
+    """
+    shares = evidence.stuck
+    if not len(shares):
+        yield Absent("no ReLU is the head of a regression")
+        return
+    is_short = len(evidence.loss) < MIN_BATCHES
+    share = min(shares.values if is_short else shares.values[-N_STUCK:])
+    limit = ALL_STUCK if is_short else MAX_STUCK
+    if share <= limit:
+        yield Passed(f"outputs that a ReLU holds at 0 ({share:.0%} of the error)", share, limit)
+        return
+    yield finding(
+        "head.stuck",
+        "warning",
+        when=shares,
+        value=share,
+        limit=limit,
+        message=f"The model ends in a ReLU, and {share:.0%} of the error comes from outputs that are 0 "
+        f"although their targets are larger (limit {limit:.0%}). They get no gradient, so they cannot learn.",
+        causes=("a ReLU as the last operation",),
+        next_steps=(
+            "Remove the ReLU, so that a linear layer is last; use a Softplus if no output may be below 0",
+        ),
+    )
 
 
 @check("train.unfinished", site=Site.RUN, needs=("loss",), subject="end")

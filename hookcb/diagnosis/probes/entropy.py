@@ -32,7 +32,10 @@ class Losses(NamedTuple):
 def losses_of_bits(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     """Losses for targets between 0 and 1, of which ones may have weights; each column has its constant."""
     y = torch.cat(list(batches)).float()
-    weight = 1.0 if graph.class_weights is None else graph.class_weights.float()
+    weight = torch.ones(()) if graph.class_weights is None else graph.class_weights.float()
+    if weight.ndim >= y.ndim:  # a weight for each sample
+        return Losses()
+    weight = weight.to(y.device)
 
     def best(p: Tensor) -> Tensor:
         ones, zeros = weight * p, 1 - p

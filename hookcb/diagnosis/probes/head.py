@@ -40,6 +40,7 @@ SOFTMAXES = ("Softmax", "LogSoftmax")
 SQUARES = ("mse", "mae", "huber")  # losses of values
 COMPARING = (*SQUARES, "binary cross-entropy")  # losses that compare each output with a target
 MAX_SHARE = 0.05  # of targets out of range
+TINY = 1e-12  # of errors, so that none are no division by 0
 SLACK = 1e-3  # rounding of targets at the ends of a range
 HEAD_ADVICE = {  # by the function that the loss applies itself
     "softmax": ("which applies a softmax itself", "pass the raw scores (logits) to the loss"),
@@ -137,6 +138,21 @@ def is_comparison_known(graph: LossGraph, node: Any, pred: Any, yb: Any) -> bool
     """Whether it is known what the loss compares element by element, or that it does something else."""
     is_other = graph.kind not in ("", *COMPARING)
     return is_other or compared(node, pred, yb) is not None
+
+
+def stuck_share(graph: LossGraph, node: Any, pred: Any, yb: Any) -> Tensor | None:
+    """Share of the squared error from outputs that a ReLU holds at 0, below their targets; None if unknown.
+
+    These outputs get no gradient. The share is a number on its device. For absolute errors, 0 may be the best
+    output nevertheless: the median.
+    """
+    seen = compared(node, pred, yb) if graph.head == "Relu" and graph.kind == "mse" else None
+    if seen is None or seen.is_broadcast:
+        return None
+    x, y = seen.output.detach(), seen.target.detach()
+    x = x.reshape(seen.term.given_shape) if seen.term.given_shape else x
+    errors = (x - y).float().square()
+    return (errors * ((x == 0) & (y > 0))).sum() / errors.sum().clamp_min(TINY)
 
 
 def compared(node: Any, pred: Any, yb: Any) -> Compared | None:

@@ -31,7 +31,7 @@ from hookcb.diagnosis.probes.batch import (
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, observe_dropout_in_eval
-from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
+from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
@@ -96,7 +96,7 @@ class Probes:
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
-        self.penalty = Curve()
+        self.penalty, self.stuck = Curve(), Curve()
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
         self.optimizers: dict[int, Optimizer] = {}
@@ -185,6 +185,7 @@ class Probes:
             self.guarded(self._add_penalty, loop)
         if looking:
             self.targets.add_batch(loop.yb or target_of(node))
+            self.guarded(self._add_stuck_share, loop, node)
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
@@ -195,6 +196,11 @@ class Probes:
         has_penalty = self.graph is not None and self.graph.has_penalty and isinstance(loop.loss, Tensor)
         if has_penalty and (penalty := penalty_of(loop.loss)) is not None:
             self.penalty.add(loop.train_iter, detached_scalar(penalty))
+
+    def _add_stuck_share(self, loop: Any, node: Any) -> None:
+        graph = self.graph
+        if graph is not None and (share := stuck_share(graph, node, loop.pred, loop.yb)) is not None:
+            self.stuck.add(loop.train_iter, detached_scalar(share))
 
     def _read_graph(self, loop: Any, node: Any) -> None:
         self.graph = read_loss(node)
@@ -330,10 +336,8 @@ class Probes:
             evidence.sources.add("loss")
         evidence.loss_kind = self.graph.sure_kind if self.graph else ""
         evidence.guess = self.guess
-        evidence.penalty = self.penalty.series()
-        if self.graph is not None and (len(evidence.penalty) or not self.graph.has_penalty):
-            evidence.constant, evidence.perfect, noise = self.targets.losses(self.graph)
-            evidence.noise, evidence.n_targets = noise, self.targets.n_batches
+        evidence.penalty, evidence.stuck = self.penalty.series(), self.stuck.series()
+        self.guarded(self._add_losses_of_targets, evidence)
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()
         evidence.memory = self.memory.series()
         self._add_sources(evidence)
@@ -365,6 +369,11 @@ class Probes:
         evidence.notes += self.notes
         evidence.observations = [*self.observations, *self._late_observations(steps, rows)]
         return evidence
+
+    def _add_losses_of_targets(self, evidence: Evidence) -> None:
+        if self.graph is not None and (len(evidence.penalty) or not self.graph.has_penalty):
+            evidence.constant, evidence.perfect, evidence.noise = self.targets.losses(self.graph)
+            evidence.n_targets = self.targets.n_batches
 
     def _late_observed(self, rows: list[list[float]]) -> set[str]:
         """Part of `Evidence.observed` that depends on numbers on the device, or on enough of them."""

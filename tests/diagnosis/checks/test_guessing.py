@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hookcb import Diagnose, Learner, diagnose
-from hookcb.diagnosis.checks.guessing import dominant_penalty, trivial_loss, unfinished_training
+from hookcb.diagnosis.checks.guessing import dominant_penalty, stuck_head, trivial_loss, unfinished_training
 from hookcb.diagnosis.checks.observed import loss_of_values
 from hookcb.diagnosis.evidence import Observation, Series
 from hookcb.diagnosis.registry import Absent, Passed, Skipped
@@ -180,3 +180,31 @@ def test_steps_that_are_only_tried_out_are_not_called_unfinished():
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     verdict = diagnose(model, (x, x[:, :1]), nn.functional.mse_loss, opt, steps=8)
     assert "train.unfinished" not in {finding.code for finding in verdict.findings}
+
+
+# ---- heads that are stuck
+
+
+def stuck(*shares, n=100):
+    steps = list(range(len(shares)))
+    return only(stuck_head, evidence(loss=flat(1.0, n), stuck=Series(steps, list(shares))))
+
+
+def test_outputs_that_a_relu_holds_at_0_are_named():
+    found = stuck(0.2, 0.6, 0.9, 0.7)
+    assert (found.code, found.severity, found.value) == ("head.stuck", "warning", 0.6)
+    assert "60% of the error" in found.message
+
+
+@pytest.mark.parametrize("shares", [(0.7, 0.3, 0.0, 0.0), (0.9, 0.9, 0.2), (1.0, 1.0, 0.39)])
+def test_few_of_them_or_for_a_while_are_fine(shares):
+    assert isinstance(stuck(*shares), Passed)
+
+
+def test_before_50_batches_only_a_head_that_is_dead_counts():
+    assert isinstance(stuck(0.7, 0.9, n=5), Passed)
+    assert stuck(1.0, 1.0, n=5).code == "head.stuck"
+
+
+def test_without_a_relu_as_the_head_there_is_nothing_to_check():
+    assert isinstance(only(stuck_head, evidence(loss=flat(1.0))), Absent)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, diagnose, watch
-from hookcb.diagnosis.probes.head import observe_activation, read_head
+from hookcb.diagnosis.probes.head import observe_activation, read_head, stuck_share
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 
 INF = math.inf
@@ -306,3 +306,27 @@ def test_probabilities_for_nll_are_named():
 )
 def test_a_head_that_fits_its_loss_is_no_finding(graph):
     assert list(observe_activation(graph, "act", 0)) == []
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, squares])
+def test_the_share_of_the_error_from_outputs_that_a_relu_holds_at_0(loss):
+    layer = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    out, y = F.relu(torch.eye(2) @ layer), torch.tensor([[2.0], [3.0]])
+    node = loss(out, y).grad_fn
+    assert stuck_share(read_loss(node), node, out, (y,)).item() == pytest.approx(9 / 10)
+    assert stuck_share(read_loss(node), node, out, (-y,)).item() == pytest.approx(
+        0.9 if loss is F.mse_loss else 0  # torch's loss has saved its own targets
+    )
+
+
+def test_it_is_unknown_for_other_heads_and_losses():
+    out, y = F.relu(scores(1)), torch.ones(8, 1)
+    for head, loss in ((out, F.l1_loss), (scores(1), F.mse_loss), (scores(1).sigmoid(), F.mse_loss)):
+        node = loss(head, y).grad_fn
+        assert stuck_share(read_loss(node), node, head, (y,)) is None
+
+
+def test_a_head_that_is_dead_is_named_before_training():
+    net = model(nn.ReLU())
+    nn.init.constant_(net[2].bias, -9.0)
+    assert "head.stuck" in codes(net, batch(lambda x: 1 + x[:, :1].abs()), F.mse_loss)
