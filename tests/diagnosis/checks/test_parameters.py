@@ -132,6 +132,7 @@ def sgd(*parts):
     return torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:the given optimizer has no parameter")
 @pytest.mark.parametrize("which", ["all", "a part"])
 def test_an_optimizer_of_a_copy_is_named_as_such(which):
     model = two_layers()
