@@ -173,7 +173,7 @@ class Evidence:
         looks: rule by which later batches were chosen, "" if the budget had no effect.
         layers: layers by name, in the order of execution.
         params: parameters by name, in the order of the model.
-        frozen: see `Frame.frozen`.
+        frozen, foreign: see `Frame`.
         steps: series over the inspected steps: `total_norm`, `clipped_total_norm`, `clip_coef`, `lr`, and
             `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
@@ -215,6 +215,7 @@ class Evidence:
     layers: dict[str, Layer] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
     frozen: dict[str, int] = field(default_factory=dict)
+    foreign: set[tuple[int, ...]] = field(default_factory=set)
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)

@@ -38,6 +38,7 @@ class Frame:
         frozen: size of the weight by layer of torch, for those without a parameter that requires a gradient;
             norms and embeddings are left out.
         n_optimizers: number of known optimizers.
+        foreign: shapes of their parameters that are not the model's.
         absent: see `Evidence.absent`.
         partial: see `Evidence.partial`.
     """
@@ -46,6 +47,7 @@ class Frame:
     params: dict[str, Param] = field(default_factory=dict)
     frozen: dict[str, int] = field(default_factory=dict)
     n_optimizers: int = 0
+    foreign: set[tuple[int, ...]] = field(default_factory=set)
     absent: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
 
@@ -63,6 +65,9 @@ class Frame:
             for group in opt.param_groups
             for p in group["params"]
         }
+        own = {id(p) for p in model.parameters()}
+        every = (p for opt in known for group in opt.param_groups for p in group["params"])
+        frame.foreign = {tuple(p.shape) for p in every if id(p) not in own}
         for place, (name, p, kind) in enumerate(find_params(model)):
             if not p.requires_grad or isinstance(p, nn.parameter.UninitializedParameter):
                 continue

@@ -33,7 +33,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
         for kind in (ActivationStats, GradientHealth, Recorder):
             if isinstance(cb, kind):
                 found.setdefault(kind, cb)
-    evidence.params, evidence.frozen = frame.params, frame.frozen
+    evidence.params, evidence.frozen, evidence.foreign = frame.params, frame.frozen, frame.foreign
     evidence.absent |= frame.absent
     evidence.partial |= frame.partial
     if frame.n_optimizers:

@@ -205,7 +205,7 @@ class Verdict(Printed):
         return [*lines[: MAX_LINES - len(end)], *end]
 
     def _looked_at(self) -> str:
-        """Sentence on what was inspected, and the reason of most of the checks that could not run."""
+        """Sentence on what was inspected, and on why most of the other checks could not run."""
         if not self.coverage:
             return ""
         inspected = f"Inspected: {'; '.join(self.looked)}."

