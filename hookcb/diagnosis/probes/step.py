@@ -166,11 +166,11 @@ def observe_accumulation(n_backward: set[int], scale: float) -> Iterator[Observa
         yield Observation(
             "accum.divisor",
             value=float(n),
-            text=f"Each step adds up the gradients of {n} backwards, and each of their losses is a whole mean "
-            f"over its samples, so gradients are {n} times those of the mean over all.",
+            text=f"Each step adds up the gradients of {n} backwards, and each of their losses is a whole "
+            f"mean over its samples, so gradients are {n} times those of the mean over all.",
             causes=("losses that are accumulated without a divisor",),
             next_steps=(
-                f"If these are parts of one batch, call (loss / {n}).backward(); SGD and clipping depend on the "
-                "scale of the gradients, Adam does not",
+                f"If these are parts of one batch, call (loss / {n}).backward(); SGD and clipping depend on "
+                "the scale of the gradients, Adam does not",
             ),
         )
