@@ -33,6 +33,7 @@ DESIGNED = re.findall(
     input.constant label.out_of_range label.single_class label.broadcast label.form label.scaled
     loss.of_values model.linear_stack dropout.scores
     param.frozen_between label.copies_input label.padding mask.future mask.blind embed.single_index
+    accum.divisor
 
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
     update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates

@@ -391,6 +391,14 @@ _row("grad.stale", Site.GRADIENTS, ("batches", "steps"), EVERYTHING, "error",
     Formula: between any two steps of an optimizer, no backward began with gradients that were zero or None.
     """)  # fmt: skip
 
+_row("accum.divisor", Site.GRADIENTS, ("batches", "steps"), (), "info",
+    "accumulated losses that are not divided", requires="divisor of the loss", subject="accumulation", doc="""
+    Losses of several backwards that are summed to one step: a note, as they may be losses of their own.
+
+    Exact: each step of the only optimizer follows the same number of backwards, two or more, and backward is
+    called on a mean over samples that is not divided. Read from the graph of a watched loop's loss.
+    """)  # fmt: skip
+
 _row("param.duplicated", Site.OPTIMIZER, ("batch", "optimizers"), ("update.*", "loss.*"), "error",
     "parameters twice in the optimizer", requires="groups of the optimizer", doc="""
     A parameter that is in the optimizers' groups more than once, so each step updates it several times.

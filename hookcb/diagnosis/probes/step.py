@@ -152,3 +152,25 @@ def _largest(dense: list[Tensor]) -> Tensor | float:
     ends = [dense[0], dense[-1]] if dense[0].device == dense[-1].device else dense[:1]
     largest = torch.stack([g.detach().abs().amax().float() for g in ends]).amax()
     return float(largest) if largest.is_cpu else largest
+
+
+def observe_accumulation(n_backward: set[int], scale: float) -> Iterator[Observation]:
+    """Losses of several batches that are summed to one step, not averaged.
+
+    Args:
+        n_backward: numbers of backwards before the steps of the only optimizer.
+        scale: factor of the mean over samples in what backward is called on, NaN if unknown.
+    """
+    n = min(n_backward, default=0)
+    if n > 1 and n_backward == {n} and scale == 1:
+        yield Observation(
+            "accum.divisor",
+            value=float(n),
+            text=f"Each step adds up the gradients of {n} backwards, and each of their losses is a whole "
+            f"mean over its samples, so gradients are {n} times those of the mean over all.",
+            causes=("losses that are accumulated without a divisor",),
+            next_steps=(
+                f"If these are parts of one batch, call (loss / {n}).backward(); SGD and clipping depend on "
+                "the scale of the gradients, Adam does not",
+            ),
+        )

@@ -45,7 +45,7 @@ from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
-from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
+from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients, observe_accumulation
 from hookcb.diagnosis.probes.targets import Targets, compares_output
 from hookcb.diagnosis.probes.tokens import Relation, observe_tokens
 from hookcb.diagnosis.verdict import Finding
@@ -92,6 +92,8 @@ class Probes:
         self._sources = {"batches", "batch", "steps", "time"}
         self.dead, self.lost_updates = DeadUnits(loop.model), LostUpdates(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
+        self._backwards: set[int] = set()  # numbers of backwards before a step
+        self._n_before = 0  # backwards before the last step
         self._under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
@@ -284,6 +286,8 @@ class Probes:
     def end_step(self, loop: Any, looking: bool) -> None:
         """Records a step that was made or cancelled."""
         self.n_steps += 1
+        self._backwards.add(self._n_backward - self._n_before)
+        self._n_before = self._n_backward
         self._observed.add("steps")
         self.lost_updates.after_step(loop.train_iter)
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
@@ -420,6 +424,11 @@ class Probes:
         elif self._ops.has_looked and not self._ops.shares:
             evidence.absent["attention"] = "the model has no attention operations"
             evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
+        if not self._is_external:
+            evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
+        elif self._backwards == {1}:
+            evidence.absent["accumulation"] = "each step has one backward"
+        evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
         self._add_tokens(evidence)
 
     def _add_tokens(self, evidence: Evidence) -> None:
@@ -458,11 +467,20 @@ class Probes:
             self.guarded(self._observe, probe, learn, findings, self.n_batches, falls_slowly)
         return len(self.observations) > before
 
+    def _observe_accumulation(self, loop: Any) -> None:
+        """Compares backwards with steps; a loss that is reported may not be what backward is called on."""
+        scale = self._graph_of_one().scale
+        is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
+        if not (loop.facts.n_losses_reported or is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
+            self._observed.add("divisor of the loss")
+            self._observe(observe_accumulation, self._backwards, scale)
+
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
         self._observe(observe_optimizers, loop.model, self.optimizers.values())
         if self._is_external:
             self._observe(observe_unseen_validation, loop)
+            self._observe_accumulation(loop)
         if self.optimizers:
             self._observed.add("groups of the optimizer")
         if error is not None and not isinstance(error, KeyboardInterrupt):

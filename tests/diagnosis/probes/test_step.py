@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
+from hookcb import Diagnose, watch
+from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients, observe_accumulation
 
 
 def net(seed=0, n_out=2):
@@ -249,3 +250,30 @@ def test_a_weight_that_moves_in_one_step_of_five_is_not_told():
                 model[0].weight += 1
         swallowed.after_step(step)
     assert [s.param for s in swallowed.observations()] == ["2.weight"]
+
+
+# ---- accumulated losses
+
+
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("reports", [True, False])
+def test_losses_that_are_summed_over_batches_get_a_note(n, divide, reports):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for i in range(41):
+            loss = nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.randint(3, (16,)))
+            if reports:
+                w.report_loss(loss)
+            (loss / n if divide else loss).backward()
+            if i % n == n - 1:
+                opt.step()
+                opt.zero_grad()
+    noted = [(x.severity, x.value) for x in w.diagnose().findings if x.code == "accum.divisor"]
+    assert noted == ([("info", 4.0)] if n == 4 and not divide and not reports else [])
+
+
+@pytest.mark.parametrize("n_backward", [set(), {1}, {2, 4}, {1, 4}])
+def test_a_varying_number_of_backwards_gets_no_note(n_backward):
+    assert list(observe_accumulation(n_backward, 1.0)) == []
