@@ -10,6 +10,7 @@ MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a mod
 MIN_RANGE = 0.01  # between the losses of a constant and of a perfect prediction, as a share of the first
 MAX_NOISE = 0.2  # standard error of the difference between two mean losses of a constant, as a share of it
 MIN_BATCHES = 50  # to tell a flat or rising loss
+MIN_BATCHES_OF_TOKENS = 200  # for a language model, which learns the shares of tokens first, and waits there
 FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of guessing
 CONFIDENCE = 3.0  # standard deviations
 
@@ -50,17 +51,22 @@ def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
     """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
     A penalty on parameters is left out of the loss. For the ratio, the loss of a perfect prediction is
-    subtracted from both. NaN for fewer than 50 batches since the learning rate has reached its largest value;
-    the ratio also if the loss of a constant is unknown, or that of a perfect prediction is as large.
+    subtracted from both. NaN for fewer than 50 batches, 200 of tokens, since the learning rate has reached
+    its largest value; the ratio also if the loss of a constant is unknown, or that of a perfect prediction is as large.
     """
     values = finite(_without_penalty(evidence).values)
     full = max(finite(rates(evidence).values), default=0.0)
     warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
-    if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
+    if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < batches_to_learn(evidence):
         return math.nan, math.nan
     last = fmean(values[-_n_last(len(values)) :])
     above = evidence.constant - evidence.perfect
     return last, (last - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
+
+
+def batches_to_learn(evidence: Evidence) -> int:
+    """Number of batches after which a model is compared with a constant."""
+    return MIN_BATCHES_OF_TOKENS if "tokens beside targets" in evidence.observed else MIN_BATCHES
 
 
 def is_trivial(evidence: Evidence) -> bool:

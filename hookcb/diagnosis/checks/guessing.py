@@ -18,6 +18,7 @@ from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import (
     MAX_OF_CONSTANT,
     MIN_BATCHES,
+    batches_to_learn,
     further_fall,
     is_noisy,
     is_trivial,
@@ -47,15 +48,16 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     seen: their variance for squares, their mean absolute deviation for absolute values, the entropy of the
     class shares for cross-entropy; from both the loss of a perfect prediction is subtracted, which is above 0
     for soft or smoothed targets. Limit: 0.98. Nothing is said before 50 batches at the full learning rate,
-    after a warmup, if the targets vary so much between batches that the standard error of the ratio is above
-    0.2, or if the loss falls so fast that as many batches again would bring it below the limit, by its slope
-    over the last half, less three standard deviations.
+    after a warmup (200 if each token has a target, as language models learn the shares of tokens first); if
+    the targets vary so much between batches that the standard error of the ratio is above 0.2; or if the loss
+    falls so fast that as many batches again would bring it below the limit, by its slope over the last half,
+    less three standard deviations.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "input-independent baseline".
     """
     last, ratio = loss_of_constant(evidence)
     if math.isnan(last):
-        yield Skipped(f"fewer than {MIN_BATCHES} batches at the full learning rate")
+        yield Skipped(f"fewer than {batches_to_learn(evidence)} batches at the full learning rate")
         return
     if math.isnan(ratio):
         yield Skipped("the loss of the best constant prediction is unknown")

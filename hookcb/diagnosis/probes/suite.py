@@ -389,6 +389,7 @@ class Probes:
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
             "indices of embeddings": self._ops.tokens.has_indices,
+            "tokens beside targets": self._ops.tokens.has_compared,
             "tokens that are targets": bool(self._tokens()),
             "masks of the tokens": any(x.seeing for x in self._tokens()),
             "padding of the tokens": any(x.padding >= 0 for x in self._tokens()),
