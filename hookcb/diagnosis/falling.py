@@ -52,7 +52,8 @@ def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
 
     A penalty on parameters is left out of the loss. For the ratio, the loss of a perfect prediction is
     subtracted from both. NaN for fewer than 50 batches, 200 of tokens, since the learning rate has reached
-    its largest value; the ratio also if the loss of a constant is unknown, or that of a perfect prediction is as large.
+    its largest value; the ratio also if the loss of a constant is unknown, or that of a perfect prediction is
+    as large.
     """
     values = finite(_without_penalty(evidence).values)
     full = max(finite(rates(evidence).values), default=0.0)
@@ -60,8 +61,13 @@ def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
     if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < batches_to_learn(evidence):
         return math.nan, math.nan
     last = fmean(values[-_n_last(len(values)) :])
+    return last, ratio_to_constant(evidence, last)
+
+
+def ratio_to_constant(evidence: Evidence, loss: float) -> float:
+    """Ratio of a loss to that of the best constant prediction, less that of a perfect prediction each."""
     above = evidence.constant - evidence.perfect
-    return last, (last - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
+    return (loss - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
 
 
 def batches_to_learn(evidence: Evidence) -> int:
