@@ -83,6 +83,11 @@ class TrainingState:
         return self.loss.grad_fn
 
     @property
+    def pred_grad(self) -> Any:
+        """In a watch, the gradient of the model's output during `after_loss`, if that found the loss."""
+        return None
+
+    @property
     def is_calling(self) -> bool:
         """Whether the model is being called now, as when a watched batch begins."""
         return False

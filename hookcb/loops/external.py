@@ -66,6 +66,7 @@ class ExternalLoop(NamedLoop):
         self.stage = Stage.IDLE
         self._phase: str | None = None  # "train" or "validate", while an epoch is open
         self._loss_node: Any = None  # autograd node of the loss, during after_loss
+        self._pred_grad: Tensor | None = None  # the gradient with which a backward began, while it begins
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
         self.facts = Facts()
@@ -106,6 +107,11 @@ class ExternalLoop(NamedLoop):
     def loss_node(self) -> Any:
         """Autograd node of the loss, during `after_loss`; it may have freed its saved tensors already."""
         return self._loss_node
+
+    @property
+    def pred_grad(self) -> Tensor | None:
+        """The gradient of an output of the model with which the backward began, while it begins."""
+        return self._pred_grad
 
     @property
     def has_batch(self) -> bool:
@@ -332,7 +338,11 @@ class ExternalLoop(NamedLoop):
         if torch.is_grad_enabled():  # create_graph: a gradient penalty, which is part of the loss
             self.facts.n_penalties += 1
         elif self.stage in BEFORE_BACKWARD:
-            self.begin_backward()
+            self._pred_grad = grad
+            try:
+                self.begin_backward()
+            finally:
+                self._pred_grad = None
             # runs when all gradients are ready: DDP queues its own callback between these two
             after_backward(lambda: after_backward(self.end_backward))
 

@@ -43,6 +43,7 @@ from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
+from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients, observe_accumulation
@@ -180,14 +181,16 @@ class Probes:
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
         node = loop.loss_node
-        if self.graph is None:
-            self._read_graph(loop, node)
+        is_first = self.graph is None
+        yb = self._targets_of(loop, node) if is_first or looking else ()
+        if is_first:
+            self._read_graph(loop, node, yb)
         self.retained.mark_graph(node, loop.train_iter)
         if looking or loop.train_iter % PENALTY_EVERY == 0:
             self.guarded(self._add_penalty, loop)
         if looking:
-            self.targets.add_batch(loop.yb or target_of(node))
-            self.guarded(self._add_stuck_share, loop, node)
+            self.targets.add_batch(yb)
+            self.guarded(self._add_stuck_share, loop, node, yb)
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
@@ -199,14 +202,22 @@ class Probes:
         if has_penalty and (penalty := penalty_of(loop.loss)) is not None:
             self.penalty.add(loop.train_iter, detached_scalar(penalty))
 
-    def _add_stuck_share(self, loop: Any, node: Any) -> None:
+    def _targets_of(self, loop: Any, node: Any) -> Any:
+        """Targets of the batch: those of the loop, those that the loss has saved, or else () if unknown."""
+        if len(loop.yb):
+            return loop.yb
+        y = target_of(node)
+        y = recovered_target(node, loop.pred, loop.pred_grad, loop.loss) if y is None else y
+        return () if y is None else (y,)
+
+    def _add_stuck_share(self, loop: Any, node: Any, yb: Any) -> None:
         graph = self.graph
-        if graph is not None and (share := stuck_share(graph, node, loop.pred, loop.yb)) is not None:
+        if graph is not None and (share := stuck_share(graph, node, loop.pred, yb)) is not None:
             self.stuck.add(loop.train_iter, detached_scalar(share))
 
-    def _read_graph(self, loop: Any, node: Any) -> None:
+    def _read_graph(self, loop: Any, node: Any, yb: Any) -> None:
         self.graph = read_loss(node)
-        self.guess = guess_of(self.graph, loop.pred, loop.yb)
+        self.guess = guess_of(self.graph, loop.pred, yb)
         if self.graph.hidden_by == COMPILED:
             batch = ExternalBatch(loop) if self._is_external else loop
             try:
@@ -214,10 +225,10 @@ class Probes:
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
-        self._observe(observe_output, self.graph, node, loop.pred, loop.yb, self.layers.last, loop.train_iter)
-        if is_comparison_known(self.graph, node, loop.pred, loop.yb):
+        self._observe(observe_output, self.graph, node, loop.pred, yb, self.layers.last, loop.train_iter)
+        if is_comparison_known(self.graph, node, loop.pred, yb):
             self._observed.add("output beside its targets")
-        self._observe(observe_scaled_labels, loop.xb, loop.yb or target_of(node), loop.train_iter)
+        self._observe(observe_scaled_labels, loop.xb, yb, loop.train_iter)
         if (links := linear_links(node)) is not None:
             self._observed.add("path from layer to layer")
             self._observe(observe_linear_links, links, loop.model)
