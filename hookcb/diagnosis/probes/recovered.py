@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookcb.core.batch import parts
 from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import behind_shapes, read_terms
+from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, node_name, read_terms
 
 MAX_ERROR = 1e-3  # of the loss that the recovered targets give; rounding to float32 stays below 1e-4
 
@@ -31,14 +31,16 @@ def recovered_target(node: Any, pred: Any, grad: Tensor | None, loss: Any) -> Te
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
     if main is None or grad is None or not isinstance(loss, Tensor) or not grad.is_cpu:
         return None
-    if len(outputs) != 1 or behind_shapes(outputs[0].grad_fn) is not main.given:
+    end = behind_shapes(outputs[0].grad_fn) if len(outputs) == 1 else None
+    is_log = main.kind == "cross-entropy" and node_name(end) == "LogSoftmax"
+    if end is None or (behind(end) if is_log else end) is not main.given:
         return None
     x, g = outputs[0].detach().float(), grad.float()
     if x.shape != g.shape or not x.numel():
         return None
     scale = main.scale if math.isfinite(main.scale) and main.scale else 1.0
     value = float(loss) / scale
-    for y, own in _candidates(main.kind, main.takes, x, g / scale):
+    for y, own in _candidates(main.kind, "log-probabilities" if is_log else main.takes, x, g / scale):
         if abs(float(own) - value) <= MAX_ERROR * abs(value):
             return y
     return None
