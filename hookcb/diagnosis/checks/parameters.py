@@ -32,6 +32,9 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     if steps is None or len(steps) < needed:
         yield Skipped(f"fewer than {needed} steps were inspected")
         return
+    if "cleared gradients" in evidence.observed:
+        yield Skipped("gradients were cleared between the backward and the step")
+        return
     ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= needed]
     without = [p for p in ungraded if p.layer in evidence.layers]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]

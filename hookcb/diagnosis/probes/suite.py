@@ -46,7 +46,7 @@ from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
-from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients, observe_accumulation
+from hookcb.diagnosis.probes.step import ClearedGradients, LostUpdates, StaleGradients, observe_accumulation
 from hookcb.diagnosis.probes.targets import Targets, compares_output
 from hookcb.diagnosis.probes.tokens import Relation, observe_tokens
 from hookcb.diagnosis.verdict import Finding
@@ -98,6 +98,7 @@ class Probes:
         self._under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
+        self.cleared = ClearedGradients()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
         self.penalty, self.stuck = Curve(), Curve()
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
@@ -254,10 +255,12 @@ class Probes:
         self._n_backward += 1
         self._observed.add("backward")
         self._under_way = looking
-        if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
-            return
         if self._first_param is None:
             self._first_param = self._find_first_param(loop.model)
+        if self.n_steps < N_DENSE:
+            self.cleared.after_backward(self._first_param)
+        if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
+            return
         grad = None if self._first_param is None else self._first_param.grad
         if grad is not None and grad.is_cpu and not math.isfinite(float(grad.detach().sum())):
             self._find_origin(loop, "A gradient is not finite", gradient=True)
@@ -287,6 +290,8 @@ class Probes:
 
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Reads the gradients and weights before a step."""
+        if self.n_steps < N_DENSE:
+            self.cleared.before_step()
         if looking or self._checks_dead_units():
             self.dead.read_gradients(loop.train_iter, self.n_examples)
             without = (name for name, p, _ in self._params if p.requires_grad and p.grad is None)
@@ -404,6 +409,7 @@ class Probes:
             "tokens that are targets": bool(self._tokens()),
             "masks of the tokens": any(x.seeing for x in self._tokens()),
             "padding of the tokens": any(x.padding >= 0 for x in self._tokens()),
+            "cleared gradients": self.cleared.has_found,
             "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,
             "weights around a step": self.lost_updates.has_looked,
             "graphs of 60 losses": self.retained.has_looked,
@@ -467,6 +473,7 @@ class Probes:
         yield from self.lost_updates.observations()
         if len(self.optimizers) == 1:  # several may clear each other's gradients unseen
             yield from self.stale.observations()
+        yield from self.cleared.observations()
         yield from self._motion.observations(self.n_steps, self._n_backward)
         yield from self.retained.observations()
         yield from self.targets.observe_single_class(self._graph_of_one())

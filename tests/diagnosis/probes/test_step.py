@@ -277,3 +277,24 @@ def test_losses_that_are_summed_over_batches_get_a_note(n, divide, reports):
 @pytest.mark.parametrize("n_backward", [set(), {1}, {2, 4}, {1, 4}])
 def test_a_varying_number_of_backwards_gets_no_note(n_backward):
     assert list(observe_accumulation(n_backward, 1.0)) == []
+
+
+# ---- cleared gradients
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_that_are_cleared_before_each_step_are_named(to_none, every):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Diagnose(show=False, on_sick="ignore")) as w:
+        for i in range(40):
+            model(torch.randn(8, 4)).square().mean().backward()
+            if i % every == 0:
+                opt.zero_grad(set_to_none=to_none)
+            opt.step()
+            opt.zero_grad()
+    codes = [finding.code for finding in w.diagnose().findings if finding.severity == "error"]
+    assert ("param.not_stepped" in codes) == (every == 1)
+    assert "param.unreachable" not in codes
