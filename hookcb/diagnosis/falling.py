@@ -4,7 +4,7 @@ import math
 from statistics import fmean
 
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
-from hookcb.diagnosis.trends import before, finite, median, rates, slope
+from hookcb.diagnosis.trends import LEARNED, before, finite, loss_left, median, rates, slope
 
 MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a model that learns
 MIN_RANGE = 0.01  # between the losses of a constant and of a perfect prediction, as a share of the first
@@ -58,7 +58,7 @@ def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
     warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
     if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
         return math.nan, math.nan
-    last = fmean(values[-_n_last(len(values)) :])
+    last = fmean(values[-n_last(len(values)) :])
     above = evidence.constant - evidence.perfect
     return last, (last - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
 
@@ -69,16 +69,25 @@ def is_trivial(evidence: Evidence) -> bool:
     return ratio > MAX_OF_CONSTANT and not is_noisy(evidence) and not may_become_better(evidence, last)
 
 
+def has_learned(evidence: Evidence, first: float, share: float = LEARNED) -> bool:
+    """Whether the final loss is below this share of `first`, and the model is better than a constant.
+
+    The loss of a language model falls by a third, from ln C to the entropy of the shares of the tokens,
+    before the model has learned anything from its input.
+    """
+    return loss_left(evidence, first) < share and not is_trivial(evidence)
+
+
 def is_noisy(evidence: Evidence) -> bool:
     """Whether the targets vary so much between batches that means over few of them cannot be compared.
 
     So do a few outliers that make up most of a squared error, or one positive in a hundred samples.
     """
-    noise = evidence.noise * math.sqrt(1 / _n_last(len(evidence.loss)) + 1 / evidence.n_targets)
+    noise = evidence.noise * math.sqrt(1 / n_last(len(evidence.loss)) + 1 / evidence.n_targets)
     return noise > MAX_NOISE * (evidence.constant - evidence.perfect)
 
 
-def _n_last(n: int) -> int:
+def n_last(n: int) -> int:
     """Number of batches whose mean is the final loss."""
     return max(WINDOW, n // 10)
 
@@ -107,7 +116,27 @@ def _without_penalty(evidence: Evidence) -> Series:
 
 def further_fall(loss: Series) -> float:
     """By how much a loss will at least fall in as many batches again, by its slope over the last half."""
-    pairs = [(step, x) for step, x in list(loss)[len(loss) // 2 :] if math.isfinite(x)]
-    half = Series.of([step for step, _ in pairs], [x for _, x in pairs])
-    _, high = slope(half, CONFIDENCE)
+    _, high = slope(_last_half(loss), CONFIDENCE)
     return max(0.0, -high * (loss.steps[-1] - loss.steps[0])) if math.isfinite(high) else 0.0
+
+
+def expected_fall(evidence: Evidence) -> float:
+    """By how much the loss will fall in as many batches again, at the median slope of its last half.
+
+    At most by what is left above a perfect prediction; 0 unless the slope is sure to be negative.
+    """
+    loss = evidence.loss
+    if not further_fall(loss):
+        return 0.0
+    fall = -fmean(slope(_last_half(loss), 0.0)) * (loss.steps[-1] - loss.steps[0])
+    above = final_loss(evidence) - evidence.perfect
+    return min(fall, above) if above > 0 else fall
+
+
+def final_loss(evidence: Evidence) -> float:
+    """Mean of the finite ones of the last ten losses; NaN if there are none."""
+    return fmean(finite(evidence.loss.values[-WINDOW:]) or [math.nan])
+
+
+def _last_half(loss: Series) -> Series:
+    return before(Series(loss.steps[len(loss) // 2 :], loss.values[len(loss) // 2 :]), math.inf)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.batch import batch_size, parts
 from hookcb.core.fetches import FetchTimer
-from hookcb.core.optim import detached_scalar, largest_lr
+from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
@@ -94,6 +94,7 @@ class Probes:
         self._motion, self._n_backward = Motion(loop.model), 0
         self._backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
+        self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
         self._under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
@@ -188,11 +189,17 @@ class Probes:
         if looking:
             self.targets.add_batch(loop.yb or target_of(node))
             self.guarded(self._add_stuck_share, loop, node)
+        if self._is_external and node is not None and len(self._factors) < MIN_BATCHES:
+            node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
+
+    def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
+        """Records the gradient of a loss: what it is multiplied by before backward is called."""
+        self._factors.append(detached_scalar(grads[0]))
 
     def _add_penalty(self, loop: Any) -> None:
         has_penalty = self.graph is not None and self.graph.has_penalty and isinstance(loop.loss, Tensor)
@@ -428,6 +435,8 @@ class Probes:
             evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
         elif self._backwards == {1}:
             evidence.absent["accumulation"] = "each step has one backward"
+        elif any(map(is_adaptive, self.optimizers.values())):
+            evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
         evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
         self._add_tokens(evidence)
 
@@ -468,10 +477,11 @@ class Probes:
         return len(self.observations) > before
 
     def _observe_accumulation(self, loop: Any) -> None:
-        """Compares backwards with steps; a loss that is reported may not be what backward is called on."""
-        scale = self._graph_of_one().scale
+        """Compares backwards with steps, and with what the loss is multiplied by."""
+        factors = {float(x) for x in self._factors}  # backward may be called on a part of a reported loss
+        scale = self._graph_of_one().scale * (factors.pop() if len(factors) == 1 else math.nan)
         is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
-        if not (loop.facts.n_losses_reported or is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
+        if not (is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
             self._observed.add("divisor of the loss")
             self._observe(observe_accumulation, self._backwards, scale)
 
