@@ -1,4 +1,4 @@
-"""What checks share: the constructor of findings, which fills in the layer and the steps, and their results."""
+"""Functions that checks share: one makes a finding, with its layer and steps; one asks another check."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -46,7 +46,7 @@ LARGER_THAN_WEIGHTS = 1.0
 FAR_LARGER = 10.0  # one such step is enough
 LEARNED_WELL, BARELY_LEARNED = 0.05, 0.9  # share of the first loss that is left
 MIN_UPDATE, MIN_UPDATE_WARNING = 1e-5, 1e-6
-MAX_SMALL, MAX_MOTION = USUAL_UPDATE / 10, 0.1  # update ratio; sum of all, if the loss is flat
+MAX_SMALL, MAX_SMALL_SUM = USUAL_UPDATE / 10, 0.1  # update ratio, and all together, if the loss is flat
 TRAINED = 0.5  # of the loss of a constant; a model that begins below it was trained before
 MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
 
@@ -179,10 +179,10 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
 
     Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence (at least
     five), each scaled to the largest learning rate, so neither warmup nor the end of a decay counts. Limit:
-    1e-5, a hundredth of the usual 1e-3; an error below 1e-6 if the loss falls by less than a tenth. Or 1e-4, if
-    the loss is flat and near guessing and the sum over all steps is below 0.1. No finding if the loss falls
-    by a fifth. Not judged if it begins below half of that of the best constant: a model
-    that was trained before may have little left to learn.
+    1e-5, a hundredth of the usual 1e-3, or 1e-4 if the loss is flat and near guessing and all steps together
+    are below 0.1; an error below 1e-6 if the loss falls by less than a tenth. No finding if it falls by a
+    fifth. Not judged if it begins below half of that of the best constant: a model that was trained before
+    may have little left to learn.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
@@ -220,7 +220,7 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
 def _has_barely_moved(evidence: Evidence, size: float) -> bool:
     """Whether steps of this size cannot have moved the weights far, and the loss has not fallen."""
     is_flat = any(f.severity == "warning" for f in findings_of(flat_loss, evidence))
-    return is_flat and size * evidence.n_steps < MAX_MOTION
+    return is_flat and size * evidence.n_steps < MAX_SMALL_SUM
 
 
 def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]:

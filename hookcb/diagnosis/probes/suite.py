@@ -31,6 +31,7 @@ from hookcb.diagnosis.probes.batch import (
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, observe_dropout_in_eval
+from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
@@ -102,6 +103,7 @@ class Probes:
         self.penalty, self.stuck = Curve(), Curve()
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
+        self._tables = AddedTables()
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess, self.targets = math.nan, Targets()
@@ -189,7 +191,7 @@ class Probes:
         if looking:
             self.targets.add_batch(loop.yb or target_of(node))
             self.guarded(self._add_stuck_share, loop, node)
-        if self._is_external and node is not None and len(self._factors) < MIN_BATCHES:
+        if self._is_external and loop.facts.n_losses_reported and len(self._factors) < MIN_BATCHES:
             node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
@@ -228,6 +230,7 @@ class Probes:
         if (links := linear_links(node)) is not None:
             self._observed.add("path from layer to layer")
             self._observe(observe_linear_links, links, loop.model)
+        self._tables.read_graph(node, loop.model)
         self.targets.is_of_output = compares_output(node, loop.pred)
         if not math.isnan(share := dropped_share(node)):
             self._observed.add("input of the loss")
@@ -396,6 +399,7 @@ class Probes:
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
             "indices of embeddings": self._ops.tokens.has_indices,
+            "sums in the graph": self._tables.is_known,
             "tokens that are targets": bool(self._tokens()),
             "masks of the tokens": any(x.seeing for x in self._tokens()),
             "padding of the tokens": any(x.padding >= 0 for x in self._tokens()),
@@ -459,6 +463,7 @@ class Probes:
         yield from observe_attention(self._ops.shares)
         yield from observe_blind(self._ops.blind)
         yield from observe_dropout_in_eval(self._ops.dropping)
+        yield from self._tables.observations()
         yield from self._ops.tokens.observe_indices()
         yield from observe_tokens(self._tokens(), self._graph_of_one(), self._has_recurrent)
         yield from self.lost_updates.observations()
@@ -478,7 +483,7 @@ class Probes:
 
     def _observe_accumulation(self, loop: Any) -> None:
         """Compares backwards with steps, and with what the loss is multiplied by."""
-        factors = {float(x) for x in self._factors}  # backward may be called on a part of a reported loss
+        factors = {float(x) for x in self._factors} if loop.facts.n_losses_reported else {1.0}
         scale = self._graph_of_one().scale * (factors.pop() if len(factors) == 1 else math.nan)
         is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
         if not (is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
