@@ -87,19 +87,20 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {N_LARGE_FIRST} steps were inspected before convergence")
         return
     start = evidence.loss.values[0] if len(evidence.loss) else math.nan
-    learns, left = has_learned(evidence, start), loss_left(evidence, start)
+    left = loss_left(evidence, start)
+    is_idle = not (math.isnan(left) or has_learned(evidence, start))
     huge = [x for x in (_huge(p, series) for p, series in sizes) if x]
     large = [x for x in (_large(p, series) for p, series in sizes) if x]
-    if not learns and not large:
+    if is_idle and not large:
         death = _death(evidence)
         large = [x for x in (_large_before(p, series, death) for p, series in sizes) if x]
     if huge and not has_learned(evidence, start, LEARNED_WELL):
         yield _too_large(evidence, max(huge, key=lambda x: x[1]), is_error=True)
-    elif large and not learns and left < math.inf:  # large steps not known to do harm may be intended
+    elif large and is_idle:  # large steps that are not known to do harm may be intended
         yield _too_large(evidence, max(large, key=lambda x: x[1]), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in sizes)
-        yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, not learns))
+        yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, is_idle))
 
 
 _Large = tuple[Param, float, Span, float]  # with the size of the update and its limit
