@@ -114,7 +114,7 @@ def unrelated_inputs(seed: int, cbs: Callbacks) -> Run:
 @fault(DATA_FAULTS, "labels of one class", codes=["label.single_class"])
 def one_class(seed: int, cbs: Callbacks) -> Run:
     """Labels that a conversion has set to 0."""
-    batches = [(x, torch.zeros_like(y)) for x, y in digit_batches(seed)]
+    batches = [(x, torch.zeros_like(y)) for x, y in digit_batches(seed, size=64)]
     model = Mlp()
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
 

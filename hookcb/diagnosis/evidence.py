@@ -188,6 +188,7 @@ class Evidence:
         constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
             if unknown.
         perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
+        validation: loss of the last validation, NaN if there was none.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
         input_columns: RMS of each column of a table, in the first inspected batches; else empty.
@@ -226,6 +227,7 @@ class Evidence:
     guess: float = math.nan
     constant: float = math.nan
     perfect: float = 0.0
+    validation: float = math.nan
     noise: float = 0.0
     n_targets: int = 1
     input_std: Series = field(default_factory=Series)

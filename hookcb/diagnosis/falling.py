@@ -10,6 +10,7 @@ MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a mod
 MIN_RANGE = 0.01  # between the losses of a constant and of a perfect prediction, as a share of the first
 MAX_NOISE = 0.2  # standard error of the difference between two mean losses of a constant, as a share of it
 MIN_BATCHES = 50  # to tell a flat or rising loss
+MIN_BATCHES_OF_TOKENS = 200  # for a language model, which learns the shares of tokens first, and waits there
 FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of guessing
 CONFIDENCE = 3.0  # standard deviations
 
@@ -46,26 +47,41 @@ def guesses(evidence: Evidence) -> bool:
     return median(evidence.loss.values[-WINDOW:]) >= NEAR_GUESS * evidence.guess > 0
 
 
-def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
+def loss_of_constant(evidence: Evidence, n_batches: int = 0) -> tuple[float, float]:
     """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
     A penalty on parameters is left out of the loss. For the ratio, the loss of a perfect prediction is
-    subtracted from both. NaN for fewer than 50 batches since the learning rate has reached its largest value;
-    the ratio also if the loss of a constant is unknown, or that of a perfect prediction is as large.
+    subtracted from both. NaN for fewer than `n_batches`, by default 50, or 200 of tokens, since the learning
+    rate has reached its largest value; the ratio also if the loss of a constant is unknown, or that of a
+    perfect prediction is as large.
     """
     values = finite(_without_penalty(evidence).values)
     full = max(finite(rates(evidence).values), default=0.0)
     warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
-    if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
+    n_warm = sum(step >= warm for step in evidence.loss.steps)
+    if min(len(values), n_warm) < (n_batches or batches_to_learn(evidence)):
         return math.nan, math.nan
     last = fmean(values[-n_last(len(values)) :])
+    return last, ratio_to_constant(evidence, last)
+
+
+def ratio_to_constant(evidence: Evidence, loss: float) -> float:
+    """Ratio of a loss to that of the best constant prediction, less that of a perfect prediction each."""
     above = evidence.constant - evidence.perfect
-    return last, (last - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
+    return (loss - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
 
 
-def is_trivial(evidence: Evidence) -> bool:
-    """Whether the model is no better than a constant, and its loss does not fall fast enough to become it."""
-    last, ratio = loss_of_constant(evidence)
+def batches_to_learn(evidence: Evidence) -> int:
+    """Number of batches after which a model is compared with a constant."""
+    return MIN_BATCHES_OF_TOKENS if "tokens beside targets" in evidence.observed else MIN_BATCHES
+
+
+def is_trivial(evidence: Evidence, n_batches: int = 0) -> bool:
+    """Whether the model is no better than a constant, and its loss does not fall fast enough to become it.
+
+    Known after so many batches, by default `batches_to_learn`.
+    """
+    last, ratio = loss_of_constant(evidence, n_batches)
     return ratio > MAX_OF_CONSTANT and not is_noisy(evidence) and not may_become_better(evidence, last)
 
 
@@ -75,7 +91,7 @@ def has_learned(evidence: Evidence, first: float, share: float = LEARNED) -> boo
     The loss of a language model falls by a third, from ln C to the entropy of the shares of the tokens,
     before the model has learned anything from its input.
     """
-    return loss_left(evidence, first) < share and not is_trivial(evidence)
+    return loss_left(evidence, first) < share and not is_trivial(evidence, MIN_BATCHES)
 
 
 def is_noisy(evidence: Evidence) -> bool:

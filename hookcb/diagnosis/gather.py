@@ -42,8 +42,11 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
         _add_activations(evidence, stats, frame)
     if health := found.get(GradientHealth):
         _add_gradients(evidence, health.records)
-    if probed is None and (recorder := found.get(Recorder)):
-        _add_losses(evidence, recorder)
+    if recorder := found.get(Recorder):
+        validations = [float(row["valid_loss"]) for row in recorder.rows if "valid_loss" in row]
+        evidence.validation = validations[-1] if validations else math.nan
+        if probed is None:
+            _add_losses(evidence, recorder)
     return evidence
 
 

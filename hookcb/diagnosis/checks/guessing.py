@@ -19,6 +19,7 @@ from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import (
     MAX_OF_CONSTANT,
     MIN_BATCHES,
+    batches_to_learn,
     expected_fall,
     final_loss,
     is_noisy,
@@ -26,8 +27,10 @@ from hookcb.diagnosis.falling import (
     loss_of_constant,
     may_become_better,
     n_last,
+    ratio_to_constant,
 )
 from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.verdict import Finding
 
 MAX_STUCK, ALL_STUCK, N_STUCK = 0.4, 0.999, 3  # shares of the error; batches
 MAX_PENALTY = 0.9  # of the loss
@@ -52,18 +55,23 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     seen: their variance for squares, their mean absolute deviation for absolute values, the entropy of the
     class shares for cross-entropy; from both the loss of a perfect prediction is subtracted, which is above 0
     for soft or smoothed targets. Limit: 0.98. Nothing is said before 50 batches at the full learning rate,
-    after a warmup, if the targets vary so much between batches that the standard error of the ratio is above
-    0.2, or if the loss falls so fast that as many batches again would bring it below the limit, by its slope
-    over the last half, less three standard deviations.
+    after a warmup (200 if each token has a target, as language models learn the shares of tokens first); if
+    the targets vary so much between batches that the standard error of the ratio is above 0.2; or if the loss
+    falls so fast that as many batches again would bring it below the limit, by its slope over the last half,
+    less three standard deviations. A note if only the loss of the last validation is above the limit.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "input-independent baseline".
     """
     last, ratio = loss_of_constant(evidence)
     if math.isnan(last):
-        yield Skipped(f"fewer than {MIN_BATCHES} batches at the full learning rate")
+        yield Skipped(f"fewer than {batches_to_learn(evidence)} batches at the full learning rate")
         return
     if math.isnan(ratio):
         yield Skipped("the loss of the best constant prediction is unknown")
+        return
+    new = math.nan if len(evidence.penalty) else ratio_to_constant(evidence, evidence.validation)
+    if ratio <= MAX_OF_CONSTANT < new:
+        yield _trivial_validation(evidence, last, new)
         return
     if ratio <= MAX_OF_CONSTANT:
         yield Passed(f"no better than a constant (loss {ratio:.2g} of that)", ratio, MAX_OF_CONSTANT)
@@ -133,6 +141,23 @@ def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
         f"{MAX_PENALTY:.0%}){end}.",
         causes=("a penalty with too large a weight", "a sum over all weights where a mean is meant"),
         next_steps=(f"Divide the weight of the penalty by {10 * penalty / (total - penalty):,.0f}",),
+    )
+
+
+def _trivial_validation(evidence: Evidence, last: float, ratio: float) -> Finding:
+    return finding(
+        "loss.trivial",
+        "info",
+        value=ratio,
+        limit=MAX_OF_CONSTANT,
+        message=f"The loss is {last:.3g} in training but {evidence.validation:.3g} in validation; "
+        f"{_of_constant(evidence)}. By its loss, the model is no better than a constant on new data; "
+        "by a metric such as accuracy it may be.",
+        causes=("overfitting", "inputs or targets that are prepared differently for the validation"),
+        next_steps=(
+            "Compare a batch of the validation with one of the training",
+            "Train for fewer epochs, or use more data, augmentation or weight decay",
+        ),
     )
 
 

@@ -12,8 +12,7 @@ from hookcb.diagnosis.probes.loss_terms import node_name
 from hookcb.hooks.modules import named_modules
 
 SAME_SCALE = ("Slice", "Alias", "Unsqueeze", "Expand", "View", "ToCopy")
-MAX_RATIO = 30.0  # of the RMS of two tables, before the first step and at the end; a healthy one ended at 17
-TINY = 1e-30
+MAX_RATIO = 30.0  # of the RMS of two tables, before the first step and at the end; healthy ones end at 18
 
 
 class AddedTables:
@@ -52,13 +51,13 @@ class AddedTables:
         for names, tables, first in zip(self._names, self._tables, self._first, strict=True):
             begin, end = list(map(float, first)), [float(_rms(table)) for table in tables]
             small, large = end.index(min(end)), end.index(max(end))
-            if begin[large] > MAX_RATIO * begin[small] and end[large] > MAX_RATIO * end[small]:
+            if begin[large] > MAX_RATIO * begin[small] > 0 and end[large] > MAX_RATIO * end[small] > 0:
                 one, other = names[small], names[large]
                 yield Observation(
                     "embed.scale",
                     one,
                     step=0,
-                    value=end[large] / max(end[small], TINY),
+                    value=end[large] / end[small],
                     text=f"The output of {one} is added to that of {other}, which is far larger: the RMS of "
                     f"their weights was {begin[small]:.2g} and {begin[large]:.2g} at the beginning, and is "
                     f"{end[small]:.2g} and {end[large]:.2g} now (limit: {MAX_RATIO:g} times).",

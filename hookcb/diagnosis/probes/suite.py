@@ -400,6 +400,7 @@ class Probes:
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
             "indices of embeddings": self._ops.tokens.has_indices,
             "sums in the graph": self._tables.is_known,
+            "tokens beside targets": self._ops.tokens.has_compared,
             "tokens that are targets": bool(self._tokens()),
             "masks of the tokens": any(x.seeing for x in self._tokens()),
             "padding of the tokens": any(x.padding >= 0 for x in self._tokens()),

@@ -113,6 +113,11 @@ class Tokens:
         """Whether the indices of an embedding were recorded in enough batches."""
         return any(len(ends) >= MIN_BATCHES for ends in self._ends.values())
 
+    @property
+    def has_compared(self) -> bool:
+        """Whether each embedded token may have a target of its own, as in a language model or a tagger."""
+        return bool(self._counts)
+
     def begin_batch(self) -> None:
         """Forgets the last batch."""
         self._embedded, self._views = [], []
