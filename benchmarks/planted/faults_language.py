@@ -154,7 +154,7 @@ def faint_tokens(seed: int, cbs: Callbacks) -> Run:
     model = LanguageModel(tied=False)
     nn.init.normal_(model.embed.weight, std=1e-3)
     nn.init.normal_(model.position.weight)
-    batches = character_batches(seed, n_step=80)
+    batches = character_batches(seed, n_step=220)
     return follow(model, token_loss, adamw(model, lr=1e-3), batches, cbs, seed, clip=1.0)
 
 

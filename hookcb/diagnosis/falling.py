@@ -4,7 +4,7 @@ import math
 from statistics import fmean
 
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
-from hookcb.diagnosis.trends import before, finite, median, rates, slope
+from hookcb.diagnosis.trends import LEARNED, before, finite, loss_left, median, rates, slope
 
 MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a model that learns
 MIN_RANGE = 0.01  # between the losses of a constant and of a perfect prediction, as a share of the first
@@ -47,20 +47,21 @@ def guesses(evidence: Evidence) -> bool:
     return median(evidence.loss.values[-WINDOW:]) >= NEAR_GUESS * evidence.guess > 0
 
 
-def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
+def loss_of_constant(evidence: Evidence, n_batches: int = 0) -> tuple[float, float]:
     """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
     A penalty on parameters is left out of the loss. For the ratio, the loss of a perfect prediction is
-    subtracted from both. NaN for fewer than 50 batches, 200 of tokens, since the learning rate has reached
-    its largest value; the ratio also if the loss of a constant is unknown, or that of a perfect prediction is
-    as large.
+    subtracted from both. NaN for fewer than `n_batches`, by default 50, or 200 of tokens, since the learning
+    rate has reached its largest value; the ratio also if the loss of a constant is unknown, or that of a
+    perfect prediction is as large.
     """
     values = finite(_without_penalty(evidence).values)
     full = max(finite(rates(evidence).values), default=0.0)
     warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
-    if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < batches_to_learn(evidence):
+    n_warm = sum(step >= warm for step in evidence.loss.steps)
+    if min(len(values), n_warm) < (n_batches or batches_to_learn(evidence)):
         return math.nan, math.nan
-    last = fmean(values[-_n_last(len(values)) :])
+    last = fmean(values[-n_last(len(values)) :])
     return last, ratio_to_constant(evidence, last)
 
 
@@ -75,10 +76,22 @@ def batches_to_learn(evidence: Evidence) -> int:
     return MIN_BATCHES_OF_TOKENS if "tokens beside targets" in evidence.observed else MIN_BATCHES
 
 
-def is_trivial(evidence: Evidence) -> bool:
-    """Whether the model is no better than a constant, and its loss does not fall fast enough to become it."""
-    last, ratio = loss_of_constant(evidence)
+def is_trivial(evidence: Evidence, n_batches: int = 0) -> bool:
+    """Whether the model is no better than a constant, and its loss does not fall fast enough to become it.
+
+    Known after so many batches, by default `batches_to_learn`.
+    """
+    last, ratio = loss_of_constant(evidence, n_batches)
     return ratio > MAX_OF_CONSTANT and not is_noisy(evidence) and not may_become_better(evidence, last)
+
+
+def has_learned(evidence: Evidence, first: float, share: float = LEARNED) -> bool:
+    """Whether the final loss is below this share of `first`, and the model is better than a constant.
+
+    The loss of a language model falls by a third, from ln C to the entropy of the shares of the tokens,
+    before the model has learned anything from its input.
+    """
+    return loss_left(evidence, first) < share and not is_trivial(evidence, MIN_BATCHES)
 
 
 def is_noisy(evidence: Evidence) -> bool:
@@ -86,11 +99,11 @@ def is_noisy(evidence: Evidence) -> bool:
 
     So do a few outliers that make up most of a squared error, or one positive in a hundred samples.
     """
-    noise = evidence.noise * math.sqrt(1 / _n_last(len(evidence.loss)) + 1 / evidence.n_targets)
+    noise = evidence.noise * math.sqrt(1 / n_last(len(evidence.loss)) + 1 / evidence.n_targets)
     return noise > MAX_NOISE * (evidence.constant - evidence.perfect)
 
 
-def _n_last(n: int) -> int:
+def n_last(n: int) -> int:
     """Number of batches whose mean is the final loss."""
     return max(WINDOW, n // 10)
 
@@ -119,7 +132,27 @@ def _without_penalty(evidence: Evidence) -> Series:
 
 def further_fall(loss: Series) -> float:
     """By how much a loss will at least fall in as many batches again, by its slope over the last half."""
-    pairs = [(step, x) for step, x in list(loss)[len(loss) // 2 :] if math.isfinite(x)]
-    half = Series.of([step for step, _ in pairs], [x for _, x in pairs])
-    _, high = slope(half, CONFIDENCE)
+    _, high = slope(_last_half(loss), CONFIDENCE)
     return max(0.0, -high * (loss.steps[-1] - loss.steps[0])) if math.isfinite(high) else 0.0
+
+
+def expected_fall(evidence: Evidence) -> float:
+    """By how much the loss will fall in as many batches again, at the median slope of its last half.
+
+    At most by what is left above a perfect prediction; 0 unless the slope is sure to be negative.
+    """
+    loss = evidence.loss
+    if not further_fall(loss):
+        return 0.0
+    fall = -fmean(slope(_last_half(loss), 0.0)) * (loss.steps[-1] - loss.steps[0])
+    above = final_loss(evidence) - evidence.perfect
+    return min(fall, above) if above > 0 else fall
+
+
+def final_loss(evidence: Evidence) -> float:
+    """Mean of the finite ones of the last ten losses; NaN if there are none."""
+    return fmean(finite(evidence.loss.values[-WINDOW:]) or [math.nan])
+
+
+def _last_half(loss: Series) -> Series:
+    return before(Series(loss.steps[len(loss) // 2 :], loss.values[len(loss) // 2 :]), math.inf)

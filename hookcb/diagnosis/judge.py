@@ -58,8 +58,9 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _without_idle_advice(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings without the note that a training could go on, if something is wrong with how it learns."""
-    is_faulty = any(f.severity != "info" and not f.code.startswith(("time.", "memory.")) for f in findings)
+    """Findings without the note that a training could go on, if it is known why it does not learn."""
+    harmless = ("time.", "memory.", "loss.flat", "loss.trivial")
+    is_faulty = any(f.severity != "info" and not f.code.startswith(harmless) for f in findings)
     return [f for f in findings if not (is_faulty and f.code == "train.unfinished")]
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean
 
-from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.checks.finding import finding, findings_of
+from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.checks.updates import (
     MIN_FACTOR,
     USUAL_UPDATE,
@@ -19,11 +20,13 @@ from hookcb.diagnosis.falling import (
     MAX_OF_CONSTANT,
     MIN_BATCHES,
     batches_to_learn,
-    further_fall,
+    expected_fall,
+    final_loss,
     is_noisy,
     is_trivial,
     loss_of_constant,
     may_become_better,
+    n_last,
     ratio_to_constant,
 )
 from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
@@ -31,7 +34,9 @@ from hookcb.diagnosis.verdict import Finding
 
 MAX_STUCK, ALL_STUCK, N_STUCK = 0.4, 0.999, 3  # shares of the error; batches
 MAX_PENALTY = 0.9  # of the loss
-STILL_FALLS = 0.02  # of the loss, in a hundred batches
+# expected fall in as many batches again / fall so far; a tenth of the healthy trainings have more
+MAX_TO_COME = 0.25
+MAX_MOTION = 0.3  # of the size of a weight, by all steps together: too little to have learned much
 MIN_FALLS = 4  # batches; three falls in a row happen by chance once in 24
 MAX_OF_CONSTANT_EARLY = 0.9  # of a training of a few batches that has learned something
 SMALL_UPDATE = USUAL_UPDATE / 10
@@ -83,7 +88,7 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     yield finding(
         "loss.trivial",
         "warning",
-        when=evidence.loss,
+        when=(evidence.loss.steps[-n_last(len(evidence.loss))], evidence.loss.steps[-1]),
         value=ratio,
         limit=MAX_OF_CONSTANT,
         message=f"After {len(evidence.loss):,} batches the loss {without}is {last:.3g}; "
@@ -205,35 +210,47 @@ def stuck_head(evidence: Evidence) -> Iterator[Result]:
 
 @check("train.unfinished", site=Site.RUN, needs=("loss",), subject="end")
 def unfinished_training(evidence: Evidence) -> Iterator[Result]:
-    """A loss that still falls at the end: a note, never an alarm.
+    """A loss that is far from its end: a note, never an alarm.
 
-    Formula: fall over the last half of 50 batches or more, by the slope of Theil and Sen less three standard
-    deviations. Limit: 2 % of the loss in 100 batches. Of fewer batches, at least four, each loss must be
-    below the one before, or the mean of the last quarter above 0.9 of the loss of the best constant. The
-    advice is to raise the learning rate if the median update ratio is below 1e-4, a tenth of the usual one,
-    and none was above 0.02 at the beginning; else to train longer.
+    Formula: fall to be expected in as many batches again, at the median slope of the last half of 50 batches
+    or more (Theil and Sen, below zero by three standard deviations) / fall so far. Limit: a quarter. Or a
+    flat loss that is near guessing, while all steps together change the median weight by less than 0.3 of its
+    size. Of fewer batches, at least four, each loss must be below the one before, or the mean of the last
+    quarter above 0.9 of the loss of the best constant. The advice is to raise the learning rate if the median
+    update ratio is below 1e-4, a tenth of the usual one, and none was above 0.02 at the beginning; else to
+    train longer.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
-    loss = evidence.loss
-    if len(loss) < MIN_BATCHES:
+    loss, n = evidence.loss, len(evidence.loss)
+    if n < MIN_BATCHES:
         yield _few(evidence)
         return
-    last = fmean([x for x in loss.values[-10:] if math.isfinite(x)] or [math.nan])
-    per_batch = further_fall(loss) / (loss.steps[-1] - loss.steps[0])
-    share = 100 * per_batch / abs(last) if last else 0.0
-    if not share > STILL_FALLS:
-        yield Passed(
-            f"training that was stopped too early (falls {share:.1%} in 100 batches)", share, STILL_FALLS
+    first, last, fall = evidence.first_loss, final_loss(evidence), expected_fall(evidence)
+    share, limit = fall / (first - last) if first > last else 0.0, MAX_TO_COME
+    moved = n * usual_update(recent_updates(evidence))
+    if share > limit:
+        message = (
+            f"The loss fell from {first:.3g} to {last:.3g} in {n:,} batches, and still falls: by its slope, "
+            f"{fall:.2g} more in as many again."
         )
+    elif moved < MAX_MOTION and any(f.severity == "warning" for f in findings_of(flat_loss, evidence)):
+        share, limit = moved, MAX_MOTION
+        message = (
+            f"The loss has not fallen, but all {n:,} steps together change the median weight by at most "
+            f"{moved:.1%} of its size."
+        )
+    else:
+        passed = f"training that was stopped too early (to come: {share:.0%} of its fall)"
+        yield Passed(passed, share, limit)
         return
     yield finding(
         "train.unfinished",
         "info",
         when=loss,
         value=share,
-        limit=STILL_FALLS,
-        message=f"The loss still falls by {min(share, 1):.0%} in 100 batches at the end of {len(loss):,}.",
+        limit=limit,
+        message=message,
         causes=("a training that is too short", "a learning rate that is too low"),
         next_steps=_advice(evidence),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Observation
-from hookcb.diagnosis.falling import falls_slowly, is_trivial
+from hookcb.diagnosis.falling import MIN_BATCHES, falls_slowly, is_trivial
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import loss_left
 from hookcb.diagnosis.verdict import Finding, Severity
@@ -260,6 +260,32 @@ _row("embed.single_index", Site.MODULES, ("batches",), (), "info", "embeddings t
     apart; else a note, as an id that all samples share may be intended.
     """)  # fmt: skip
 
+
+@check(
+    "embed.scale",
+    site=Site.MODULES,
+    needs=("batches", "graph"),
+    leads_to=("loss.trivial", "loss.flat"),
+    subject="embeddings",
+)
+def embedding_scales(evidence: Evidence) -> Iterator[Result]:
+    """An embedding that is lost in the sum, as a far larger one is added to it.
+
+    Formula: RMS of one table / RMS of the other, of embeddings of tokens or positions whose outputs are added
+    in the autograd graph of the first loss. Limit: 30, before the first step and at the end, if the model
+    is no better than a constant: a warning where `loss.trivial` finds that, a note from 50 batches on. Tables
+    that begin at zero are left out; healthy ones with positions of std 0.02 beside N(0, 1) end at 18.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017, who scale embeddings beside positions.
+    """
+    passed = "embeddings on different scales"
+    severity: Severity = "warning" if is_trivial(evidence) else "info"
+    if is_trivial(evidence, MIN_BATCHES):
+        yield from passed_on(evidence, "embed.scale", severity, passed, requires="sums in the graph")
+    else:
+        yield Passed(passed)
+
+
 _row("mask.future", Site.MODULES, ("batches", "graph"), ("loss.*", "update.*", "attn.*", "grad.*"), "error",
     "masks that show the next token", requires="masks of the tokens", subject="tokens", doc="""
     A model that predicts the next token, and attends to it.
@@ -396,7 +422,8 @@ _row("accum.divisor", Site.GRADIENTS, ("batches", "steps"), (), "info",
     Losses of several backwards that are summed to one step: a note, as they may be losses of their own.
 
     Exact: each step of the only optimizer follows the same number of backwards, two or more, and backward is
-    called on a mean over samples that is not divided. Read from the graph of a watched loop's loss.
+    called on a mean over samples that is not divided. Read from the graph of a watched loop's
+    loss; if that was reported, from its gradient. Not for optimizers like Adam, which undo the factor.
     """)  # fmt: skip
 
 _row("param.duplicated", Site.OPTIMIZER, ("batch", "optimizers"), ("update.*", "loss.*"), "error",

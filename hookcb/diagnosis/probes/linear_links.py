@@ -25,20 +25,10 @@ def linear_links(node: Any) -> list[Link] | None:
     Args:
         node: `loss.grad_fn`, or None.
     """
-    uses: Counter[Any] = Counter()
-    waiting = [] if node is None else [node]
-    nodes: list[Any] = []
-    while waiting:
-        now = waiting.pop()
-        if is_opaque(now) or len(nodes) == MAX_NODES:
-            return None
-        nodes.append(now)
-        for at, _ in now.next_functions:
-            uses[at] += 1
-            if at is not None and uses[at] == 1:
-                waiting.append(at)
+    if (uses := nodes_of(node)) is None:
+        return None
     links = []
-    for now in nodes:
+    for now in uses:
         if (after := _weight(now)) is not None:
             at = now.next_functions[PRODUCTS[node_name(now)]][0]
             while node_name(at) in SAME_FEATURES and uses[at] == 1:
@@ -46,6 +36,22 @@ def linear_links(node: Any) -> list[Link] | None:
             if uses[at] == 1 and (before := _weight(at)) is not None and before.shape[0] == after.shape[1]:
                 links.append((before, after))
     return links
+
+
+def nodes_of(node: Any) -> Counter[Any] | None:
+    """Nodes of the graph behind a loss, and how many others use each; None as for `linear_links`."""
+    uses: Counter[Any] = Counter() if node is None else Counter([node])
+    waiting = list(uses)
+    while waiting:
+        now = waiting.pop()
+        if is_opaque(now) or len(uses) > MAX_NODES:
+            return None
+        for at, _ in now.next_functions:
+            if at is not None:
+                uses[at] += 1
+                if uses[at] == 1:
+                    waiting.append(at)
+    return uses
 
 
 def _weight(node: Any) -> Tensor | None:

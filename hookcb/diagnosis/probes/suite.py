@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.batch import batch_size, parts
 from hookcb.core.fetches import FetchTimer
-from hookcb.core.optim import detached_scalar, largest_lr
+from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
@@ -31,6 +31,7 @@ from hookcb.diagnosis.probes.batch import (
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, observe_dropout_in_eval
+from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
@@ -95,6 +96,7 @@ class Probes:
         self._motion, self._n_backward = Motion(loop.model), 0
         self._backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
+        self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
         self._under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
@@ -103,6 +105,7 @@ class Probes:
         self.penalty, self.stuck = Curve(), Curve()
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
+        self._tables = AddedTables()
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess, self.targets = math.nan, Targets()
@@ -192,11 +195,22 @@ class Probes:
         if looking:
             self.targets.add_batch(yb)
             self.guarded(self._add_stuck_share, loop, node, yb)
+        if self._follows_factor(loop, node):
+            node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
+
+    def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
+        """Records the gradient of a loss: what it is multiplied by before backward is called."""
+        self._factors.append(detached_scalar(grads[0]))
+
+    def _follows_factor(self, loop: Any, node: Any) -> bool:
+        """Whether the gradient that will reach a reported loss tells by what it is divided."""
+        is_reported = self._is_external and loop.facts.n_losses_reported > 0
+        return is_reported and node is not None and len(self._factors) < MIN_BATCHES
 
     def _add_penalty(self, loop: Any) -> None:
         has_penalty = self.graph is not None and self.graph.has_penalty and isinstance(loop.loss, Tensor)
@@ -233,6 +247,7 @@ class Probes:
         if (links := linear_links(node)) is not None:
             self._observed.add("path from layer to layer")
             self._observe(observe_linear_links, links, loop.model)
+        self._tables.read_graph(node, loop.model)
         self.targets.is_of_output = compares_output(node, loop.pred)
         if not math.isnan(share := dropped_share(node)):
             self._observed.add("input of the loss")
@@ -405,6 +420,7 @@ class Probes:
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
             "indices of embeddings": self._ops.tokens.has_indices,
+            "sums in the graph": self._tables.is_known,
             "tokens beside targets": self._ops.tokens.has_compared,
             "tokens that are targets": bool(self._tokens()),
             "masks of the tokens": any(x.seeing for x in self._tokens()),
@@ -446,6 +462,8 @@ class Probes:
             evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
         elif self._backwards == {1}:
             evidence.absent["accumulation"] = "each step has one backward"
+        elif any(map(is_adaptive, self.optimizers.values())):
+            evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
         evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
         self._add_tokens(evidence)
 
@@ -468,6 +486,7 @@ class Probes:
         yield from observe_attention(self._ops.shares)
         yield from observe_blind(self._ops.blind)
         yield from observe_dropout_in_eval(self._ops.dropping)
+        yield from self._tables.observations()
         yield from self._ops.tokens.observe_indices()
         yield from observe_tokens(self._tokens(), self._graph_of_one(), self._has_recurrent)
         yield from self.lost_updates.observations()
@@ -487,10 +506,11 @@ class Probes:
         return len(self.observations) > before
 
     def _observe_accumulation(self, loop: Any) -> None:
-        """Compares backwards with steps; a loss that is reported may not be what backward is called on."""
-        scale = self._graph_of_one().scale
+        """Compares backwards with steps, and with what the loss is multiplied by."""
+        factors = {float(x) for x in self._factors} if loop.facts.n_losses_reported else {1.0}
+        scale = self._graph_of_one().scale * (factors.pop() if len(factors) == 1 else math.nan)
         is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
-        if not (loop.facts.n_losses_reported or is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
+        if not (is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
             self._observed.add("divisor of the loss")
             self._observe(observe_accumulation, self._backwards, scale)
 

@@ -58,6 +58,24 @@ def test_a_loss_that_still_falls_is_a_note():
     assert isinstance(only(unfinished_training, evidence(loss=flat(1.0, 30))), Skipped)
 
 
+def test_a_loss_that_has_nearly_all_of_its_fall_behind_it_is_no_note():
+    curve = [0.1 + 2.0 * 0.97**i for i in range(150)]
+    assert isinstance(only(unfinished_training, evidence(loss=curve)), Passed)
+    assert only(unfinished_training, evidence(loss=curve[:50])).value > 0.25
+    falls = [1.0 - 0.015 * i for i in range(60)]
+    assert only(unfinished_training, evidence(loss=falls, perfect=0.0)).value < 0.25  # nothing is left
+
+
+@pytest.mark.parametrize(("size", "is_noted"), [(1e-3, True), (1e-2, False)])
+def test_a_flat_loss_of_weights_that_barely_moved_is_unfinished(size, is_noted):
+    given = evidence(weight(update_ratio=[size] * 40), loss=flat(1.0), guess=1.0, constant=1.0)
+    found = only(unfinished_training, given)
+    if is_noted:
+        assert "all 100 steps together change the median weight by at most 10.0% of its size" in found.message
+    else:
+        assert isinstance(found, Passed)
+
+
 def test_the_loss_of_a_perfect_prediction_does_not_count():
     assert isinstance(check(0.9, perfect=0.85), Passed)  # a third of what can be learned is left
     assert check(0.999, perfect=0.85).code == "loss.trivial"

@@ -258,9 +258,10 @@ def test_a_weight_that_moves_in_one_step_of_five_is_not_told():
 @pytest.mark.parametrize("divide", [True, False])
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("reports", [True, False])
-def test_losses_that_are_summed_over_batches_get_a_note(n, divide, reports):
+@pytest.mark.parametrize("opt_class", [torch.optim.SGD, torch.optim.Adam])
+def test_losses_that_are_summed_over_batches_get_a_note_if_their_scale_matters(n, divide, reports, opt_class):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    opt = torch.optim.SGD(model.parameters(), 0.05)
+    opt = opt_class(model.parameters(), 0.01)
     with watch(model, opt, Diagnose("ignore", show=False)) as w:
         for i in range(41):
             loss = nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.randint(3, (16,)))
@@ -271,7 +272,9 @@ def test_losses_that_are_summed_over_batches_get_a_note(n, divide, reports):
                 opt.step()
                 opt.zero_grad()
     noted = [(x.severity, x.value) for x in w.diagnose().findings if x.code == "accum.divisor"]
-    assert noted == ([("info", 4.0)] if n == 4 and not divide and not reports else [])
+    is_summed = n == 4 and not divide and opt_class is torch.optim.SGD
+    assert noted == ([("info", 4.0)] if is_summed else [])
+    assert not [note for note in w.diagnose().coverage if "a part of Diagnose" in note]
 
 
 @pytest.mark.parametrize("n_backward", [set(), {1}, {2, 4}, {1, 4}])
