@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all interop lint notebooks bench planted clean
+.PHONY: demo test test-all interop lint notebooks bench planted real clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -43,6 +43,10 @@ bench: $(VENV)/.installed-bench
 # every planted fault and every control, five seeds, with the rules of three other tools
 planted: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/planted
+
+# faulty programs of the kinds that people ask about, and the same programs repaired
+real: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/real
 
 clean:
 	rm -rf $(VENV)

@@ -30,17 +30,19 @@ DESIGNED = re.findall(
     param.not_stepped param.restored init.zero gate.shut memory.graphs_kept update.lost_to_rounding grad.stale
     loss.detached init.symmetric mode.mismatch head.activation
     head.degenerate label.range hook.silent replica.diverged amp.scale_collapse input.nonfinite
-    input.constant label.out_of_range label.single_class model.linear_stack dropout.scores
-    param.frozen_between
+    input.constant label.out_of_range label.single_class label.broadcast label.form label.scaled
+    loss.of_values model.linear_stack dropout.scores
+    param.frozen_between label.copies_input label.padding mask.future mask.blind embed.single_index
+    accum.divisor
 
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
     update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates
     dropout.extreme input.scale attn.collapse data.labels gan.balance head.range loss.trivial
-    train.unfinished time.data_bound memory.growth
+    head.stuck loss.penalty embed.scale train.unfinished time.data_bound memory.growth wd.norms
     """,
 )
 OF_THE_MACHINE = {"time.data_bound", "memory.growth"}
-NOTES = {"train.unfinished"}  # of a healthy training too
+NOTES = {"train.unfinished", "wd.norms"}  # of a healthy training too
 CODES = set(CHECKS)
 STATISTICAL = [check for check in CHECKS.values() if not check.exact]
 MARGIN = Margin(

@@ -38,7 +38,6 @@ NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant 
     "hook.silent",
     "init.zero",
     "loss.detached",
-    "loss.spike",
     "model.linear_stack",  # a note, as a training may do without the nonlinearity
     "nonfinite.contained",
     "param.frozen_between",  # a note, as a layer may be frozen on purpose

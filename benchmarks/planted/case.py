@@ -1,7 +1,7 @@
 """Planted cases, and the functions that train most of them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from math import nan
 from typing import Any
@@ -49,6 +49,7 @@ class Case:
         layers: qualified names of modules that count as the right layer; empty if none is required.
         target: a control has learned if its mean loss over the last 10 steps is below this.
         planted_at: step at which the fault occurs.
+        note_suffices: whether a note with one of the codes is enough, as the training may be meant that way.
     """
 
     name: str
@@ -57,15 +58,22 @@ class Case:
     layers: frozenset[str] = field(default_factory=frozenset)
     target: float = nan
     planted_at: int = 0
+    note_suffices: bool = False
 
 
 def fault(
-    to: list[Case], name: str, codes: Iterable[str], layers: Iterable[str] = (), planted_at: int = 0
+    to: list[Case],
+    name: str,
+    codes: Iterable[str],
+    layers: Iterable[str] = (),
+    planted_at: int = 0,
+    note_suffices: bool = False,
 ) -> Callable[[Train], Train]:
     """Add a training function to the list `to` as a fault."""
 
     def add(train: Train) -> Train:
-        to.append(Case(name, _seeded(train), frozenset(codes), frozenset(layers), planted_at=planted_at))
+        case = Case(name, _seeded(train), frozenset(codes), frozenset(layers))
+        to.append(replace(case, planted_at=planted_at, note_suffices=note_suffices))
         return train
 
     return add

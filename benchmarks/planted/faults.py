@@ -2,8 +2,9 @@
 
 from case import Case
 from faults_data import DATA_FAULTS
+from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
 from faults_numbers import NUMBER_FAULTS
 from faults_optim import OPTIM_FAULTS
 
-FAULTS: list[Case] = [*LAYER_FAULTS, *OPTIM_FAULTS, *DATA_FAULTS, *NUMBER_FAULTS]
+FAULTS: list[Case] = [*LAYER_FAULTS, *OPTIM_FAULTS, *DATA_FAULTS, *NUMBER_FAULTS, *LANGUAGE_FAULTS]

@@ -81,6 +81,17 @@ def slow_dataset(seed: int, cbs: Callbacks) -> Run:
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
 
 
+@fault(DATA_FAULTS, "one column of a table in dollars", codes=["input.scale"])
+def large_column(seed: int, cbs: Callbacks) -> Run:
+    """One of 16 columns is near 190,000, the others near 1."""
+    x, y = table(seed)
+    scale = torch.ones(16)
+    scale[5] = 190_000.0
+    model = Mlp(n_in=16, n_out=1)
+    batches = batched(x * scale, y, seed=seed, n_step=100)
+    return fit(model, F.mse_loss, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
 @fault(DATA_FAULTS, "class indices as targets of a binary cross-entropy", codes=["label.range"])
 def indices_for_bits(seed: int, cbs: Callbacks) -> Run:
     """One output and BCEWithLogitsLoss for ten classes."""
@@ -103,6 +114,57 @@ def unrelated_inputs(seed: int, cbs: Callbacks) -> Run:
 @fault(DATA_FAULTS, "labels of one class", codes=["label.single_class"])
 def one_class(seed: int, cbs: Callbacks) -> Run:
     """Labels that a conversion has set to 0."""
-    batches = [(x, torch.zeros_like(y)) for x, y in digit_batches(seed)]
+    batches = [(x, torch.zeros_like(y)) for x, y in digit_batches(seed, size=64)]
     model = Mlp()
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@fault(DATA_FAULTS, "targets of shape (N) beside outputs of shape (N, 1)", codes=["label.broadcast"])
+def broadcast_targets(seed: int, cbs: Callbacks) -> Run:
+    """Squared errors by hand, of which torch does not warn."""
+    x, y = table(seed)
+    model = Mlp(n_in=16, n_out=1)
+    opt = Adam(model.parameters(), lr=3e-3)
+
+    def squares(pred: Tensor, y: Tensor) -> Tensor:
+        return ((pred - y) ** 2).mean()
+
+    return fit(model, squares, opt, batched(x, y[:, 0], seed=seed), cbs, seed)
+
+
+@fault(DATA_FAULTS, "one-hot rows for a loss of class indices", codes=["label.form"])
+def one_hot_rows(seed: int, cbs: Callbacks) -> Run:
+    batches = [(x, F.one_hot(y, 10)) for x, y in digit_batches(seed)]
+    model = Mlp()
+    opt = Adam(model.parameters(), lr=2e-3)
+    return fit(model, F.cross_entropy, opt, batches, cbs, seed, raises=RuntimeError)
+
+
+@fault(DATA_FAULTS, "labels divided by 255 as the pixels", codes=["label.scaled"])
+def scaled_labels(seed: int, cbs: Callbacks) -> Run:
+    """Which digit it is, as a number, from gray values of 0 to 255."""
+    x, y = raw_digits(seed)
+    batches = batched((x / 16 * 255).round() / 255, y[:, None] / 255, seed=seed)
+    model = Mlp(n_out=1)
+    return fit(model, F.mse_loss, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@fault(DATA_FAULTS, "absolute errors of a rare class", codes=["loss.of_values"])
+def rare_class(seed: int, cbs: Callbacks) -> Run:
+    """Nobody buys with a probability above a half, so the best guess of an absolute error is always 0."""
+    x, y = table(seed, n=4096)
+    y = (torch.rand(len(y), 1, generator=generator(seed)) < 0.4 * y.sigmoid()).float()
+    model = Mlp(n_in=16, n_out=1)
+    opt = Adam(model.parameters(), lr=2e-3)
+    return fit(model, F.l1_loss, opt, batched(x, y, seed=seed, size=256), cbs, seed)
+
+
+@fault(DATA_FAULTS, "a penalty of ten times the squares of all weights", codes=["loss.penalty"])
+def large_penalty(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+
+    def penalized(pred: Tensor, y: Tensor) -> Tensor:
+        squares = torch.stack([p.square().sum() for p in model.parameters()])
+        return F.cross_entropy(pred, y) + 10 * squares.sum()
+
+    return fit(model, penalized, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)

@@ -91,6 +91,14 @@ def sigmoid_regression(seed: int, cbs: Callbacks) -> Run:
     return follow(model, F.mse_loss, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
 
 
+@fault(LAYER_FAULTS, "ReLU at the end of a classifier", codes=["head.stuck"])
+def relu_head(seed: int, cbs: Callbacks) -> Run:
+    """Squared errors against one-hot rows; classes whose outputs are all 0 are never learned."""
+    batches = [(x, F.one_hot(y, 10).float()) for x, y in digit_batches(seed)]
+    model = nn.Sequential(stack(64, 64, 32), nn.ReLU(), nn.Linear(32, 10), nn.ReLU())
+    return fit(model, F.mse_loss, Adam(model.parameters(), lr=2e-2), batches, cbs, seed)
+
+
 @fault(
     LAYER_FAULTS,
     "softmax before cross-entropy",

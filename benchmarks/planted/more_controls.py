@@ -1,6 +1,7 @@
 """Further kinds of healthy training runs, some of which a diagnosis might misread."""
 
 from case import Case
+from language_controls import LANGUAGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
 from more_controls_runtime import RUNTIME_CONTROLS
@@ -13,4 +14,5 @@ MORE_CONTROLS: list[Case] = [
     *STEP_CONTROLS,
     *RUNTIME_CONTROLS,
     *STRANGER_CONTROLS,
+    *LANGUAGE_CONTROLS,
 ]

@@ -258,6 +258,16 @@ def sparse_inputs(seed: int, cbs: Callbacks) -> Run:
     return follow(model, F.cross_entropy, AdamW(model.parameters(), lr=5e-3), batches, cbs, seed)
 
 
+@control(LOSS_CONTROLS, "columns on any scale, and a batch norm first", target=0.3)
+def columns_of_any_scale(seed: int, cbs: Callbacks) -> Run:
+    """Columns from a tenth to 190,000, with means of the same size."""
+    x, y = table(seed)
+    scale = torch.logspace(-1, 5.28, 16)
+    model = nn.Sequential(nn.BatchNorm1d(16), Mlp(n_in=16, n_out=1))
+    batches = batched((x + 1) * scale, y, seed=seed, n_step=200)
+    return fit(model, F.mse_loss, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
+
+
 def gaussian_loss(pred: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     """Negative log-likelihood of a normal distribution; negative if the distribution is narrow."""
     return F.gaussian_nll_loss(pred[0], y, pred[1])
@@ -321,3 +331,64 @@ def policy_gradient(seed: int, cbs: Callbacks) -> Run:
 def l1(seed: int, cbs: Callbacks) -> Run:
     model = Mlp(nn.GELU, n_in=16, n_out=1)
     return follow(model, F.l1_loss, Adam(model.parameters(), lr=5e-3), table_batches(seed), cbs, seed)
+
+
+@control(LOSS_CONTROLS, "penalty on the squares of all weights", target=1.5)
+def penalty(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+
+    def penalized(pred: Tensor, y: Tensor) -> Tensor:
+        squares = torch.stack([p.square().sum() for p in model.parameters()])
+        return F.cross_entropy(pred, y) + 0.01 * squares.sum()
+
+    return fit(model, penalized, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
+
+
+@control(LOSS_CONTROLS, "squared errors of a softmax", target=0.04)
+def brier_score(seed: int, cbs: Callbacks) -> Run:
+    model = nn.Sequential(stack(64, 64, 10), nn.Softmax(dim=1))
+    batches = [(x, F.one_hot(y, 10).float()) for x, y in digit_batches(seed, n_step=200)]
+    return follow(model, F.mse_loss, Adam(model.parameters(), lr=5e-3), batches, cbs, seed)
+
+
+@control(LOSS_CONTROLS, "quantiles of which all pairs are compared", target=0.3)
+def pairs_of_quantiles(seed: int, cbs: Callbacks) -> Run:
+    """As in quantile regression of the distribution of rewards."""
+    x, y = table(seed)
+    model = Mlp(n_in=16, n_out=5)
+
+    def pairs(pred: Tensor, y: Tensor) -> Tensor:
+        return F.smooth_l1_loss(*torch.broadcast_tensors(pred.unsqueeze(-1), y.unsqueeze(1)))
+
+    opt = Adam(model.parameters(), lr=5e-3)
+    return fit(model, pairs, opt, batched(x, y.expand(-1, 5), seed=seed), cbs, seed)
+
+
+@control(LOSS_CONTROLS, "rare classes with weights, and smoothed labels", target=1.6)
+def weights_and_smoothing(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed)
+    y = y.clamp(max=3)
+    weights = len(y) / (4 * y.bincount())
+    loss = nn.CrossEntropyLoss(weight=weights, label_smoothing=0.2)
+    model = Mlp(n_out=4)
+    return fit(model, loss, Adam(model.parameters(), lr=3e-3), batched(x, y, seed=seed), cbs, seed)
+
+
+@control(LOSS_CONTROLS, "soft labels of three annotators", target=0.66)
+def soft_labels(seed: int, cbs: Callbacks) -> Run:
+    """Labels of 1/3 and 2/3 mostly, so that even a perfect prediction has a large loss."""
+    x, y = table(seed, n=4096)
+    y = ((2 * y).sigmoid() * 3).round().clamp(1, 2) / 3
+    model = Mlp(n_in=16, n_out=1)
+    opt = Adam(model.parameters(), lr=5e-3)
+    return fit(model, F.binary_cross_entropy_with_logits, opt, batched(x, y, seed=seed), cbs, seed)
+
+
+@control(LOSS_CONTROLS, "mean brightness of an image, divided by 255", target=0.002)
+def brightness(seed: int, cbs: Callbacks) -> Run:
+    x, _ = raw_digits(seed)
+    gray = (x / 16 * 255).round()
+    y = gray.mean(1, keepdim=True) / 255
+    model = Mlp(n_out=1)
+    opt = Adam(model.parameters(), lr=2e-3)
+    return follow(model, F.mse_loss, opt, batched(gray / 255, y, seed=seed), cbs, seed)

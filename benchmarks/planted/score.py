@@ -27,9 +27,9 @@ class Outcome:
         status: status of the verdict; `BROKEN` if the case itself failed, and `error` has its exception.
         primary, layer, step: code, layer, and step of the primary finding; "" and None if there is none.
         extra: codes of the other findings that are not consequences.
-        is_flagged: whether there is any error or warning.
+        is_flagged: whether there is any error or warning, or a note that is enough.
         is_named: whether any finding, including info, has a code of the case.
-        is_cause_first: whether the primary finding has one; if the case has only info codes, any finding.
+        is_cause_first: whether the primary finding has one; if a note is enough, any finding.
         is_layer_right: whether the primary finding or one with a code of the case names the right layer; None
             if no layer is required.
         is_soon: whether one with a code of the case comes at most 20 steps after the fault.
@@ -91,7 +91,7 @@ def outcome(case: Case, seed: int, verdict: Verdict, losses: Sequence[float]) ->
         layer="" if primary is None else primary.layer or primary.param,
         step=None if primary is None else primary.step,
         extra=tuple(dict.fromkeys(f.code for f in others)),
-        is_flagged=any(f.severity in ALARMS for f in verdict.findings),
+        is_flagged=any(f.severity in ALARMS for f in verdict.findings) or _is_noted(case, matching),
         is_named=bool(matching),
         is_cause_first=_is_cause_first(case, primary, matching),
         is_layer_right=_is_layer_right(case, primary, matching),
@@ -102,9 +102,12 @@ def outcome(case: Case, seed: int, verdict: Verdict, losses: Sequence[float]) ->
 
 
 def _is_cause_first(case: Case, primary: Finding | None, matching: Sequence[Finding]) -> bool:
-    if case.codes and case.codes <= INFO_CODES:
-        return bool(matching)
-    return primary is not None and primary.code in case.codes
+    return _is_noted(case, matching) or (primary is not None and primary.code in case.codes)
+
+
+def _is_noted(case: Case, matching: Sequence[Finding]) -> bool:
+    """Whether a finding has a code of a case that a note is enough to name."""
+    return (case.note_suffices or case.codes <= INFO_CODES) and len(matching) > 0
 
 
 def _is_layer_right(case: Case, primary: Finding | None, matching: Sequence[Finding]) -> bool | None:
@@ -136,7 +139,7 @@ class Score:
     Attributes:
         false_alarms: names of controls not found healthy, among the `n_controls` that have learned.
         not_learned: names of the other controls.
-        recall: share of the `n_faults` faults with an error or a warning.
+        recall: share of the `n_faults` faults that are flagged, see `Outcome`.
         named: share of faults with a finding that has one of their codes.
         cause_first, layer_right, soon: shares, see `Outcome`; `layer_right` only of faults with a layer.
         wrong: number of wrong errors on faults.

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from fastcore.basics import camel2snake
 from torch import nn
@@ -24,10 +24,9 @@ from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitE
 from hookcb.core.failures import blame, shared_failures
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.ranks import MAX_WAIT, ranks_of
-from hookcb.core.state import TrainingState
+from hookcb.core.state import C, TrainingState
 from hookcb.core.votes import Votes
 
-C = TypeVar("C")
 DOING: dict[str, str] = {  # what happens after an event
     Event.BEFORE_BATCH: "in the model's forward",
     Event.AFTER_PRED: "in the loss function",

@@ -4,10 +4,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookcb.core.fetches import FetchListener, follow_loaders, leave_loaders
 from hookcb.core.ranks import ALONE
@@ -17,7 +17,15 @@ from hookcb.core.threads import in_loop_thread
 PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
 BATCH = ("xb", "yb", "pred", "loss")
 
-C = TypeVar("C")
+
+class Ordered(Protocol):
+    """Attribute by which type checkers know a callback, whose class this file cannot import."""
+
+    @property
+    def order(self) -> float: ...  # noqa: D102
+
+
+C = TypeVar("C", bound=Ordered)
 
 
 class TrainingState:
@@ -30,7 +38,7 @@ class TrainingState:
         self.xb: Any = ()
         self.yb: tuple[Any, ...] = ()
         self.pred: Any = None
-        self.loss: Any = None
+        self.loss: Tensor = None  # type: ignore[assignment]  # until there is one
         self.dl: Any = None
         self.epoch = self.n_epoch = self.iter = self.train_iter = 0
         self.n_iter: int | None = None
@@ -76,6 +84,11 @@ class TrainingState:
     def loss_node(self) -> Any:
         """The autograd node of the loss, None if it has none; in a watch, only during `after_loss`."""
         return self.loss.grad_fn
+
+    @property
+    def pred_grad(self) -> Any:
+        """In a watch, the gradient of the model's output during `after_loss`, if that found the loss."""
+        return None
 
     @property
     def is_calling(self) -> bool:

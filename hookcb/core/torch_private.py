@@ -247,6 +247,16 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
     return getattr(node, f"_saved_{name}", default)
 
 
+def has_scaled(scaler: GradScaler) -> bool:
+    """Whether a GradScaler has scaled a loss."""
+    return scaler._scale is not None
+
+
+def has_updated(scaler: GradScaler) -> bool:
+    """Whether a GradScaler that has scaled a loss was updated since; does not wait for the device."""
+    return scaler._scale is not None and scaler._scale._version > 0
+
+
 def raw_saved(node: Any) -> list[Any]:
     """The `SavedTensor` objects of a node, valid while it lives; those already freed are left out."""
     saved_tensors: list[Any] = []

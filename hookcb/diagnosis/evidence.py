@@ -173,18 +173,25 @@ class Evidence:
         looks: rule by which later batches were chosen, "" if the budget had no effect.
         layers: layers by name, in the order of execution.
         params: parameters by name, in the order of the model.
-        frozen: see `Frame.frozen`.
+        frozen, foreign: see `Frame`.
         steps: series over the inspected steps: `total_norm`, `clipped_total_norm`, `clip_coef`, `lr`, and
             `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
+        penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
+        stuck: share of the squared error from outputs that a ReLU holds at 0, below their targets, for each
+            inspected batch.
         losses: loss before each step of an optimizer, by index of the optimizer.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
         guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
             MSE; NaN if unknown.
-        constant: loss of the best constant prediction for the targets of the first batch: their entropy or
-            variance; NaN if unknown.
+        constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
+            if unknown.
+        perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
+        validation: loss of the last validation, NaN if there was none.
+        noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
+        input_columns: RMS of each column of a table, in the first inspected batches; else empty.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
         memory: bytes in use after each step, if known.
@@ -209,15 +216,23 @@ class Evidence:
     layers: dict[str, Layer] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
     frozen: dict[str, int] = field(default_factory=dict)
+    foreign: set[tuple[int, ...]] = field(default_factory=set)
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
+    penalty: Series = field(default_factory=Series)
+    stuck: Series = field(default_factory=Series)
     losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
     guess: float = math.nan
     constant: float = math.nan
+    perfect: float = 0.0
+    validation: float = math.nan
+    noise: float = 0.0
+    n_targets: int = 1
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
+    input_columns: list[list[float]] = field(default_factory=list)
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
     memory: Series = field(default_factory=Series)

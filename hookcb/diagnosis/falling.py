@@ -4,10 +4,13 @@ import math
 from statistics import fmean
 
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
-from hookcb.diagnosis.trends import before, finite, median, rates, slope
+from hookcb.diagnosis.trends import LEARNED, before, finite, loss_left, median, rates, slope
 
 MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a model that learns
+MIN_RANGE = 0.01  # between the losses of a constant and of a perfect prediction, as a share of the first
+MAX_NOISE = 0.2  # standard error of the difference between two mean losses of a constant, as a share of it
 MIN_BATCHES = 50  # to tell a flat or rising loss
+MIN_BATCHES_OF_TOKENS = 200  # for a language model, which learns the shares of tokens first, and waits there
 FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of guessing
 CONFIDENCE = 3.0  # standard deviations
 
@@ -44,16 +47,112 @@ def guesses(evidence: Evidence) -> bool:
     return median(evidence.loss.values[-WINDOW:]) >= NEAR_GUESS * evidence.guess > 0
 
 
-def loss_of_constant(evidence: Evidence) -> tuple[float, float]:
+def loss_of_constant(evidence: Evidence, n_batches: int = 0) -> tuple[float, float]:
     """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
-    NaN for fewer than 50 batches since the learning rate has reached its largest value; the ratio also if the
-    loss of a constant is unknown.
+    A penalty on parameters is left out of the loss. For the ratio, the loss of a perfect prediction is
+    subtracted from both. NaN for fewer than `n_batches`, by default 50, or 200 of tokens, since the learning
+    rate has reached its largest value; the ratio also if the loss of a constant is unknown, or that of a
+    perfect prediction is as large.
     """
-    values = finite(evidence.loss.values)
+    values = finite(_without_penalty(evidence).values)
     full = max(finite(rates(evidence).values), default=0.0)
     warm = next((step for step, rate in rates(evidence) if rate >= full), 0)
-    if min(len(values), sum(step >= warm for step in evidence.loss.steps)) < MIN_BATCHES:
+    n_warm = sum(step >= warm for step in evidence.loss.steps)
+    if min(len(values), n_warm) < (n_batches or batches_to_learn(evidence)):
         return math.nan, math.nan
-    last = fmean(values[-max(WINDOW, len(values) // 10) :])
-    return last, last / evidence.constant if evidence.constant > 0 else math.nan
+    last = fmean(values[-n_last(len(values)) :])
+    return last, ratio_to_constant(evidence, last)
+
+
+def ratio_to_constant(evidence: Evidence, loss: float) -> float:
+    """Ratio of a loss to that of the best constant prediction, less that of a perfect prediction each."""
+    above = evidence.constant - evidence.perfect
+    return (loss - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
+
+
+def batches_to_learn(evidence: Evidence) -> int:
+    """Number of batches after which a model is compared with a constant."""
+    return MIN_BATCHES_OF_TOKENS if "tokens beside targets" in evidence.observed else MIN_BATCHES
+
+
+def is_trivial(evidence: Evidence, n_batches: int = 0) -> bool:
+    """Whether the model is no better than a constant, and its loss does not fall fast enough to become it.
+
+    Known after so many batches, by default `batches_to_learn`.
+    """
+    last, ratio = loss_of_constant(evidence, n_batches)
+    return ratio > MAX_OF_CONSTANT and not is_noisy(evidence) and not may_become_better(evidence, last)
+
+
+def has_learned(evidence: Evidence, first: float, share: float = LEARNED) -> bool:
+    """Whether the final loss is below this share of `first`, and the model is better than a constant.
+
+    The loss of a language model falls by a third, from ln C to the entropy of the shares of the tokens,
+    before the model has learned anything from its input.
+    """
+    return loss_left(evidence, first) < share and not is_trivial(evidence, MIN_BATCHES)
+
+
+def is_noisy(evidence: Evidence) -> bool:
+    """Whether the targets vary so much between batches that means over few of them cannot be compared.
+
+    So do a few outliers that make up most of a squared error, or one positive in a hundred samples.
+    """
+    noise = evidence.noise * math.sqrt(1 / n_last(len(evidence.loss)) + 1 / evidence.n_targets)
+    return noise > MAX_NOISE * (evidence.constant - evidence.perfect)
+
+
+def n_last(n: int) -> int:
+    """Number of batches whose mean is the final loss."""
+    return max(WINDOW, n // 10)
+
+
+def may_become_better(evidence: Evidence, last: float) -> bool:
+    """Whether as many batches again would bring a loss of `last` below that of a constant."""
+    limit = evidence.perfect + MAX_OF_CONSTANT * (evidence.constant - evidence.perfect)
+    return last - further_fall(_without_penalty(evidence)) <= limit
+
+
+def _without_penalty(evidence: Evidence) -> Series:
+    """The loss without its penalty on parameters, which is interpolated between the batches that show it."""
+    known, loss = evidence.penalty, evidence.loss
+    if not len(known):
+        return loss
+    ends = [(loss.steps[0], known.values[0]), *known, (loss.steps[-1], known.values[-1])]
+    rest, i = Series(), 0
+    for step, x in loss:
+        while i < len(ends) - 2 and ends[i + 1][0] < step:
+            i += 1
+        (first, low), (last, high) = ends[i], ends[i + 1]
+        share = (step - first) / (last - first) if last > first else 0.0
+        rest.add(step, x - low - share * (high - low))
+    return rest
+
+
+def further_fall(loss: Series) -> float:
+    """By how much a loss will at least fall in as many batches again, by its slope over the last half."""
+    _, high = slope(_last_half(loss), CONFIDENCE)
+    return max(0.0, -high * (loss.steps[-1] - loss.steps[0])) if math.isfinite(high) else 0.0
+
+
+def expected_fall(evidence: Evidence) -> float:
+    """By how much the loss will fall in as many batches again, at the median slope of its last half.
+
+    At most by what is left above a perfect prediction; 0 unless the slope is sure to be negative.
+    """
+    loss = evidence.loss
+    if not further_fall(loss):
+        return 0.0
+    fall = -fmean(slope(_last_half(loss), 0.0)) * (loss.steps[-1] - loss.steps[0])
+    above = final_loss(evidence) - evidence.perfect
+    return min(fall, above) if above > 0 else fall
+
+
+def final_loss(evidence: Evidence) -> float:
+    """Mean of the finite ones of the last ten losses; NaN if there are none."""
+    return fmean(finite(evidence.loss.values[-WINDOW:]) or [math.nan])
+
+
+def _last_half(loss: Series) -> Series:
+    return before(Series(loss.steps[len(loss) // 2 :], loss.values[len(loss) // 2 :]), math.inf)

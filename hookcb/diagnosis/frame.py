@@ -11,17 +11,21 @@ from torch.optim import Optimizer
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.torch_private import BatchNorm, Convolution, Dropout
 from hookcb.diagnosis.evidence import Param
-from hookcb.diagnosis.probes.model import SHARDED
+from hookcb.diagnosis.probes.model import SHARDED, is_of_torch
 from hookcb.diagnosis.probes.step import LOW_PRECISION
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
 
 SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # types and name of the layers by subject
-    "modes": ((BatchNorm, Dropout, torch.jit.ScriptModule), "batch norm or dropout"),
     "dropout": ((Dropout, nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule), "dropout layer"),
     "gates": ((nn.LSTM, nn.GRU, torch.jit.ScriptModule), "LSTM or GRU"),
+    "modes": ((BatchNorm, Dropout, nn.MultiheadAttention, nn.RNNBase), "batch norm or dropout"),
+    "attention": ((nn.MultiheadAttention,), "attention"),
+    "embeddings": ((nn.Embedding,), "embedding"),
+    "tokens": ((nn.Embedding,), "embedding"),
     "flat ends": ((nn.Tanh, nn.Sigmoid, torch.jit.ScriptModule), "Tanh or Sigmoid layer"),
 }
+AS_FUNCTIONS = ("modes", "attention", "embeddings", "tokens")  # a module of one's own may call them too
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class Frame:
         frozen: size of the weight by layer of torch, for those without a parameter that requires a gradient;
             norms and embeddings are left out.
         n_optimizers: number of known optimizers.
+        foreign: shapes of their parameters that are not the model's.
         absent: see `Evidence.absent`.
         partial: see `Evidence.partial`.
     """
@@ -42,6 +47,7 @@ class Frame:
     params: dict[str, Param] = field(default_factory=dict)
     frozen: dict[str, int] = field(default_factory=dict)
     n_optimizers: int = 0
+    foreign: set[tuple[int, ...]] = field(default_factory=set)
     absent: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
 
@@ -59,6 +65,9 @@ class Frame:
             for group in opt.param_groups
             for p in group["params"]
         }
+        own = {id(p) for p in model.parameters()}
+        every = (p for opt in known for group in opt.param_groups for p in group["params"])
+        frame.foreign = {tuple(p.shape) for p in every if id(p) not in own}
         for place, (name, p, kind) in enumerate(find_params(model)):
             if not p.requires_grad or isinstance(p, nn.parameter.UninitializedParameter):
                 continue
@@ -94,8 +103,10 @@ def _frozen(modules: dict[str, nn.Module]) -> Iterator[tuple[str, int]]:
 def _absent(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, str]]:
     """Subjects of checks that a training of this model does not have, with the reason."""
     modules = list(model.modules())
+    is_all_of_torch = all(map(is_of_torch, modules))
     for subject, (kinds, name) in SUBJECTS.items():
-        if not any(isinstance(m, kinds) for m in modules):
+        is_hidden = subject in AS_FUNCTIONS and not is_all_of_torch
+        if not is_hidden and not any(isinstance(m, kinds) for m in modules):
             yield subject, f"there is no {name}"
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield "replicas", "there are no replicas of the model"

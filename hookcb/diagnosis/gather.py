@@ -33,7 +33,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
         for kind in (ActivationStats, GradientHealth, Recorder):
             if isinstance(cb, kind):
                 found.setdefault(kind, cb)
-    evidence.params, evidence.frozen = frame.params, frame.frozen
+    evidence.params, evidence.frozen, evidence.foreign = frame.params, frame.frozen, frame.foreign
     evidence.absent |= frame.absent
     evidence.partial |= frame.partial
     if frame.n_optimizers:
@@ -42,8 +42,11 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
         _add_activations(evidence, stats, frame)
     if health := found.get(GradientHealth):
         _add_gradients(evidence, health.records)
-    if probed is None and (recorder := found.get(Recorder)):
-        _add_losses(evidence, recorder)
+    if recorder := found.get(Recorder):
+        validations = [float(row["valid_loss"]) for row in recorder.rows if "valid_loss" in row]
+        evidence.validation = validations[-1] if validations else math.nan
+        if probed is None:
+            _add_losses(evidence, recorder)
     return evidence
 
 

@@ -41,7 +41,7 @@ def judge(evidence: Evidence) -> Verdict:
     reason = evidence.why_nothing_seen()
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
-    findings = list(_with_raised_severity(explained(found, evidence)))
+    findings = list(_with_raised_severity(explained(_without_idle_advice(found), evidence)))
     primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
     status = _status(findings, reason)
     return Verdict(
@@ -55,6 +55,13 @@ def judge(evidence: Evidence) -> Verdict:
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
         gaps=tuple(Gap(tuple(dict.fromkeys(codes)), why) for why, codes in skipped.items()),
     )
+
+
+def _without_idle_advice(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings without the note that a training could go on, if it is known why it does not learn."""
+    harmless = ("time.", "memory.", "loss.flat", "loss.trivial")
+    is_faulty = any(f.severity != "info" and not f.code.startswith(harmless) for f in findings)
+    return [f for f in findings if not (is_faulty and f.code == "train.unfinished")]
 
 
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
@@ -81,10 +88,12 @@ def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
     """
     in_order = sorted(findings, key=lambda finding: _key(finding, evidence))
     linked: list[Finding] = []
+    depths: dict[Finding, int] = {}  # number of causes before it
     for finding in in_order:
         cause = next((other for other in linked if _leads_to(other, finding)), None)
         linked.append(finding if cause is None else replace(finding, consequence_of=cause.code))
-    return sorted(linked, key=lambda f: (bool(f.consequence_of), *_weight(f), *_key(f, evidence)))
+        depths[linked[-1]] = 0 if cause is None else depths[cause] + 1
+    return sorted(linked, key=lambda f: (depths[f], *_weight(f), *_key(f, evidence)))
 
 
 def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -131,5 +140,6 @@ def _looked(evidence: Evidence) -> tuple[str, ...]:
     n = evidence.n_batches
     rule = f" ({evidence.looks})" if evidence.looks else ""
     looked = "1 batch" if n == 1 else f"{n} batches, {evidence.n_looked} of them closely{rule}"
-    size = f"{len(evidence.layers)} layers, {len(evidence.params)} parameters"
+    n_layers, n_params = len(evidence.layers), len(evidence.params)
+    size = f"{n_layers} layer{'s' * (n_layers != 1)}, {n_params} parameter{'s' * (n_params != 1)}"
     return (looked, size, *evidence.notes)

@@ -22,6 +22,9 @@ def check_gradients(model: nn.Module) -> Verdict:
     gradients that are all zero, and parameters without a gradient, with the limits of `learn.diagnose()`. All
     other checks need several steps; the verdict lists them in `gaps`.
 
+    Layers are compared with each other only. Whether all gradients together are too large or too small
+    depends on the optimizer, the learning rate and a GradScaler: their norm is shown, and not judged.
+
     In 675 first backwards of healthy models (135 kinds, five seeds each), the gradients of a layer exceeded
     the usual ones by a factor of 14 at most (limit 1,000), and no gradient was reported as vanishing,
     exploding or zero. Some weights had less than the limit of 1e-4 of the largest gradient: branches with a
@@ -46,7 +49,6 @@ def check_gradients(model: nn.Module) -> Verdict:
     evidence = Evidence(sources={"gradients"}, n_batches=1, n_looked=1, is_one_backward=True)
     evidence.params, evidence.absent, evidence.partial = frame.params, frame.absent, frame.partial
     evidence.missing = dict.fromkeys(SOURCES.keys() - evidence.sources, GAP)
-    evidence.notes = ["one backward, which cannot show what needs several steps"]
     for name in frame.params.keys() & stats.keys():
         numbers = {stat: stats[name][stat] for stat in GRAD_STATS if stat not in OF_WEIGHTS}
         frame.params[name].stats = {stat: Series.of([0], [x]) for stat, x in numbers.items()}
@@ -54,4 +56,9 @@ def check_gradients(model: nn.Module) -> Verdict:
         frame.params[name].n_without = 1
     total = math.hypot(*(numbers["norm"] for numbers in stats.values()))
     evidence.steps = {"total_norm": Series.of([0], [total])}
+    evidence.notes = [
+        "one backward, which cannot show what needs several steps",
+        f"layers are compared with each other; the norm of all gradients, {total:.2g}, is not judged, "
+        "as what it does depends on the optimizer",
+    ]
     return judge(evidence)

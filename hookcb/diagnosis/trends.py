@@ -145,7 +145,7 @@ def loss_left(evidence: Evidence, first: float) -> float:
 def does_well(evidence: Evidence) -> bool:
     """Whether the loss ends below a fifth of the loss of the best constant prediction, an R² of 0.8."""
     last = median(evidence.loss.values[-WINDOW:])
-    return last < CONVERGED * evidence.constant
+    return last - evidence.perfect < CONVERGED * (evidence.constant - evidence.perfect)
 
 
 def rates(evidence: Evidence) -> Series:

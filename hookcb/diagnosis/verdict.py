@@ -205,8 +205,15 @@ class Verdict(Printed):
         return [*lines[: MAX_LINES - len(end)], *end]
 
     def _looked_at(self) -> str:
-        more = " Some checks could not run; the verdict's .coverage says why." if self.gaps else ""
-        return f"Inspected: {'; '.join(self.looked)}.{more}" if self.coverage else ""
+        """Sentence on what was inspected, and on why most of the other checks could not run."""
+        if not self.coverage:
+            return ""
+        inspected = f"Inspected: {'; '.join(self.looked)}."
+        if not self.gaps:
+            return inspected
+        usual, others = max(self.gaps, key=lambda gap: len(gap.codes)), len(self.gaps) - 1
+        more = f", and {others} other reason{'s' * (others > 1)}" if others else ""
+        return f"{inspected} Some checks could not run: {usual.reason}{more}."
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))

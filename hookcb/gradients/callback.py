@@ -91,6 +91,7 @@ class GradientHealth(Callback):
         self._watch: StepWatch | None = None
         self._outputs: OutputHooks | None = None
         self._capture: StepCapture | None = None  # of the step in progress, if it is recorded
+        self._is_outdated = False  # whether to look for the parameters again before the next step
 
     # ---- events
 
@@ -105,7 +106,9 @@ class GradientHealth(Callback):
         self._refresh(self.opt)
 
     def before_train(self) -> None:
-        self._refresh(self.opt)
+        self._is_outdated = self.learn.is_calling  # torch.func.functional_call puts other tensors in
+        if not self._is_outdated:
+            self._refresh(self.opt)
 
     def before_batch(self) -> None:
         if self._outputs and self.training:
@@ -179,7 +182,8 @@ class GradientHealth(Callback):
     def _begin_step(self, reader: GradientReader, watch: StepWatch) -> None:
         """Captures whole gradients before clipping."""
         opt, scaler = self.opt, self.learn.scaler
-        if watch.begin(opt):
+        if watch.begin(opt) or self._is_outdated:
+            self._is_outdated = False
             self._refresh(opt)
         self._capture, is_recorded = None, self.wants(self._n_steps)
         self._n_steps += 1

@@ -132,11 +132,7 @@ class SkipCount:
 
 def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
     """Factor by which a GradScaler multiplies losses; 1.0 without one. Its `get_scale` would need a sync."""
-    return (
-        1.0
-        if scaler is None
-        else detached_scalar(scaler.scale(torch.ones((), device=device_of(model, None))))
-    )
+    return 1.0 if scaler is None else detached_scalar(scaler.scale(torch.ones((), device=device_of(model))))
 
 
 def is_unscaled(scaler: torch.amp.GradScaler | None, opt: Optimizer) -> bool:

@@ -86,6 +86,7 @@ class HookCallback(SamplingCallback):
         super().before_fit()
         self.remove()
         self.left_out.clear()
+        self._has_pred = False  # whether the model was called in a batch; a watch may see a step alone
         self.layers = find_modules(self.model, self.modules, self.include_paramless)
         self._names = {id(m): name or type(m).__name__ for name, m in self.layers.items()}
         make_ready_for_hooks(self.model)
@@ -109,6 +110,9 @@ class HookCallback(SamplingCallback):
             self._acts_in = self.training
             self.hooks.restart()
 
+    def after_pred(self) -> None:
+        self._has_pred = True
+
     def before_backward(self) -> None:
         if self.is_forward:  # a forward after this is recomputation by activation checkpointing
             self._acts_in = None
@@ -125,7 +129,8 @@ class HookCallback(SamplingCallback):
         super().after_batch()
         if not self.outside_main_phase:
             self._acts_in = None
-            if self.hooks and self.is_looking and self.n_batches == 1 and not self.coverage.fired:
+            is_first = self._has_pred and self.n_batches == 1
+            if self.hooks and self.is_looking and is_first and not self.coverage.fired:
                 warn(self.coverage.warning(), stacklevel=2)
 
     def after_fit(self) -> None:

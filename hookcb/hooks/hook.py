@@ -360,7 +360,8 @@ def _check(hook: Hook, m: Any) -> None:
         raise TypeError(f"hook_func must be a function, got {hook.hook_func!r:.80}")
     if isinstance(m, torch.jit.ScriptModule):
         raise TypeError(
-            f"{type(m).__name__} is TorchScript, which calls no hooks; hook the module it was made from"
+            f"{type(m).__name__} is TorchScript, which calls no hooks; "
+            "train the module it was made from, and script it then"
         )
     if isinstance(m, UninitializedParameter):
         raise ValueError("the parameter is not initialized yet; run its lazy module on a batch first")

@@ -56,6 +56,7 @@ class Facts:
         n_calls: calls of the model that became batches, or parts of them.
         n_part_calls: calls of parts of a model not yet called as a whole, which became batches too.
         n_without_grad: calls in train mode without gradients.
+        n_eval_inside: calls in eval mode between the call of a training batch and its step.
         n_elsewhere: calls and steps in other threads.
         n_penalties: gradients of outputs computed with create_graph=True.
         n_losses_outside: losses reported when no batch was open, or without a graph in training.
@@ -65,7 +66,7 @@ class Facts:
         n_losses_of_others: those among them that went on to parameters of other models.
         n_cut: training batches ended by a call in eval mode before their backward.
         n_closures: steps of LBFGS.
-        n_steps_alone: steps without a call of the model before them.
+        n_steps_alone: steps without a training call of the model before them.
         eval_trains: whether the loop trains in eval mode.
         reports_steps: whether the loop itself reports when a step begins.
         n_moved_by_hand: number of times that weights moved after a backward without an optimizer step.
@@ -76,6 +77,7 @@ class Facts:
     n_calls: int = 0
     n_part_calls: int = 0
     n_without_grad: int = 0
+    n_eval_inside: int = 0
     n_elsewhere: int = 0
     n_penalties: int = 0
     n_losses_outside: int = 0
@@ -132,7 +134,8 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
         cut = "was cut short by an error or the end of the watch"
         return cut if facts.has_ended else "has not ended yet; end an epoch with w.end_epoch() or close()"
     if level == "validate":
-        return "the model was not called in eval mode"
+        inside = " except in the middle of a training batch" if facts.n_eval_inside else ""
+        return f"the model was not called in eval mode{inside}"
     if level in ("train", "epoch", "batch") or not seen.get("before_batch"):
         return _why_no_batch(seen, facts)
     if level == "pred":
@@ -190,12 +193,13 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
     several = n_optimizers if n_optimizers > 1 else 0
     counted = {
         "calls in train mode without gradients, ignored": facts.n_without_grad,
+        "calls in eval mode in the middle of a training batch, ignored": facts.n_eval_inside,
         "calls of parts of the model, which had not been called as a whole": facts.n_part_calls,
         "calls or steps in other threads, ignored": facts.n_elsewhere,
-        "steps without a call of the model before them": facts.n_steps_alone,
+        "steps without a training call of the model before them": facts.n_steps_alone,
         "steps of LBFGS, without step events, as they have no single gradient": facts.n_closures,
         "gradients of outputs with create_graph=True, taken for a penalty": facts.n_penalties,
-        "losses reported when no batch was open, ignored": facts.n_losses_outside,
+        "losses reported when no batch was open or without a graph, ignored": facts.n_losses_outside,
         "losses reported": facts.n_losses_reported,
         "losses found when backward was called on them": facts.n_losses_found,
         "backwards whose loss was not found; report it with w.report_loss(loss)": facts.n_losses_unfound,

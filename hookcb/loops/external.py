@@ -19,6 +19,7 @@ from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.modules import ModelGoneError
+from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
 from hookcb.loops.reported import Reported
@@ -51,7 +52,7 @@ class ExternalLoop(NamedLoop):
 
     honors_stop = False  # whether the code that reports reads `stop_requested`
 
-    loss = Reported[Tensor | None]("report_loss(loss)")
+    loss = Reported[Tensor]("report_loss(loss)")
     epoch = Reported[int]("end_epoch()")
 
     def __init__(
@@ -65,6 +66,7 @@ class ExternalLoop(NamedLoop):
         self.stage = Stage.IDLE
         self._phase: str | None = None  # "train" or "validate", while an epoch is open
         self._loss_node: Any = None  # autograd node of the loss, during after_loss
+        self._pred_grad: Tensor | None = None  # the gradient with which a backward began, while it begins
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
         self.facts = Facts()
@@ -107,6 +109,11 @@ class ExternalLoop(NamedLoop):
         return self._loss_node
 
     @property
+    def pred_grad(self) -> Tensor | None:
+        """The gradient of an output of the model with which the backward began, while it begins."""
+        return self._pred_grad
+
+    @property
     def has_batch(self) -> bool:
         """Whether a batch is open."""
         return self.stage is not Stage.IDLE
@@ -146,11 +153,7 @@ class ExternalLoop(NamedLoop):
             TypeError: If it is not a tensor.
             ValueError: If it does not have one element.
         """
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss must be a tensor, got {loss!r:.80}; report what backward is called on")
-        if loss.numel() != 1:
-            shape = tuple(loss.shape)
-            raise ValueError(f"loss must have one element, got shape {shape}; report loss.mean()")
+        check_loss(loss)
         if not self.has_batch:
             self.facts.n_losses_outside += 1
             return loss
@@ -320,7 +323,8 @@ class ExternalLoop(NamedLoop):
             self.emit("after_epoch")
 
     def _forget_batch(self) -> None:
-        self.xb, self.pred, self.loss = (), None, None
+        self.xb, self.pred = (), None
+        self.loss = None  # type: ignore[assignment]  # until there is one
         for hook in self._on_tensors:
             hook.remove()
         self._on_tensors = []
@@ -334,7 +338,11 @@ class ExternalLoop(NamedLoop):
         if torch.is_grad_enabled():  # create_graph: a gradient penalty, which is part of the loss
             self.facts.n_penalties += 1
         elif self.stage in BEFORE_BACKWARD:
-            self.begin_backward()
+            self._pred_grad = grad
+            try:
+                self.begin_backward()
+            finally:
+                self._pred_grad = None
             # runs when all gradients are ready: DDP queues its own callback between these two
             after_backward(lambda: after_backward(self.end_backward))
 

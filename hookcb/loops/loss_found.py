@@ -1,5 +1,6 @@
 """The loss of a backward in progress, found on the stack of the thread that has called it."""
 
+import gc
 import sys
 from collections.abc import Iterable
 from types import FrameType
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import saved
+from hookcb.core.torch_private import has_scaled, saved
 
 # code of the functions that run a backward, with the name of the argument that holds the losses
 BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
@@ -84,6 +85,11 @@ def _sum(roots: list[Tensor]) -> FoundLoss | None:
     with torch.enable_grad():  # for a node that leads to all losses
         total = roots[0] if len(roots) == 1 else torch.stack([x.reshape(()) for x in roots]).sum()
     return FoundLoss(total.detach(), total.grad_fn)
+
+
+def scalers_in_use() -> list[GradScaler]:
+    """The GradScalers of this process that have scaled a loss."""
+    return [x for x in gc.get_objects() if issubclass(type(x), GradScaler) and has_scaled(x)]
 
 
 def scaler_at_work() -> GradScaler | None:

@@ -97,6 +97,7 @@ def _without_stand_ins(evidence: Evidence, has_opt: bool, steps: int) -> Evidenc
     if not steps:
         missing["steps"] = "no step was made"
     evidence.missing |= missing
+    evidence.absent["end"] = "the training was only tried out"
     evidence.sources -= missing.keys()
     return evidence
 

@@ -31,7 +31,8 @@ def watch(
     - a batch begins when the model is called in train mode with gradients on, after the last batch's backward
       or step: several calls before a backward form one batch, and backwards without a step accumulate; until
       the model itself is called, calls of its parts count, such as `net.actor(x)`;
-    - a call in eval mode is a validation batch; a call in train mode without gradients is ignored;
+    - a call in eval mode is a validation batch; in the middle of a training batch it is ignored, unless the
+      loop has left an earlier batch there; a call in train mode without gradients is always ignored;
     - the backward is noticed when gradients reach the model's output, or the loss in `w.report_loss(loss)`;
     - the loss is what backward is called on, the sum if there are several, before a GradScaler scales it; it
       is found when the backward begins, and need not be reported;
@@ -50,7 +51,7 @@ def watch(
             the training, such as `MixedPrecision`, are refused.
         cbs: more callbacks, in the form that a `Learner` accepts.
         scaler: the loop's GradScaler, so that callbacks can unscale the loss and gradients of outputs. By
-            default it is found at its first step.
+            default it is found at the first backward if it is new, else at its first step.
 
     Raises:
         TypeError, ValueError, LookupError: If something cannot be watched; nothing is hooked then.

@@ -1,5 +1,6 @@
 """Watch: the events of a training loop, from hooks on its model and optimizers."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import finalize, ref
@@ -8,17 +9,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
-from hookcb.core.torch_private import CALL_NAME, compiled_call, in_backward, in_transform, is_jit_tracing
+from hookcb.core.torch_private import (
+    CALL_NAME,
+    compiled_call,
+    has_updated,
+    in_backward,
+    in_transform,
+    is_jit_tracing,
+)
 from hookcb.gradients.hand_steps import StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.optimizer_steps import StepHook
+from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import WatchCoverage
 from hookcb.loops.external import ExternalLoop
-from hookcb.loops.loss_found import find_loss, first_parameter_behind, scaler_at_work
+from hookcb.loops.loss_found import (
+    FoundLoss,
+    find_loss,
+    first_parameter_behind,
+    scaler_at_work,
+    scalers_in_use,
+)
 from hookcb.loops.optimizers import WatchedOptimizers, unwrapped
-from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, IN_BACKWARD, IN_STEP
+from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, IN_BACKWARD, IN_STEP, Stage
 from hookcb.loops.taps import n_running, stepping_optimizer
 
 
@@ -40,7 +56,15 @@ class Watch(ExternalLoop):
         self._stepping: Optimizer | None = None
         self._n_calls = 0  # nested calls of the model in progress
         self._is_followed = False  # whether the outermost call is a batch, or part of one
-        self._is_side_call = False  # whether it is a call without gradients in the middle of a training
+        self._is_side_call = False  # whether it is a call in the middle of a training that is no part of it
+        self._has_side_calls = False  # whether there were such calls in eval mode in this batch
+        self._spans_side_calls = False  # whether calls before and after those have had one backward
+        self._left_preds: list[Hook] = []  # on the output of a batch that was left before such calls
+        self._left_in: set[Stage] = set()  # stages in which the loop has left a batch and begun another
+        self._is_left = False  # whether the last training batch ended without a step
+        self._is_eval_with_grad = False  # whether the last call in eval mode had gradients on
+        self._is_scaler_given = scaler is not None
+        self._has_no_scaler = False  # whether no GradScaler was in use at the first backward
         self._has_closure = False  # whether the step in progress has one
         self._is_from_others = False  # whether this batch was computed from parameters of other optimizers
         self._mark: WeightMark | None = None  # the weights after the backward, until they are stepped
@@ -77,12 +101,17 @@ class Watch(ExternalLoop):
         while self._hooks:
             self._hooks.pop().remove()
         self._unhook_parts()
+        self._unhook_left()
         if self._compiled is not None:
             self._compiled.remove()
 
     def _unhook_parts(self) -> None:
         while self._part_hooks:
             self._part_hooks.pop().remove()
+
+    def _unhook_left(self) -> None:
+        while self._left_preds:
+            self._left_preds.pop().remove()
 
     # ---- the model
 
@@ -96,12 +125,16 @@ class Watch(ExternalLoop):
         if self._compiled is None:  # else their removal would recompile the graph, in which they do nothing
             self._unhook_parts()
         self._end_side_call()
-        self._is_followed = not self._is_recomputing() and (torch.is_grad_enabled() or not m.training)
+        trains = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
+        is_aside = not trains and (m.training or self._is_to_go_on())
+        self._is_followed = not is_aside and not self._is_recomputing()
         if self._is_followed:
             self.facts.n_calls += 1
-            self._begin_or_continue(m, args or kwargs)
-        elif not torch.is_grad_enabled():
-            self.facts.n_without_grad += 1
+            self._begin_or_continue(m, args or kwargs, trains)
+        elif is_aside:
+            self.facts.n_without_grad += m.training
+            self.facts.n_eval_inside += not m.training
+            self._has_side_calls |= not m.training
             if not self.training:
                 self.end_batch()
             # not in training for its length, so that callbacks ignore it
@@ -111,17 +144,35 @@ class Watch(ExternalLoop):
         if self._is_side_call:
             self.training, self._is_side_call = True, False
 
-    def _begin_or_continue(self, m: nn.Module, xb: Any) -> None:
+    def _is_to_go_on(self) -> bool:
+        """Whether the open batch is expected to go on to a step after a call in eval mode.
+
+        It is, unless the loop has left an earlier batch at this stage, as it does while it accumulates.
+        """
+        is_between = self.stage in BEFORE_BACKWARD or (self.stage is Stage.GRADIENTS and self._optimizers)
+        return bool(self._is_open() and is_between and not self._stepped and self.stage not in self._left_in)
+
+    def _begin_or_continue(self, m: nn.Module, xb: Any, trains: bool) -> None:
         """Begins a batch for a call, unless it belongs to the one that is open."""
         if not self._has_stepped and (opt := stepping_optimizer()) is not None:
             self._has_stepped = self._optimizers.has_params(opt, self.model)  # its step began earlier
-        training = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
-        leaf = first_parameter_behind(xb) if training else None
-        if not (training and self._continues_batch()):
-            self.facts.n_cut += not training and self.is_waiting
-            self.begin_batch(training, detached(xb) if in_transform() else xb)
+        leaf = first_parameter_behind(xb) if trains else None
+        self._is_eval_with_grad = torch.is_grad_enabled() and not m.training
+        if not (trains and self._continues_batch()):
+            self.facts.n_cut += not trains and self.is_waiting
+            left = self.pred if trains and self.is_waiting else None
+            self.begin_batch(trains, detached(xb) if in_transform() else xb)
+            outputs = [
+                x for _, x in parts(left) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf
+            ]
+            self._left_preds = [Hook(x, self._left_goes_on, pre=True) for x in outputs]
         if leaf is not None and not self._optimizers.train(leaf):
             self._is_from_others |= all(leaf is not p for p in self.model.parameters())
+
+    def _left_goes_on(self, x: Tensor | None, grad: Tensor) -> None:
+        """Learns from a gradient that a batch was not over when it was left."""
+        self._spans_side_calls = True
+        self._left_in.discard(Stage.FORWARD)
 
     def _is_recomputing(self) -> bool:
         """Whether activation checkpointing is running the forward again in a backward."""
@@ -137,7 +188,8 @@ class Watch(ExternalLoop):
 
     def _continues_batch(self) -> bool:
         """Whether this call belongs to the batch that is open."""
-        return self.is_waiting or (self._is_open() and self._in_closure())
+        goes_on = self._spans_side_calls or not self._has_side_calls
+        return (self.is_waiting and goes_on) or (self._is_open() and self._in_closure())
 
     def _call_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self.in_loop_thread:
@@ -159,7 +211,7 @@ class Watch(ExternalLoop):
             return
         if torch.is_grad_enabled() and m.training and not self._is_recomputing():
             self.facts.n_part_calls += 1
-            self._begin_or_continue(m, args or kwargs)
+            self._begin_or_continue(m, args or kwargs, trains=True)
 
     def _part_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or self._n_calls or not self.in_loop_thread:
@@ -171,7 +223,11 @@ class Watch(ExternalLoop):
 
     def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
         """See `ExternalLoop`; no optimizer has stepped in a new batch."""
+        self.end_batch()
         self._stepped.clear()
+        self._has_side_calls = False
+        self._is_left &= not training
+        self._unhook_left()
         super().begin_batch(training, xb)
         self._is_from_others = False
 
@@ -185,16 +241,26 @@ class Watch(ExternalLoop):
         """Looks for the loss of the backward that begins, and takes it if it trains the model itself."""
         found = find_loss(self._thread, self.model.parameters())
         if found is not None and found.may_be_scaled:
-            if self.scaler is not None and self.scaler.is_enabled():
-                found = found.unscaled(self.scaler)
-            elif not self._has_stepped and self._by_hand is None:
-                found = None  # whether there is a GradScaler is known from the first step on
+            found = self._unscaled(found)
         if found is None or self._is_from_others:
             self.facts.n_losses_unfound += 1
             self.facts.n_losses_of_others += self._is_from_others
         else:
             self.facts.n_losses_found += 1
             self._set_loss(found.value, found.node)
+
+    def _unscaled(self, found: FoundLoss) -> FoundLoss | None:
+        """The loss before a GradScaler has scaled it; None if it is not known whether one has."""
+        is_unsettled = self.scaler is None and not self._has_stepped and self._by_hand is None
+        if is_unsettled and not self._has_no_scaler:
+            in_use = scalers_in_use()
+            new = [x for x in in_use if not has_updated(x)]
+            if len(new) == 1:  # a training begins with such a one; its first step will confirm it
+                self.scaler = new[0]
+            elif in_use or gc.get_freeze_count():  # frozen objects are not found
+                return None
+            self._has_no_scaler = not in_use
+        return found.unscaled(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else found
 
     def end_backward(self) -> None:
         """See `ExternalLoop`; a loop without an optimizer may make its own step from now on."""
@@ -210,6 +276,9 @@ class Watch(ExternalLoop):
         mark, self._mark = self._mark, None
         if mark is not None and not self._has_stepped and self._model() is not None:
             self._end_step_by_hand(mark.has_moved())
+        if self._is_open() and not self._stepped and self.stage in (Stage.FORWARD, Stage.GRADIENTS):
+            self._left_in.add(self.stage)
+            self._is_left = True
         super().end_batch()
 
     def _end_step_by_hand(self, has_moved: bool) -> None:
@@ -221,12 +290,12 @@ class Watch(ExternalLoop):
 
     def report_loss(self, loss: Tensor) -> Tensor:
         """See `ExternalLoop`; if no call was seen, a batch begins with its loss."""
-        if isinstance(loss, Tensor):
-            if not self.facts.n_calls and not (loss.requires_grad and self.is_waiting):
-                self.begin_batch(loss.requires_grad, ())  # only parts of the model are called
-            elif self.training and not loss.requires_grad:  # of a call without gradients
-                self.facts.n_losses_outside += 1
-                return loss
+        check_loss(loss)
+        if not self.facts.n_calls and not (loss.requires_grad and self.is_waiting):
+            self.begin_batch(loss.requires_grad, ())  # only parts of the model are called
+        elif self.training and not loss.requires_grad:  # of a call without gradients
+            self.facts.n_losses_outside += 1
+            return loss
         return super().report_loss(loss)
 
     def begin_step(self, opt: Optimizer) -> None:
@@ -243,7 +312,9 @@ class Watch(ExternalLoop):
         if not self._is_watched_step(opt) or (self._stepping is not opt and self._is_stepping()):
             return None
         if not self._has_stepped:
-            self._has_stepped, self.scaler = True, self.scaler or scaler_at_work()
+            self._has_stepped = True
+            if not self._is_scaler_given:
+                self.scaler = scaler_at_work()
         self._stepping = opt
         self._has_closure = any(map(callable, (*args, *kwargs.values())))
         has_gradients = self._stepped or self.stage in AFTER_BACKWARD
@@ -254,8 +325,11 @@ class Watch(ExternalLoop):
             return tuple(self._reporting_step(x, opt) for x in args), {
                 name: self._reporting_step(x, opt) for name, x in kwargs.items()
             }
-        self.facts.eval_trains |= self.has_batch and not self.training and torch.is_grad_enabled()
-        self.facts.n_steps_alone += not self.has_batch
+        may_train = not self.training and self._is_eval_with_grad and not self._is_left
+        self.facts.eval_trains |= self.has_batch and may_train
+        if not (self.has_batch and (self.training or may_train)):
+            self.facts.n_steps_alone += 1
+            self._left_in.discard(Stage.GRADIENTS)  # the batch that was left is stepped now
         self.begin_step(opt)
         return None
 

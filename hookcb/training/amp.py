@@ -66,7 +66,7 @@ class MixedPrecision(Callback):
         return self.learn.scaler if self._owns else None
 
     def before_fit(self) -> None:
-        device = device_of(self.model, None)
+        device = device_of(self.model)
         self._skipped, self._unscaled = torch.zeros((), dtype=torch.int64, device=device), False
         torch.autocast(device.type, self.dtype)  # raises before training, not in it
         if self.dtype is torch.float16:
@@ -78,7 +78,7 @@ class MixedPrecision(Callback):
 
     def before_batch(self) -> None:
         # in the phase's state: it ends with the phase, even by an error, and a nested validation has its own
-        self.phase_state["autocast"] = context = _autocast(device_of(self.model, None).type, self.dtype)
+        self.phase_state["autocast"] = context = _autocast(device_of(self.model).type, self.dtype)
         next(context)
 
     def after_loss(self) -> None:

@@ -799,3 +799,21 @@ def test_scaler_stage():
     scaler.step(opt)
     stages.append(torch_private.scaler_stage(scaler, opt))
     assert [stage.name for stage in stages] == ["READY", "UNSCALED", "STEPPED"]
+
+
+def test_has_scaled():
+    scaler = torch.amp.GradScaler("cpu")
+    assert not torch_private.has_scaled(scaler)
+    scaler.scale(torch.ones(()))
+    assert torch_private.has_scaled(scaler)
+
+
+def test_has_updated():
+    scaler = torch.amp.GradScaler("cpu")
+    p = nn.Parameter(torch.ones(1))
+    seen = [torch_private.has_updated(scaler)]
+    scaler.scale(p.sum()).backward()
+    scaler.step(torch.optim.SGD([p], lr=0.1))
+    seen.append(torch_private.has_updated(scaler))
+    scaler.update()
+    assert [*seen, torch_private.has_updated(scaler)] == [False, False, True]

@@ -82,6 +82,14 @@ def test_a_loss_in_another_unit_is_no_alarm(factor):
     assert check_gradients(after_backward(seeded(deep), d=8, factor=factor)).findings == ()
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e11])
+def test_the_size_of_all_gradients_is_shown_and_not_judged(factor):
+    model = after_backward(seeded(deep), d=8, factor=factor)
+    norm = math.hypot(*(float(p.grad.norm()) for p in model.parameters()))
+    text = " ".join(str(check_gradients(model)).split())
+    assert f"with each other; the norm of all gradients, {norm:.2g}, is not judged" in text
+
+
 FAULTS = {
     "vanishing": (sigmoids, "grad.attenuated", "error", "1.weight"),
     "exploding": (waves, "grad.exploding", "error", "0.weight"),

@@ -180,10 +180,10 @@ def test_unsaved_buffers_are_those_that_the_state_lacks():
 
 def test_a_model_is_placed_where_it_is_told_or_stays():
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-    assert device_of(model, None) == torch.device("cpu")
+    assert device_of(model) == torch.device("cpu")
     assert device_of(model, torch.device("meta")) == torch.device("meta")
     assert model[1].weight.device.type == "meta"
-    assert device_of(model, None) == torch.device("meta")
-    assert device_of(nn.BatchNorm1d(2, affine=False), None) == torch.device("cpu")
+    assert device_of(model) == torch.device("meta")
+    assert device_of(nn.BatchNorm1d(2, affine=False)) == torch.device("cpu")
     assert device_of(nn.ReLU(), torch.device("meta")) == torch.device("meta")
-    assert device_of(nn.ReLU(), None) == torch.device("cpu")
+    assert device_of(nn.ReLU()) == torch.device("cpu")

@@ -279,7 +279,7 @@ def test_methods_of_the_loss_are_no_calls_of_it():
 
 def test_a_loss_of_several_elements_and_a_step_of_no_optimizer_are_refused():
     loop = ExternalLoop(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match=r"loss must have one element, got shape \(3,\); report loss.mean"):
+    with pytest.raises(ValueError, match=r"the loss has shape \(3,\), not one element; reduce it"):
         loop.report_loss(torch.ones(3))
     with pytest.raises(TypeError, match="opt must be the optimizer that makes the step, got 3"):
         loop.begin_step(3)

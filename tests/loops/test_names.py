@@ -27,6 +27,11 @@ class Mine(Callback):
             self.learn.add_cbs(GradientHealth())
 
 learn.get(Mine).order = 3
+last: float = learn.loss.item()
+mean: float = learn.activation_stats.stats[-1]["0"]["mean"]
+learn.get(int)  # error
+learn.loss.itme()  # error
+w.loss.itme()  # error
 learn.fti(1)  # error
 learn.activation_statz  # error
 learn.get(ActivationStats).sereis  # error

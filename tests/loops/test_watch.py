@@ -318,15 +318,96 @@ def test_a_batch_that_is_skipped_before_its_backward_goes_into_the_next():
     assert seen(loop) == "E(T((pplbBsS))T)E"
 
 
-def test_a_call_in_eval_mode_cuts_a_batch_short_and_coverage_says_so():
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("where", ["before the backward", "before the step"])
+def test_a_call_in_eval_mode_in_the_middle_of_a_batch_is_left_out(where, grad):
+    def loop(w, model, opt):
+        for _ in range(2):
+            loss = model(X).mean()
+            if where == "before the backward":
+                evaluate(model, grad=grad)
+            loss.backward()
+            if where == "before the step":
+                evaluate(model, grad=grad)
+            opt.step()
+            evaluate(model, grad=grad)
+            w.end_epoch()
+        notes = w.coverage.notes
+        assert "4 calls in eval mode in the middle of a training batch, ignored" in notes
+        assert not any("count as training" in note or "cut short" in note for note in notes)
+
+    assert seen(loop) == f"E(T({TRAINED})TV((p)(p))V)E" * 2
+
+
+def test_coverage_says_that_calls_in_eval_mode_were_no_validation():
     def loop(w, model, opt):
         loss = model(X).mean()
         evaluate(model)
         loss.backward()
-        opt.step()
-        assert any("cut short" in note for note in w.coverage.notes)
+        why = "the model was not called in eval mode except in the middle of a training batch"
+        assert w.coverage.missing["before_validate"] == why
 
-    assert seen(loop) == "E(T((p))TV((p)(p))VT((sS))T)E"
+    seen(loop)
+
+
+def test_a_training_in_eval_mode_gives_no_warning_of_layers_that_were_not_called(recwarn):
+    model = make_model().eval()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, ActivationStats) as w:
+        for _ in range(3):
+            step(model, opt)
+    assert len(w.activation_stats.stats) == 2  # the first call was taken for a validation
+    assert not recwarn.list
+
+
+def test_calls_before_and_after_one_in_eval_mode_are_one_batch_once_they_had_one_backward():
+    def loop(w, model, opt):
+        for _ in range(3):
+            out = model(X)
+            evaluate(model)  # makes labels for the other call
+            (out - model(X + 1)).square().mean().backward()
+            opt.step()
+        assert w.facts.n_cut == 0
+
+    both = "(pplbBsS)"
+    assert seen(loop) == f"E(T((p){TRAINED}{both}{both})T)E"
+
+
+def test_a_forward_without_a_backward_before_a_validation_is_known_after_the_first():
+    def loop(w, model, opt):
+        for _ in range(3):
+            step(model, opt)
+            model(X)  # the accuracy in training, without no_grad
+            evaluate(model)
+        assert w.facts.n_eval_inside == 2
+        assert w.facts.n_cut == 2
+
+    cut = "(p))TV((p)(p))VT("
+    assert seen(loop) == f"E(T({TRAINED}(p){TRAINED}{cut}{TRAINED}(p))TV((p)(p))V)E"
+
+
+def test_a_validation_while_gradients_accumulate_is_seen():
+    def loop(w, model, opt):
+        for _ in range(3):
+            F.mse_loss(model(X), Y).backward()
+        evaluate(model)
+        F.mse_loss(model(X), Y).backward()
+        opt.step()
+
+    assert seen(loop) == f"E(T((plbB)(plbB)(plbB))TV((p)(p))VT({TRAINED})T)E"
+
+
+def test_a_step_after_a_validation_is_no_training_in_eval_mode():
+    model, log = make_model(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, probe(log)) as w:  # the optimizer is known from its first step on
+        for _ in range(3):
+            F.mse_loss(model(X), Y).backward()
+            evaluate(model, grad=True)
+            opt.step()
+        assert not w.facts.eval_trains
+        assert "1 steps without a training call of the model before them" in w.coverage.notes
+    assert "".join(log) == f"F(E(T((plbB))TV((p)(p))VT((sS){TRAINED}{TRAINED})T)E)F"
 
 
 # ---- optimizers
@@ -598,9 +679,7 @@ def scaled(model, opt, scaler, factors=(1.0, float("inf"), 1.0)):
 def test_a_scaler_skips_a_step(given):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     found = seen(lambda w, m, o: scaled(m, o, scaler), scaler=scaler if given else None)
-    # before the first step nobody knows that the loss is scaled, unless the scaler is given
-    first = TRAINED if given else "(pbBsS)"
-    assert found == f"E(T({first}(plbB){TRAINED})T)E"
+    assert found == f"E(T({TRAINED}(plbB){TRAINED})T)E"
 
 
 FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
@@ -684,16 +763,19 @@ def test_a_loss_told_after_the_step_is_left_out():
         loss.backward()
         opt.step()
         w.report_loss(loss)
-        assert "1 losses reported when no batch was open, ignored" in w.coverage.notes
+        assert "1 losses reported when no batch was open or without a graph, ignored" in w.coverage.notes
 
     assert seen(loop) == f"E(T({TRAINED})T)E"
 
 
-def test_a_loss_that_is_no_tensor_is_refused():
+def test_what_is_no_loss_is_refused_where_it_is_reported():
     def loop(w, model, opt):
         model(X)
         with pytest.raises(TypeError, match=r"loss must be a tensor, got 3\.0"):
             w.report_loss(3.0)
+        for several in (torch.ones(3), torch.ones(3, requires_grad=True)):
+            with pytest.raises(ValueError, match=r"the loss has shape \(3,\), not one element; reduce it"):
+                w.report_loss(several)
 
     seen(loop)
 
@@ -815,6 +897,24 @@ def test_transforms_of_torch_func():
         opt.step()
 
     assert seen(loop) == "E(T((plsS))T)E"
+
+
+def test_gradients_of_a_functional_call_are_those_of_the_models_parameters():
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(params):
+        return F.mse_loss(torch.func.functional_call(model, params, (X,)), Y)
+
+    with watch(model, opt, GradientHealth, hookcb.Diagnose(show=False)) as w:
+        for _ in range(6):
+            grads = torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+            for name, p in model.named_parameters():
+                p.grad = grads[name]
+            opt.step()
+            norm = grads["0.weight"].norm().item()
+            assert w.gradient_health.stats[-1]["0.weight"]["norm"] == pytest.approx(norm)
+    assert "param.unreachable" not in [finding.code for finding in w.diagnose().findings]
 
 
 def test_a_diagnosis_beside_transforms_of_torch_func_is_whole():

@@ -1,8 +1,10 @@
-"""The constructor of findings that checks share: it fills in the layer, the parameter and the steps."""
+"""Functions that checks share: one makes a finding, with its layer and steps; one asks another check."""
 
 import math
+from collections.abc import Callable, Iterator
 
-from hookcb.diagnosis.evidence import Layer, Param, Series
+from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
+from hookcb.diagnosis.registry import Result
 from hookcb.diagnosis.trends import Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -31,6 +33,11 @@ def finding(
     return Finding(
         code, severity, layer, param, first, value, limit, message, causes, next_steps, "", kind, last
     )
+
+
+def findings_of(check: Callable[[Evidence], Iterator[Result]], evidence: Evidence) -> list[Finding]:
+    """Findings of another check, on which one depends."""
+    return [result for result in check(evidence) if isinstance(result, Finding)]
 
 
 def _place(at: Layer | Param | str | None) -> tuple[str, str, str]:

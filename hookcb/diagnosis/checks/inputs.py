@@ -4,13 +4,12 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE
+from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT, updates
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import MAX_OF_CONSTANT, loss_of_constant
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.trends import MAX_SATURATED, format_factor, median
+from hookcb.diagnosis.trends import MAX_SATURATED, finite, format_factor, median
 
-RECURRENT = ("RNN", "LSTM", "GRU")
 MAX_RMS = 30.0
 LEARNS = 0.5  # of the loss of a constant
 N_FIRST = 3  # records
@@ -26,15 +25,18 @@ MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of unit
 def input_scale(evidence: Evidence) -> Iterator[Result]:
     """Inputs on a scale far above 1 that harm the training.
 
-    Formula: median root mean square of the first three inspected batches above 30, and one of these harms:
-    in the first three records, an update above a fifth of a weight, a first loss above three times that of
-    guessing, or saturated or dead units; a loss that ends no better than that of a constant; or inputs to a
-    recurrent layer, as saturated gates are not seen. A note if the loss ends below half of that of a
-    constant, as the model learns all the same.
+    Formula: median root mean square of the first three inspected batches above 30, of all inputs or of one
+    column of a table with up to 256 columns, and one of these harms: in the first three records, an update
+    above a fifth of a weight, a first loss above three times that of guessing, or saturated or dead units; a
+    loss that ends no better than that of a constant; or inputs to a recurrent layer, as saturated gates are
+    not seen. A note if the loss ends below half of that of a constant, as the model learns all the same.
+
+    Of 110 healthy trainings, those with such a harm have inputs of 9.2 at most, and tables have columns of
+    1.6. Columns of 69,000 before a batch norm do no harm.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
-    rms = median(evidence.input_rms.values[:N_FIRST])
+    rms, column = _scale(evidence)
     if math.isnan(rms):
         yield Skipped("no float input was recorded")
         return
@@ -42,6 +44,7 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     if rms <= MAX_RMS or not harm:
         yield Passed(f"scale of the inputs (root mean square {rms:.2g})", rms, MAX_RMS)
         return
+    subject = f"Column {column} of the inputs has" if column else "The inputs have"
     learns = loss_of_constant(evidence)[1] < LEARNS
     yield finding(
         "input.scale",
@@ -49,16 +52,29 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
         when=evidence.input_rms,
         value=rms,
         limit=MAX_RMS,
-        message=f"The inputs have a root mean square of {rms:.3g} (limit {MAX_RMS:g}), and {harm}.",
+        message=f"{subject} a root mean square of {rms:.3g} (limit {MAX_RMS:g}), and {harm}.",
         causes=("inputs that are not normalized",),
-        next_steps=("Subtract the mean of the training inputs and divide by their standard deviation",),
+        next_steps=(
+            "Subtract the mean of the training inputs and divide by their standard deviation"
+            f"{', column by column' if column else ''}",
+        ),
     )
+
+
+def _scale(evidence: Evidence) -> tuple[float, str]:
+    """Root mean square of the inputs, or of the one column that stands out; number of that column, or ""."""
+    rms = median(evidence.input_rms.values[:N_FIRST])
+    columns = [median(values) for values in zip(*evidence.input_columns, strict=False)]
+    if not finite(columns) or median(columns) > MAX_RMS:
+        return rms, ""
+    top = max(finite(columns))
+    return top, str(columns.index(top))
 
 
 def _harm(evidence: Evidence) -> str:
     """Harm that large inputs have done, "" if none was seen."""
     params = [p for p in evidence.params.values() if p.is_weight]
-    ratios = [x for p in params for x in p.series("update_ratio").values[:N_FIRST] if math.isfinite(x)]
+    ratios = [x for p in params for x in updates(p).values[:N_FIRST] if math.isfinite(x)]
     largest = max(ratios, default=0.0)
     first = evidence.loss.values[0] if len(evidence.loss) else math.nan
     saturated = [layer.series("saturated").values[:N_FIRST] for layer in evidence.layers.values()]

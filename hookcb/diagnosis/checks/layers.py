@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.checks.attenuated import attenuated_gradients
+from hookcb.diagnosis.checks.finding import finding, findings_of
 from hookcb.diagnosis.checks.updates import begins_large, init_advice, lower_rate
 from hookcb.diagnosis.evidence import SPARSE_KINDS, Evidence, Layer, Series
+from hookcb.diagnosis.falling import is_trivial
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -217,7 +219,9 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
     from which all layers to the end of the model have collapsed: layers that get a constant by design
     (positions, a learned query), or are followed by a batch norm that spreads their outputs, do not count. A
     head alone is not reported: a regression on targets of 2,000 ± 2 has such outputs. Only a note if the
-    spread is lost gradually, by a factor below 1,000 at the layer named; gradients then say more.
+    spread is lost gradually, by a factor below 1,000 at the layer named, as gradients then say more: a
+    warning if they do not fade, the outputs are so from the first record on, and the model ends no better
+    than a constant.
 
     Source: Schoenholz et al., "Deep Information Propagation", 2017, for how inputs become alike with depth.
     """
@@ -245,14 +249,22 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
     if first and first[0].place < _head(evidence):
         layer, span = first
         spreads = before(_spread(layer), until)
-        is_gradual = median(spreads.values) > MIN_SPREAD_LEFT * previous
+        severity: Severity = "error"
+        if median(spreads.values) > MIN_SPREAD_LEFT * previous:
+            severity = "warning" if _is_harmful(evidence, span, spreads) else "info"
         collapsed = median(spreads.values[-span.n :])
-        yield _collapsed(layer, collapsed, span, is_gradual, lower_rate(evidence))
+        yield _collapsed(layer, collapsed, span, severity, lower_rate(evidence))
     else:
         alive = _most_alive_at_end(known, _head(evidence), until)
         yield Passed(
             f"outputs that are the same for all samples (spread {lowest:.1g} or more)", alive, MIN_SPREAD
         )
+
+
+def _is_harmful(evidence: Evidence, span: Span, spreads: Series) -> bool:
+    """Whether outputs were the same from the beginning, and nothing else says why nothing was learned."""
+    begins_so = span.first == spreads.steps[0]
+    return begins_so and is_trivial(evidence) and not findings_of(attenuated_gradients, evidence)
 
 
 def _most_alive_at_end(known: list[Layer], head: float, until: float) -> float:
@@ -270,10 +282,12 @@ def _spread(layer: Layer) -> Series:
     return Series([step for step, _ in pairs], [x for _, x in pairs])
 
 
-def _collapsed(layer: Layer, spread: float, span: Span, is_gradual: bool, slower: tuple[str, ...]) -> Finding:
+def _collapsed(
+    layer: Layer, spread: float, span: Span, severity: Severity, slower: tuple[str, ...]
+) -> Finding:
     return finding(
         "act.collapse",
-        "info" if is_gradual else "error",
+        severity,
         at=layer,
         when=span,
         value=spread,

@@ -112,7 +112,7 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     yield finding(
         "loss.flat",
         "warning" if is_guessing else "info",
-        when=loss,
+        when=(loss.steps[WINDOW], loss.steps[-1]),
         value=lowest,
         limit=limit,
         message=f"The loss has not fallen in {len(values):,} batches: it began at {first:.3g}, and its "

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Observation
-from hookcb.diagnosis.falling import falls_slowly
+from hookcb.diagnosis.falling import MIN_BATCHES, falls_slowly, is_trivial
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import loss_left
 from hookcb.diagnosis.verdict import Finding, Severity
 
 EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
+COPIED = 0.05  # share of the first loss
 
 
 def passed_on(
@@ -115,6 +118,25 @@ _row("label.out_of_range", Site.INPUT, ("batch",), EVERYTHING, "error", "labels 
     """)  # fmt: skip
 
 
+_row("label.form", Site.INPUT, ("batch",), EVERYTHING, "error", "targets that the loss refuses",
+    requires="loss or steps", doc="""
+    Targets whose shape or type a loss of torch refuses, such as one-hot rows in place of class indices.
+
+    Exact: the error that torch's loss has raised.
+
+    Source: torch.nn.CrossEntropyLoss and torch.nn.BCEWithLogitsLoss, "Shape".
+    """)  # fmt: skip
+
+
+_row("label.scaled", Site.INPUT, ("batch",), ("head.*", "loss.*", "update.*", "unit.*"), "warning",
+    "labels that were scaled as the inputs", requires="targets", doc="""
+    Class indices that were divided by 255 together with the pixels.
+
+    Exact: all inputs and targets of the first batch are multiples of 1/255 in 0 to 1, with one target per
+    sample; the largest target is below 100/255, and not 0, while the largest input is above a half.
+    """)  # fmt: skip
+
+
 _row("label.single_class", Site.INPUT, ("batch", "graph"), ("loss.*", "grad.*", "update.too_small", "unit.*"),
     "warning", "labels of a single class", requires="labels of a classifier", doc="""
     All labels that a classifier is trained with are one class.
@@ -152,6 +174,31 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
             yield Skipped("no copy of the model was trained on a single batch, or it could not overfit that")
 
 
+@check(
+    "label.copies_input",
+    site=Site.INPUT,
+    needs=("batches", "graph"),
+    exact=True,
+    leads_to=("loss.*", "update.*"),
+    subject="tokens",
+)
+def copied_inputs(evidence: Evidence) -> Iterator[Result]:
+    """Targets that are the tokens which the model embeds at the same position.
+
+    Exact: all targets of a cross-entropy, in three batches, at least 64. A note, as they are in an
+    autoencoder. A warning if no position attends to later ones, as in a model that predicts the next token,
+    and the loss has fallen below a twentieth, as it does if only the input must be copied.
+    """
+    code, passed = "label.copies_input", "targets that are not shifted"
+    has_copied = loss_left(evidence, evidence.first_loss) < COPIED
+    seen = [x for x in evidence.observations if x.code == code]
+    if seen and not (has_copied and not seen[0].severity):
+        seen = [replace(seen[0], severity="info")]
+    yield from (_finding(evidence, x, (), x.severity or "warning") for x in seen)  # type: ignore[arg-type]
+    if not seen:
+        yield from passed_on(evidence, code, "warning", passed, "tokens that are targets")
+
+
 _row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_stepped"), "error",
     "symmetric initialization", doc="""
     Units of a hidden layer that begin equal up to sign: they get equal gradients and act as one unit.
@@ -168,7 +215,9 @@ _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "
 
     Formula: in a training batch, `training` is False and one of its parameters has `requires_grad`; or there
     is one value per channel, an error, or one sample in nine of ten batches, a warning. A batch norm with
-    frozen parameters may be in eval mode, as in fine-tuning.
+    frozen parameters may be in eval mode, as in fine-tuning. A note if a watched loop calls a model with
+    dropout or batch norm in train mode without gradients, at least three times, and never in eval mode; or
+    if the first call in eval mode without gradients applies dropout.
 
     Source: torch.nn.BatchNorm2d.
     """)  # fmt: skip
@@ -193,11 +242,74 @@ _row("dropout.scores", Site.LOSS, ("batch", "graph"), ("loss.*", "update.*", "he
     Source: Srivastava et al., "Dropout", 2014, who drop inputs and hidden units, not outputs.
     """)  # fmt: skip
 
-_row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers in a row", doc="""
+_row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers in a row",
+    requires="path from layer to layer", doc="""
     Linear layers that follow one another without a nonlinearity: a note, as one layer could compute the same.
 
-    Exact: order of the modules of an nn.Sequential, dropout and identity left out. An inner width below both
-    ends is a low-rank factorization.
+    Exact: order of the modules of an nn.Sequential, dropout and identity left out, or a linear layer that
+    alone gets the output of another, in the autograd graph of the first loss. An inner width below both ends
+    is a low-rank factorization.
+    """)  # fmt: skip
+
+_row("embed.single_index", Site.MODULES, ("batches",), (), "info", "embeddings that get a single index",
+    requires="indices of embeddings", subject="embeddings", doc="""
+    An embedding that gets the same index at all positions of all inspected batches.
+
+    Exact: smallest and largest index in three batches, of an embedding with as many rows as positions, eight
+    or more. A warning for an embedding with "pos" or "wpe" in its name, as positions then cannot be told
+    apart; else a note, as an id that all samples share may be intended.
+    """)  # fmt: skip
+
+
+@check(
+    "embed.scale",
+    site=Site.MODULES,
+    needs=("batches", "graph"),
+    leads_to=("loss.trivial", "loss.flat"),
+    subject="embeddings",
+)
+def embedding_scales(evidence: Evidence) -> Iterator[Result]:
+    """An embedding that is lost in the sum, as a far larger one is added to it.
+
+    Formula: RMS of one table / RMS of the other, of embeddings of tokens or positions whose outputs are added
+    in the autograd graph of the first loss. Limit: 30, before the first step and at the end, if the model
+    is no better than a constant: a warning where `loss.trivial` finds that, a note from 50 batches on. Tables
+    that begin at zero are left out; healthy ones with positions of std 0.02 beside N(0, 1) end at 18.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017, who scale embeddings beside positions.
+    """
+    passed = "embeddings on different scales"
+    severity: Severity = "warning" if is_trivial(evidence) else "info"
+    if is_trivial(evidence, MIN_BATCHES):
+        yield from passed_on(evidence, "embed.scale", severity, passed, requires="sums in the graph")
+    else:
+        yield Passed(passed)
+
+
+_row("mask.future", Site.MODULES, ("batches", "graph"), ("loss.*", "update.*", "attn.*", "grad.*"), "error",
+    "masks that show the next token", requires="masks of the tokens", subject="tokens", doc="""
+    A model that predicts the next token, and attends to it.
+
+    Exact: in three batches, each target of a cross-entropy is the token that the model embeds one position
+    later, and in all layers with self-attention, attention weights to later positions are above 1e-6 at more
+    than half of the positions with a target. Not judged beside recurrent layers, as a model may encode a
+    whole sequence on purpose, to decode it again.
+    """)  # fmt: skip
+
+_row("mask.blind", Site.MODULES, ("batches",), ("attn.*", "loss.*", "grad.*", "update.*", "act.*"), "warning",
+    "masks that hide all other positions", requires="attention", subject="attention", doc="""
+    Self-attention in which each position sees one position at most.
+
+    Exact: in three batches, all weights but one of each query are zero, and the key that is left is the same
+    in all samples and heads. Attention that is sharp because its scores are large differs between samples.
+    """)  # fmt: skip
+
+_row("label.padding", Site.INPUT, ("batches", "graph"), ("loss.*",), "warning", "padding among the targets",
+    requires="padding of the tokens", subject="tokens", doc="""
+    Targets that are padding, and count in the loss of a language model.
+
+    Exact: share of the targets that are the embedding's `padding_idx` after another padding, in three
+    batches; the loss is a mean cross-entropy without weights, with another `ignore_index`. Limit: 5 %.
     """)  # fmt: skip
 
 _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.too_small"), "warning",
@@ -243,7 +355,7 @@ _row("head.degenerate", Site.LOSS, ("batch",), EVERYTHING, "error", "a softmax o
     """)  # fmt: skip
 
 _row("head.range", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "targets out of the model's reach",
-    requires="targets", doc="""
+    requires="output beside its targets", doc="""
     Targets that the model's last operation cannot reach, of a squared, absolute or Huber error.
 
     Formula: share of the targets of the first batch outside the range of the softmax, sigmoid, tanh, ReLU or
@@ -252,13 +364,44 @@ _row("head.range", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "targets 
     """)  # fmt: skip
 
 _row("label.range", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets of a binary cross-entropy",
-    requires="targets", doc="""
+    requires="output beside its targets", doc="""
     Targets of a binary cross-entropy below 0 or above 1: the loss then has no minimum.
 
     Exact: the smallest and the largest target of the first batch, with 0.001 for rounding.
 
     Source: torch.nn.BCEWithLogitsLoss, whose targets are numbers between 0 and 1.
     """)  # fmt: skip
+
+_row("label.broadcast", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets that are broadcast",
+    requires="output beside its targets", doc="""
+    One output and one target per sample whose shapes differ, so the loss compares all pairs of samples.
+
+    Exact: shapes of the output and the targets where the loss subtracts them, such as (N, 1) and (N), which
+    have the same sizes apart from dimensions of 1 and are broadcast to more elements than either has.
+
+    Source: torch.nn.MSELoss, whose targets have the shape of the input.
+    """)  # fmt: skip
+
+
+@check(
+    "loss.of_values",
+    site=Site.LOSS,
+    needs=("batch", "graph"),
+    exact=True,
+    leads_to=("loss.trivial", "loss.flat"),
+)
+def loss_of_values(evidence: Evidence) -> Iterator[Result]:
+    """Classes, as 0 and 1 or one-hot, in a loss for values: a note.
+
+    Exact: the targets of the first batch, one per sample or rows with a single 1, in a squared, absolute or
+    Huber error. A warning if the training ends no better than a constant.
+
+    Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2.2, on units that saturate.
+    """
+    severity: Severity = "warning" if is_trivial(evidence) else "info"
+    passed, seen = "a loss for values given classes", "output beside its targets"
+    yield from passed_on(evidence, "loss.of_values", severity, passed, requires=seen)
+
 
 _row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat", "loss.trivial"), "error",
     "a loss without gradients", requires="loss", doc="""
@@ -272,6 +415,15 @@ _row("grad.stale", Site.GRADIENTS, ("batches", "steps"), EVERYTHING, "error",
     Gradients that are never zeroed, so each step adds to those of the step before.
 
     Formula: between any two steps of an optimizer, no backward began with gradients that were zero or None.
+    """)  # fmt: skip
+
+_row("accum.divisor", Site.GRADIENTS, ("batches", "steps"), (), "info",
+    "accumulated losses that are not divided", requires="divisor of the loss", subject="accumulation", doc="""
+    Losses of several backwards that are summed to one step: a note, as they may be losses of their own.
+
+    Exact: each step of the only optimizer follows the same number of backwards, two or more, and backward is
+    called on a mean over samples that is not divided. Read from the graph of a watched loop's
+    loss; if that was reported, from its gradient. Not for optimizers like Adam, which undo the factor.
     """)  # fmt: skip
 
 _row("param.duplicated", Site.OPTIMIZER, ("batch", "optimizers"), ("update.*", "loss.*"), "error",

@@ -8,8 +8,9 @@ from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import passed_on
 from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
 from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.falling import has_learned
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.trends import LATEST, LEARNED, Span, before, finite, loss_left, median, rates, ratio
+from hookcb.diagnosis.trends import LATEST, Span, before, finite, median, rates, ratio
 from hookcb.diagnosis.verdict import Finding
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
@@ -34,8 +35,8 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
 
     Formula: share of records with clipped norm / norm below 1, and the median of that ratio. Limit: above
     95 % of at least ten records, and a median below 0.01. An error for optimizers like SGD, a warning for
-    those like Adam, which divide by the size of gradients anyway. No finding if the loss falls by a fifth,
-    unless the median is below 1e-4.
+    those like Adam, which divide by the size of gradients anyway. No finding if the loss falls by a fifth and
+    the model is better than a constant, unless the median is below 1e-4.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, who set the limit
     by the mean norm over many updates.
@@ -45,8 +46,8 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {WINDOW} records of clipping before convergence")
         return
     share, usual = sum(x < UNCLIPPED for x in coefs.values) / len(coefs), coefs.median()
-    left = loss_left(evidence, evidence.first_loss)
-    if share <= MAX_CLIPPED or usual >= MIN_CLIPPED_TO or (left < LEARNED and usual >= MIN_CLIPPED_TO_ANYWAY):
+    learns = has_learned(evidence, evidence.first_loss)
+    if share <= MAX_CLIPPED or usual >= MIN_CLIPPED_TO or (learns and usual >= MIN_CLIPPED_TO_ANYWAY):
         yield Passed(f"clipping ({share:.0%} of steps, median ×{usual:.2g})", usual, MIN_CLIPPED_TO)
         return
     is_adaptive = any(p.is_adaptive for p in evidence.params.values())
@@ -57,7 +58,7 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     )
     yield finding(
         "clip.always",
-        "warning" if is_adaptive or left < LEARNED else "error",
+        "warning" if is_adaptive or learns else "error",
         when=coefs,
         value=usual,
         limit=MIN_CLIPPED_TO,

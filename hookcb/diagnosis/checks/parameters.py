@@ -32,6 +32,9 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     if steps is None or len(steps) < needed:
         yield Skipped(f"fewer than {needed} steps were inspected")
         return
+    if "cleared gradients" in evidence.observed:
+        yield Skipped("gradients were cleared between the backward and the step")
+        return
     ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= needed]
     without = [p for p in ungraded if p.layer in evidence.layers]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
@@ -94,18 +97,28 @@ def _without_gradient(params: Sequence[Param], steps: Series) -> Finding:
 def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     """A parameter that gets gradients but is in no optimizer, so it is never updated.
 
-    Formula: `.grad` is not None at some step, and no parameter group of an optimizer contains the parameter.
+    Formula: `.grad` is not None at some step, and no parameter group of a known optimizer contains the
+    parameter. Left out is one that has changed, as something else updates it.
     """
     if evidence.is_by_hand:
         yield Skipped("the loop updates its weights without an optimizer")
         return
-    params = [p for p in evidence.params.values() if p.stats and not p.is_optimized]
+    is_compared = "batches" in evidence.sources  # weights at the end with those at the beginning
+    params = [
+        p
+        for p in evidence.params.values()
+        if p.stats and not p.is_optimized and not (is_compared and p.has_moved)
+    ]
     if not any(p.stats for p in evidence.params.values()):
         yield Skipped("no parameter had a gradient at a step")
         return
     if not params:
         yield Passed("parameters outside the optimizer")
         return
+    is_of_copy = evidence.foreign.issuperset(p.shape for p in params)
+    copies = " The optimizer has others of the same shapes, which are not the model's." if is_of_copy else ""
+    part = "the optimizer was created from a part of the model, or before layers were added"
+    copied = "the optimizer was created before the model, or a part of it, was copied or created anew"
     yield finding(
         "param.not_in_optimizer",
         "error",
@@ -113,8 +126,8 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
         value=float(len(params)),
         limit=0.0,
         message=f"{len(params)} of {len(evidence.params)} parameters get gradients but are in no optimizer, "
-        f"so they are never updated: {join_names([p.name for p in params], 4)}.",
-        causes=("the optimizer was created from a part of the model, or before layers were added",),
+        f"so they are never updated: {join_names([p.name for p in params], 4)}.{copies}",
+        causes=(copied if is_of_copy else part,),
         next_steps=(
             "Give the optimizer all of model.parameters(), or freeze these with requires_grad_(False)",
         ),

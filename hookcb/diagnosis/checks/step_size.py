@@ -3,7 +3,10 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.checks.dead_units import dead_units
+from hookcb.diagnosis.checks.finding import finding, findings_of
+from hookcb.diagnosis.checks.layers import collapsed_activations
+from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.checks.updates import (
     MAX_FIRST_UPDATE,
     MAX_UPDATE,
@@ -14,16 +17,18 @@ from hookcb.diagnosis.checks.updates import (
     USUAL_UPDATE,
     lower_rate,
     multiplier,
+    recent_updates,
     updates,
+    usual_update,
 )
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.evidence import Evidence, Param, Series
+from hookcb.diagnosis.falling import has_learned
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
     LEARNED,
     Span,
     before,
-    finite,
     format_factor,
     is_warming_up,
     loss_left,
@@ -31,7 +36,6 @@ from hookcb.diagnosis.trends import (
     persistent,
     persistent_max,
     rates,
-    ratio,
     trailing,
     weights,
 )
@@ -42,6 +46,8 @@ LARGER_THAN_WEIGHTS = 1.0
 FAR_LARGER = 10.0  # one such step is enough
 LEARNED_WELL, BARELY_LEARNED = 0.05, 0.9  # share of the first loss that is left
 MIN_UPDATE, MIN_UPDATE_WARNING = 1e-5, 1e-6
+MAX_SMALL, MAX_SMALL_SUM = USUAL_UPDATE / 10, 0.1  # update ratio, and all together, if the loss is flat
+TRAINED = 0.5  # of the loss of a constant; a model that begins below it was trained before
 MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
 
 
@@ -65,10 +71,12 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     Formula: max over weights of ‖ΔW‖ / ‖W‖, with ‖W‖ at least that of torch's default initialization, a std
     of 1/sqrt(3 fan in), so weights that begin near zero and grow (a zero-initialized last layer, LoRA) do not
     count as changed by much. Limit: 0.2 in three of the first ten records, 0.05 in five of eight later ones;
-    1e-3 is usual. An error if two of the first ten steps are larger than the weights, or if the loss rises.
-    Left out are embeddings of tokens and positions, which are added, and trainings with a loss that falls by
-    a fifth, or, with steps larger than the weights, to a twentieth. The advice is computed from the first
-    steps, up to the one after which the loss is higher.
+    1e-3 is usual. 0.05 in three of ten records is enough before units die, or the outputs become the same for
+    all samples, that were not so at first. An error if two of the first ten steps are larger than the
+    weights, or if the loss rises. Left out are embeddings of tokens and positions, which are added, and
+    trainings with a loss that falls by a fifth, or, with steps larger than the weights, to a twentieth, if
+    the model is better than a constant. The advice is computed from the first steps, up to the one after
+    which the loss is higher.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
@@ -78,16 +86,21 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     if max((len(series) for _, series in sizes), default=0) < N_LARGE_FIRST:
         yield Skipped(f"fewer than {N_LARGE_FIRST} steps were inspected before convergence")
         return
-    left = loss_left(evidence, evidence.loss.values[0] if len(evidence.loss) else math.nan)
+    start = evidence.loss.values[0] if len(evidence.loss) else math.nan
+    left = loss_left(evidence, start)
+    is_idle = not (math.isnan(left) or has_learned(evidence, start))
     huge = [x for x in (_huge(p, series) for p, series in sizes) if x]
     large = [x for x in (_large(p, series) for p, series in sizes) if x]
-    if huge and not left < LEARNED_WELL:
+    if is_idle and not large:
+        death = _death(evidence)
+        large = [x for x in (_large_before(p, series, death) for p, series in sizes) if x]
+    if huge and not has_learned(evidence, start, LEARNED_WELL):
         yield _too_large(evidence, max(huge, key=lambda x: x[1]), is_error=True)
-    elif large and left >= LEARNED:  # large steps that are not known to do harm may be intended
+    elif large and is_idle:  # large steps that are not known to do harm may be intended
         yield _too_large(evidence, max(large, key=lambda x: x[1]), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in sizes)
-        yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, left >= LEARNED))
+        yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, is_idle))
 
 
 _Large = tuple[Param, float, Span, float]  # with the size of the update and its limit
@@ -107,6 +120,19 @@ def _large(param: Param, series: Series) -> _Large | None:
     later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
     if span := persistent(later, lambda x: x > MAX_UPDATE, N_LARGE, N_WINDOW):
         return param, median(later.between(span.first, span.last).values), span, MAX_UPDATE
+    return None
+
+
+def _death(evidence: Evidence) -> int:
+    """First step after which units are dead, or outputs the same for all samples; 0 if none, or at once."""
+    found = [*findings_of(dead_units, evidence), *findings_of(collapsed_activations, evidence)]
+    return min((f.step or 0 for f in found), default=0)
+
+
+def _large_before(param: Param, series: Series, death: int) -> _Large | None:
+    early = before(series, death)
+    if span := persistent(early, lambda x: x > MAX_UPDATE, N_LARGE_FIRST, N_FIRST):
+        return param, median(early.between(span.first, span.last).values), span, MAX_UPDATE
     return None
 
 
@@ -147,52 +173,55 @@ def _too_large(evidence: Evidence, large: _Large, is_error: bool) -> Finding:
     "update.too_small",
     site=Site.OPTIMIZER,
     needs=("gradients",),
-    leads_to=("loss.flat", "loss.trivial"),
+    leads_to=("loss.flat", "loss.trivial", "train.unfinished"),
 )
 def small_updates(evidence: Evidence) -> Iterator[Result]:
     """Steps that barely change the weights, so nothing is learned in reasonable time.
 
     Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence (at least
     five), each scaled to the largest learning rate, so neither warmup nor the end of a decay counts. Limit:
-    1e-5, a hundredth of the usual 1e-3; an error below 1e-6 if the loss falls by less than a tenth. No
-    finding if it falls by a fifth.
+    1e-5, a hundredth of the usual 1e-3, or 1e-4 if the loss is flat and near guessing and all steps together
+    are below 0.1; an error below 1e-6 if the loss falls by less than a tenth. No finding if it falls by a
+    fifth. Not judged if it begins below half of that of the best constant: a model that was trained before
+    may have little left to learn.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
-    until, lr = evidence.converged_at(), dict(rates(evidence))
     if is_warming_up(evidence):
         yield from _never_warm(evidence)
         return
-    top = max(finite(lr.values()), default=math.nan)
-    sizes, spans = [], []
-    for p in weights(evidence):
-        ratios = [
-            (step, x * ratio(top, lr.get(step, top))) for step, x in before(p.series("update_ratio"), until)
-        ]
-        steps = [(step, x) for step, x in ratios if math.isfinite(x)]
-        if p.is_optimized and len(steps) >= LATEST:
-            sizes.append(median(x for _, x in steps[-WINDOW:]))
-            small = trailing(Series(*map(list, zip(*steps, strict=True))), lambda x: x < MIN_UPDATE)
-            spans.append((small.first if small else steps[0][0], steps[-1][0]))
-    if not sizes or top == 0:
+    recent = recent_updates(evidence)
+    if not recent:
         yield Skipped(f"fewer than {LATEST} steps were inspected before convergence")
         return
-    size, left = median(sizes), loss_left(evidence, evidence.first_loss)
-    if size >= MIN_UPDATE or left < LEARNED:
-        yield Passed(f"learning rate too low (update ratio {size:.1e})", size, MIN_UPDATE)
+    size, left = usual_update(recent), loss_left(evidence, evidence.first_loss)
+    limit = MAX_SMALL if _has_barely_moved(evidence, size) else MIN_UPDATE
+    if size >= limit or left < LEARNED:
+        yield Passed(f"learning rate too low (update ratio {size:.1e})", size, limit)
+        return
+    if evidence.first_loss < TRAINED * evidence.constant:
+        yield Skipped("the model was trained before, and may have little left to learn")
         return
     causes, advice = _why_small(evidence, size)
+    small = [trailing(series, lambda x: x < limit) for series in recent]
+    first = min(span.first if span else series.steps[0] for span, series in zip(small, recent, strict=True))
     yield finding(
         "update.too_small",
         "error" if size < MIN_UPDATE_WARNING and left > BARELY_LEARNED else "warning",
-        when=(min(first for first, _ in spans), max(last for _, last in spans)),
+        when=(first, max(series.steps[-1] for series in recent)),
         value=size,
-        limit=MIN_UPDATE,
-        message=f"A step changes the median weight by {size:.2g} of its size (limit {MIN_UPDATE:g}); "
+        limit=limit,
+        message=f"A step changes the median weight by {size:.2g} of its size (limit {limit:g}); "
         f"{USUAL_UPDATE:g} is usual.",
         causes=causes,
         next_steps=advice,
     )
+
+
+def _has_barely_moved(evidence: Evidence, size: float) -> bool:
+    """Whether steps of this size cannot have moved the weights far, and the loss has not fallen."""
+    is_flat = any(f.severity == "warning" for f in findings_of(flat_loss, evidence))
+    return is_flat and size * evidence.n_steps < MAX_SMALL_SUM
 
 
 def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]:

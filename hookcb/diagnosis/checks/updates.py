@@ -3,8 +3,18 @@
 import math
 from collections.abc import Sequence
 
-from hookcb.diagnosis.evidence import Evidence, Param, Series
-from hookcb.diagnosis.trends import before, finite, format_factor, median, persistent, weights
+from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.trends import (
+    LATEST,
+    before,
+    finite,
+    format_factor,
+    median,
+    persistent,
+    rates,
+    ratio,
+    weights,
+)
 
 MAX_FIRST_UPDATE, N_FIRST = 0.2, 10  # in the first records; Adam with lr 1e-2 begins with 0.1 to 0.2
 MAX_UPDATE, N_LARGE, N_WINDOW = 0.05, 5, 8  # later, in 5 of 8 records
@@ -78,6 +88,29 @@ def first_update(evidence: Evidence) -> float:
         records = enumerate(updates(p))
         sizes += [x for i, (step, x) in records if i == 0 or (i < N_FIRST and step < risen)]
     return max(finite(sizes), default=math.nan)
+
+
+def recent_updates(evidence: Evidence) -> list[Series]:
+    """Update ratios of each trained weight before convergence, scaled to the largest learning rate.
+
+    Scaled so, neither warmup nor the end of a decay makes them small. Weights with fewer than five records
+    are left out.
+    """
+    until, lr = evidence.converged_at(), dict(rates(evidence))
+    top = max(finite(lr.values()), default=math.nan)
+    found = []
+    for p in weights(evidence):
+        ratios = before(p.series("update_ratio"), until)
+        pairs = [(step, x * ratio(top, lr.get(step, top))) for step, x in ratios]
+        scaled = Series.of([step for step, x in pairs if x < math.inf], [x for _, x in pairs if x < math.inf])
+        if p.is_optimized and len(scaled) >= LATEST:
+            found.append(scaled)
+    return found
+
+
+def usual_update(recent: Sequence[Series]) -> float:
+    """Median over weights of the median of their last ten update ratios; NaN if there is none."""
+    return median(median(series.values[-WINDOW:]) for series in recent)
 
 
 def divisor(evidence: Evidence) -> int:

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -23,6 +24,7 @@ MAX_SHARE, N_RECORDS = 0.9, 20  # share of the decay in a step, in so many recor
 MAX_USUAL_DECAY = 0.1  # AdamW is rarely given more
 # times 1/sqrt(fan in); sum of lr · weight decay that explains such a small weight, a factor of e**-2
 MAX_SHRUNK, MIN_DECAYED = 0.1, 2.0
+MAX_DECAY_OF_NORMS = 0.05  # sum of lr · weight decay
 
 
 @check(
@@ -131,3 +133,43 @@ def _decayed(params: list[Param], shares: Series, span: Span) -> Finding:
             else "Set weight_decay to 0 as a test, and find out why gradients are smaller than the decay",
         ),
     )
+
+
+@check("wd.norms", site=Site.OPTIMIZER, needs=("optimizers", "steps"), subject="attention")
+def decayed_norms(evidence: Evidence) -> Iterator[Result]:
+    """Weight decay of norms and embeddings in a transformer: a note, as many leave them out of it.
+
+    Formula: sum over the steps of lr · weight decay, the part by which AdamW has shrunk them, for weights of
+    normalization layers and embeddings; models without attention are left out. Limit: 0.05; a shorter
+    training does not change them by much.
+
+    Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, for the decay in each step.
+    """
+    if "attention" not in evidence.observed:
+        yield Skipped("too little was seen of the attention")
+        return
+    if not len(evidence.lr):
+        yield Skipped("the learning rate is not known")
+        return
+    decayed = [p for p in evidence.params.values() if p.weight_decay > 0 and _is_norm_or_embedding(p)]
+    rate = sum(evidence.lr.values) / len(evidence.lr)
+    total = max((p.weight_decay for p in decayed), default=0.0) * rate * evidence.n_steps
+    if total <= MAX_DECAY_OF_NORMS:
+        yield Passed(f"weight decay of norms and embeddings ({total:.0%})", total, MAX_DECAY_OF_NORMS)
+        return
+    places = join_names([p.name for p in decayed], 3)
+    yield finding(
+        "wd.norms",
+        "info",
+        value=total,
+        limit=MAX_DECAY_OF_NORMS,
+        message=f"Weight decay also applies to {len(decayed)} weights of norms and embeddings ({places}); "
+        f"over {evidence.n_steps} steps, lr · weight decay adds up to {total:.2g} (limit "
+        f"{MAX_DECAY_OF_NORMS:g}).",
+        causes=("all parameters in one group of the optimizer",),
+        next_steps=("Give norms, biases and embeddings a group with weight_decay=0",),
+    )
+
+
+def _is_norm_or_embedding(param: Param) -> bool:
+    return param.kind in SPARSE_KINDS or ("Norm" in param.kind and len(param.shape) == 1)

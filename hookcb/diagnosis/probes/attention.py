@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.probes.dropout import DropoutProbe
+from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
@@ -23,16 +25,23 @@ TANH, SIGMOID = 0.97, 0.03  # saturated above this magnitude, and within this di
 
 
 class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Measures attention weights as they are computed, in one forward of the model.
+    """Measures attention weights as they are computed, in one forward of the model; sees embeddings too.
 
     Args:
         layer: returns the name of the module that is running.
-        record: is called with the layer's name and its share of heads that attend to one place, `()`.
+        record: is called with the layer's name, attention weights `(…, queries, keys)`, and the positions of
+            these queries in a sequence that attends to itself, None if it attends to another one.
+        embedded: is called with the layer's name, the number of rows, the indices, and the index of padding.
     """
 
-    def __init__(self, layer: Callable[[], str], record: Callable[[str, Tensor], object]) -> None:
+    def __init__(
+        self,
+        layer: Callable[[], str],
+        record: Callable[[str, Tensor, Tensor | None], object],
+        embedded: Callable[[str, int, Tensor, int], object],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._record = layer, record
+        self._layer, self._record, self._embedded = layer, record, embedded
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -45,12 +54,17 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
             self._measure_softmax(out, args[1])
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
             self._measure_fused(args[0], args[1], kwargs, _is_causal(name, args, kwargs))
+        elif name == "embedding":
+            padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
+            self._embedded(self._layer(), len(args[0]), args[1], padding)
         return out
 
     def _measure_softmax(self, weights: Tensor, dim: int) -> None:
         is_last = dim in (-1, weights.ndim - 1)
         if is_last and weights.ndim > 2 and weights.shape[-1] >= MIN_KEYS and weights.shape[-2] > 1:
-            self._record(self._layer(), low_heads(weights))
+            is_square = weights.shape[-1] == weights.shape[-2]
+            places = torch.arange(weights.shape[-1], device=weights.device) if is_square else None
+            self._record(self._layer(), weights, places)
 
     def _measure_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
         scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
@@ -66,7 +80,8 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         if is_causal:
             later = torch.arange(k.shape[-2], device=q.device) > places[:, None]
             scores = scores.masked_fill(later, -math.inf)
-        self._record(self._layer(), low_heads(scores.softmax(-1)))
+        is_square = q.shape[-2] == k.shape[-2]
+        self._record(self._layer(), scores.softmax(-1), places if is_square else None)
 
 
 def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -93,6 +108,19 @@ def low_heads(weights: Tensor) -> Tensor:
     return share
 
 
+def is_blind(weights: Tensor) -> Tensor:
+    """Whether each query can see a single key at most, the same one in all samples and heads.
+
+    Args:
+        weights: see `low_heads`.
+
+    Returns:
+        A 0-d bool tensor. Weights that are that sharp because scores are large differ between samples.
+    """
+    rows = (weights > 0).flatten(0, -3)
+    return (rows.sum(-1) <= 1).all() & (rows == rows[:1]).all() & (len(rows) > 1)
+
+
 def observe_attention(shares_by_layer: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
     """Layers with heads that attend to one place only, in each inspected batch."""
     for layer, shares in shares_by_layer.items():
@@ -109,6 +137,24 @@ def observe_attention(shares_by_layer: dict[str, list[tuple[int, Tensor]]]) -> I
                 f"its entropy is below {LOW_ENTROPY:.0%} of the entropy of uniform attention.",
                 causes=("scores before the softmax are far too large, or are not divided by √d",),
                 next_steps=("Divide the scores by √d, and check the size of the query and key weights",),
+            )
+
+
+def observe_blind(blind_by_layer: dict[str, list[tuple[int, Tensor]]]) -> Iterator[Observation]:
+    """Layers in which each position can attend to one position only, in each inspected batch."""
+    for layer, seen in blind_by_layer.items():
+        if len(seen) >= MIN_BATCHES and all(bool(blind) for _, blind in seen):
+            yield Observation(
+                "mask.blind",
+                layer,
+                step=seen[0][0],
+                text=f"Each position of {layer or 'the model'} attends to at most one position, the same in "
+                "all samples and heads, so tokens do not see each other.",
+                causes=("a mask that is inverted, or that excludes all positions but one",),
+                next_steps=(
+                    "Print the mask: in scaled_dot_product_attention True means attend, in "
+                    "nn.MultiheadAttention it means do not",
+                ),
             )
 
 
@@ -135,6 +181,9 @@ class OpHooks:
     Attributes:
         step: number of the current batch.
         shares: steps and shares of heads that attend to one place, see `low_heads`, by name of the layer.
+        blind: steps and whether each position sees at most one, see `is_blind`, by name of the layer.
+        tokens: what is embedded, and which positions attend to later ones.
+        dropping: step of the first validation in which a layer dropped in eval mode, by layer.
         has_looked: whether a whole call of the model was measured.
         is_left_out: whether the model is compiled.
     """
@@ -147,8 +196,12 @@ class OpHooks:
     ) -> None:
         self._acts, self.step = acts, 0
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
+        self.blind: dict[str, list[tuple[int, Tensor]]] = {}
+        self.tokens = Tokens()
+        self.dropping: dict[str, int] = {}
+        self._n_eval = 0  # calls in eval mode that were measured
         self._names = {id(m): name for name, m in named_modules(model).items()}
-        self._open: list[OpProbe] = []
+        self._open: list[OpProbe | DropoutProbe] = []
         self.has_looked = False
         self.is_left_out = any(map(is_compiled, model.modules()))
         self._hooks: list[Hook] = []
@@ -159,21 +212,40 @@ class OpHooks:
             ]
 
     def _enter(self, m: nn.Module, args: Any) -> None:
+        if not (m.training or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            self._enter_eval(m)
+            return
         # without attention, measuring would cost as much as the forward, for nothing
-        if torch.compiler.is_compiling() or (self.has_looked and not self.shares) or not self._acts():
+        is_done = self.has_looked and not self.shares and not self.tokens.is_under_way
+        if torch.compiler.is_compiling() or is_done or not self._acts():
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
-            probe = OpProbe(self._layer, self._record)
+            probe = OpProbe(self._layer, self._record, self.tokens.add_indices)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
-    def _record(self, layer: str, share: Tensor) -> None:
-        self.shares.setdefault(layer, []).append((self.step, share))
+    def _enter_eval(self, m: nn.Module) -> None:
+        """Looks for dropout in the first call in eval mode."""
+        self._close()
+        modules = list(m.modules())
+        if self._n_eval == 0 and not any(x.training or is_compiled(x) for x in modules):
+            self._n_eval += 1
+            probe = DropoutProbe(lambda: self.dropping.setdefault(self._layer(), self.step))
+            probe.__enter__()  # type: ignore[no-untyped-call]
+            self._open.append(probe)
+
+    def _record(self, layer: str, weights: Tensor, places: Tensor | None) -> None:
+        self.shares.setdefault(layer, []).append((self.step, low_heads(weights)))
+        if len(blind := self.blind.setdefault(layer, [])) < MIN_BATCHES:
+            blind.append((self.step, is_blind(weights)))
+        if places is not None:
+            self.tokens.add_attention(layer, weights, places)
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.has_looked = self.has_looked or bool(self._open and output is not None)
+            is_measured = any(isinstance(probe, OpProbe) for probe in self._open)
+            self.has_looked = self.has_looked or (is_measured and output is not None)
             self._close()
 
     def _close(self) -> None:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from hookcb.diagnosis.probes.loss_graph import LossGraph
 
 COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two samples do
 REFUSED = re.compile(r"Target (-?\d+) is out of bounds")  # error of cross-entropy
+MIN_BRIGHTEST, MAX_SCALED_CLASSES = 0.5, 100  # of the pixels beside them; classes divided by 255
 MIN_BATCHES = 3  # that must be constant
+MAX_COLUMNS = 256  # of a table; the columns of wider inputs, as pixels and counts of words, are mostly alike
 
 
 def input_numbers(xb: Any) -> Tensor | None:
@@ -39,6 +41,13 @@ def input_numbers(xb: Any) -> Tensor | None:
     several = [x for x in tensors if x.ndim and len(x) > 1]
     differs = [_differs(x).to(bad.device) for x in several]
     return torch.stack([std, rms, bad, torch.stack(differs).any().float() if differs else nothing])
+
+
+def column_squares(xb: Any) -> Tensor | None:
+    """Mean square of each column of the first float input, if that is a table `(N, F)`; else None."""
+    x = next((x for _, x in parts(xb) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim), None)
+    is_table = x is not None and has_stats(x) and x.ndim == 2 and len(x) and 1 < x.shape[1] <= MAX_COLUMNS
+    return x.detach().float().square().mean(0) if x is not None and is_table else None
 
 
 def _differs(x: Tensor) -> Tensor:
@@ -119,6 +128,103 @@ def observe_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Itera
     )
 
 
+def observe_scaled_labels(xb: Any, yb: Any, step: int) -> Iterator[Observation]:
+    """Class indices that were divided by 255, as the pixels were."""
+    floats = [[x.detach() for _, x in parts(b) if isinstance(x, Tensor)] for b in (xb, yb)]
+    if not all(len(x) == 1 and x[0].is_floating_point() and x[0].numel() > 1 for x in floats):
+        return
+    pixels, y = floats[0][0], floats[1][0]
+    if y.numel() != len(y) or float(pixels.max()) < MIN_BRIGHTEST or not (_is_255th(pixels) and _is_255th(y)):
+        return
+    largest = round(float(y.max()) * 255)
+    if 0 < largest < MAX_SCALED_CLASSES:
+        yield Observation(
+            "label.scaled",
+            step=step,
+            value=float(y.max()),
+            text=f"The targets are whole numbers from 0 to {largest}, divided by 255 as the inputs are.",
+            causes=("class indices that are scaled together with the pixels",),
+            next_steps=("Divide the inputs alone by 255",),
+        )
+
+
+def _is_255th(x: Tensor) -> bool:
+    """Whether all numbers are 0/255, 1/255 … 255/255."""
+    whole = 255 * x.float()
+    is_near = ((whole - whole.round()).abs() < 1e-2).all()
+    return bool(is_near & (x >= 0).all() & (x <= 1).all())
+
+
+class Refusal(NamedTuple):
+    """A form of targets that a loss of torch refuses.
+
+    Attributes:
+        error: pattern of torch's message.
+        takes: what the loss takes.
+        next_steps: how to give it that.
+        is_of_integers: whether it is about integer targets; None if it may be about others.
+    """
+
+    error: str
+    takes: str
+    next_steps: tuple[str, ...]
+    is_of_integers: bool | None = None
+
+
+REFUSALS = (
+    Refusal(
+        r"class probabilities, got",
+        "Cross-entropy takes class indices of shape (N), or float probabilities of shape (N, C)",
+        ("For one-hot targets, pass y.argmax(1)",),
+    ),
+    Refusal(
+        r"multi-target not supported",
+        "This loss takes class indices of shape (N)",
+        ("For indices of shape (N, 1), pass y.squeeze(1)", "For one-hot targets, pass y.argmax(1)"),
+    ),
+    Refusal(
+        r"expected (target dtype to be|scalar type) Long",
+        "Cross-entropy takes class indices as integers",
+        ("Pass y.long(); for probabilities, give them the shape of the scores",),
+        is_of_integers=False,
+    ),
+    Refusal(
+        r"Target size .* must be the same as input size|target size .* different to the input size",
+        "Binary cross-entropy takes a target for each output, in the same shape",
+        ("For one output, pass y.unsqueeze(1)", "For class indices, use nn.CrossEntropyLoss"),
+    ),
+    Refusal(
+        r"can't be cast to the desired output type (Long|Int)|Found dtype (Long|Int) but expected Float",
+        "This loss takes floats as targets",
+        ("Pass y.float(); for class indices, use nn.CrossEntropyLoss",),
+        is_of_integers=True,
+    ),
+    Refusal(
+        r"Expected target size",
+        "Cross-entropy takes scores of shape (N, C, …), with the classes in dim 1",
+        ("Pass scores.transpose(1, 2), or flatten both: scores.flatten(0, 1) and y.flatten()",),
+    ),
+)
+
+
+def observe_refusal(yb: Any, error: BaseException, step: int) -> Iterator[Observation]:
+    """Targets in a form that a loss of torch refuses, in words, if it has raised an error."""
+    y = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
+    is_of_integers = None if y is None else not (y.is_floating_point() or y.is_complex())
+    for refusal in REFUSALS:
+        fits = refusal.is_of_integers in (None, is_of_integers)
+        if isinstance(error, RuntimeError | ValueError) and fits and re.search(refusal.error, str(error)):
+            about = "" if y is None else f"; the targets are {y.dtype} of shape {tuple(y.shape)}"
+            yield Observation(
+                "label.form",
+                step=step,
+                text=f"{refusal.takes}{about}. PyTorch says: {str(error).splitlines()[0]:.120}",
+                causes=("targets in the form of another loss",),
+                next_steps=refusal.next_steps,
+            )
+            return
+
+
 def _range_of(pred: Any, yb: Any) -> tuple[int | None, int | None]:
     """Number of classes that have a score, and the largest label; None if unknown."""
     scores = _scores(pred)
@@ -153,7 +259,12 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
         n = n or (scores.shape[-1] if scores.ndim == 2 else None)
         return graph.scale * math.log(n) if n else math.nan
     if graph.kind == "binary cross-entropy":
-        return graph.scale * math.log(2)
+        if not graph.has_weights:
+            return graph.scale * math.log(2)
+        if targets is None or graph.class_weights is None:
+            return math.nan
+        weights = 1 + (graph.class_weights - 1) * targets  # of ones, and 1 for zeros
+        return graph.scale * math.log(2) * float(weights.mean())
     if targets is not None and graph.kind == "mse" and targets.is_floating_point():
         has_same_shape = targets.shape == scores.shape
         return graph.scale * float(targets.float().square().mean()) if has_same_shape else math.nan

@@ -1,17 +1,18 @@
 """Observes dropout between the model's last layer and the loss."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from hookcb.core.torch_private import saved
+from hookcb.core.torch_private import DispatchMode, saved
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import HEADS, main_term
 from hookcb.diagnosis.probes.loss_terms import FREED, behind, node_name, read_saved, read_terms
 
 MAX_ELEMENTS = 65_536  # of a mask that are read
+HALF = 0.5  # p that torch leaves out where it is the default
 SURE = 5.0  # standard deviations
 
 
@@ -63,4 +64,58 @@ def observe_dropout(share: float, layer: str, step: int) -> Iterator[Observation
             "compares zeros, not predictions, with the targets.",
             causes=("a dropout after the last layer",),
             next_steps=("Move the dropout before the last linear layer, or remove it",),
+        )
+
+
+class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Sees dropout in a forward without gradients: numbers from a Bernoulli distribution, divided by its p.
+
+    Args:
+        record: is called at each dropout.
+    """
+
+    def __init__(self, record: Callable[[], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._record = record
+        self._kept: Any = None  # share that the operation before has kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operation unchanged."""
+        name, kept, self._kept = func.overloadpacket.__name__, self._kept, None
+        is_whole = name == "native_dropout" and args[1] > 0 and args[2] is not False
+        is_scaled = name == "div_" and isinstance(kept, float) and 0 < kept < 1 and args[1] == kept
+        is_attention = name.startswith("_scaled_dot_product") and _first_number(args) > 0
+        if is_whole or is_scaled or is_attention:
+            self._record()
+        if name == "bernoulli_":
+            self._kept = args[1] if len(args) > 1 else HALF
+        return func(*args, **(kwargs or {}))
+
+
+def _first_number(args: tuple[Any, ...]) -> float:
+    """Dropout of a fused attention, which is its first argument of this type."""
+    return next((x for x in args if isinstance(x, float)), 0.0)
+
+
+def observe_dropout_in_eval(layers: dict[str, int]) -> Iterator[Observation]:
+    """Dropout in eval mode.
+
+    Args:
+        layers: step of the first validation in which a layer dropped, by layer.
+    """
+    for layer, step in layers.items():
+        yield Observation(
+            "mode.mismatch",
+            layer,
+            step=step,
+            text=f"{layer or 'The model'} applies dropout in eval mode, so a validation is noisier and worse "
+            "than the model is.",
+            causes=("F.dropout(x, p), or dropout_p of an attention, without training=self.training",),
+            next_steps=(
+                "Pass training=self.training to F.dropout, and dropout_p=p if self.training else 0.0 to an "
+                "attention; Monte Carlo dropout drops on purpose",
+            ),
+            severity="info",
         )

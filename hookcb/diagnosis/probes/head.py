@@ -10,12 +10,13 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.evidence import Observation
-from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term, target_of
+from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
 from hookcb.diagnosis.probes.loss_terms import (
     BY_A_NUMBER,
     LAYERS,
     MAX_NODES,
     SHAPING,
+    Term,
     behind_shapes,
     factor_of,
     node_name,
@@ -36,8 +37,10 @@ RANGES = {  # of the outputs of operations
 }
 NAMES = {"Relu": "ReLU", "LogSoftmax": "log_softmax", "LogSigmoid": "logsigmoid", "Hardtanh": "hard tanh"}
 SOFTMAXES = ("Softmax", "LogSoftmax")
-SQUARES = ("mse", "mae", "huber")  # losses that compare each output with a target
+SQUARES = ("mse", "mae", "huber")  # losses of values
+COMPARING = (*SQUARES, "binary cross-entropy")  # losses that compare each output with a target
 MAX_SHARE = 0.05  # of targets out of range
+TINY = 1e-12  # of errors, so that none are no division by 0
 SLACK = 1e-3  # rounding of targets at the ends of a range
 HEAD_ADVICE = {  # by the function that the loss applies itself
     "softmax": ("which applies a softmax itself", "pass the raw scores (logits) to the loss"),
@@ -66,6 +69,38 @@ class Head(NamedTuple):
         return f"range {low} to {high} of the {_label(self.name)}"
 
 
+class Compared(NamedTuple):
+    """Two tensors that a loss compares element by element.
+
+    Attributes:
+        output: an output of the model.
+        target: what it is compared with.
+        term: the term of the loss that compares them.
+    """
+
+    output: Tensor
+    target: Tensor
+    term: Term
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of output and targets as the loss gets them, before torch's loss has expanded them."""
+        theirs = list(zip(self.target.shape, self.target.stride(), strict=True))
+        while theirs and theirs[0][1] == 0:
+            del theirs[0]
+        ours = self.term.given_shape or tuple(self.output.shape)
+        return ours, tuple(n if stride else 1 for n, stride in theirs)
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether one output and one target per sample, of different shapes, are compared in all pairs."""
+        ours, theirs = self.shapes
+        is_on_purpose = len(ours) > self.output.ndim  # such as output[:, None]
+        is_same = [n for n in ours if n > 1] == [n for n in theirs if n > 1]
+        differs = is_same and len(ours) != len(theirs) and not is_on_purpose
+        return differs and math.prod(self.term.shape) > math.prod(ours)
+
+
 def observe_output(
     graph: LossGraph, node: Any, pred: Any, yb: Any, layer: str, step: int
 ) -> Iterator[Observation]:
@@ -75,7 +110,7 @@ def observe_output(
         graph: what the loss is.
         node: `loss.grad_fn`, or None.
         pred: output of the model.
-        yb: targets; if empty, those that a loss of torch has saved count.
+        yb: targets; those that a loss of torch has saved come first.
         layer: the last layer that was called.
         step: number of the batch.
     """
@@ -85,23 +120,56 @@ def observe_output(
         yield degenerate_head(layer, step)
         return
     yield from observe_activation(graph, layer, step)
-    x, y = compared(node, pred, yb)
-    if y is None:
+    seen = compared(node, pred, yb)
+    if seen is None:
         return
-    if x is not None and graph.kind in SQUARES and (head := read_head(x)):
-        yield from observe_range(head, layer, y, step)
+    if seen.is_broadcast:
+        yield broadcast_targets(seen, step)
+        return
+    if graph.kind in SQUARES and (head := read_head(seen.output)):
+        yield from observe_range(head, layer, seen.target, step)
+    if graph.kind in SQUARES and graph.sure_kind:
+        yield from observe_classes(graph, seen.target, layer, step)
     if graph.kind == "binary cross-entropy":
-        yield from observe_bits(y, step)
+        yield from observe_bits(seen.target, step)
 
 
-def compared(node: Any, pred: Any, yb: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The model's output and the targets that the loss compares element by element; None if unknown."""
+def is_comparison_known(graph: LossGraph, node: Any, pred: Any, yb: Any) -> bool:
+    """Whether it is known what the loss compares element by element, or that it does something else."""
+    is_other = graph.kind not in ("", *COMPARING)
+    return is_other or compared(node, pred, yb) is not None
+
+
+def stuck_share(graph: LossGraph, node: Any, pred: Any, yb: Any) -> Tensor | None:
+    """Share of the squared error from outputs that a ReLU holds at 0, below their targets; None if unknown.
+
+    These outputs get no gradient. The share is a number on its device. For absolute errors, 0 may be the best
+    output nevertheless: the median.
+    """
+    seen = compared(node, pred, yb) if graph.head == "Relu" and graph.kind == "mse" else None
+    if seen is None or seen.is_broadcast:
+        return None
+    x, y = seen.output.detach(), seen.target.detach()
+    x = x.reshape(seen.term.given_shape) if seen.term.given_shape else x
+    errors = (x - y).float().square()
+    return (errors * ((x == 0) & (y > 0))).sum() / errors.sum().clamp_min(TINY)
+
+
+def compared(node: Any, pred: Any, yb: Any) -> Compared | None:
+    """Two tensors that the loss compares element by element; None if it does not, or if that is unknown.
+
+    The targets are those that a loss of torch has saved, else the only tensor of `yb`.
+    """
     main = main_term(read_terms(node))
+    if main is None or main.kind not in COMPARING:
+        return None
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
-    x = next((x for x in outputs if main is not None and behind_shapes(x.grad_fn) is main.given), None)
-    targets = (y for _, y in parts(yb or target_of(node)) if isinstance(y, Tensor))
-    y = next((y for y in targets if y.is_floating_point()), None)
-    return (None, None) if x is None or y is None or not _can_be_compared(x, y) else (x, y)
+    x = next((x for x in outputs if behind_shapes(x.grad_fn) is main.given), None)
+    targets = [y for _, y in parts(yb) if isinstance(y, Tensor)] if main.target is None else [main.target]
+    y = targets[0] if len(targets) == 1 else None
+    if x is None or y is None or y.is_complex() or not _can_be_compared(x, y):
+        return None
+    return Compared(x, y, main)
 
 
 def _can_be_compared(x: Tensor, y: Tensor) -> bool:
@@ -269,6 +337,52 @@ def observe_range(head: Head, layer: str, target: Tensor, step: int) -> Iterator
                 f"Remove the {_label(head.name)}, so that a linear layer is last; or scale the targets",
             ),
         )
+
+
+def broadcast_targets(seen: Compared, step: int) -> Observation:
+    """Outputs and targets that broadcasting compares in all pairs."""
+    ours, theirs = seen.shapes
+    return Observation(
+        "label.broadcast",
+        step=step,
+        value=math.prod(seen.term.shape) / math.prod(ours),
+        text=f"The output has shape {ours} and the targets have shape {theirs}: the loss broadcasts them to "
+        f"{seen.term.shape}, and compares each output with the targets of all samples.",
+        causes=("targets or outputs with a missing, or an extra, dimension of size 1",),
+        next_steps=("Give both the same shape: y.unsqueeze(1), or pred.squeeze(1)",),
+    )
+
+
+def observe_classes(graph: LossGraph, target: Tensor, layer: str, step: int) -> Iterator[Observation]:
+    """Classes, as 0 and 1 or one-hot, in a loss that compares values."""
+    if not _are_classes(target):
+        return
+    ends = f"the {_label(graph.head)}" if graph.head else "the output"
+    error = {"mse": "squared", "mae": "absolute", "huber": "Huber"}[graph.kind]
+    weak = {
+        "Relu": "; an output of 0 gets no gradient",
+        "Sigmoid": "; their gradient vanishes where the model is sure and wrong",
+        "Softmax": "; their gradient vanishes where the model is sure and wrong",
+    }
+    logits = "CrossEntropy" if target.ndim > 1 and target.shape[-1] > 1 else "BCEWithLogits"
+    yield Observation(
+        "loss.of_values",
+        layer,
+        step=step,
+        text=f"The targets are classes, as 0 and 1, and {ends} is compared with them by {error} errors"
+        f"{weak.get(graph.head, '')}.",
+        causes=(f"a loss for values, and {ends} as the head of a classifier",),
+        next_steps=(f"End the model in a linear layer and use nn.{logits}Loss",),
+    )
+
+
+def _are_classes(y: Tensor) -> bool:
+    """Whether targets are both 0 and 1, one for each sample, or rows with a single 1."""
+    if y.ndim not in (1, 2) or len(y) < 2 or not bool(((y == 0) | (y == 1)).all()):
+        return False
+    if y.ndim == 1 or y.shape[1] == 1:
+        return bool((y != y.flatten()[0]).any())
+    return bool((y.sum(1) == 1).all())
 
 
 def observe_bits(target: Tensor, step: int) -> Iterator[Observation]:

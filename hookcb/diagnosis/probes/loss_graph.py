@@ -36,6 +36,9 @@ class LossGraph(NamedTuple):
         has_penalty: whether it is that and penalties on parameters.
         ignored: class index that the loss ignores.
         has_weights: whether classes or elements have weights.
+        class_weights: copy of the weights of the classes, or of ones; None if there are others, or none.
+        smoothing: label smoothing of torch's cross-entropy.
+        n_classes: number of scores of a cross-entropy, 0 if unknown.
     """
 
     kind: str = ""
@@ -49,6 +52,9 @@ class LossGraph(NamedTuple):
     has_penalty: bool = False
     ignored: int = -100
     has_weights: bool = False
+    class_weights: Tensor | None = None
+    smoothing: float = 0.0
+    n_classes: int = 0
 
     @property
     def sure_kind(self) -> str:
@@ -90,6 +96,9 @@ def read_loss(node: Any) -> LossGraph:
         len(terms) > 1 and main.is_exact and all(_is_penalty(x) for x in terms if x is not main),
         main.ignored,
         main.has_weights,
+        None if main.class_weights is None else main.class_weights.detach().clone(),
+        main.smoothing,
+        main.given_shape[1] if main.kind == "cross-entropy" and len(main.given_shape) > 1 else 0,
     )
 
 

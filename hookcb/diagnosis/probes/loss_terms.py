@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
@@ -78,6 +79,11 @@ class Term(NamedTuple):
         target: what torch's loss compares with, None if unknown.
         ignored: class index that torch's loss ignores.
         has_weights: whether classes or elements have weights.
+        class_weights: weights of the classes, or of ones; None if there are others, or none.
+        smoothing: label smoothing of torch's cross-entropy.
+        shape: shape of the elements that are compared, after broadcasting.
+        node: node that computes it.
+        given_shape: shape of what the model gives to it, before broadcasting, () if unknown.
     """
 
     kind: str
@@ -89,6 +95,11 @@ class Term(NamedTuple):
     target: Tensor | None = None
     ignored: int = -100
     has_weights: bool = False
+    class_weights: Tensor | None = None
+    smoothing: float = 0.0
+    shape: tuple[int, ...] = ()
+    given_shape: tuple[int, ...] = ()
+    node: Any = None
 
 
 def read_terms(node: Any) -> list[Term]:
@@ -141,15 +152,19 @@ def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:
     name, inputs = node_name(node), node.next_functions
     behind = [n for n, _ in inputs if n is not None]
     factor = factor_of(node)
-    if name in ("Add", "Sub") and len(behind) == 2:
+    if name == "Add" and (smoothed := _smoothed(behind, scale)) is not None:
+        yield smoothed
+    elif name in ("Add", "Sub") and len(behind) == 2:
         signs = 1.0, saved(node, "alpha", 1) * (-1.0 if name == "Sub" else 1.0)
         for n, sign in zip(behind, signs, strict=True):
             yield from _terms(n, scale * sign, budget)
     elif factor is not None and len(behind) == 1:
         yield from _terms(behind[0], scale * factor, budget)
     elif name == "Mul" and len(behind) == 1:  # by soft targets, or by weights of samples
-        weighted = _terms(behind[0], math.copysign(math.inf, scale), budget)
-        yield from (x if x.kind == "log" else x._replace(is_exact=False) for x in weighted)
+        shape = input_shape(node)
+        for term in _terms(behind[0], math.copysign(math.inf, scale), budget):
+            is_exact = term.is_exact and term.kind == "log"
+            yield term._replace(is_exact=is_exact, shape=shape or term.shape)
     else:
         near = (at for at in nodes_near(node) if node_name(at) in (*KINDS, "LogSoftmax"))
         found = [leaf._replace(is_exact=False) for at in near if (leaf := _leaf(at, math.nan))]
@@ -174,22 +189,48 @@ def _leaf(node: Any, scale: float) -> Term | None:
     return None
 
 
+def _smoothed(parts: list[Any], scale: float) -> Term | None:
+    """Term of torch's cross-entropy with label smoothing, the sum of these two nodes; None for other sums."""
+    if [node_name(part) for part in parts] != ["Mul", "Mul"]:
+        return None
+    nll, share = behind(parts[0]), _number_of(parts[0], "Mul")
+    if KINDS.get(node_name(nll)) != "nll" or share is None:
+        return None
+    near, scores = nodes_near(parts[1]), behind(nll)
+    is_same = node_name(scores) == "LogSoftmax" and any(at is scores for at in near)
+    return _torch_loss(nll, node_name(nll), scale, scores)._replace(smoothing=1 - share) if is_same else None
+
+
 def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
     target = read_saved(node, "target")
     term = _kind_of_torch(node, name, scale, given)
-    ignored, has_weights = (
-        saved(node, "ignore_index", -100),
-        any(read_saved(node, x) is not None for x in WEIGHTS),
-    )
+    weight, of_ones = (read_saved(node, x) for x in WEIGHTS)
+    of_classes = of_ones if name.startswith("Binary") and weight is None else weight
+    ignored = saved(node, "ignore_index", -100)
     ignored = ignored - 2**64 if ignored >= 2**63 else ignored  # negative numbers are stored as unsigned ones
     target = target if isinstance(target, Tensor) else None
-    return term._replace(target=target, ignored=ignored, has_weights=has_weights)
+    first = node.next_functions[0][0]
+    shape = () if first is None else input_shape(first)
+    return term._replace(
+        target=target,
+        ignored=ignored,
+        has_weights=weight is not None or of_ones is not None,
+        class_weights=of_classes if isinstance(of_classes, Tensor) else None,
+        shape=shape,
+        given_shape=_shape_before_broadcast(first),
+        node=node,
+    )
+
+
+def _shape_before_broadcast(node: Any) -> tuple[int, ...]:
+    while node is not None and node_name(node) == "Expand":  # by which torch broadcasts
+        node = node.next_functions[0][0]
+    return () if node is None else input_shape(node)
 
 
 def _kind_of_torch(node: Any, name: str, scale: float, given: Any) -> Term:
-    is_weighted = any(read_saved(node, weight) is not None for weight in WEIGHTS)
-    is_mean = saved(node, "reduction", MEAN) == MEAN
-    if not is_mean or (is_weighted and name.startswith("Binary")):
+    is_weighted = name.startswith("Binary") and read_saved(node, "weight") is not None  # each element
+    if is_weighted or saved(node, "reduction", MEAN) != MEAN:
         scale = math.copysign(math.inf, scale)
     if KINDS[name] == "nll":
         if node_name(given) == "LogSoftmax":
@@ -240,7 +281,15 @@ def _difference(node: Any, scale: float, kind: str) -> Term | None:
     inputs = [n for n, _ in given.next_functions if n is not None]
     if len(inputs) != 1:
         return None
-    return Term(kind, scale, "values", behind_shapes(inputs[0]))
+    return Term(
+        kind,
+        scale,
+        "values",
+        behind_shapes(inputs[0]),
+        shape=input_shape(node),
+        given_shape=_shape_before_broadcast(inputs[0]),
+        node=node,
+    )
 
 
 def _is_of_params(node: Any) -> bool:
@@ -274,7 +323,7 @@ def _number_of(node: Any, name: str) -> float | None:
     factors = (read_saved(node, "other"), read_saved(node, "self"))
     if any(x is FREED for x in factors):  # factors of a loss that is a number are numbers
         return None if input_shape(node) else math.nan
-    others = [x.detach() for x in factors if isinstance(x, Tensor)]
+    others = [torch.as_tensor(x).detach() for x in factors if isinstance(x, Tensor | float | int)]
     if any(x.numel() != 1 for x in others):
         return None
     number = float(others[0]) if others and others[0].is_cpu else math.nan

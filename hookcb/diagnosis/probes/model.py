@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.torch_private import Convolution, Dropout, parameters_of
 from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.probes.linear_links import linear_stack
 from hookcb.hooks.modules import named_modules
 
 MAX_ROWS, MAX_COLUMNS = 256, 64
@@ -75,14 +76,7 @@ def _linear_stacks(modules: dict[str, nn.Module]) -> Iterator[Observation]:
         for (i, a), (j, b) in pairwise(active):
             if type(a) is type(b) is nn.Linear and a.out_features >= min(a.in_features, b.out_features):
                 first, second = (f"{name}.{at}" if name else at for at in (i, j))
-                yield Observation(
-                    "model.linear_stack",
-                    first,
-                    text=f"Linear layers {first} and {second} follow one another without a nonlinearity, so "
-                    f"one linear layer {a.in_features}→{b.out_features} could compute the same.",
-                    causes=("a missing activation",),
-                    next_steps=(f"Add an activation such as nn.ReLU() after {first}, or remove a layer",),
-                )
+                yield linear_stack(first, second, a.in_features, b.out_features)
 
 
 def is_of_torch(m: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from hookcb.core.torch_private import BatchNorm, Dropout
 from hookcb.diagnosis.evidence import Observation
 from hookcb.hooks.modules import named_modules
 
+MIN_CALLS = 3  # without gradients
 MIN_SINGLE = 0.9  # share of batches with a single sample
 REFUSED = "Expected more than 1 value per channel"  # beginning of torch's error
 
@@ -80,6 +82,26 @@ class NormProbe:
         elif self._norms and n_batches and self._n_single >= MIN_SINGLE * n_batches:
             name = next(iter(self._norms))
             yield _single(name, 0, "a single sample, because each batch has only one", "warning")
+
+
+def observe_unseen_validation(loop: Any) -> Iterator[Observation]:
+    """Calls in train mode without gradients, in a loop that never calls its model in eval mode.
+
+    Args:
+        loop: an external loop at its end.
+    """
+    n, modules = loop.facts.n_without_grad, list(loop.model.modules())
+    has_modes = any(isinstance(m, BatchNorm) or (isinstance(m, Dropout) and m.p > 0) for m in modules)
+    if n >= MIN_CALLS and has_modes and not loop.seen["before_validate"]:
+        yield Observation(
+            "mode.mismatch",
+            value=float(n),
+            text=f"The model was called {n} times in train mode without gradients, and never in eval mode. "
+            "If these calls were a validation, its dropout and batch norms acted as in training.",
+            causes=("a validation without model.eval()",),
+            next_steps=("Call model.eval() before a validation, and model.train() after it",),
+            severity="info",
+        )
 
 
 def _has_learned(m: nn.Module) -> bool:

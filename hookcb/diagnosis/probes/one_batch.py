@@ -15,10 +15,17 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.evidence import Evidence, Series
-from hookcb.diagnosis.probes.batch import guess_of, input_numbers, observe_inputs
+from hookcb.diagnosis.probes.batch import (
+    column_squares,
+    guess_of,
+    input_numbers,
+    observe_inputs,
+    observe_scaled_labels,
+)
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
-from hookcb.diagnosis.probes.head import observe_output
+from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
+from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
@@ -73,7 +80,7 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     with preserve_loader(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
-        learn.xb, learn.yb = split_batch(batch, device_of(learn.model, None), learn.n_inp)
+        learn.xb, learn.yb = split_batch(batch, device_of(learn.model), learn.n_inp)
         with as_at_start(learn, BatchStarts().note(learn)):
             learn.model.train()
             _observe_model(found, learn)
@@ -89,6 +96,7 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
     evidence.observed |= found.observed
     evidence.loss_kind, evidence.guess = found.loss_kind, found.guess
     evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
+    evidence.input_columns = found.input_columns
     evidence.notes.append("one more batch after the training")
 
 
@@ -108,7 +116,7 @@ def _observe_model(found: Evidence, learn: Any) -> None:
 
 
 def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
-    numbers = input_numbers(learn.xb)
+    numbers, squares = input_numbers(learn.xb), column_squares(learn.xb)
     with _last_called(learn.model) as called:
         learn.pred = learn.predict()
     learn.loss = learn.get_loss()
@@ -124,6 +132,8 @@ def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
         found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())
         found.observations += observe_inputs([step], [row], is_harmful=not is_finite)
         found.input_std, found.input_rms = Series.of([0], row[:1]), Series.of([0], row[1:2])
+    if squares is not None:
+        found.input_columns = [squares.sqrt().tolist()]
     _observe_loss(found, learn, called[-1] if called else "")
 
 
@@ -135,7 +145,14 @@ def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
         found.observed.add("input of the loss")
         found.observations += observe_dropout(share, last, 0)
+    found.observations += observe_scaled_labels(learn.xb, learn.yb, 0)
+    if (links := linear_links(learn.loss.grad_fn)) is not None:
+        found.observed.add("path from layer to layer")
+        found.observations += observe_linear_links(links, learn.model)
     found.observed |= {"targets"} if learn.yb else set()
+    is_known = is_comparison_known(graph, learn.loss.grad_fn, learn.pred, learn.yb)
+    found.observed |= {"output beside its targets"} if is_known else set()
+    found.observed |= {"penalty"} if graph.has_penalty else set()
     found.observed |= set() if graph.hidden_by else {"graph"}
     if graph.why_hidden:
         found.missing["graph"] = graph.why_hidden

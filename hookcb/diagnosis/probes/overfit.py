@@ -54,12 +54,15 @@ def observe_memorized_labels(
         "data.labels",
         step=0,
         value=losses[-1] / losses[0],
-        text=f"The loss is flat over {n_batches:,} batches, but {overfits}: it can learn, but the labels do "
+        text=f"The loss is flat over {n_batches:,} batches, but {overfits}: it can learn, so the labels may "
         "not follow from the inputs."
         if is_flat
         else f"The loss has barely fallen in {n_batches:,} batches, and {overfits}, but no faster than with "
         "permuted labels: the labels do not follow from the inputs, so it can only memorize them.",
-        causes=("labels that were shuffled separately from their inputs, or are mostly noise",),
+        causes=(
+            "labels that were shuffled separately from their inputs, or are mostly noise",
+            *(("steps that are too small or too few",) if is_flat else ()),
+        ),
         next_steps=("Look at ten samples with their labels, as the loader yields them",),
         severity="" if is_flat else "warning",
     )

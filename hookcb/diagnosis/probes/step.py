@@ -74,6 +74,50 @@ def _elements(x: Tensor) -> Tensor:
     return sketch_copy(x) if view is None else view.clone()
 
 
+class ClearedGradients:
+    """Counts steps before which the gradients of the backward were cleared, so that they do nothing.
+
+    It follows one small gradient; on a GPU, which would have to be waited for, zeros are not seen.
+    """
+
+    def __init__(self) -> None:
+        self._param: nn.Parameter | None = None  # had a gradient when the backward ended
+        self.n_steps = self.n_cleared = 0
+
+    def after_backward(self, param: nn.Parameter | None) -> None:
+        """Remembers a parameter that has a gradient."""
+        self._param = param if param is not None and _is_there(param.grad) else None
+
+    def before_step(self) -> None:
+        """Counts a step, and whether that gradient is gone."""
+        self.n_steps += 1
+        self.n_cleared += self._param is not None and not _is_there(self._param.grad)
+        self._param = None
+
+    @property
+    def has_found(self) -> bool:
+        """Whether all steps came after their gradients were cleared."""
+        return self.n_cleared >= max(MIN_STEPS, self.n_steps)
+
+    def observations(self) -> Iterator[Observation]:
+        """One if all steps did nothing."""
+        if self.has_found:
+            yield Observation(
+                "param.not_stepped",
+                step=0,
+                value=float(self.n_cleared),
+                text=f"Gradients were cleared after the backward and before the step in all {self.n_steps} "
+                "steps, so the optimizer changes nothing.",
+                causes=("zero_grad() between backward() and step()",),
+                next_steps=("Call zero_grad() after optimizer.step(), or before backward()",),
+            )
+
+
+def _is_there(grad: Tensor | None) -> bool:
+    is_readable = grad is not None and grad.is_cpu and grad.layout is torch.strided
+    return bool(grad.any()) if is_readable else grad is not None  # type: ignore[union-attr]
+
+
 class _Track(NamedTuple):
     """State of one optimizer."""
 
@@ -152,3 +196,25 @@ def _largest(dense: list[Tensor]) -> Tensor | float:
     ends = [dense[0], dense[-1]] if dense[0].device == dense[-1].device else dense[:1]
     largest = torch.stack([g.detach().abs().amax().float() for g in ends]).amax()
     return float(largest) if largest.is_cpu else largest
+
+
+def observe_accumulation(n_backward: set[int], scale: float) -> Iterator[Observation]:
+    """Losses of several batches that are summed to one step, not averaged.
+
+    Args:
+        n_backward: numbers of backwards before the steps of the only optimizer.
+        scale: factor of the mean over samples in what backward is called on, NaN if unknown.
+    """
+    n = min(n_backward, default=0)
+    if n > 1 and n_backward == {n} and scale == 1:
+        yield Observation(
+            "accum.divisor",
+            value=float(n),
+            text=f"Each step adds up the gradients of {n} backwards, and each of their losses is a whole "
+            f"mean over its samples, so gradients are {n} times those of the mean over all.",
+            causes=("losses that are accumulated without a divisor",),
+            next_steps=(
+                f"If these are parts of one batch, call (loss / {n}).backward(); SGD and clipping depend on "
+                "the scale of the gradients, Adam does not",
+            ),
+        )

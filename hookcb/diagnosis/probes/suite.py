@@ -13,35 +13,43 @@ from torch.optim import Optimizer
 
 from hookcb.core.batch import batch_size, parts
 from hookcb.core.fetches import FetchTimer
-from hookcb.core.optim import detached_scalar, largest_lr
+from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention
+from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention, observe_blind
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
+    column_squares,
     guess_of,
     input_numbers,
     observe_inputs,
     observe_labels,
+    observe_refusal,
+    observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
-from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
-from hookcb.diagnosis.probes.head import observe_output
+from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, observe_dropout_in_eval
+from hookcb.diagnosis.probes.embeddings import AddedTables
+from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
+from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
-from hookcb.diagnosis.probes.norm import NormProbe
+from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
+from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
+from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
-from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
+from hookcb.diagnosis.probes.step import ClearedGradients, LostUpdates, StaleGradients, observe_accumulation
 from hookcb.diagnosis.probes.targets import Targets, compares_output
+from hookcb.diagnosis.probes.tokens import Relation, observe_tokens
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import ModelGoneError
@@ -51,6 +59,14 @@ from hookcb.records.store import StatStore
 
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for dead units
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
+PENALTY_EVERY = 8  # batches, as a penalty may change fast
+N_TABLES = 3  # batches whose columns are measured
+TOKENS = (  # in `Evidence.observed`
+    "indices of embeddings",
+    "tokens that are targets",
+    "masks of the tokens",
+    "padding of the tokens",
+)
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -78,12 +94,18 @@ class Probes:
         self._sources = {"batches", "batch", "steps", "time"}
         self.dead, self.lost_updates = DeadUnits(loop.model), LostUpdates(loop.model)
         self._motion, self._n_backward = Motion(loop.model), 0
+        self._backwards: set[int] = set()  # numbers of backwards before a step
+        self._n_before = 0  # backwards before the last step
+        self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
         self._under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
+        self.cleared = ClearedGradients()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
+        self.penalty, self.stuck = Curve(), Curve()
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
+        self._tables = AddedTables()
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess, self.targets = math.nan, Targets()
@@ -98,7 +120,9 @@ class Probes:
         self._resident = ResidentMemory()
         self._is_external = is_external
         self._inputs = StatStore(COLUMNS, MAX_RECORDS)
+        self._columns: list[Tensor] = []  # mean squares, on their device
         self._has_origin = False  # whether the origin of a NaN or infinity was looked for
+        self._has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
         self.guarded(self._observe_model, loop)
@@ -132,6 +156,7 @@ class Probes:
         """Measures inputs and modes at the beginning of a batch."""
         self._under_way = None
         waited, self._ops.step = self.fetches.take(), loop.train_iter
+        self._ops.tokens.begin_batch()
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
         self._n_samples = batch_size((*loop.yb, loop.xb))
@@ -143,11 +168,14 @@ class Probes:
             if numbers is not None:
                 self._observed.add("inputs")
                 self._inputs.put("x", [self._inputs.begin(0, loop.train_iter)], numbers[None].float())
+            if len(self._columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
+                self._columns.append(squares)
 
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Checks the model's output in an external loop, because its loss may never be reported."""
         if looking:
             self._autocasts = autocasts(loop.model)
+            self._ops.tokens.follow(loop.pred, self.guarded)
         if self._is_external and not self._has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
@@ -157,20 +185,54 @@ class Probes:
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
         node = loop.loss_node
-        if self.graph is None:
-            self._read_graph(loop, node)
+        is_first = self.graph is None
+        yb = self._targets_of(loop, node) if is_first or looking else ()
+        if is_first:
+            self._read_graph(loop, node, yb)
         self.retained.mark_graph(node, loop.train_iter)
+        if looking or loop.train_iter % PENALTY_EVERY == 0:
+            self.guarded(self._add_penalty, loop)
         if looking:
-            self.targets.add_batch(loop.yb or target_of(node))
+            self.targets.add_batch(yb)
+            self.guarded(self._add_stuck_share, loop, node, yb)
+        if self._follows_factor(loop, node):
+            node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
         self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
 
-    def _read_graph(self, loop: Any, node: Any) -> None:
+    def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
+        """Records the gradient of a loss: what it is multiplied by before backward is called."""
+        self._factors.append(detached_scalar(grads[0]))
+
+    def _follows_factor(self, loop: Any, node: Any) -> bool:
+        """Whether the gradient that will reach a reported loss tells by what it is divided."""
+        is_reported = self._is_external and loop.facts.n_losses_reported > 0
+        return is_reported and node is not None and len(self._factors) < MIN_BATCHES
+
+    def _add_penalty(self, loop: Any) -> None:
+        has_penalty = self.graph is not None and self.graph.has_penalty and isinstance(loop.loss, Tensor)
+        if has_penalty and (penalty := penalty_of(loop.loss)) is not None:
+            self.penalty.add(loop.train_iter, detached_scalar(penalty))
+
+    def _targets_of(self, loop: Any, node: Any) -> Any:
+        """Targets of the batch: those of the loop, those that the loss has saved, or else () if unknown."""
+        if len(loop.yb):
+            return loop.yb
+        y = target_of(node)
+        y = recovered_target(node, loop.pred, loop.pred_grad, loop.loss) if y is None else y
+        return () if y is None else (y,)
+
+    def _add_stuck_share(self, loop: Any, node: Any, yb: Any) -> None:
+        graph = self.graph
+        if graph is not None and (share := stuck_share(graph, node, loop.pred, yb)) is not None:
+            self.stuck.add(loop.train_iter, detached_scalar(share))
+
+    def _read_graph(self, loop: Any, node: Any, yb: Any) -> None:
         self.graph = read_loss(node)
-        self.guess = guess_of(self.graph, loop.pred, loop.yb)
+        self.guess = guess_of(self.graph, loop.pred, yb)
         if self.graph.hidden_by == COMPILED:
             batch = ExternalBatch(loop) if self._is_external else loop
             try:
@@ -178,7 +240,14 @@ class Probes:
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
-        self._observe(observe_output, self.graph, node, loop.pred, loop.yb, self.layers.last, loop.train_iter)
+        self._observe(observe_output, self.graph, node, loop.pred, yb, self.layers.last, loop.train_iter)
+        if is_comparison_known(self.graph, node, loop.pred, yb):
+            self._observed.add("output beside its targets")
+        self._observe(observe_scaled_labels, loop.xb, yb, loop.train_iter)
+        if (links := linear_links(node)) is not None:
+            self._observed.add("path from layer to layer")
+            self._observe(observe_linear_links, links, loop.model)
+        self._tables.read_graph(node, loop.model)
         self.targets.is_of_output = compares_output(node, loop.pred)
         if not math.isnan(share := dropped_share(node)):
             self._observed.add("input of the loss")
@@ -201,10 +270,12 @@ class Probes:
         self._n_backward += 1
         self._observed.add("backward")
         self._under_way = looking
-        if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
-            return
         if self._first_param is None:
             self._first_param = self._find_first_param(loop.model)
+        if self.n_steps < N_DENSE:
+            self.cleared.after_backward(self._first_param)
+        if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
+            return
         grad = None if self._first_param is None else self._first_param.grad
         if grad is not None and grad.is_cpu and not math.isfinite(float(grad.detach().sum())):
             self._find_origin(loop, "A gradient is not finite", gradient=True)
@@ -234,6 +305,8 @@ class Probes:
 
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Reads the gradients and weights before a step."""
+        if self.n_steps < N_DENSE:
+            self.cleared.before_step()
         if looking or self._checks_dead_units():
             self.dead.read_gradients(loop.train_iter, self.n_examples)
             without = (name for name, p, _ in self._params if p.requires_grad and p.grad is None)
@@ -244,6 +317,8 @@ class Probes:
     def end_step(self, loop: Any, looking: bool) -> None:
         """Records a step that was made or cancelled."""
         self.n_steps += 1
+        self._backwards.add(self._n_backward - self._n_before)
+        self._n_before = self._n_backward
         self._observed.add("steps")
         self.lost_updates.after_step(loop.train_iter)
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
@@ -296,7 +371,8 @@ class Probes:
             evidence.sources.add("loss")
         evidence.loss_kind = self.graph.sure_kind if self.graph else ""
         evidence.guess = self.guess
-        evidence.constant = math.nan if self.graph is None else self.targets.constant(self.graph)
+        evidence.penalty, evidence.stuck = self.penalty.series(), self.stuck.series()
+        self.guarded(self._add_losses_of_targets, evidence)
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()
         evidence.memory = self.memory.series()
         self._add_sources(evidence)
@@ -311,6 +387,7 @@ class Probes:
         rows = self._inputs.series("x").tolist()
         evidence.input_std = Series.of(steps, [row[0] for row in rows])
         evidence.input_rms = Series.of(steps, [row[1] for row in rows])
+        evidence.input_columns = [squares.sqrt().tolist() for squares in self._columns]
         for name, n in self.n_without.items():
             if name in evidence.params:
                 evidence.params[name].n_without = n
@@ -328,19 +405,36 @@ class Probes:
         evidence.observations = [*self.observations, *self._late_observations(steps, rows)]
         return evidence
 
+    def _add_losses_of_targets(self, evidence: Evidence) -> None:
+        if self.graph is not None and (len(evidence.penalty) or not self.graph.has_penalty):
+            evidence.constant, evidence.perfect, evidence.noise = self.targets.losses(self.graph)
+            evidence.n_targets = self.targets.n_batches
+
     def _late_observed(self, rows: list[list[float]]) -> set[str]:
         """Part of `Evidence.observed` that depends on numbers on the device, or on enough of them."""
         seen = {
             "graph": self.graph is not None and not self.graph.hidden_by,
+            "penalty": self.graph is not None and self.graph.has_penalty,
             "targets": self.targets.is_known,
             "labels of a classifier": self.targets.classes(self._graph_of_one()) is not None,
             "samples that differ": any(row[-1] > 0 for row in rows),
             "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
+            "indices of embeddings": self._ops.tokens.has_indices,
+            "sums in the graph": self._tables.is_known,
+            "tokens beside targets": self._ops.tokens.has_compared,
+            "tokens that are targets": bool(self._tokens()),
+            "masks of the tokens": any(x.seeing for x in self._tokens()),
+            "padding of the tokens": any(x.padding >= 0 for x in self._tokens()),
+            "cleared gradients": self.cleared.has_found,
             "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,
             "weights around a step": self.lost_updates.has_looked,
             "graphs of 60 losses": self.retained.has_looked,
         }
         return {name for name, is_there in seen.items() if is_there}
+
+    def _tokens(self) -> list[Relation]:
+        """Embedded tokens that are also the targets, once enough batches were compared."""
+        return self._ops.tokens.relations()
 
     def _graph_of_one(self) -> LossGraph:
         """The loss's graph, an unknown one if several optimizers may have losses of their own."""
@@ -359,18 +453,46 @@ class Probes:
             evidence.notes.append(copies)
             evidence.partial |= {"activations": copies}
         if self._ops.is_left_out:
-            evidence.missing["attention"] = "the model is compiled, which hides its attention"
+            compiled = "the model is compiled, which hides its attention and embeddings"
+            evidence.missing |= dict.fromkeys(("attention", *TOKENS), compiled)
         elif self._ops.has_looked and not self._ops.shares:
             evidence.absent["attention"] = "the model has no attention operations"
+            evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
+        if not self._is_external:
+            evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
+        elif self._backwards == {1}:
+            evidence.absent["accumulation"] = "each step has one backward"
+        elif any(map(is_adaptive, self.optimizers.values())):
+            evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
+        evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
+        self._add_tokens(evidence)
+
+    def _add_tokens(self, evidence: Evidence) -> None:
+        """Adds reasons why the tokens of a language model are not checked."""
+        tokens = self._ops.tokens
+        if self._ops.has_looked and not tokens.has_embeddings:
+            no_embedding = "the model has no embedding"
+            evidence.absent |= {"embeddings": no_embedding, "tokens": no_embedding}
+        elif not tokens.is_open and not self._tokens():
+            evidence.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
+        elif not tokens.is_open:
+            unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
+            evidence.missing["padding of the tokens"] = unknown
 
     def _late_observations(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
         seen = {observation.code for observation in self.observations}
         yield from (x for x in observe_inputs(steps, rows, self._has_origin) if x.code not in seen)
         yield from self._norms.observations(self.n_batches)
         yield from observe_attention(self._ops.shares)
+        yield from observe_blind(self._ops.blind)
+        yield from observe_dropout_in_eval(self._ops.dropping)
+        yield from self._tables.observations()
+        yield from self._ops.tokens.observe_indices()
+        yield from observe_tokens(self._tokens(), self._graph_of_one(), self._has_recurrent)
         yield from self.lost_updates.observations()
         if len(self.optimizers) == 1:  # several may clear each other's gradients unseen
             yield from self.stale.observations()
+        yield from self.cleared.observations()
         yield from self._motion.observations(self.n_steps, self._n_backward)
         yield from self.retained.observations()
         yield from self.targets.observe_single_class(self._graph_of_one())
@@ -383,9 +505,21 @@ class Probes:
             self.guarded(self._observe, probe, learn, findings, self.n_batches, falls_slowly)
         return len(self.observations) > before
 
+    def _observe_accumulation(self, loop: Any) -> None:
+        """Compares backwards with steps, and with what the loss is multiplied by."""
+        factors = {float(x) for x in self._factors} if loop.facts.n_losses_reported else {1.0}
+        scale = self._graph_of_one().scale * (factors.pop() if len(factors) == 1 else math.nan)
+        is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
+        if not (is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
+            self._observed.add("divisor of the loss")
+            self._observe(observe_accumulation, self._backwards, scale)
+
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
         self._observe(observe_optimizers, loop.model, self.optimizers.values())
+        if self._is_external:
+            self._observe(observe_unseen_validation, loop)
+            self._observe_accumulation(loop)
         if self.optimizers:
             self._observed.add("groups of the optimizer")
         if error is not None and not isinstance(error, KeyboardInterrupt):
@@ -393,3 +527,4 @@ class Probes:
             self._norms.read_error(error, loop.train_iter)
             with suppress(RuntimeError):  # reading from a GPU that has failed
                 self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)
+            self._observe(observe_refusal, loop.yb, error, loop.train_iter)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hookcb.core.batch import parts
 from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.probes.entropy import Losses, losses_of_bits, losses_of_classes, noise_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
 from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
 
@@ -31,6 +32,11 @@ class Targets:
         self._batches: list[Tensor] = []
         self._is_only = True  # whether no batch had a second tensor among its targets
         self.is_of_output = False
+
+    @property
+    def n_batches(self) -> int:
+        """Number of batches whose targets are known."""
+        return len(self._batches)
 
     @property
     def is_known(self) -> bool:
@@ -81,33 +87,33 @@ class Targets:
                 next_steps=("Count the labels of the data set: labels.unique(return_counts=True)",),
             )
 
-    def constant(self, graph: LossGraph) -> float:
-        """Loss of the best prediction that is the same for all samples; NaN if unknown.
+    def losses(self, graph: LossGraph) -> Losses:
+        """Losses of the best constant, and of a perfect prediction; NaN if unknown.
 
-        That is the mean of each column for squares, its median for absolute values and Huber losses, and the
-        class shares for cross-entropy. It is unknown for values that drift, such as those that a model makes
-        itself in reinforcement learning.
+        The constant is the mean of each column for squares, its median for absolute values and Huber losses,
+        and the class shares for cross-entropy. It is unknown for values that drift, such as those that a
+        model makes itself in reinforcement learning.
         """
-        if not self._batches or not graph.is_pure or graph.has_weights or math.isnan(graph.scale):
-            return math.nan
-        y = torch.cat(self._batches)
+        is_weighted = graph.has_weights and graph.class_weights is None
+        if not self._batches or not graph.sure_kind or is_weighted or math.isnan(graph.scale):
+            return Losses()
         if graph.kind == "cross-entropy":
-            return graph.scale * float(_entropy(_class_shares(y, graph.ignored)).sum())
-        y = y.float()
+            return losses_of_classes(self._batches, graph).scaled(graph.scale)
         if graph.kind == "binary cross-entropy":
-            p = y.mean(0)
-            return graph.scale * float((_entropy(p) + _entropy(1 - p)).mean())
-        spread = y.var(0, correction=0).mean()
-        if self._drift() > MAX_DRIFT * float(spread):
-            return math.nan
-        if graph.kind == "mse":
-            return graph.scale * float(spread)
-        middle = y.median(0).values
-        if graph.kind == "mae":
-            return graph.scale * float((y - middle).abs().mean())
-        if graph.kind == "huber":
-            return graph.scale * float(F.smooth_l1_loss(middle.expand_as(y), y))
-        return math.nan
+            return losses_of_bits(self._batches, graph).scaled(graph.scale)
+        return self._losses_of_values(graph.kind).scaled(graph.scale)
+
+    def _losses_of_values(self, kind: str) -> Losses:
+        y = torch.cat(self._batches).float()
+        is_drifting = self._drift() > MAX_DRIFT * float(y.var(0, correction=0).mean())
+        if kind not in ("mse", "mae", "huber") or is_drifting:
+            return Losses()
+        errors = y - (y.mean(0) if kind == "mse" else y.median(0).values)
+        if kind == "huber":
+            errors = F.smooth_l1_loss(errors, torch.zeros_like(errors), reduction="none")
+        else:
+            errors = errors.square() if kind == "mse" else errors.abs()
+        return Losses(float(errors.mean()), noise=noise_of(errors, self._batches))
 
     def _drift(self) -> float:
         """Mean square of the difference between the means of the first and the second half of the batches."""
@@ -125,15 +131,3 @@ def compares_output(node: Any, pred: Any) -> bool:
     return main is not None and any(
         main.given in (behind_shapes(at), behind(behind_shapes(at))) for at in nodes
     )
-
-
-def _class_shares(y: Tensor, ignored: int) -> Tensor:
-    """Share of each class in class indices, without ignored ones, or in soft targets `(N, C, …)`."""
-    if y.is_floating_point():
-        return y.transpose(0, 1).flatten(1).float().mean(1) if y.ndim > 1 else y.float()
-    counts = torch.bincount(y[(y >= 0) & (y != ignored)].long().flatten())
-    return counts / counts.sum()
-
-
-def _entropy(p: Tensor) -> Tensor:
-    return -torch.xlogy(p, p)

@@ -64,6 +64,16 @@ def test_the_cause_comes_first_when_the_primary_has_a_code_of_the_case():
     assert of(replace(FAULT, codes=frozenset({"data.labels"})), LABELS).is_cause_first
 
 
+def test_a_note_is_enough_for_a_fault_that_says_so():
+    noted = replace(FAULT, codes=frozenset({"wd.norms"}), note_suffices=True)
+    note = Finding("wd.norms", "info")
+    assert not of(replace(noted, note_suffices=False), note).is_flagged
+    assert of(noted, note).is_flagged
+    assert of(noted, note, FLAT, primary=FLAT).is_cause_first
+    assert not of(noted).is_flagged
+    assert not of(noted, LABELS).is_flagged
+
+
 def test_the_layer_is_right_by_name_or_by_a_parameter_inside_it():
     blocks = replace(FAULT, layers=frozenset({"act", "blocks.0"}))
     assert of(FAULT, DEAD, primary=DEAD).is_layer_right is None

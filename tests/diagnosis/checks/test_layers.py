@@ -153,6 +153,13 @@ def test_outputs_that_are_constant_in_places_are_no_finding(given):
     assert isinstance(only(collapsed_activations, given), Passed)
 
 
+@pytest.mark.parametrize(("constant", "severity"), [(1.0, "warning"), (2.0, "info")])
+def test_a_spread_lost_layer_by_layer_is_a_warning_if_nothing_is_learned(constant, severity):
+    given = collapse(1.0, 1e-2, 1e-4, 1e-6 / 2, 1e-8)
+    given.loss, given.constant = series([1.0] * 60, every=1), constant
+    assert only(collapsed_activations, given).severity == severity
+
+
 def test_outputs_of_zeros_are_the_same_for_all():
     given = collapse(1.0, [], [], [], [])
     for name in ("l1", "l2", "l3", "l4"):

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
+from hookcb.diagnosis.evidence import Layer
 from hookcb.diagnosis.registry import Passed, Skipped
-from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, weight
+from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, series, weight
 
 # ---- update.too_large
 
@@ -66,6 +67,34 @@ def test_a_loss_that_jumps_at_once_does_not_pass_for_converged():
     assert only(large_updates, given).severity == "error"
 
 
+def test_a_language_model_that_only_learns_the_shares_of_its_tokens_has_not_learned():
+    param = weight(update_ratio=[0.8, 0.5, 0.3] + [0.01] * 37)
+    loss = [4.6, 4.0, 3.5] + [3.2 + 0.01 * (-1) ** i for i in range(97)]
+    assert isinstance(only(large_updates, evidence(param, loss=loss)), Passed)
+    found = only(large_updates, evidence(param, loss=loss, constant=3.2))
+    assert (found.code, found.severity, found.limit) == ("update.too_large", "warning", 0.2)
+    assert isinstance(only(large_updates, evidence(param, loss=loss, constant=4.0)), Passed)
+
+
+@pytest.mark.parametrize(
+    ("dead_since", "ratio", "is_cause"), [(12, 0.08, True), (0, 0.08, False), (12, 0.03, False)]
+)
+def test_smaller_steps_are_too_large_if_units_die_after_them(dead_since, ratio, is_cause):
+    param = weight(
+        update_ratio=[ratio] * 8 + [0.01] * 32, dead=0.9, n_looked=8, n_examples=512, dead_since=dead_since
+    )
+    found = only(large_updates, evidence(param, loss=STAYS))
+    assert (found.limit, found.step) == (0.05, 0) if is_cause else isinstance(found, Passed)
+
+
+def test_outputs_that_become_the_same_for_all_samples_count_as_well():
+    spreads = {"spread": series([0.5] * 10 + [1e-9] * 10)}
+    layers = {name: Layer(name, "Linear", "Linear 8→8", i, spreads) for i, name in enumerate(("a", "body"))}
+    given = evidence(weight(update_ratio=[0.08] * 8 + [0.01] * 32), loss=STAYS)
+    given.layers, given.params["body.weight"].place_of_layer = layers, 2
+    assert only(large_updates, given).limit == 0.05
+
+
 # ---- update.too_small
 
 
@@ -74,6 +103,15 @@ def test_tiny_steps_are_told(size, severity):
     found = only(small_updates, evidence(weight(update_ratio=[size] * 40), loss=STAYS))
     assert (found.code, found.severity, found.value) == ("update.too_small", severity, size)
     assert (found.step, found.last_step) == (0, 39)
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "guess", "is_told"), [(60, 1.0, True), (60, 9.0, False), (9000, 1.0, False)]
+)
+def test_small_steps_that_have_not_moved_a_flat_loss_are_told(n_steps, guess, is_told):
+    param = weight(update_ratio=[3e-5] * 40)
+    found = only(small_updates, evidence(param, loss=[1.0] * 60, guess=guess, n_steps=n_steps))
+    assert (found.limit == 1e-4) if is_told else isinstance(found, Passed)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +134,9 @@ def test_small_steps_of_a_warm_up_say_nothing():
     given = evidence(weight(update_ratio=[1e-8] * 40), lr=[1e-6 * i for i in range(40)])
     assert isinstance(only(small_updates, given), Skipped)
     assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 4))), Skipped)
+
+
+def test_small_steps_of_a_model_that_was_trained_before_are_not_judged():
+    given = evidence(weight(update_ratio=[1e-6] * 40), loss=STAYS, constant=3.0)
+    assert isinstance(only(small_updates, given), Skipped)
     assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 40), lr=0.0)), Skipped)

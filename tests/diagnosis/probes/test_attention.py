@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.attention import OpHooks, OpProbe, low_heads, observe_attention, saturated_share
+from hookcb.diagnosis.probes.attention import (
+    OpHooks,
+    OpProbe,
+    is_blind,
+    low_heads,
+    observe_attention,
+    observe_blind,
+    saturated_share,
+)
 
 B, HEADS, T, D = 2, 4, 6, 8
 SHARP = torch.tensor([1.0, 1.0, 400.0, 400.0]).view(HEADS, 1, 1)  # of heads, by which scores grow
@@ -48,10 +56,14 @@ def plain(q, k, mask=None, scale=None):
     return scores.softmax(-1).detach()
 
 
+def probe(record, layer="", embedded=lambda *_: None):
+    return OpProbe(lambda: layer, record, embedded)
+
+
 def seen(call, layer="attn"):
     """Records of the probe, and results of the call with and without it."""
     found = []
-    with OpProbe(lambda: layer, lambda name, share: found.append((name, share))):
+    with probe(lambda name, weights, _: found.append((name, low_heads(weights))), layer):
         out = call()
     again = call()
     assert torch.equal(out, again)
@@ -169,7 +181,7 @@ def test_a_scale_of_ones_own_counts(scale):
 def test_dropout_of_attention_does_not_count_as_looking_at_one_place():
     q, k, v = (numbers(B, HEADS, 16, D, seed=s).requires_grad_() for s in range(3))
     found = []
-    with OpProbe(lambda: "", lambda name, x: found.append(float(x))):
+    with probe(lambda name, weights, _: found.append(float(low_heads(weights)))):
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.9)
     assert found == [0.0]
 
@@ -331,3 +343,51 @@ def test_saturated_shares_are_counts_of_elements():
     n = sum(not 0.03 <= v <= 0.97 for v in s.flatten().tolist())
     assert saturated_share(nn.Sigmoid(), s) == pytest.approx(n / 350)
     assert saturated_share(nn.ReLU(), x.relu()) is None
+
+
+# ---- masks
+
+
+def test_queries_that_see_one_key_each_are_blind_but_sharp_ones_are_not():
+    eye = torch.eye(T).expand(B, HEADS, T, T)
+    assert is_blind(eye)
+    assert is_blind(eye.flatten(0, 1))
+    assert is_blind(eye.masked_fill(torch.arange(T)[:, None] == 0, 0))  # a query that sees nothing
+    sharp = (numbers(B, HEADS, T, T) * 1e4).softmax(-1)
+    assert int((sharp > 0).sum()) == B * HEADS * T  # of which each sees a key of its own
+    assert not is_blind(sharp)
+    assert not is_blind(numbers(B, HEADS, T, T).softmax(-1))
+    assert not is_blind(
+        numbers(B, HEADS, T, T).masked_fill(~torch.ones(T, T).tril().bool(), -math.inf).softmax(-1)
+    )
+    assert not is_blind(torch.eye(T)[None])  # a single one may be sharp
+
+
+def test_a_blind_layer_is_named_if_it_is_blind_in_each_batch():
+    yes, no = torch.tensor(True), torch.tensor(False)
+    blind = {"a": [(0, yes), (1, yes), (2, yes)], "b": [(0, yes), (1, no), (2, yes)], "c": [(0, yes)]}
+    assert [(x.code, x.layer, x.step) for x in observe_blind(blind)] == [("mask.blind", "a", 0)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("t", [T, 50])  # of which some queries are inspected
+def test_positions_of_queries_are_told_for_a_sequence_that_attends_to_itself(is_causal, t):
+    q, k, v = (numbers(B, HEADS, t, D, seed=s) for s in range(3))
+    found = []
+    with probe(lambda *seen: found.append(seen)):
+        F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:])
+        (q @ k.transpose(-1, -2)).softmax(-1)
+    (_, weights, places), (_, _, none), (_, _, all_places) = found
+    assert none is None
+    assert all_places.tolist() == list(range(t))
+    assert bool((weights[..., torch.arange(t) > places[:, None]] > 0).any()) is not is_causal
+
+
+def test_indices_of_embeddings_are_seen_with_their_padding():
+    found, x = [], torch.arange(6).view(2, 3)
+    with probe(lambda *_: None, "emb", lambda *seen: found.append(seen)):
+        nn.Embedding(9, 4, padding_idx=3)(x)
+        F.embedding(x, torch.randn(7, 2))
+    assert [(name, n, padding) for name, n, _, padding in found] == [("emb", 9, 3), ("emb", 7, -1)]
+    assert all(torch.equal(indices, x) for _, _, indices, _ in found)

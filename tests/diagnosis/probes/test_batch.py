@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import Diagnose, Learner
+from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.probes.batch import (
     MIN_BATCHES,
     guess_of,
     input_numbers,
     observe_inputs,
     observe_labels,
+    observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 from tests.support import fit
@@ -303,3 +304,51 @@ def test_without_labels_it_is_known_where_scores_are_of_classes():
     assert math.isnan(guess_of(graph, zeros(N, T, C), ()))
     assert math.isnan(guess_of(graph, None, ()))
     assert math.isnan(guess_of(LossGraph("mse", True, 1.0), zeros(N, C), ()))
+
+
+# ---- labels divided by 255
+
+PIXELS = torch.randint(0, 256, (32, 1, 4, 4), generator=torch.Generator().manual_seed(0)).float()
+DIGITS = torch.arange(32).remainder(10).float()
+
+
+def scaled(x, y):
+    return [found.text for found in observe_scaled_labels((x,), (y,), 0)]
+
+
+@pytest.mark.parametrize("y", [DIGITS / 255, DIGITS[:, None] / 255])
+def test_labels_divided_by_255_with_the_pixels_are_named(y):
+    (text,) = scaled(PIXELS / 255, y)
+    assert "whole numbers from 0 to 9" in text
+
+
+def test_scaled_labels_are_a_warning_before_training():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 1))
+    verdict = diagnose(net, (PIXELS / 255, DIGITS[:, None] / 255), F.mse_loss)
+    assert (verdict.primary.code, verdict.status) == ("label.scaled", "suspect")
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (PIXELS / 255, DIGITS),
+        (PIXELS / 255, DIGITS.long()),
+        (PIXELS, DIGITS / 255),
+        (PIXELS / 256, DIGITS / 256),
+        (PIXELS / 255, DIGITS * 0),
+        (PIXELS / 255, PIXELS.mean((1, 2, 3)) / 255),  # brightness
+        (PIXELS / 255, PIXELS[:, :, 0, 0] / 255),  # of a pixel
+        (PIXELS / 255, PIXELS / 255),
+    ],
+)
+def test_other_targets_are_not_scaled_labels(x, y):
+    assert scaled(x, y) == []
+
+
+# ---- guessing under weights
+
+
+def test_guessing_counts_the_weights_of_ones():
+    x, y = torch.zeros(4, 1, requires_grad=True), torch.tensor([[1.0], [0.0], [0.0], [0.0]])
+    loss = F.binary_cross_entropy_with_logits(x, y, pos_weight=torch.tensor([9.0]))
+    assert guess_of(read_loss(loss.grad_fn), x, (y,)) == pytest.approx(loss.item())

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import Diagnose, Learner, diagnose
+from hookcb import Diagnose, Learner, diagnose, watch
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 
 X, Y = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 10
@@ -86,3 +86,78 @@ def test_it_is_seen_before_a_training_too():
     model = nn.Sequential(nn.Linear(5, 10), nn.Dropout(0.5))
     verdict = diagnose(model, [(X, Y)] * 3, CE)
     assert "dropout.scores" in [x.code for x in verdict.findings]
+
+
+# ---- in eval mode
+
+
+class Drops(nn.Module):
+    def __init__(self, drop):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 2), drop
+
+    def forward(self, x):
+        return self.drop(self.linear(x), self)
+
+
+def drop_fused(x, m):
+    q = x[None, None]
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)[0, 0]
+
+
+DROPPING = [lambda x, m: F.dropout(x, 0.5), lambda x, m: F.dropout(x, 0.3, True), drop_fused]
+NOT_DROPPING = [
+    lambda x, m: F.dropout(x, 0.5, m.training),
+    lambda x, m: F.dropout(x, 0.0),
+    lambda x, m: x * torch.bernoulli(x.sigmoid()) / 0.5,
+    lambda x, m: x * torch.empty_like(x).bernoulli_(0.5),
+]
+
+
+def modes_noted(drop, with_watch):
+    model, batches = Drops(drop), [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(6)]
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    if not with_watch:
+        learn = Learner((batches, batches), model, F.cross_entropy, opt)
+        with learn.no_logging():
+            learn.fit(2, cbs=Diagnose("ignore", show=False))
+        verdict = learn.diagnose()
+    else:
+        with watch(model, opt, Diagnose("ignore", show=False)) as w:
+            for x, y in batches:
+                opt.zero_grad()
+                F.cross_entropy(model.train()(x), y).backward()
+                opt.step()
+                with torch.no_grad():
+                    model.eval()(x)
+        verdict = w.diagnose()
+    return [(x.code, x.severity) for x in verdict.findings if x.code == "mode.mismatch"]
+
+
+@pytest.mark.parametrize("with_watch", [False, True])
+@pytest.mark.parametrize("drop", DROPPING)
+def test_dropout_in_eval_mode_gets_a_note(drop, with_watch):
+    assert modes_noted(drop, with_watch) == [("mode.mismatch", "info")]
+
+
+@pytest.mark.parametrize("with_watch", [False, True])
+@pytest.mark.parametrize("drop", NOT_DROPPING)
+def test_numbers_that_are_drawn_in_eval_mode_are_no_dropout(drop, with_watch):
+    assert modes_noted(drop, with_watch) == []
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("drop", [0.0, 0.2])
+def test_a_watched_validation_in_train_mode_gets_a_note_if_modes_matter(drop, mode):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(drop), nn.Linear(8, 2))
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for _ in range(6):
+            x, y = torch.randn(16, 4), torch.randint(2, (16,))
+            opt.zero_grad()
+            F.cross_entropy(model.train()(x), y).backward()
+            opt.step()
+            with torch.no_grad():
+                model.train(mode == "train")(x)
+    noted = [x.severity for x in w.diagnose().findings if x.code == "mode.mismatch"]
+    assert noted == (["info"] if drop and mode == "train" else [])

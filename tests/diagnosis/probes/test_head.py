@@ -1,6 +1,7 @@
 """Heads: which operation limits the output, and whether it suits the loss and the targets."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, diagnose, watch
-from hookcb.diagnosis.probes.head import observe_activation, read_head
+from hookcb.diagnosis.probes.head import observe_activation, read_head, stuck_share
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 
 INF = math.inf
@@ -110,6 +111,26 @@ def bounded_bce(p, y):
     return F.binary_cross_entropy(p.clamp(1e-7, 1 - 1e-7), y)
 
 
+def flat(x):
+    return x[:, 0]
+
+
+def bce_by_hand(p, y):
+    return -(y * p.log() + (1 - y) * (1 - p).log()).mean()
+
+
+def squeezed(p, y):
+    return F.huber_loss(p.squeeze(), y)
+
+
+def of_pairs(p, y):
+    return F.smooth_l1_loss(*torch.broadcast_tensors(p.unsqueeze(-1), y.unsqueeze(1)))
+
+
+def one_hot(x):
+    return F.one_hot(classes(x), 3).float()
+
+
 FAULTS = {
     "softmax of one unit": (model(nn.Softmax(1)), bits, F.binary_cross_entropy, "head.degenerate"),
     "log_softmax of one unit": (model(nn.LogSoftmax(1)), zeros, F.nll_loss, "head.degenerate"),
@@ -126,6 +147,18 @@ FAULTS = {
     "ReLU as a probability": (model(nn.ReLU()), bits, bounded_bce, "head.activation"),
     "score as a probability": (model(), bits, bounded_bce, "head.activation"),
     "sigmoid for classes": (model(nn.Sigmoid(), n_out=3), classes, nll_of_probabilities, "head.activation"),
+    "a column beside a row": (model(), flat, F.mse_loss, "label.broadcast"),
+    "a column beside a row, by hand": (model(), flat, squares, "label.broadcast"),
+    "a row beside a column": (model(nn.Flatten(0)), signed, F.l1_loss, "label.broadcast"),
+    "a squeezed column": (model(), signed, squeezed, "label.broadcast"),
+    "bits in a row": (model(nn.Sigmoid()), lambda x: bits(x)[:, 0], bce_by_hand, "label.broadcast"),
+    "one-hot rows of integers": (
+        model(n_out=3), lambda x: F.one_hot(classes(x), 3), F.cross_entropy, "label.form",
+    ),
+    "a column of indices": (model(n_out=3), lambda x: classes(x)[:, None], F.cross_entropy, "label.form"),
+    "indices as floats": (model(n_out=3), lambda x: classes(x).float(), F.cross_entropy, "label.form"),
+    "a row of bits": (model(), lambda x: bits(x)[:, 0], BCE, "label.form"),
+    "bits as integers": (model(), lambda x: bits(x).long(), BCE, "label.form"),
 }  # fmt: skip
 HEALTHY = {
     "sigmoid": (model(nn.Sigmoid()), bits, F.binary_cross_entropy),
@@ -137,6 +170,11 @@ HEALTHY = {
     "regression": (model(), lambda x: 9 * x[:, :1], F.mse_loss),
     "sigmoid for a share": (model(nn.Sigmoid()), lambda x: x[:, :1].sigmoid(), F.mse_loss),
     "ReLU for a size": (model(nn.ReLU()), lambda x: x[:, :1].abs(), F.mse_loss),
+    "a row beside a row": (model(nn.Flatten(0)), flat, F.mse_loss),
+    "all pairs on purpose": (model(n_out=4), lambda x: x[:, :4], of_pairs),
+    "one output for several targets": (model(), lambda x: x, F.mse_loss),
+    "a single sample": (model(), lambda x: x[:1, 0], lambda p, y: F.mse_loss(p[:1], y)),
+    "one-hot rows of floats": (model(n_out=3), one_hot, F.cross_entropy),
     "tanh with one outlier": (model(nn.Tanh()), with_outlier, F.mse_loss),
 }  # fmt: skip
 
@@ -144,13 +182,74 @@ HEALTHY = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_head_that_does_not_suit_is_named_before_training(name):
     net, target, loss, code = FAULTS[name]
-    assert code in codes(net, batch(target), loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of sizes
+        assert code in codes(net, batch(target), loss)
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_head_that_suits_is_not(name):
     net, target, loss = HEALTHY[name]
-    assert not {x for x in codes(net, batch(target), loss) if x.startswith(("head.", "label."))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = codes(net, batch(target), loss)
+    assert not {x for x in found if x.startswith(("head.", "label."))}
+
+
+CLASSES_AS_VALUES = {
+    "softmax": (model(nn.Softmax(1), n_out=3), one_hot, F.mse_loss, "CrossEntropyLoss"),
+    "sigmoid": (model(nn.Sigmoid()), bits, F.l1_loss, "BCEWithLogitsLoss"),
+    "ReLU": (model(nn.ReLU()), bits, squares, "BCEWithLogitsLoss"),
+    "scores": (model(), bits, F.smooth_l1_loss, "BCEWithLogitsLoss"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES_AS_VALUES)
+def test_classes_in_a_loss_of_values_are_a_note(name):
+    net, target, loss, advice = CLASSES_AS_VALUES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdict = diagnose(net, batch(target), loss)
+    (found,) = (f for f in verdict.findings if f.code == "loss.of_values")
+    assert (found.severity, verdict.status) == ("info", "healthy")
+    assert advice in found.next_steps[0]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [lambda x: torch.ones(len(x), 1), lambda x: bits(x) * 0.9, lambda x: (x > 0).float(), signed],
+    ids=["all real, as in a GAN", "smoothed", "pixels", "values"],
+)
+def test_other_targets_are_no_classes(target):
+    net = model(n_out=target(batch(flat)[0]).shape[1])
+    assert "loss.of_values" not in {f.code for f in diagnose(net, batch(target), F.mse_loss).findings}
+
+
+def test_a_loss_that_refuses_its_targets_under_watch_is_told_in_words():
+    net, (x, y) = model(n_out=3), batch(one_hot)
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    w = watch(net, opt, Diagnose("ignore", show=False))
+    with pytest.raises(RuntimeError), w:
+        F.cross_entropy(net(x), y.long())
+    assert w.diagnose().primary.code == "label.form"
+
+
+def test_all_pairs_of_samples_are_found_under_watch_too():
+    net, (x, y) = model(), batch(flat)
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    with warnings.catch_warnings(), watch(net, opt, Diagnose("ignore", show=False)) as w:
+        warnings.simplefilter("ignore")
+        w.report_loss(F.mse_loss(net(x), y)).backward()
+        opt.step()
+    assert w.diagnose().primary.code == "label.broadcast"
+    assert "(64, 1)" in w.diagnose().primary.message
+    assert "(64,)" in w.diagnose().primary.message
+
+
+def test_targets_of_an_unknown_comparison_are_not_called_fine():
+    net, second = model(nn.Sigmoid()), nn.Linear(1, 1)
+    verdict = diagnose(net, batch(signed), lambda p, y: F.mse_loss(second(p), y))
+    assert "head.range" in [code for gap in verdict.gaps for code in gap.codes]
 
 
 def test_a_softmax_over_one_key_inside_the_model_is_no_head():
@@ -207,3 +306,27 @@ def test_probabilities_for_nll_are_named():
 )
 def test_a_head_that_fits_its_loss_is_no_finding(graph):
     assert list(observe_activation(graph, "act", 0)) == []
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, squares])
+def test_the_share_of_the_error_from_outputs_that_a_relu_holds_at_0(loss):
+    layer = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    out, y = F.relu(torch.eye(2) @ layer), torch.tensor([[2.0], [3.0]])
+    node = loss(out, y).grad_fn
+    assert stuck_share(read_loss(node), node, out, (y,)).item() == pytest.approx(9 / 10)
+    assert stuck_share(read_loss(node), node, out, (-y,)).item() == pytest.approx(
+        0.9 if loss is F.mse_loss else 0  # torch's loss has saved its own targets
+    )
+
+
+def test_it_is_unknown_for_other_heads_and_losses():
+    out, y = F.relu(scores(1)), torch.ones(8, 1)
+    for head, loss in ((out, F.l1_loss), (scores(1), F.mse_loss), (scores(1).sigmoid(), F.mse_loss)):
+        node = loss(head, y).grad_fn
+        assert stuck_share(read_loss(node), node, head, (y,)) is None
+
+
+def test_a_head_that_is_dead_is_named_before_training():
+    net = model(nn.ReLU())
+    nn.init.constant_(net[2].bias, -9.0)
+    assert "head.stuck" in codes(net, batch(lambda x: 1 + x[:, :1].abs()), F.mse_loss)

@@ -305,7 +305,7 @@ def test_under_autocast_it_is_what_it_is_without():
     x, layer = numbers(N, 4), nn.Linear(4, C)
     with torch.autocast("cpu", torch.bfloat16):
         assert read(F.cross_entropy(layer(x), Y)) == LossGraph(
-            "cross-entropy", True, 1.0, "softmax", takes="scores", is_raw=True
+            "cross-entropy", True, 1.0, "softmax", takes="scores", is_raw=True, n_classes=C
         )
         assert read(F.cross_entropy(layer(x).softmax(-1), Y)).head == "Softmax"
         assert read(F.mse_loss(layer(x), SOFT)).kind == "mse"

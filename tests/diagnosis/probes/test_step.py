@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients
+from hookcb import Diagnose, watch
+from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients, observe_accumulation
 
 
 def net(seed=0, n_out=2):
@@ -249,3 +250,54 @@ def test_a_weight_that_moves_in_one_step_of_five_is_not_told():
                 model[0].weight += 1
         swallowed.after_step(step)
     assert [s.param for s in swallowed.observations()] == ["2.weight"]
+
+
+# ---- accumulated losses
+
+
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("opt_class", [torch.optim.SGD, torch.optim.Adam])
+def test_losses_that_are_summed_over_batches_get_a_note_if_their_scale_matters(n, divide, reports, opt_class):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    opt = opt_class(model.parameters(), 0.01)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for i in range(41):
+            loss = nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.randint(3, (16,)))
+            if reports:
+                w.report_loss(loss)
+            (loss / n if divide else loss).backward()
+            if i % n == n - 1:
+                opt.step()
+                opt.zero_grad()
+    noted = [(x.severity, x.value) for x in w.diagnose().findings if x.code == "accum.divisor"]
+    is_summed = n == 4 and not divide and opt_class is torch.optim.SGD
+    assert noted == ([("info", 4.0)] if is_summed else [])
+    assert not [note for note in w.diagnose().coverage if "a part of Diagnose" in note]
+
+
+@pytest.mark.parametrize("n_backward", [set(), {1}, {2, 4}, {1, 4}])
+def test_a_varying_number_of_backwards_gets_no_note(n_backward):
+    assert list(observe_accumulation(n_backward, 1.0)) == []
+
+
+# ---- cleared gradients
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_that_are_cleared_before_each_step_are_named(to_none, every):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Diagnose(show=False, on_sick="ignore")) as w:
+        for i in range(40):
+            model(torch.randn(8, 4)).square().mean().backward()
+            if i % every == 0:
+                opt.zero_grad(set_to_none=to_none)
+            opt.step()
+            opt.zero_grad()
+    codes = [finding.code for finding in w.diagnose().findings if finding.severity == "error"]
+    assert ("param.not_stepped" in codes) == (every == 1)
+    assert "param.unreachable" not in codes

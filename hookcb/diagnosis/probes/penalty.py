@@ -1,0 +1,44 @@
+"""Share of a loss that is a penalty on parameters."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hookcb.diagnosis.probes.loss_graph import main_term
+from hookcb.diagnosis.probes.loss_terms import Term, node_name, read_saved, read_terms
+
+
+def penalty_of(loss: Tensor) -> Tensor | None:
+    """Part of a loss that is not its main term; a number on its device, None if unknown.
+
+    Call it before the backward, which frees what the main term is computed from.
+    """
+    main = main_term(read_terms(loss.grad_fn))
+    value = None if main is None or not math.isfinite(main.scale) else _value(main)
+    return None if main is None or value is None else loss.detach() - main.scale * value
+
+
+def _value(term: Term) -> Tensor | None:
+    """Mean over samples of a term, from what its node has saved."""
+    given = read_saved(term.node, "self")
+    if not isinstance(given, Tensor):
+        return None
+    given, name = given.detach(), node_name(term.node)
+    if name in ("Abs", "Pow", "Mul"):  # of differences
+        return (given.abs() if name == "Abs" else given.square()).mean()
+    if term.target is None:
+        return None
+    if name in ("NllLoss", "NllLoss2D"):  # of log-probabilities, of which log_softmax changes nothing
+        return F.cross_entropy(
+            given,
+            term.target,
+            weight=term.class_weights,
+            ignore_index=term.ignored,
+            label_smoothing=term.smoothing,
+        )
+    if name == "BinaryCrossEntropyWithLogits":
+        return F.binary_cross_entropy_with_logits(given, term.target, pos_weight=term.class_weights)
+    if name == "BinaryCrossEntropy":
+        return F.binary_cross_entropy(given, term.target)
+    return F.mse_loss(given, term.target) if name == "MseLoss" else None
