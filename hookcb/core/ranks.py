@@ -130,6 +130,16 @@ class Ranks:
                 distributed.all_reduce(x, group=self.group)
                 x /= self.world
 
+    def share(self, sums: Tensor, maxs: Tensor) -> None:
+        """Replaces two tensors by their sums and maxima over all ranks; on a GPU, it waits for nothing."""
+        if self._control is not None:
+            for x, op in ((sums, distributed.ReduceOp.SUM), (maxs, distributed.ReduceOp.MAX)):
+                if x.is_cpu:
+                    self.wait(self.start(x, op))
+                else:
+                    self.check_failure()
+                    distributed.all_reduce(x, op, group=self.group)
+
     def gather(self, item: Any) -> list[Any]:
         """The `item` of each rank, in the order of ranks; on its way it is pickled."""
         if self._control is None:

@@ -401,3 +401,19 @@ def group_timeout(group: Any) -> timedelta:
 def is_joining(model: nn.Module) -> bool:
     """Whether a DistributedDataParallel runs inside `with model.join():`."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+
+
+def is_flattened(p: Tensor) -> bool:
+    """Whether FullyShardedDataParallel has made a parameter a part of a flat one, or it is the flat one."""
+    return hasattr(p, "_fsdp_flattened")
+
+
+def flattened_sizes(model: nn.Module) -> dict[int, int]:
+    """Numbers of elements of flattened parameters on all ranks together, by id of the parameter."""
+    sizes: dict[int, int] = {}
+    for m in model.modules():
+        flat = getattr(m, "_flat_param", None)
+        if flat is not None and hasattr(flat, "_unpadded_unsharded_size"):
+            sizes[id(flat)] = flat._unpadded_unsharded_size.numel()
+            sizes |= {id(p): n for p, n in zip(flat._params or (), flat._numels, strict=False)}
+    return sizes

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.optim import detached_scalar
+from hookcb.core.ranks import Ranks
+from hookcb.core.shards import is_divided, is_dtensor
+from hookcb.core.torch_private import flattened_sizes
 from hookcb.gradients.capture import GradientReader, StepCapture, first_nonfinite
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.outputs import OutputGradients, OutputHooks
@@ -27,6 +30,10 @@ class GradientHealth(Callback):
 
     Gradients are read whole, unscaled and before clipping, and once more as the optimizer gets them; weights
     are read after the step. Nothing waits for a GPU, except for sparse gradients, which are coalesced.
+
+    Of sharded parameters, as under FSDP and tensor parallelism, each rank reads its part; two reductions of a
+    few numbers for each parameter merge them at each record, and nothing is gathered. Under `watch`, which
+    never communicates, the numbers are those of this rank's part.
 
     Args:
         every: record steps 0, every, 2·every … of the optimizer; by default all.
@@ -98,7 +105,9 @@ class GradientHealth(Callback):
         self._end()
         model = self.learn.model
         self.records = GradientRecords(self.keep, self.activations)
-        self._reader = GradientReader(find_params(model, self.params))
+        params, ranks = find_params(model, self.params), self.learn.ranks
+        self._reader = GradientReader(params, ranks)
+        self._note_shards([param.p for param in params if is_divided(param.p)], ranks)
         stats = self.records.output_stats
         self._outputs = None if stats is None else OutputHooks(model, stats)
         self._watch = StepWatch(model, self._at_step)
@@ -171,9 +180,21 @@ class GradientHealth(Callback):
             return
         model = self.learn.model
         with suppress(LookupError):  # the selected parameters are gone
-            self._reader.refresh(find_params(model, self.params), running_stats(model))
+            self._reader.refresh(
+                find_params(model, self.params), running_stats(model), flattened_sizes(model)
+            )
         if opt is not None:
             self._watch.note(opt)
+
+    def _note_shards(self, divided: list[nn.Parameter], ranks: Ranks) -> None:
+        """Checks that ranks have parts of the same parameters; alone, notes whose part is read."""
+        self.has_rank_state = bool(divided)
+        if not divided:
+            return
+        if ranks.world == 1:
+            self.records.shard = f"the shard of rank {distributed.get_rank()}"
+        n = sum(p.numel() for p in divided if is_dtensor(p))
+        ranks.check_alike({"sharded parameters": f"{len(divided)}, with {n:,} elements in all"})
 
     @torch.no_grad()
     def _begin_step(self, reader: GradientReader, watch: StepWatch) -> None:
@@ -218,7 +239,7 @@ class GradientHealth(Callback):
 
         An overflow halves the scale; at a scale of 1 the gradient is not finite for another reason.
         """
-        scaler, bad = self.learn.scaler, first_nonfinite(find_params(self.learn.model))
+        scaler, bad = self.learn.scaler, first_nonfinite(find_params(self.learn.model), self.learn.ranks)
         if bad is None or (scaler is not None and scaler.get_scale() > 1):
             return None
         name, n = bad
@@ -246,6 +267,7 @@ class GradientHealth(Callback):
     frozen: list[str] = forwarded_attribute("frozen")
     left_out: dict[str, str] = forwarded_attribute("left_out")
     not_optimized: list[str] = forwarded_attribute("not_optimized")
+    shard: str = forwarded_attribute("shard")
     output_stats: OutputGradients | None = forwarded_attribute("output_stats")
 
     @staticmethod
