@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hookcb.core.shards import is_fully_sharded
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import group_timeout, is_joining, make_store
 
@@ -268,6 +269,8 @@ def group_of(model: nn.Module) -> Any:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ranks have different parts of the parameters; checks names, as importing classes takes time."""
+    if any(map(is_fully_sharded, model.modules())):  # its parameters may be gathered now
+        return True
     kinds = {type(m).__name__ for m in model.modules()} | {type(p).__name__ for p in model.parameters()}
     return bool(kinds & {"DTensor", "FullyShardedDataParallel"})
 

@@ -1,7 +1,7 @@
 """Shards: tensors of which each rank has a part, as under FSDP and tensor parallelism."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
 from hookcb.core.torch_private import is_flattened
 
@@ -42,6 +42,23 @@ def summed(x: Tensor) -> Tensor:
     placements = [Replicate() if placed.is_partial() else placed for placed in x.placements]  # type: ignore[attr-defined]
     whole: Tensor = x.redistribute(placements=placements)  # type: ignore[attr-defined]
     return whole
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Drops the parameters that a model of `fully_shard` has gathered in a forward without a backward.
+
+    While it has them, they stand in for its shards: an optimizer would get them, and writes would be lost.
+    All ranks must call it, as the next forward gathers them again.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        for m in model.modules():
+            if is_fully_sharded(m):
+                m.reshard()  # type: ignore[operator]
+
+
+def is_fully_sharded(m: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module."""
+    return hasattr(m, "set_reshard_after_forward")
 
 
 def first_row(x: Tensor) -> int | None:

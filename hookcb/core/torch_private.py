@@ -134,6 +134,21 @@ def without_compile_wrapper(m: nn.Module) -> nn.Module:
     return inside
 
 
+WRAPPERS = {  # torch.compile, activation checkpointing, FullyShardedDataParallel
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""Attribute in which a wrapper has the module inside, by its class; part of the names of what is in it."""
+
+
+def wrapped_module(m: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper, None if it is no wrapper; checks names, as importing classes takes 1 s."""
+    name = WRAPPERS.get(type(m).__name__)
+    return None if name is None else m._modules.get(name)
+
+
 def is_dynamo_imported() -> bool:
     """Whether anything can have been compiled yet."""
     return "torch._dynamo" in sys.modules
@@ -415,5 +430,5 @@ def flattened_sizes(model: nn.Module) -> dict[int, int]:
         flat = getattr(m, "_flat_param", None)
         if flat is not None and hasattr(flat, "_unpadded_unsharded_size"):
             sizes[id(flat)] = flat._unpadded_unsharded_size.numel()
-            sizes |= {id(p): n for p, n in zip(flat._params or (), flat._numels, strict=False)}
+            sizes |= {id(p): n for p, n in zip(vars(flat)["_params"] or (), flat._numels, strict=False)}
     return sizes

@@ -97,7 +97,7 @@ class GradientReader:
 
     def __init__(self, params: Sequence[Param], ranks: Ranks = ALONE) -> None:
         self.starts: dict[str, Tensor] = {}
-        self._ranks, self._sharded = ranks, frozenset[int]()
+        self._ranks, self._sharded = ranks, frozenset[str]()
         self._shards: ShardReader | None = None
         self._left_out: dict[str, str] = {}
         self._key: list[int] = []
@@ -116,9 +116,11 @@ class GradientReader:
             buffers: the buffers, by name.
             sizes: numbers of elements on all ranks together, by id, of parameters that do not tell it.
         """
+        if any(param.name in self._sharded and not is_shard(param.p) for param in params):
+            return  # gathered for a moment, as after a validation
         self.params = [param for param in params if is_readable(param.p)]
         sharded = [param for param in self.params if is_shard(param.p)]
-        self._sharded = frozenset(id(param.p) for param in sharded)
+        self._sharded = frozenset(param.name for param in sharded)
         self._shards = ShardReader(sharded, sizes or {}, self.starts, self._ranks) if sharded else None
         odd = [param for param in params if not is_readable(param.p)]
         self._left_out |= {param.name: type(param.p).__name__ for param in odd}
@@ -144,7 +146,7 @@ class GradientReader:
             if g is None:
                 (without_grad if p.requires_grad else frozen).append(name)
                 continue
-            if id(p) in self._sharded:
+            if name in self._sharded:
                 shards[name] = g
                 self._grads.append((param, g, None))
                 key += [id(p), 0]
@@ -167,7 +169,7 @@ class GradientReader:
 
     def _lay_out(self, params: list[Param]) -> None:
         by_device: dict[torch.device, list[Param]] = {}
-        whole = [param for param in params if id(param.p) not in self._sharded]
+        whole = [param for param in params if param.name not in self._sharded]
         for param in whole:
             by_device.setdefault(param.p.device, []).append(param)
         place = {id(param): i for i, param in enumerate(whole)}
