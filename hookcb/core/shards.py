@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, distributed, nn
 
-from hookcb.core.torch_private import is_flattened
+from hookcb.core.torch_private import is_flattened, reshard_flat
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -19,6 +19,11 @@ def is_shard(p: Tensor) -> bool:
 def is_divided(p: Tensor) -> bool:
     """Whether other ranks take part in a parameter."""
     return bool(p.device_mesh.size() > 1) if is_dtensor(p) else is_flattened(p)  # type: ignore[attr-defined]
+
+
+def has_no_part(p: Tensor) -> bool:
+    """Whether a flattened parameter is on other ranks only; it never has a gradient here."""
+    return is_flattened(p) and not p.numel()
 
 
 def local_part(x: Tensor) -> Tensor:
@@ -45,7 +50,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def drop_gathered(model: nn.Module) -> None:
-    """Drops the parameters that a model of `fully_shard` has gathered in a forward without a backward.
+    """Drops the parameters that a sharded model has gathered in a forward without a backward.
 
     While it has them, they stand in for its shards: an optimizer would get them, and writes would be lost.
     All ranks must call it, as the next forward gathers them again.
@@ -54,6 +59,7 @@ def drop_gathered(model: nn.Module) -> None:
         for m in model.modules():
             if is_fully_sharded(m):
                 m.reshard()  # type: ignore[operator]
+        reshard_flat(model)
 
 
 def is_fully_sharded(m: nn.Module) -> bool:

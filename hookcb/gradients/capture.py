@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookcb.core.precision import moved, scaled_norm, widened
 from hookcb.core.ranks import ALONE, Ranks
-from hookcb.core.shards import is_shard, local_part
+from hookcb.core.shards import has_no_part, is_shard, local_part
 from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.layout import Layout
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
@@ -103,7 +103,9 @@ class GradientReader:
         self._key: list[int] = []
         self._layouts: list[tuple[Layout, list[int]]] = []  # with indices into the gradients of a step
         self._about: About = {}
-        self._grads: list[tuple[Param, Tensor, int | None]] = []  # with version counters, None for shards
+        self._grads: list[
+            tuple[Param, Tensor | None, int | None]
+        ] = []  # with version counters, None for shards
         self.refresh(params, {})
 
     def refresh(
@@ -139,14 +141,14 @@ class GradientReader:
         without_grad: list[str] = []
         frozen: list[str] = []
         grads, key = [], []
-        shards: dict[str, Tensor] = {}
+        shards: dict[str, Tensor | None] = {}
         for param in self.params:
             name, p, _ = param
             g = p.grad
-            if g is None:
+            if g is None and not has_no_part(p):
                 (without_grad if p.requires_grad else frozen).append(name)
                 continue
-            if name in self._sharded:
+            if name in self._sharded or g is None:
                 shards[name] = g
                 self._grads.append((param, g, None))
                 key += [id(p), 0]
@@ -188,7 +190,7 @@ class GradientReader:
         if step.shards is not None and self._shards is not None:  # a DTensor does not count its changes
             self._shards.at_step(step.shards)
         if all(
-            version is None or (param.p.grad is g and version_of(g) == version)
+            g is None or version is None or (param.p.grad is g and version_of(g) == version)
             for param, g, version in self._grads
         ):
             return
@@ -211,6 +213,10 @@ class GradientReader:
         step.skipped = skipped
         if step.shards is not None and self._shards is not None:
             step.merged, step.shards = self._shards.after_step(step.shards, skipped), None
+            captured = {name for c in step.captures for name, *_ in c.layout.params} | step.merged.keys()
+            step.without_grad += [
+                name for name in step.about if name not in captured and self._ranks.world > 1
+            ]
         for capture in step.captures:
             layout = capture.layout
             capture.after = layout.sketch()

@@ -18,6 +18,7 @@ from hookcb.core.shards import (
     local_part,
     summed,
 )
+from hookcb.core.torch_private import is_flattened
 from hookcb.gradients.stats import WHOLE, Number, plain_gradient, sketch, sketch_copy, summarize_gradient
 from hookcb.hooks.params import Param
 
@@ -70,8 +71,8 @@ class ShardReader:
         is_double = any(p.dtype in (torch.float64, torch.complex128) for _, p, _ in params)
         self._dtype = torch.float64 if is_double else torch.float32
 
-    def before_step(self, grads: dict[str, Tensor], grad_scale: Number) -> ShardCapture:
-        """Captures weights, and gradients by name, which are `grad_scale` times too large."""
+    def before_step(self, grads: dict[str, Tensor | None], grad_scale: Number) -> ShardCapture:
+        """Captures weights, and gradients by name, `grad_scale` times too large; None if none is here."""
         capture = ShardCapture(names=list(grads))
         for (name, p, _), n_rows in zip(self.params, self._n_rows, strict=True):
             g = grads.get(name)
@@ -113,6 +114,10 @@ class ShardReader:
         sums = self._on_device([x for row in rows for x in row])
         maxs = torch.cat([self._on_device(capture.abs_max), *capture.rows])
         self._ranks.share(sums, maxs)
+        if any(is_flattened(p) for _, p, _ in self.params):  # no rank may have a gradient
+            n_grad = sums.view(len(rows), -1)[:, 0].tolist()
+            with_grad = {name for (name, *_), n in zip(self.params, n_grad, strict=True) if n}
+            capture.names = [name for name in capture.names if name in with_grad]
         by_param = self._columns(sums.view(len(rows), -1), maxs, skipped)
         return {
             name: column[None]

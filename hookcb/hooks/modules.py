@@ -14,6 +14,7 @@ from hookcb.core.text import join_names
 from hookcb.core.torch_private import (
     WRAPPERS,
     compiled_call,
+    flattened_modules,
     is_compile_wrapper,
     is_dynamo_imported,
     without_compile_wrapper,
@@ -50,7 +51,8 @@ def find_modules(
         leaves = {
             name: m for name, m in named.items() if is_leaf(m) and not isinstance(m, torch.jit.ScriptModule)
         }
-        found = {name: m for name, m in leaves.items() if include_paramless or has_params(m)}
+        flat = flattened_modules(model)
+        found = {n: m for n, m in leaves.items() if include_paramless or has_params(m) or id(m) in flat}
         if not found:
             raise LookupError(
                 f"no module of {type(model).__name__} is a leaf with parameters; it has: {join_names(named)}"
