@@ -257,6 +257,15 @@ def ranks_of(model: nn.Module) -> Ranks:
     return ALONE if group_of(model) is None else Ranks(model)
 
 
+def describe_alone(model: nn.Module) -> str:
+    """What a rank shows of a model that others train too, where ranks do not communicate; "" if none do."""
+    if (group := group_of(model)) is None:
+        return ""
+    rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+    what = "its batches and its shards of the parameters" if is_sharded(model) else "its batches"
+    return f"numbers are those of rank {rank} of {world}, from {what}; nothing is merged between ranks here"
+
+
 def group_of(model: nn.Module) -> Any:
     """Process group in which a model is replicated or sharded, None if this process has it alone."""
     if not distributed.is_available() or not distributed.is_initialized():
