@@ -423,7 +423,7 @@ def is_flattened(p: Tensor) -> bool:
     return hasattr(p, "_fsdp_flattened")
 
 
-def _flat_handles(model: nn.Module) -> list[Any]:
+def flat_handles(model: nn.Module) -> list[Any]:
     """Handles of the flat parameters in a model; each FullyShardedDataParallel in it has one at most."""
     wrappers = [m for m in model.modules() if type(m).__name__ == "FullyShardedDataParallel"]
     return [handle for m in wrappers if (handle := getattr(m, "_handle", None)) is not None]
@@ -432,22 +432,23 @@ def _flat_handles(model: nn.Module) -> list[Any]:
 def flattened_sizes(model: nn.Module) -> dict[int, int]:
     """Numbers of elements of flattened parameters on all ranks together, by id; with padding of flat ones."""
     sizes: dict[int, int] = {}
-    for handle in _flat_handles(model):
+    for handle in flat_handles(model):
         flat = handle.flat_param
         sizes[id(flat)] = flat._sharded_size.numel() * handle.world_size
-        sizes |= {id(p): n for p, n in zip(vars(flat)["_params"] or (), flat._numels, strict=False)}
+        own = [parameters_of(info.module).get(info.param_name) for info in flat._param_infos]
+        sizes |= {id(p): n for p, n in zip(own, flat._numels, strict=True) if p is not None}
     return sizes
 
 
 def flattened_modules(model: nn.Module) -> set[int]:
     """Ids of the modules whose parameters are now only parts of a flat one."""
-    infos = (info for handle in _flat_handles(model) for info in handle.flat_param._param_infos)
+    infos = (info for handle in flat_handles(model) for info in handle.flat_param._param_infos)
     return {id(info.module) for info in infos}
 
 
 def reshard_flat(model: nn.Module) -> None:
     """Has FullyShardedDataParallels drop the parameters that they have gathered."""
-    for handle in _flat_handles(model):
+    for handle in flat_handles(model):
         # before its first forward, it has gathered nothing
         if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
             handle.reshard(True)

@@ -68,7 +68,7 @@ class EMA(Callback):
         check_number("decay", decay, 0, 1, closed=True, hint=", such as 0.999")
         self.decay, self.validate, self._stepped = decay, validate, False
         self._averaged: AveragedModel | _Shards | None = None
-        self._handle: Any = None
+        self._step_hook: Any = None
         self._plain: list[tuple[Tensor, Tensor]] = []  # tensors that hold averages, and their plain values
 
     @property
@@ -98,7 +98,7 @@ class EMA(Callback):
             if x.is_floating_point() and not local_part(x).isfinite().all()
             for average in [self._averages()[name]]
         ]
-        self._handle = register(self.opt.register_step_post_hook, self._note_step)
+        self._step_hook = register(self.opt.register_step_post_hook, self._note_step)
 
     def _note_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
         # a GradScaler does not call a step that it skips, except of a fused optimizer, which checks found_inf
@@ -159,9 +159,9 @@ class EMA(Callback):
 
     def after_fit(self) -> None:
         self._restore(self.learn.model)
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._averaged is None:
@@ -176,7 +176,7 @@ class EMA(Callback):
             self._averaged.n_averaged.fill_(state["n_averaged"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_plain": [], "_handle": None}
+        return super().__getstate__() | {"_plain": [], "_step_hook": None}
 
 
 class _Shards:
