@@ -258,7 +258,7 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 
 def describe_alone(model: nn.Module) -> str:
-    """What a rank shows of a model that others train too, where ranks do not communicate; "" if none do."""
+    """Describes whose numbers this rank shows, where ranks do not communicate; "" if it trains alone."""
     if (group := group_of(model)) is None:
         return ""
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)

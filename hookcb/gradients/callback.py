@@ -59,7 +59,8 @@ class GradientHealth(Callback):
     Raises:
         FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.
         LookupError: When a fit begins, if `params` selects nothing.
-        TypeError, ValueError: If an argument is invalid.
+        TypeError, ValueError: If an argument is invalid; when a fit begins, if a sharded model is watched and
+            `on_nonfinite` is not "record".
 
     >>> from hookcb import GradientHealth, synth_learner
     >>> learn = synth_learner()
@@ -192,6 +193,11 @@ class GradientHealth(Callback):
         if not divided:
             return
         if ranks.world == 1:
+            if self.on_nonfinite != "record":
+                raise ValueError(
+                    f"with on_nonfinite={self.on_nonfinite!r} all ranks of a sharded model must decide "
+                    "together, but here they do not communicate; use 'record', and decide in your loop"
+                )
             self.records.shard = f"the shard of rank {distributed.get_rank()}"
         n = sum(p.numel() for p in divided if is_dtensor(p))
         ranks.check_alike({"sharded parameters": f"{len(divided)}, with {n:,} elements in all"})

@@ -29,6 +29,7 @@ from hookcb import (
     Learner,
     MixedPrecision,
     NanTrace,
+    TerminateOnNaN,
     watch,
 )
 
@@ -181,6 +182,15 @@ def watched_on_one(rank):
     return len(seen.names), health.shard, str(w.coverage), abs(float(norm - own)), str(health.report())
 
 
+def refused_to_watch(rank):
+    """What a watch on one rank says to a callback that would decide on its own."""
+    model = sharded(make())
+    try:
+        watch(model, torch.optim.SGD(model.parameters(), lr=0.1), [GradientHealth(on_nonfinite="skip")])
+    except ValueError as error:
+        return (str(error),)
+
+
 def averaged(rank):
     one, learn = fit(make(), 1, 0, EMA(0.8)), fit(sharded(make()), 2, rank, EMA(0.8))
     trained = whole(learn.model)
@@ -296,19 +306,19 @@ class Spoil(Callback):
             self.learn.xb = (self.x * math.nan,)
 
 
-def traced(rank, wrap, **options):
-    found = []
+def traced(rank, wrap, n=2, **options):
+    found, i = [], rank % n
     for middle in (None, LogHere(), RootHere()):
         model = wrap(make(middle))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            learn = fit(model, 2, rank, Spoil(batch=middle is None), NanTrace(**options), epochs=1)
+            learn = fit(model, n, i, Spoil(batch=middle is None), NanTrace(**options), epochs=1)
         told = [str(w.message) for w in told if "nan_trace.report" in str(w.message)]
         report = learn.nan_trace.report
         found.append((report.summary, report.rank, report.op, len(learn.recorder.losses), len(told)))
         if middle is not None:
             middle.is_bad = False
-        again = fit(model, 2, rank, NanTrace(), epochs=1)
+        again = fit(model, n, i, NanTrace(), epochs=1)
         assert again.nan_trace.report is None
         assert len(again.recorder.losses) == 4
     return found
@@ -320,6 +330,17 @@ def traced_under_ddp(rank):
 
 def traced_under_fsdp(rank):
     return traced(rank, sharded)
+
+
+def traced_under_tp(rank):
+    return traced(rank, partial(divided, mesh=init_device_mesh("cpu", (2,))), n=1)
+
+
+def ended(rank):
+    """TerminateOnNaN on shards."""
+    with warnings.catch_warnings(action="ignore"):
+        learn = fit(sharded(make()), 2, rank, Spoil(batch=True), TerminateOnNaN())
+    return len(learn.recorder.losses), learn.terminate_on_nan.reason
 
 
 def bundled(rank):
@@ -388,6 +409,7 @@ TWO = {
         reductions,
         bad_gradients,
         watched_on_one,
+        refused_to_watch,
         averaged,
         half_precision,
         forward_before_fit,
@@ -395,6 +417,8 @@ TWO = {
         wrapped_names,
         traced_under_ddp,
         traced_under_fsdp,
+        traced_under_tp,
+        ended,
         bundled,
         overflowed,
         skipped_batches,

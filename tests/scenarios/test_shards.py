@@ -74,6 +74,11 @@ def test_a_watch_on_one_rank_communicates_nothing_and_says_whose_numbers_it_has(
     assert error < 1e-5
 
 
+def test_a_watch_refuses_decisions_about_shards(two):
+    for (error,) in part(two, "refused_to_watch"):
+        assert error.startswith("with on_nonfinite='skip' all ranks of a sharded model must decide together")
+
+
 def test_averages_of_shards_are_those_of_one_process(two):
     for found in part(two, "averaged"):
         assert max(found["trained"], found["averages"], found["loss"]) < 1e-6
@@ -111,7 +116,7 @@ def test_names_have_no_wrappers(two):
         assert params == [f"{x}.{p}" for x in layers for p in ("weight", "bias")]
 
 
-@pytest.mark.parametrize("name", ["traced_under_ddp", "traced_under_fsdp"])
+@pytest.mark.parametrize("name", ["traced_under_ddp", "traced_under_fsdp", "traced_under_tp"])
 def test_all_ranks_end_with_the_report_of_the_rank_that_made_the_nan(two, name):
     for rank, rows in enumerate(part(two, name)):
         assert [row[1] for row in rows] == [1, 1, 1]
@@ -123,6 +128,11 @@ def test_all_ranks_end_with_the_report_of_the_rank_that_made_the_nan(two, name):
         assert "on rank 1: made in the forward of 3 (LogHere) by log at " in forward
         assert backward.startswith("gradient of 0.weight and ")
         assert "on rank 1: made in the backward of 3 (RootHere) by SqrtBackward0 at " in backward
+
+
+def test_a_nan_on_one_rank_ends_all(two):
+    reason = "loss is nan at epoch 0, batch 2"
+    assert part(two, "ended") == [(2, None), (2, reason)]
 
 
 def test_the_rank_that_found_it_writes_the_bundle(two):
