@@ -38,6 +38,7 @@ class ShardCapture:
         rows: whether each row of the gradient is not zero, for parameters that are not divided by rows.
         before: tracked weights before the step.
         names: parameters with a gradient.
+        unsummed: gradients at the step of which the ranks have summands, by index of the parameter.
     """
 
     grads: list[list[Number]] = field(default_factory=list)
@@ -45,6 +46,7 @@ class ShardCapture:
     rows: list[Tensor] = field(default_factory=list)
     before: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    unsummed: dict[int, Tensor] = field(default_factory=dict)
 
 
 class ShardReader:
@@ -92,18 +94,21 @@ class ShardReader:
 
     def at_step(self, capture: ShardCapture) -> None:
         """Captures gradients as the optimizer gets them."""
-        for (name, p, _), numbers in zip(self.params, capture.grads, strict=True):
-            if name in capture.names and not (
-                p.grad is not None and is_partial(p.grad)
-            ):  # the optimizer's hook must not sum it
+        for i, (name, p, _) in enumerate(self.params):
+            if name in capture.names:
+                if p.grad is not None and is_partial(p.grad):
+                    capture.unsummed[i] = p.grad.clone()  # an optimizer's hook must not communicate
+                    continue
                 x = None if p.grad is None else plain_gradient(p.grad)
-                numbers[-1] = 0.0 if x is None else _of_gradient(x)[0][1]
+                capture.grads[i][-1] = 0.0 if x is None else _of_gradient(x)[0][1]
 
     def after_step(self, capture: ShardCapture, skipped: Number) -> Columns:
         """Captures the updated weights; merges everything, and returns the statistics of this step.
 
         All ranks must call it at the same step.
         """
+        for i, g in capture.unsummed.items():
+            capture.grads[i][-1] = _of_gradient(self._read(g, 1.0))[0][1]
         weights = []
         for (name, p, _), before in zip(self.params, capture.before, strict=True):
             now, start = _tracked(p), self._starts.get(name)

@@ -14,8 +14,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,6 +142,40 @@ def fsdp_gradients(rank):
 
 def tp_gradients(rank):
     return gradients_of(divided(make().double(), init_device_mesh("cpu", (2,))), 1, 0)
+
+
+class Block(nn.Module):
+    """A block of a transformer, without attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down, self.out = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.Linear(8, 2),
+        )
+
+    def forward(self, x):
+        x = x[..., None] * torch.arange(1, 9, dtype=x.dtype) / (1 + x[..., None].abs())
+        return self.out(self.down(self.up(self.norm(x)).relu())).mean(1)
+
+
+def sequence_parallel_gradients(rank):
+    """Ranks have summands of the gradients of the LayerNorm."""
+
+    def block():
+        torch.manual_seed(0)
+        return Block().double()
+
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+    model = parallelize_module(block(), init_device_mesh("cpu", (2,)), plan)
+    learn, one = (fit(m, 1, 0, GradientHealth(), GradientClip(0.1)) for m in (model, block()))
+    return errors(learn.gradient_health, one.gradient_health)
 
 
 def reductions(rank):
@@ -406,6 +445,7 @@ TWO = {
     for f in (
         fsdp_gradients,
         tp_gradients,
+        sequence_parallel_gradients,
         reductions,
         bad_gradients,
         watched_on_one,

@@ -40,7 +40,7 @@ def assert_accurate(ranks, name):
         assert {stat: error for stat, error in errors.items() if error > ACCURACY} == {}
 
 
-@pytest.mark.parametrize("name", ["fsdp_gradients", "tp_gradients"])
+@pytest.mark.parametrize("name", ["fsdp_gradients", "tp_gradients", "sequence_parallel_gradients"])
 def test_statistics_of_shards_are_those_of_whole_gradients(two, name):
     assert_accurate(two, name)
 
