@@ -67,6 +67,14 @@ def is_fully_sharded(m: nn.Module) -> bool:
     return hasattr(m, "set_reshard_after_forward")
 
 
+def plain_class(x: object) -> type:
+    """Class of an object; of a module, without the one that `fully_shard` makes, as FSDPLinear of Linear."""
+    kind = type(x)
+    if kind.__name__.startswith("FSDP") and isinstance(x, nn.Module) and is_fully_sharded(x):
+        kind = next(base for base in kind.__bases__ if issubclass(base, nn.Module))
+    return kind
+
+
 def first_row(x: Tensor) -> int | None:
     """Index of the first of this rank's rows in a DTensor; None if they are not adjacent."""
     begin, n = 0, x.shape[0]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from hookcb.core.shards import plain_class
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import parameters_of
 from hookcb.hooks.modules import plain_name, unwrapped
@@ -41,7 +42,7 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
         for name, p in parameters_of(m).items():
             if p is not None:
                 full = plain_name(f"{prefix}.{name}" if prefix else name)
-                every.setdefault(id(p), Param(full, p, type(m).__name__))
+                every.setdefault(id(p), Param(full, p, plain_class(m).__name__))
     names = [param.name for param in every.values()]
     several = [which] if which is None or isinstance(which, str) or callable(which) else check_which(which)
     selected: set[str] = set()

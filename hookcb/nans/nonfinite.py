@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.shards import local_part
+from hookcb.core.shards import local_part, plain_class
 from hookcb.core.torch_private import coo_values, flattened, norms_of
 from hookcb.hooks.params import named_params
 from hookcb.nans.report import ModuleCall
@@ -106,4 +106,4 @@ def measured(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Module
         if finite.numel():
             low, high = min(low, finite.min().item()), max(high, finite.max().item())
     ends = (low, high) if low <= high else (math.nan, math.nan)
-    return ModuleCall("", type(module).__name__, *ends, zeros / n if n else math.nan, nans, infs)
+    return ModuleCall("", plain_class(module).__name__, *ends, zeros / n if n else math.nan, nans, infs)

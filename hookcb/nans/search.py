@@ -10,6 +10,7 @@ from torch import nn
 
 from hookcb.core.files import as_plain, save_whole
 from hookcb.core.ranks import ALONE, Ranks, is_sharded
+from hookcb.core.shards import plain_class
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.nans.nonfinite import FINITE, Kinds, kinds, tensors_in
 from hookcb.nans.replay import BatchStart, as_at_start, versions_of
@@ -129,7 +130,9 @@ def _forward_cause(learn: Any, found: _Replay) -> _Cause:
     op = tracer.operation_of(call)
     name, line = (op.name, op.line) if op else ("", call.line if call else "")
     if call is not None:
-        return _Cause(tracer.name(call), type(call.module).__name__, "forward", name, line, call.module)
+        return _Cause(
+            tracer.name(call), plain_class(call.module).__name__, "forward", name, line, call.module
+        )
     if found.pred.bad:  # by the user's own predict(), around the model
         return _Cause(MODEL, "", "forward", name, line)
     return _Cause(LOSS, _loss_type(learn), "forward", name, line)
@@ -137,7 +140,9 @@ def _forward_cause(learn: Any, found: _Replay) -> _Cause:
 
 def _takes_minus_inf(call: Call) -> bool:
     """Whether -inf may be a valid input of this module: a softmax, or a module that is not torch's."""
-    return isinstance(call.module, SOFTMAX) or not type(call.module).__module__.startswith("torch.nn.modules")
+    return isinstance(call.module, SOFTMAX) or not plain_class(call.module).__module__.startswith(
+        "torch.nn.modules"
+    )
 
 
 def _backward_cause(learn: Any, found: _Replay) -> _Cause:
@@ -145,13 +150,13 @@ def _backward_cause(learn: Any, found: _Replay) -> _Cause:
     node = tracer.node or tracer.arrived
     call = tracer.owners.get(node) if node is not None else None
     if node is None or call is None:
-        return _Cause(MODEL, type(learn.model).__name__, "backward")
+        return _Cause(MODEL, plain_class(learn.model).__name__, "backward")
     if call.given.bad and _bad_parts(learn):
         return _Cause(BATCH, direction="backward")
     op = node.name() if tracer.node is not None else ""  # else a sum of gradients or a hook made it
     if call.name == LOSS:
         return _Cause(LOSS, _loss_type(learn), "backward", op, line_of(node))
-    kind = type(call.module).__name__
+    kind = plain_class(call.module).__name__
     return _Cause(tracer.name(call), kind, "backward", op, line_of(node) or call.line, call.module)
 
 

@@ -83,6 +83,8 @@ def test_gathered_parameters_are_dropped(as_rank):
     with torch.no_grad():
         model(torch.ones(1, 4))
     assert shards.is_fully_sharded(model)
+    assert type(model).__name__ == "FSDPLinear"
+    assert shards.plain_class(model) is shards.plain_class(nn.Linear(2, 2)) is nn.Linear
     assert not shards.is_dtensor(model.weight)
     shards.drop_gathered(model)
     assert shards.is_dtensor(model.weight)
