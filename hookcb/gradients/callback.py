@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
@@ -14,7 +14,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import Ranks
-from hookcb.core.shards import is_divided, is_dtensor
+from hookcb.core.shards import is_divided, is_dtensor, is_fully_sharded, is_shard
 from hookcb.core.torch_private import flattened_sizes
 from hookcb.gradients.capture import GradientReader, StepCapture, first_nonfinite
 from hookcb.gradients.hand_steps import StepByHand
@@ -94,7 +94,7 @@ class GradientHealth(Callback):
 
     def _end(self) -> None:
         """Drops the state of a fit."""
-        self._n_steps = 0
+        self._n_steps, self._is_gathered = 0, False
         self._reader: GradientReader | None = None
         self._watch: StepWatch | None = None
         self._outputs: OutputHooks | None = None
@@ -106,9 +106,11 @@ class GradientHealth(Callback):
         self._end()
         model = self.learn.model
         self.records = GradientRecords(self.keep, self.activations)
-        params, ranks = find_params(model, self.params), self.learn.ranks
-        self._reader = GradientReader(params, ranks)
-        self._note_shards([param.p for param in params if is_divided(param.p)], ranks)
+        self._reader = GradientReader(find_params(model, self.params), self.learn.ranks)
+        self._note_shards(self._reader, self.learn.ranks)
+        # a watch may begin when some are gathered, and then reads them anew at its first step
+        is_whole = not all(is_shard(param.p) for param in self._reader.params)
+        self._is_gathered = is_whole and any(map(is_fully_sharded, model.modules()))
         stats = self.records.output_stats
         self._outputs = None if stats is None else OutputHooks(model, stats)
         self._watch = StepWatch(model, self._at_step)
@@ -187,8 +189,9 @@ class GradientHealth(Callback):
         if opt is not None:
             self._watch.note(opt)
 
-    def _note_shards(self, divided: list[nn.Parameter], ranks: Ranks) -> None:
+    def _note_shards(self, reader: GradientReader, ranks: Ranks) -> None:
         """Checks that ranks have parts of the same parameters; alone, notes whose part is read."""
+        divided = [param.p for param in reader.params if is_divided(param.p)]
         self.has_rank_state = bool(divided)
         if not divided:
             return
@@ -206,8 +209,11 @@ class GradientHealth(Callback):
     def _begin_step(self, reader: GradientReader, watch: StepWatch) -> None:
         """Captures whole gradients before clipping."""
         opt, scaler = self.opt, self.learn.scaler
-        if watch.begin(opt):
+        if watch.begin(opt) or self._is_gathered:
             self._refresh(opt)
+        if self._is_gathered:
+            self._is_gathered = False
+            self._note_shards(reader, self.learn.ranks)
         self._capture, is_recorded = None, self.wants(self._n_steps)
         self._n_steps += 1
         if is_recorded:

@@ -197,8 +197,8 @@ class _Shards:
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
         for name, x in _named(model).items():
             average = self.averages[name]
-            if self.n_averaged == 0:
-                average.copy_(x)
+            if self.n_averaged == 0 or average.shape != x.shape:  # it was gathered when this began
+                self.averages[name] = x.clone()
             else:
                 alike.setdefault((x.device, x.dtype), []).append((average, x))
         for pairs in alike.values():

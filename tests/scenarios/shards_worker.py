@@ -205,10 +205,13 @@ def bad_gradients(rank):
         return skipping.gradient_health.skipped, skipping.gradient_health.records.first_bad, str(error)
 
 
-def watched_on_one(rank):
+def watched_on_one(rank, is_gathered=False):
     """A watch on rank 0 only, which must not communicate."""
     model = sharded(make())
     opt, health = torch.optim.SGD(model.parameters(), lr=0.1), GradientHealth()
+    if is_gathered:
+        with torch.no_grad():
+            model(X)
     with Collectives() as seen:
         w = watch(model, opt, [health] if rank == 0 else [])
         for x, y in zip(X.split(8)[:3], Y.split(8)[:3], strict=True):
@@ -216,9 +219,10 @@ def watched_on_one(rank):
             opt.step()
             opt.zero_grad()
         w.close()
-    own = model[2].weight.to_local().detach().norm()
-    norm = health.stats[-1]["2.weight"]["weight_norm"] if rank == 0 else own
-    return len(seen.names), health.shard, str(w.coverage), abs(float(norm - own)), str(health.report())
+    own = model[6].weight.to_local().detach().norm()
+    norm = health.stats[-1]["6.weight"]["weight_norm"] if rank == 0 else own
+    told = health.shard, str(w.coverage), str(health.report())
+    return len(seen.names), *told, abs(float(norm - own)), health.without_grad
 
 
 def refused_to_watch(rank):
@@ -463,7 +467,12 @@ TWO = {
         overflowed,
         skipped_batches,
     )
-} | {"old_fsdp": partial(old_fsdp, orig=True), "flat_fsdp": partial(old_fsdp, orig=False)}
+} | {
+    "watched_when_gathered": partial(watched_on_one, is_gathered=True),
+    "traced_under_old_fsdp": partial(traced, wrap=partial(flat, orig=True)),
+    "old_fsdp": partial(old_fsdp, orig=True),
+    "flat_fsdp": partial(old_fsdp, orig=False),
+}
 FOUR = {f.__name__: f for f in (gradients_of_four, hybrid_gradients, mixed_gradients)}
 
 

@@ -65,13 +65,15 @@ def test_all_ranks_drop_a_step_with_a_bad_gradient_on_one(two):
         )
 
 
-def test_a_watch_on_one_rank_communicates_nothing_and_says_whose_numbers_it_has(two):
-    (n, shard, coverage, error, report), (n_without, *_) = part(two, "watched_on_one")
+@pytest.mark.parametrize("name", ["watched_on_one", "watched_when_gathered"])
+def test_a_watch_on_one_rank_communicates_nothing_and_says_whose_numbers_it_has(two, name):
+    (n, shard, coverage, report, error, without_grad), (n_without, *_) = part(two, name)
     assert n == n_without
     assert shard == "the shard of rank 0"
     assert "numbers are those of the shard of rank 0" in " ".join(report.split())
     assert "numbers are those of rank 0 of 2, from its batches and its shards of the parameters" in coverage
     assert error < 1e-5
+    assert without_grad == []
 
 
 def test_a_watch_refuses_decisions_about_shards(two):
@@ -116,7 +118,7 @@ def test_names_have_no_wrappers(two):
         assert params == [f"{x}.{p}" for x in layers for p in ("weight", "bias")]
 
 
-@pytest.mark.parametrize("name", ["traced_under_ddp", "traced_under_fsdp", "traced_under_tp"])
+@pytest.mark.parametrize("name", [f"traced_under_{kind}" for kind in ("ddp", "fsdp", "tp", "old_fsdp")])
 def test_all_ranks_end_with_the_report_of_the_rank_that_made_the_nan(two, name):
     for rank, rows in enumerate(part(two, name)):
         assert [row[1] for row in rows] == [1, 1, 1]
