@@ -40,7 +40,8 @@ class NanTrace(Callback):
 
     Costs of each batch: a sum of each gradient, which waits for the device once; about 10 µs for the random
     numbers, 40 if NumPy has drawn some; copies of the buffers of up to 65,536 elements, and of larger ones
-    that have changed. Memory: one more copy of the buffers; in the replay that of one more batch.
+    that have changed. Memory: one more copy of the buffers; in the replay that of one more batch. On several
+    ranks they wait for each other after the backward, and on a CPU after the loss too.
 
     Args:
         bundle: path of a file to write for a replay elsewhere, by `torch.load(weights_only=True)`: weights,

@@ -118,11 +118,14 @@ class EMA(Callback):
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Has the trained model hold the averages in a `with` block, outside of a validation.
+        """Has the trained model hold the averages in a `with` block; of a sharded model, on all ranks.
 
         Raises:
             AttributeError: Before the first fit.
         """
+        if self._plain:  # it does, in a validation
+            yield
+            return
         self._apply(model)
         try:
             yield
@@ -143,22 +146,22 @@ class EMA(Callback):
 
     def after_validate(self) -> None:
         if not self.learn.is_nested:
+            self._end_validation()
+
+    def _end_validation(self) -> None:
+        if self._plain:  # else a watched model may be gone
             self._restore(self.learn.model)
+
+    after_cancel_epoch = after_cancel_fit = _end_validation  # after_validate is not called then
 
     def _restore(self, model: nn.Module) -> None:
         for x, plain in self._plain:
             x.copy_(plain)
-        if self._plain:
-            drop_gathered(model)
         self._plain = []
-
-    def after_cancel_epoch(self) -> None:  # after_validate is not called then
-        self._restore(self.learn.model)
-
-    after_cancel_fit = after_cancel_epoch
+        drop_gathered(model)
 
     def after_fit(self) -> None:
-        self._restore(self.learn.model)
+        self._end_validation()
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
