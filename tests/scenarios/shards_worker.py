@@ -386,6 +386,12 @@ def ended(rank):
     return len(learn.recorder.losses), learn.terminate_on_nan.reason
 
 
+def traced_and_skipped(rank):
+    """A cancel by all ranks at an event at which another callback declares what it may cancel."""
+    learn = fit(DistributedDataParallel(make()), 2, rank, Spoil(batch=True), NanTrace(), SkipNonFinite())
+    return len(learn.recorder.losses), learn.nan_trace.report.rank
+
+
 def bundled(rank):
     path = f"{sys.argv[2]}/bundle.pt"
     traced(rank, DistributedDataParallel, bundle=path)
@@ -463,6 +469,7 @@ TWO = {
         traced_under_fsdp,
         traced_under_tp,
         ended,
+        traced_and_skipped,
         bundled,
         overflowed,
         skipped_batches,

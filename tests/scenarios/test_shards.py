@@ -137,6 +137,10 @@ def test_a_nan_on_one_rank_ends_all(two):
     assert part(two, "ended") == [(2, None), (2, reason)]
 
 
+def test_what_all_ranks_decide_goes_with_what_one_declares(two):
+    assert part(two, "traced_and_skipped") == [(2, 1)] * 2
+
+
 def test_the_rank_that_found_it_writes_the_bundle(two):
     assert part(two, "bundled") == [(1, "SqrtBackward0")] * 2
 
