@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hookcb.core.shards import is_fully_sharded
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import group_timeout, is_joining, make_store
 
@@ -129,6 +130,16 @@ class Ranks:
             for x in tensors:
                 distributed.all_reduce(x, group=self.group)
                 x /= self.world
+
+    def share(self, sums: Tensor, maxs: Tensor) -> None:
+        """Replaces two tensors by their sums and maxima over all ranks; on a GPU, it waits for nothing."""
+        if self._control is not None:
+            for x, op in ((sums, distributed.ReduceOp.SUM), (maxs, distributed.ReduceOp.MAX)):
+                if x.is_cpu:
+                    self.wait(self.start(x, op))
+                else:
+                    self.check_failure()
+                    distributed.all_reduce(x, op, group=self.group)
 
     def gather(self, item: Any) -> list[Any]:
         """The `item` of each rank, in the order of ranks; on its way it is pickled."""
@@ -246,6 +257,15 @@ def ranks_of(model: nn.Module) -> Ranks:
     return ALONE if group_of(model) is None else Ranks(model)
 
 
+def describe_alone(model: nn.Module) -> str:
+    """Describes whose numbers this rank shows, where ranks do not communicate; "" if it trains alone."""
+    if (group := group_of(model)) is None:
+        return ""
+    rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+    what = "its batches and its shards of the parameters" if is_sharded(model) else "its batches"
+    return f"numbers are those of rank {rank} of {world}, from {what}; nothing is merged between ranks here"
+
+
 def group_of(model: nn.Module) -> Any:
     """Process group in which a model is replicated or sharded, None if this process has it alone."""
     if not distributed.is_available() or not distributed.is_initialized():
@@ -258,6 +278,8 @@ def group_of(model: nn.Module) -> Any:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ranks have different parts of the parameters; checks names, as importing classes takes time."""
+    if any(map(is_fully_sharded, model.modules())):  # its parameters may be gathered now
+        return True
     kinds = {type(m).__name__ for m in model.modules()} | {type(p).__name__ for p in model.parameters()}
     return bool(kinds & {"DTensor", "FullyShardedDataParallel"})
 

@@ -134,6 +134,21 @@ def without_compile_wrapper(m: nn.Module) -> nn.Module:
     return inside
 
 
+WRAPPERS = {  # torch.compile, activation checkpointing, FullyShardedDataParallel
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""Attribute in which a wrapper has the module inside, by its class; part of the names of what is in it."""
+
+
+def wrapped_module(m: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper, None if it is no wrapper; checks names, as importing classes takes 1 s."""
+    name = WRAPPERS.get(type(m).__name__)
+    return None if name is None else m._modules.get(name)
+
+
 def is_dynamo_imported() -> bool:
     """Whether anything can have been compiled yet."""
     return "torch._dynamo" in sys.modules
@@ -411,3 +426,40 @@ def group_timeout(group: Any) -> timedelta:
 def is_joining(model: nn.Module) -> bool:
     """Whether a DistributedDataParallel runs inside `with model.join():`."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+
+
+def is_flattened(p: Tensor) -> bool:
+    """Whether FullyShardedDataParallel has made a parameter a part of a flat one, or it is the flat one."""
+    return hasattr(p, "_fsdp_flattened")
+
+
+def flat_handles(model: nn.Module) -> list[Any]:
+    """Handles of the flat parameters in a model; each FullyShardedDataParallel in it has one at most."""
+    wrappers = [m for m in model.modules() if type(m).__name__ == "FullyShardedDataParallel"]
+    return [handle for m in wrappers if (handle := getattr(m, "_handle", None)) is not None]
+
+
+def flattened_sizes(model: nn.Module) -> dict[int, int]:
+    """Numbers of elements of flattened parameters on all ranks together, by id; with padding of flat ones."""
+    sizes: dict[int, int] = {}
+    for handle in flat_handles(model):
+        flat = handle.flat_param
+        sizes[id(flat)] = flat._sharded_size.numel() * handle.world_size
+        own = [parameters_of(info.module).get(info.param_name) for info in flat._param_infos]
+        sizes |= {id(p): n for p, n in zip(own, flat._numels, strict=True) if p is not None}
+    return sizes
+
+
+def flattened_modules(model: nn.Module) -> set[int]:
+    """Ids of the modules whose parameters are now only parts of a flat one."""
+    infos = (info for handle in flat_handles(model) for info in handle.flat_param._param_infos)
+    return {id(info.module) for info in infos}
+
+
+def reshard_flat(model: nn.Module) -> None:
+    """Has FullyShardedDataParallels drop the parameters that they have gathered."""
+    for handle in flat_handles(model):
+        # before its first forward, it has gathered nothing
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
+            handle.reshard(True)
+            handle.post_reshard()

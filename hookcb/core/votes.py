@@ -53,7 +53,9 @@ class Votes:
             return self.vote(cancels)
         declared: set[str] = set().union(*(cb.may_cancel for cb in cbs)) if training else set()
         if declared:
-            return self._vote_inside(declared, cancels)
+            if event != Event.AFTER_BATCH:
+                self._all_alike(event, [cancel for cancel in cancels if cancel.level not in declared])
+            return self.vote(cancels)
         outer = [cancel for cancel in cancels if cancel.level not in INSIDE]
         inner = [cancel for cancel in cancels if cancel.level in INSIDE]
         if event in (Event.BEFORE_FIT, Event.AFTER_BATCH):
@@ -86,12 +88,6 @@ class Votes:
         flags = self._flags()
         self._ranks.wait(self._ranks.start(flags))
         return self._read(torch.maximum(flags, decided) if decided is not None else flags)
-
-    def _vote_inside(self, declared: set[str], cancels: Sequence[CancelException]) -> list[CancelException]:
-        for cancel in cancels:
-            if cancel.level not in declared:
-                raise RankError(_undeclared(cancel, self._ranks.rank)) from cancel
-        return self.vote(cancels)
 
     def _all_alike(self, event: str, cancels: Sequence[CancelException]) -> list[CancelException]:
         """Checks that all ranks raise a cancel that was not declared; without one, it costs nothing."""
@@ -137,10 +133,9 @@ class Votes:
         return []
 
 
-def _undeclared(cancel: CancelException, rank: int, missing: Sequence[int] = ()) -> str:
-    others = f"but not by {name_ranks(missing)}, which would wait" if missing else "on its own"
+def _undeclared(cancel: CancelException, rank: int, missing: Sequence[int]) -> str:
     return (
-        f"{type(cancel).__name__} was raised in {cancel.raised_in} by rank {rank}, {others}; a callback that "
-        f"cancels inside a batch on some ranks only must declare may_cancel = {{{cancel.level!r}}}, so that "
-        "all ranks vote"
+        f"{type(cancel).__name__} was raised in {cancel.raised_in} by rank {rank}, but not by "
+        f"{name_ranks(missing)}, which would wait; a callback that cancels inside a batch on some ranks only "
+        f"must declare may_cancel = {{{cancel.level!r}}}, so that all ranks vote"
     )

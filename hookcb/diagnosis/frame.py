@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
+from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import BatchNorm, Convolution, Dropout
 from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.probes.model import SHARDED, is_of_torch
@@ -127,7 +128,7 @@ def _partial(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 def about(m: nn.Module) -> str:
     """Type and sizes of a layer: `Linear 64→64`, `Conv2d 3→16`."""
-    kind = type(m).__name__
+    kind = plain_class(m).__name__
     if has_uninitialized(m):
         return kind
     pairs = ("in_features", "out_features"), ("in_channels", "out_channels"), ("input_size", "hidden_size")

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.optim import detached_scalar
+from hookcb.core.ranks import Ranks
+from hookcb.core.shards import is_divided, is_dtensor, is_fully_sharded, is_shard
+from hookcb.core.torch_private import flattened_sizes
 from hookcb.gradients.capture import GradientReader, StepCapture, first_nonfinite
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.outputs import OutputGradients, OutputHooks
@@ -27,6 +30,10 @@ class GradientHealth(Callback):
 
     Gradients are read whole, unscaled and before clipping, and once more as the optimizer gets them; weights
     are read after the step. Nothing waits for a GPU, except for sparse gradients, which are coalesced.
+
+    Of sharded parameters, as under FSDP and tensor parallelism, each rank reads its part; two reductions of a
+    few numbers for each parameter merge them at each record, and nothing is gathered. Under `watch`, which
+    never communicates, the numbers are those of this rank's part.
 
     Args:
         every: record steps 0, every, 2·every … of the optimizer; by default all.
@@ -52,7 +59,8 @@ class GradientHealth(Callback):
     Raises:
         FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.
         LookupError: When a fit begins, if `params` selects nothing.
-        TypeError, ValueError: If an argument is invalid.
+        TypeError, ValueError: If an argument is invalid; when a fit begins, if a sharded model is watched and
+            `on_nonfinite` is not "record".
 
     >>> from hookcb import GradientHealth, synth_learner
     >>> learn = synth_learner()
@@ -86,7 +94,7 @@ class GradientHealth(Callback):
 
     def _end(self) -> None:
         """Drops the state of a fit."""
-        self._n_steps = 0
+        self._n_steps, self._is_gathered = 0, False
         self._reader: GradientReader | None = None
         self._watch: StepWatch | None = None
         self._outputs: OutputHooks | None = None
@@ -99,7 +107,11 @@ class GradientHealth(Callback):
         self._end()
         model = self.learn.model
         self.records = GradientRecords(self.keep, self.activations)
-        self._reader = GradientReader(find_params(model, self.params))
+        self._reader = GradientReader(find_params(model, self.params), self.learn.ranks)
+        self._note_shards(self._reader, self.learn.ranks)
+        # a watch may begin when some are gathered, and then reads them anew at its first step
+        is_whole = not all(is_shard(param.p) for param in self._reader.params)
+        self._is_gathered = is_whole and any(map(is_fully_sharded, model.modules()))
         stats = self.records.output_stats
         self._outputs = None if stats is None else OutputHooks(model, stats)
         self._watch = StepWatch(model, self._at_step)
@@ -174,17 +186,38 @@ class GradientHealth(Callback):
             return
         model = self.learn.model
         with suppress(LookupError):  # the selected parameters are gone
-            self._reader.refresh(find_params(model, self.params), running_stats(model))
+            self._reader.refresh(
+                find_params(model, self.params), running_stats(model), flattened_sizes(model)
+            )
         if opt is not None:
             self._watch.note(opt)
+
+    def _note_shards(self, reader: GradientReader, ranks: Ranks) -> None:
+        """Checks that ranks have parts of the same parameters; alone, notes whose part is read."""
+        divided = [param.p for param in reader.params if is_divided(param.p)]
+        self.has_rank_state = bool(divided)
+        if not divided:
+            return
+        if ranks.world == 1:
+            if self.on_nonfinite != "record":
+                raise ValueError(
+                    f"with on_nonfinite={self.on_nonfinite!r} all ranks of a sharded model must decide "
+                    "together, but here they do not communicate; use 'record', and decide in your loop"
+                )
+            self.records.shard = f"the shard of rank {distributed.get_rank()}"
+        n = sum(p.numel() for p in divided if is_dtensor(p))
+        ranks.check_alike({"sharded parameters": f"{len(divided)}, with {n:,} elements in all"})
 
     @torch.no_grad()
     def _begin_step(self, reader: GradientReader, watch: StepWatch) -> None:
         """Captures whole gradients before clipping."""
         opt, scaler = self.opt, self.learn.scaler
-        if watch.begin(opt) or self._is_outdated:
+        if watch.begin(opt) or self._is_outdated or self._is_gathered:
             self._is_outdated = False
             self._refresh(opt)
+        if self._is_gathered:
+            self._is_gathered = False
+            self._note_shards(reader, self.learn.ranks)
         self._capture, is_recorded = None, self.wants(self._n_steps)
         self._n_steps += 1
         if is_recorded:
@@ -222,7 +255,7 @@ class GradientHealth(Callback):
 
         An overflow halves the scale; at a scale of 1 the gradient is not finite for another reason.
         """
-        scaler, bad = self.learn.scaler, first_nonfinite(find_params(self.learn.model))
+        scaler, bad = self.learn.scaler, first_nonfinite(find_params(self.learn.model), self.learn.ranks)
         if bad is None or (scaler is not None and scaler.get_scale() > 1):
             return None
         name, n = bad
@@ -250,6 +283,7 @@ class GradientHealth(Callback):
     frozen: list[str] = forwarded_attribute("frozen")
     left_out: dict[str, str] = forwarded_attribute("left_out")
     not_optimized: list[str] = forwarded_attribute("not_optimized")
+    shard: str = forwarded_attribute("shard")
     output_stats: OutputGradients | None = forwarded_attribute("output_stats")
 
     @staticmethod

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from hookcb.core.precision import moved, scaled_norm, widened
+from hookcb.core.ranks import ALONE, Ranks
+from hookcb.core.shards import has_no_part, is_shard, local_part
 from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.layout import Layout
+from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
 from hookcb.gradients.stats import (
     SKETCH,
     Number,
@@ -55,6 +58,8 @@ class StepCapture:
         skipped: 1.0 if the step was not made.
         record, step: index of its record and number of its batch, set when it is added to the records.
         buffers: sizes of the running statistics by name, and their concatenated values, by device.
+        shards: numbers of parameters of which this rank has a part, while the step is in progress.
+        merged: statistics of these parameters, by name.
     """
 
     captures: list[Capture]
@@ -69,6 +74,8 @@ class StepCapture:
     record: int = 0
     step: int = 0
     buffers: dict[torch.device, tuple[dict[str, int], Tensor]] = field(default_factory=dict)
+    shards: ShardCapture | None = None
+    merged: Columns = field(default_factory=dict)
 
     @property
     def n_elements(self) -> int:
@@ -82,28 +89,47 @@ class GradientReader:
 
     Args:
         params: the parameters to read.
+        ranks: the ranks that merge statistics of sharded parameters; each must capture the same steps.
 
     Attributes:
         starts: tracked elements of each parameter before its first step, by name.
     """
 
-    def __init__(self, params: Sequence[Param]) -> None:
+    def __init__(self, params: Sequence[Param], ranks: Ranks = ALONE) -> None:
         self.starts: dict[str, Tensor] = {}
+        self._ranks, self._sharded = ranks, frozenset[str]()
+        self._shards: ShardReader | None = None
         self._left_out: dict[str, str] = {}
         self._key: list[int] = []
         self._layouts: list[tuple[Layout, list[int]]] = []  # with indices into the gradients of a step
         self._about: About = {}
-        self._grads: list[tuple[Param, Tensor, int]] = []  # with version counters
+        self._grads: list[
+            tuple[Param, Tensor | None, int | None]
+        ] = []  # with version counters, None for shards
         self.refresh(params, {})
 
-    def refresh(self, params: Sequence[Param], buffers: dict[str, Tensor]) -> None:
-        """Replaces the parameters to read, and the buffers with running statistics."""
+    def refresh(
+        self, params: Sequence[Param], buffers: dict[str, Tensor], sizes: dict[int, int] | None = None
+    ) -> None:
+        """Replaces the parameters to read, and the buffers with running statistics.
+
+        Args:
+            params: the parameters.
+            buffers: the buffers, by name.
+            sizes: numbers of elements on all ranks together, by id, of parameters that do not tell it.
+        """
+        if any(param.name in self._sharded and not is_shard(param.p) for param in params):
+            return  # gathered for a moment, as after a validation
         self.params = [param for param in params if is_readable(param.p)]
+        sharded = [param for param in self.params if is_shard(param.p)]
+        self._sharded = frozenset(param.name for param in sharded)
+        self._shards = ShardReader(sharded, sizes or {}, self.starts, self._ranks) if sharded else None
         odd = [param for param in params if not is_readable(param.p)]
         self._left_out |= {param.name: type(param.p).__name__ for param in odd}
         self._buffers: dict[torch.device, list[Tensor]] = {}
         self._sizes: dict[torch.device, dict[str, int]] = {}
-        for name, b in buffers.items():
+        for name, whole in buffers.items():
+            b = local_part(whole)
             self._buffers.setdefault(b.device, []).append(b)
             self._sizes.setdefault(b.device, {})[name] = b.numel()
 
@@ -115,11 +141,17 @@ class GradientReader:
         without_grad: list[str] = []
         frozen: list[str] = []
         grads, key = [], []
+        shards: dict[str, Tensor | None] = {}
         for param in self.params:
             name, p, _ = param
             g = p.grad
-            if g is None:
+            if g is None and not has_no_part(p):
                 (without_grad if p.requires_grad else frozen).append(name)
+                continue
+            if name in self._sharded or g is None:
+                shards[name] = g
+                self._grads.append((param, g, None))
+                key += [id(p), 0]
                 continue
             x = _plain(g)
             if x is None:
@@ -132,17 +164,21 @@ class GradientReader:
         if key != self._key:
             self._key = key
             self._lay_out(self.with_grad)
+        of_shards = self._shards.before_step(shards, grad_scale) if self._shards else None
         captures = [_capture(layout, [grads[i] for i in places]) for layout, places in self._layouts]
-        return StepCapture(captures, lr, scale, self._about, without_grad, frozen, dict(self._left_out))
+        names = without_grad, frozen, dict(self._left_out)
+        return StepCapture(captures, lr, scale, self._about, *names, shards=of_shards)
 
     def _lay_out(self, params: list[Param]) -> None:
         by_device: dict[torch.device, list[Param]] = {}
-        for param in params:
+        whole = [param for param in params if param.name not in self._sharded]
+        for param in whole:
             by_device.setdefault(param.p.device, []).append(param)
-        place = {id(param): i for i, param in enumerate(params)}
+        place = {id(param): i for i, param in enumerate(whole)}
         layouts = [Layout(on_device) for on_device in by_device.values()]
         self._layouts = [(layout, [place[id(param)] for param in layout.params]) for layout in layouts]
-        self._about = {name: (p.numel(), p.ndim, kind) for name, p, kind in params}
+        sizes = self._shards.numels if self._shards else {}
+        self._about = {name: (sizes.get(id(p), p.numel()), p.ndim, kind) for name, p, kind in params}
 
     @property
     def with_grad(self) -> list[Param]:
@@ -151,7 +187,12 @@ class GradientReader:
 
     def at_step(self, step: StepCapture) -> None:
         """Captures gradients as the optimizer gets them, if they were changed since `before_step`."""
-        if all(param.p.grad is g and version_of(g) == version for param, g, version in self._grads):
+        if step.shards is not None and self._shards is not None:  # a DTensor does not count its changes
+            self._shards.at_step(step.shards)
+        if all(
+            g is None or version is None or (param.p.grad is g and version_of(g) == version)
+            for param, g, version in self._grads
+        ):
             return
         for capture in step.captures:
             layout = capture.layout
@@ -165,8 +206,17 @@ class GradientReader:
             capture.clipped_large = _row(norms, layout)
 
     def after_step(self, step: StepCapture, skipped: Number = 0.0) -> None:
-        """Captures the updated weights; `skipped` is 1.0 if the step was not made."""
+        """Captures the updated weights; `skipped` is 1.0 if the step was not made.
+
+        With sharded parameters all ranks must call it at the same step.
+        """
         step.skipped = skipped
+        if step.shards is not None and self._shards is not None:
+            step.merged, step.shards = self._shards.after_step(step.shards, skipped), None
+            captured = {name for c in step.captures for name, *_ in c.layout.params} | step.merged.keys()
+            step.without_grad += [
+                name for name in step.about if name not in captured and self._ranks.world > 1
+            ]
         for capture in step.captures:
             layout = capture.layout
             capture.after = layout.sketch()
@@ -272,15 +322,20 @@ def _capture(layout: Layout, grads: list[Tensor]) -> Capture:
     return Capture(layout, small, all_rows, _row(numbers, layout), layout.sketch())
 
 
-def first_nonfinite(params: Iterable[Param]) -> tuple[str, int] | None:
+def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str, int] | None:
     """Name of the first parameter with a NaN or infinite gradient, and the number of such elements.
 
-    Waits for the device, once if all gradients are finite.
+    Waits for the device, once if all gradients are finite. With sharded parameters all ranks must call it.
     """
+    every = list(params)
+    sharded = [param for param in every if is_shard(param.p)]
+    counts = zip(sharded, count_nonfinite(sharded, ranks), strict=True) if sharded else ()
+    if found := next(((param.name, math.ceil(n)) for param, n in counts if n), None):
+        return found
     grads = [
         (param.name, x)
-        for param in params
-        if (g := param.p.grad) is not None and (x := _plain(g)) is not None
+        for param in every
+        if not is_shard(param.p) and (g := param.p.grad) is not None and (x := _plain(g)) is not None
     ]
     elements = [(name, x if x.layout is torch.strided else x.values()) for name, x in grads]
     if not elements:

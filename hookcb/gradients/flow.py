@@ -109,7 +109,7 @@ def read_gradients(model: nn.Module) -> tuple[StepCapture, dict[str, dict[str, f
     reader = GradientReader(find_params(model))
     with torch.no_grad():
         capture = reader.before_step()
-        if not capture.captures:
+        if not capture.about:
             raise ValueError(
                 "no parameter has a gradient; call this after loss.backward(), before zero_grad()"
             )

@@ -32,7 +32,7 @@ class Layout:
         self.empty = torch.empty(0, device=self.device)
         is_double = any(param.p.dtype in (torch.float64, torch.complex128) for param in params)
         self.dtype = torch.float64 if is_double else torch.float32  # of the recorded numbers
-        self._with_memory = [param.p for param in self.params if _has_memory(param.p)]
+        self._with_memory = [param.p for param in self.params if param.p.layout is torch.strided]
         self._addresses: list[int] = []
         self._views: list[Tensor] = []
         self._copied: dict[int, nn.Parameter] = {}  # parameters without a view, by index in `_views`
@@ -49,8 +49,3 @@ class Layout:
             self._views[i] = sketch_copy(p)
         whole = torch.cat(self._views)
         return at_least_float32(whole)
-
-
-def _has_memory(p: Tensor) -> bool:
-    """Whether a parameter has its own address, unlike a DTensor."""
-    return not hasattr(p, "full_tensor") and p.layout is torch.strided

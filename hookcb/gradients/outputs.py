@@ -9,6 +9,7 @@ from hookcb.activations.records import ActivationRecords
 from hookcb.activations.report import FIRST_COLUMNS, LAST_COLUMNS, ActivationReport
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
+from hookcb.core.shards import plain_class
 from hookcb.core.threads import in_loop_thread
 from hookcb.gradients.stats import Number
 from hookcb.hooks.hook import Hooks
@@ -85,7 +86,7 @@ class OutputHooks:
         for path, x in list(parts(grads[0] if len(grads) == 1 else grads, name)):
             if isinstance(x, Tensor):
                 is_scaled = has_stats(x) and not (isinstance(self.scale, float) and self.scale == 1)
-                self.stats.take(path, x.float() / self.scale if is_scaled else x, type(m).__name__)
+                self.stats.take(path, x.float() / self.scale if is_scaled else x, plain_class(m).__name__)
 
     def end_batch(self, epoch: int, step: int) -> None:
         """Adds the record of the batch."""

@@ -13,8 +13,9 @@ from hookcb.gradients import plots
 from hookcb.gradients.capture import About, StepCapture
 from hookcb.gradients.flow import STORED, GradientFlow, flow_of
 from hookcb.gradients.outputs import OutputGradients
-from hookcb.gradients.reduce import Columns, reduce_steps, step_columns
+from hookcb.gradients.reduce import reduce_steps, step_columns
 from hookcb.gradients.report import GradientReport, param_rows
+from hookcb.gradients.shards import Columns
 from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
 from hookcb.gradients.steps import SkipCount
 from hookcb.records.records import Layer, LayerRecords, SavedRecords
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad")
+STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad", "shard")
 MAX_STEPS, MAX_ELEMENTS = 64, 2**19  # captured steps, or elements (2 MB), that are reduced together
 STEP = "step"  # name of whole steps in their store
 
@@ -59,6 +60,7 @@ class GradientRecords(SavedRecords):
         not_optimized: names of the parameters that are in no optimizer that has made a step.
         first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU even
             if its record was dropped.
+        shard: whose part of the parameters was read, "the shard of rank 1"; "" if they are whole.
         output_stats: gradients of layers' outputs, with `activations=True`; else None.
 
     Raises:
@@ -92,6 +94,7 @@ class GradientRecords(SavedRecords):
         self.left_out: dict[str, str] = {}
         self.not_optimized: list[str] = []
         self.first_bad: dict[str, tuple[int, float]] = {}
+        self.shard = ""
         self.output_stats = OutputGradients(keep) if activations else None
 
     # ---- adding
@@ -291,6 +294,8 @@ class GradientRecords(SavedRecords):
             last, step = steps[-1], self.steps()[-1]
             total, mean = last["total_norm"], last["mean_norm"]
             lines.append(f"total norm {total:.3g}, mean norm {mean:.3g} at step {step}")
+        if self.shard:
+            lines.append(f"numbers are those of {self.shard}, not of whole parameters")
         if self.frozen:
             lines.append(f"{len(self.frozen)} frozen: {join_names(self.frozen, 4)}")
         if skipped := sum(step["skipped"] > 0 for step in steps):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hookcb.core.precision import moved, scaled_norm, widened, widest
 from hookcb.gradients.capture import Capture, Numbers, StepCapture
+from hookcb.gradients.shards import Columns
 from hookcb.gradients.stats import (
     SKETCH,
     GradColumns,
@@ -19,24 +20,25 @@ from hookcb.gradients.stats import (
     weight_stats,
 )
 
-Columns = dict[str, Tensor]  # statistics of R records, (R, n_columns), by name of the parameter
-
 
 def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCapture], list[Columns]]]:
     """Runs of steps with the same parameters, and their statistics as one dict for each device.
 
-    The columns are `GRAD_STATS` and mean |gradient|.
+    The columns are `GRAD_STATS` and mean |gradient|, `(R, n_columns)` by name of the parameter.
     """
     for _, group in groupby(steps, _kind):
         run = list(group)
         n_devices = len(run[0].captures)
         skipped = [step.skipped for step in run]
-        yield run, [_reduce([step.captures[i] for step in run], skipped) for i in range(n_devices)]
+        by_device = [_reduce([step.captures[i] for step in run], skipped) for i in range(n_devices)]
+        if names := run[0].merged:
+            by_device.append({name: torch.cat([step.merged[name] for step in run]) for name in names})
+        yield run, by_device
 
 
 def _kind(step: StepCapture) -> tuple[object, ...]:
     """Key that is equal for steps that can be reduced together."""
-    return tuple(x for c in step.captures for x in (id(c.layout), c.clipped_small is None))
+    return (*step.merged, *(x for c in step.captures for x in (id(c.layout), c.clipped_small is None)))
 
 
 def _reduce(captures: list[Capture], skipped: list[Number]) -> Columns:

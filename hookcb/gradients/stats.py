@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hookcb.core.precision import WIDE, at_least_float32, scaled_norm, widened, widest
+from hookcb.core.shards import local_part
 
 OF_GRADIENT = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 GRAD_STATS = (*OF_GRADIENT, "weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
@@ -38,12 +39,10 @@ class GradSummary(NamedTuple):
 def plain_gradient(x: Tensor) -> Tensor | None:
     """A whole gradient as a dense or sparse real tensor; None if its elements cannot be read.
 
-    A DTensor is gathered from all ranks; complex elements become their magnitudes; half precision, float8 and
+    Of a DTensor, this rank's part; complex elements become their magnitudes; half precision, float8 and
     integers are widened to float32; a sparse tensor is coalesced, and made dense up to 1,024 elements.
     """
-    x = x.detach()
-    if hasattr(x, "full_tensor"):  # a DTensor; its `.item()` would be the local value (pytorch#166638)
-        x = x.full_tensor()
+    x = local_part(x.detach())
     if not _is_native(x) or x.is_nested or x.is_quantized or x.is_meta:
         return None
     if x.layout is not torch.strided:
@@ -68,7 +67,8 @@ def _sparse(x: Tensor, values: Tensor) -> Tensor:
 
 def is_readable(p: Tensor) -> bool:
     """Whether the elements of a parameter can be read; some subclasses of Tensor hide them."""
-    return (hasattr(p, "full_tensor") or _is_native(p)) and not (p.is_nested or p.is_quantized or p.is_meta)
+    part = local_part(p)
+    return _is_native(part) and not (part.is_nested or part.is_quantized or part.is_meta)
 
 
 def _is_native(x: Tensor) -> bool:
@@ -214,11 +214,9 @@ def _places(n: int, device: torch.device) -> Tensor:
 def sketch_copy(x: Tensor) -> Tensor:
     """Copy of the elements of `sketch` for a tensor without such a view, at least float32.
 
-    Complex elements become real and imaginary parts in turn.
+    Complex elements become real and imaginary parts in turn; of a DTensor, it has some of this rank's part.
     """
-    x = x.detach()
-    if hasattr(x, "full_tensor"):
-        x = x.full_tensor()
+    x = local_part(x.detach())
     if x.layout is not torch.strided:
         x = x.to_dense()
     x = _tracked(x.reshape(-1))

@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedBuffer
 from hookcb.core.batch import parts, split_batch, to_device
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
+from hookcb.core.shards import plain_class
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import cpu_attention, cudnn_rnn
 from hookcb.hooks.coverage import CONTAINERS, why_not_called
@@ -89,7 +90,7 @@ class ForwardTrace:
     def __init__(self, model: nn.Module) -> None:
         self.modules = named_modules(model)
         self.rows = {
-            name: LayerRow(name, type(m).__name__, depth=name.count(".") + 1 if name else 0)
+            name: LayerRow(name, plain_class(m).__name__, depth=name.count(".") + 1 if name else 0)
             for name, m in self.modules.items()
         }
         self._names = {id(m): name for name, m in self.modules.items()}

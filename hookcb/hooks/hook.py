@@ -9,6 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hookcb.core.batch import concat, map_tensors, parts
+from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import in_transform, is_transform_tensor, without_transform
 from hookcb.hooks.backward import EnterTap, GradientWatch, LeaveTap, keep_gradient_taps_out_of_graphs
 from hookcb.hooks.own import register
@@ -98,7 +99,7 @@ class Hook:
         self.detach = detach and not modify
         _check(self, m)
         self.title = _title(hook_func)
-        self.kind = self.name = type(m).__name__
+        self.kind = self.name = plain_class(m).__name__
         self.called = self.fired = False  # the forward has run; hook_func has been called
         self.why_silent = ""
         self.without_grad: str | None = None  # why a gradient is unknown

@@ -12,13 +12,16 @@ from torch.nn.parameter import is_lazy
 
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import (
-    COMPILED_NAME,
+    WRAPPERS,
     compiled_call,
+    flattened_modules,
     is_compile_wrapper,
     is_dynamo_imported,
     without_compile_wrapper,
+    wrapped_module,
 )
 
+WRAPPED = frozenset(WRAPPERS.values())
 Where = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool]
 
 
@@ -48,13 +51,14 @@ def find_modules(
         leaves = {
             name: m for name, m in named.items() if is_leaf(m) and not isinstance(m, torch.jit.ScriptModule)
         }
-        found = {name: m for name, m in leaves.items() if include_paramless or has_params(m)}
+        flat = flattened_modules(model)
+        found = {n: m for n, m in leaves.items() if include_paramless or has_params(m) or id(m) in flat}
         if not found:
             raise LookupError(
                 f"no module of {type(model).__name__} is a leaf with parameters; it has: {join_names(named)}"
             )
         return found
-    aliases = [(_plain_name(name), m) for name, m in unwrapped(model).named_modules(remove_duplicate=False)]
+    aliases = [(plain_name(name), m) for name, m in unwrapped(model).named_modules(remove_duplicate=False)]
     several = [where] if _is_single(where) else list(where)  # type: ignore[arg-type]  # then it is iterable
     if not several:
         raise LookupError(
@@ -72,9 +76,10 @@ def find_modules(
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """All modules of `model` by qualified name, a shared one under its first name.
 
-    Names are without the wrappers of torch.compile, DataParallel and DistributedDataParallel.
+    Names are without the wrappers of torch.compile, DataParallel, DistributedDataParallel, activation
+    checkpointing and FullyShardedDataParallel; these themselves are left out.
     """
-    return {_plain_name(name): m for name, m in unwrapped(model).named_modules() if not is_compile_wrapper(m)}
+    return {plain_name(name): m for name, m in unwrapped(model).named_modules() if wrapped_module(m) is None}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -83,6 +88,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while is_compile_wrapper(model) or isinstance(model, parallel):
         model = without_compile_wrapper(model) if is_compile_wrapper(model) else model.module  # type: ignore[assignment]
     return model
+
+
+def without_wrappers(m: nn.Module) -> nn.Module:
+    """The module inside all wrappers, those in which it is called included; for its name and its type."""
+    while (inside := wrapped_module(m := unwrapped(m))) is not None:
+        m = inside
+    return m
 
 
 def has_params(m: nn.Module) -> bool:
@@ -151,8 +163,9 @@ def is_compiled(m: nn.Module) -> bool:
     return compiled_call(m) is not None or is_compile_wrapper(m)
 
 
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != COMPILED_NAME)
+def plain_name(name: str) -> str:
+    """A qualified name without the parts that wrappers inside the model add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def _is_single(where: Any) -> bool:
@@ -163,7 +176,7 @@ def _selects(where: Any, name: str, module: nn.Module) -> bool:
     if isinstance(where, str):
         return fnmatchcase(name, where) and name != ""
     if isinstance(where, nn.Module):
-        return module is unwrapped(where)
+        return module is without_wrappers(where)
     if isinstance(where, type):
         return isinstance(module, where)
     if callable(where):
@@ -202,6 +215,6 @@ def outermost_compiled(model: nn.Module) -> dict[str, nn.Module]:
     inside: set[int] = set()
     for m in model.modules():
         if is_compiled(m) and id(m) not in inside:
-            found[names[id(unwrapped(m))]] = m
+            found[names[id(without_wrappers(m))]] = m
             inside |= {id(inner) for inner in m.modules()}
     return found

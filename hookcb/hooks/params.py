@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from hookcb.core.shards import plain_class
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import parameters_of
-from hookcb.hooks.modules import named_modules, unwrapped
+from hookcb.hooks.modules import plain_name, unwrapped
 
 Which = str | Callable[[str, nn.Parameter], bool]
 
@@ -24,7 +25,8 @@ class Param(NamedTuple):
 def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) -> list[Param]:
     """The parameters of `model` that `which` selects, each once, in the order of `named_parameters()`.
 
-    Names are without the wrappers of torch.compile and DistributedDataParallel.
+    Names are without wrappers, see `named_modules`; what FullyShardedDataParallel has flattened into one
+    parameter is that one, `_flat_param`.
 
     Args:
         model: the model.
@@ -36,11 +38,11 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
         TypeError: If `which` is of another type.
     """
     every: dict[int, Param] = {}
-    for prefix, m in named_modules(model).items():
+    for prefix, m in unwrapped(model).named_modules():
         for name, p in parameters_of(m).items():
             if p is not None:
-                full = f"{prefix}.{name}" if prefix else name
-                every.setdefault(id(p), Param(full, p, type(m).__name__))
+                full = plain_name(f"{prefix}.{name}" if prefix else name)
+                every.setdefault(id(p), Param(full, p, plain_class(m).__name__))
     names = [param.name for param in every.values()]
     several = [which] if which is None or isinstance(which, str) or callable(which) else check_which(which)
     selected: set[str] = set()
@@ -54,6 +56,11 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
             raise LookupError(f"no parameter of {kind} {what}; it has: {join_names(names) or 'none'}")
         selected |= found
     return [param for param in every.values() if param.name in selected]
+
+
+def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters of `model` by name, as `find_params` names them; each once."""
+    return {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
 
 
 def check_which(which: Any) -> list[Which]:

@@ -14,6 +14,7 @@ from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelStepException
 from hookcb.core.loop import stray_cancels_as_errors
+from hookcb.core.ranks import describe_alone
 from hookcb.core.torch_private import after_backward, in_backward
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
@@ -69,7 +70,7 @@ class ExternalLoop(NamedLoop):
         self._pred_grad: Tensor | None = None  # the gradient with which a backward began, while it begins
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
-        self.facts = Facts()
+        self.facts = Facts(of_rank=describe_alone(model))
         self._n_batches: Counter[str] = Counter()  # of this epoch, by phase
         self._on_tensors: list[Hook] = []
         self._ignored: set[type[CancelException]] = set()

@@ -18,6 +18,7 @@ from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
 from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.ranks import ranks_of
+from hookcb.core.shards import drop_gathered
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of
@@ -203,8 +204,11 @@ class Learner(NamedLoop):
         if self.training:
             self.ranks.check_alike({"number of training batches": self.n_iter})
         self.model.train(self.training)
-        with torch.set_grad_enabled(self.training):
-            self.within(level, self._batches)
+        try:
+            with torch.set_grad_enabled(self.training):
+                self.within(level, self._batches)
+        finally:
+            drop_gathered(self.model)
 
     def _batches(self) -> None:
         self.iter = -1
@@ -440,6 +444,7 @@ class Learner(NamedLoop):
             raise RuntimeError("a fit is running; it must end before another one begins")
 
     def _place(self) -> None:
+        drop_gathered(self.model)
         self._device = device_of(self.model, self.device)
         if isinstance(self.loss_func, nn.Module):
             self.loss_func.to(self._device)  # it may have weights of classes

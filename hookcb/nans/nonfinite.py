@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
+from hookcb.core.shards import local_part, plain_class
 from hookcb.core.torch_private import coo_values, flattened, norms_of
-from hookcb.hooks.modules import unwrapped
+from hookcb.hooks.params import named_params
 from hookcb.nans.report import ModuleCall
 
 SMALL = 4_096  # maximum number of elements of a small gradient
@@ -58,8 +59,8 @@ def tensors_in(item: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def _values(x: Tensor) -> Tensor | None:
     if not (x.is_floating_point() or x.is_complex()) or x.is_meta or x.is_nested or x.is_quantized:
         return None
-    x = x.detach()
-    x = x.to_local() if hasattr(x, "to_local") else x  # this rank's part of a DTensor
+    x = local_part(x.detach())
+    x = x.wait() if type(x).__name__ == "AsyncCollectiveTensor" else x  # type: ignore[attr-defined]
     x = coo_values(x) if x.layout is torch.sparse_coo else x
     if x.layout is not torch.strided or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None
@@ -70,18 +71,17 @@ def _values(x: Tensor) -> Tensor | None:
 def may_be_nonfinite(tensors: Iterable[Tensor]) -> bool:
     """Whether one of the tensors may contain NaN or inf; waits once for each device.
 
-    Each tensor takes one reduction; if that overflows, finite numbers seem nonfinite.
+    Each tensor takes one reduction; if that overflows, finite numbers seem nonfinite. Of a DTensor, this
+    rank's part is read.
     """
     of_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     with torch.no_grad():
-        for x in tensors:
+        for x in map(local_part, tensors):
             of_device[x.device].append(coo_values(x) if x.layout is torch.sparse_coo else x)
         return any(not _seem_finite(device, xs) for device, xs in of_device.items())
 
 
 def _seem_finite(device: torch.device, xs: list[Tensor]) -> bool:
-    if any(hasattr(x, "full_tensor") for x in xs):  # each rank has a part of a DTensor
-        return all(bool(_whole(torch.linalg.vector_norm(x)).isfinite()) for x in xs)
     if device.type != "cpu":
         return bool(torch.stack([norm.float() for norm in norms_of(xs)]).isfinite().all())
     # on a CPU sums are fastest, one for all small tensors, and reading one costs nothing
@@ -90,14 +90,9 @@ def _seem_finite(device: torch.device, xs: list[Tensor]) -> bool:
     return all(math.isfinite(abs(x.sum().item())) for x in [*flat, *large])
 
 
-def _whole(x: Tensor) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole
-
-
 def nonfinite_gradients(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient contains NaN or inf."""
-    grads = ((name, p.grad) for name, p in unwrapped(model).named_parameters() if p.grad is not None)
+    """Names of the parameters whose gradient contains NaN or inf, in this rank's part of it."""
+    grads = ((name, p.grad) for name, p in named_params(model).items() if p.grad is not None)
     return [name for name, grad in grads if not kinds(grad).clean]
 
 
@@ -111,4 +106,4 @@ def measured(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Module
         if finite.numel():
             low, high = min(low, finite.min().item()), max(high, finite.max().item())
     ends = (low, high) if low <= high else (math.nan, math.nan)
-    return ModuleCall("", type(module).__name__, *ends, zeros / n if n else math.nan, nans, infs)
+    return ModuleCall("", plain_class(module).__name__, *ends, zeros / n if n else math.nan, nans, infs)

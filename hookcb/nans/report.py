@@ -108,6 +108,7 @@ class NanReport(Printed):
         calls: the last calls up to the culprit; for gradients in the order of the backward.
         notes: further observations, a sentence each.
         bundle: path of the reproduction bundle, or "".
+        rank: the rank that has found it; None in a training with one process.
     """
 
     where: str
@@ -122,6 +123,7 @@ class NanReport(Printed):
     calls: tuple[ModuleCall, ...] = ()
     notes: tuple[str, ...] = ()
     bundle: str = ""
+    rank: int | None = None
 
     @property
     def repeated(self) -> bool:
@@ -130,8 +132,9 @@ class NanReport(Printed):
 
     @property
     def position(self) -> str:
-        """Epoch and batch."""
-        return f"epoch {self.epoch}, batch {self.batch}"
+        """Epoch, batch and rank."""
+        on = "" if self.rank is None else f" on rank {self.rank}"
+        return f"epoch {self.epoch}, batch {self.batch}{on}"
 
     @property
     def summary(self) -> str:

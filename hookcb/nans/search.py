@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from hookcb.core.files import as_plain, save_whole
+from hookcb.core.ranks import ALONE, Ranks, is_sharded
+from hookcb.core.shards import plain_class
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.nans.nonfinite import FINITE, Kinds, kinds, tensors_in
 from hookcb.nans.replay import BatchStart, as_at_start, versions_of
@@ -41,7 +43,9 @@ class _Cause:
     module: nn.Module | None = None
 
 
-def search(learn: Any, start: BatchStart, noticed: str, gradient: bool, last: int = 21) -> NanReport:
+def search(
+    learn: Any, start: BatchStart, noticed: str, gradient: bool, last: int = 21, ranks: Ranks = ALONE
+) -> NanReport:
     """Replays the batch of `learn` and finds the origin of the first nonfinite number.
 
     Args:
@@ -50,9 +54,10 @@ def search(learn: Any, start: BatchStart, noticed: str, gradient: bool, last: in
         noticed: the symptom, for the report.
         gradient: whether a gradient was nonfinite; then the backward is replayed too.
         last: number of calls in the report.
+        ranks: ranks that search at the same time, each in its own batch, as a replay needs all of them.
     """
     moved = versions_of(learn) != start.versions
-    found = _replayed(learn, start, gradient, last)
+    found = _replayed(learn, start, gradient, last, ranks)
     cause = _cause(learn, found)
     line, code = shown_line(cause.line)
     notes = [note for note in (*_notes(learn, found, cause), _MOVED if moved else "", found.error) if note]
@@ -64,31 +69,41 @@ def search(learn: Any, start: BatchStart, noticed: str, gradient: bool, last: in
 _MOVED = "the model changes the batch in place; the replay began with the changed batch"
 
 
-def _replayed(learn: Any, start: BatchStart, gradient: bool, last: int) -> _Replay:
+def _replayed(learn: Any, start: BatchStart, gradient: bool, last: int, ranks: Ranks) -> _Replay:
+    found = None
     with suppress(Exception):  # some operations, as of higher order, cannot be dispatched to a mode
-        found = _replay(learn, start, gradient, last, operations=True)
-        if not (found.loss.clean and found.grads.clean):
-            return found
+        found = _replay(learn, start, gradient, last, ranks, operations=True)
+    is_found = found is not None and not (found.loss.clean and found.grads.clean)
+    if any(ranks.max([is_found])):
+        return found or _Replay(Tracer(learn.model, last))
     try:  # without following operations
-        return _replay(learn, start, gradient, last, operations=False)
+        return _replay(learn, start, gradient, last, ranks, operations=False)
     except Exception as error:
         return _Replay(Tracer(learn.model, last), error=f"the replay itself failed: {error!r}")
 
 
-def _replay(learn: Any, start: BatchStart, gradient: bool, last: int, operations: bool) -> _Replay:
+def _replay(
+    learn: Any, start: BatchStart, gradient: bool, last: int, ranks: Ranks, operations: bool
+) -> _Replay:
     with as_at_start(learn, start):
-        tracer = Tracer(learn.model, last)
+        found, failure = _Replay(tracer := Tracer(learn.model, last)), None
         with tracer.hooked():
-            # in anomaly mode each node of the graph keeps the lines that made it
-            with (
-                torch.autograd.set_detect_anomaly(gradient, check_nan=False),
-                start.autocast(),
-                tracer.forward(operations),
-            ):
-                run_forward(learn)
-            found = _Replay(tracer, kinds(learn.pred), kinds(learn.loss))
-            if gradient and found.loss.clean:
-                found.grads = tracer.backward(learn.loss)
+            try:
+                # in anomaly mode each node of the graph keeps the lines that made it
+                with (
+                    torch.autograd.set_detect_anomaly(gradient, check_nan=False),
+                    start.autocast(),
+                    tracer.forward(operations),
+                ):
+                    run_forward(learn)
+                found.pred, found.loss = kinds(learn.pred), kinds(learn.loss)
+            except Exception as error:
+                failure = error
+            is_over = any(ranks.max([failure is not None or not gradient or not found.loss.clean]))
+            if failure is not None:
+                raise failure
+            if not is_over:
+                found.grads = tracer.backward(learn.loss, is_shared=ranks.world > 1)
         return found
 
 
@@ -115,7 +130,9 @@ def _forward_cause(learn: Any, found: _Replay) -> _Cause:
     op = tracer.operation_of(call)
     name, line = (op.name, op.line) if op else ("", call.line if call else "")
     if call is not None:
-        return _Cause(tracer.name(call), type(call.module).__name__, "forward", name, line, call.module)
+        return _Cause(
+            tracer.name(call), plain_class(call.module).__name__, "forward", name, line, call.module
+        )
     if found.pred.bad:  # by the user's own predict(), around the model
         return _Cause(MODEL, "", "forward", name, line)
     return _Cause(LOSS, _loss_type(learn), "forward", name, line)
@@ -123,7 +140,9 @@ def _forward_cause(learn: Any, found: _Replay) -> _Cause:
 
 def _takes_minus_inf(call: Call) -> bool:
     """Whether -inf may be a valid input of this module: a softmax, or a module that is not torch's."""
-    return isinstance(call.module, SOFTMAX) or not type(call.module).__module__.startswith("torch.nn.modules")
+    return isinstance(call.module, SOFTMAX) or not plain_class(call.module).__module__.startswith(
+        "torch.nn.modules"
+    )
 
 
 def _backward_cause(learn: Any, found: _Replay) -> _Cause:
@@ -131,13 +150,13 @@ def _backward_cause(learn: Any, found: _Replay) -> _Cause:
     node = tracer.node or tracer.arrived
     call = tracer.owners.get(node) if node is not None else None
     if node is None or call is None:
-        return _Cause(MODEL, type(learn.model).__name__, "backward")
+        return _Cause(MODEL, plain_class(learn.model).__name__, "backward")
     if call.given.bad and _bad_parts(learn):
         return _Cause(BATCH, direction="backward")
     op = node.name() if tracer.node is not None else ""  # else a sum of gradients or a hook made it
     if call.name == LOSS:
         return _Cause(LOSS, _loss_type(learn), "backward", op, line_of(node))
-    kind = type(call.module).__name__
+    kind = plain_class(call.module).__name__
     return _Cause(tracer.name(call), kind, "backward", op, line_of(node) or call.line, call.module)
 
 
@@ -190,11 +209,11 @@ def write_bundle(learn: Any, start: BatchStart, report: NanReport, path: str | P
     A dict: `model` (state_dict when the batch began), `buffers` (those not in it), `modes` (train or eval, by
     name), `xb`, `yb`, `random` (for `hookcb.core.randomness.set_random_state`), `autocast` (device,
     enabled, dtype), `report` and `torch`, its version. Tensors are on the CPU; objects other than plain
-    values and containers of these are replaced by their repr.
+    values and containers of these are replaced by their repr. Of a sharded model it has no weights.
     """
     with as_at_start(learn, start):
         model = learn.model
-        saved = model.state_dict()
+        saved = {} if is_sharded(model) else model.state_dict()
         state = {
             "model": saved,
             "buffers": unsaved_buffers(model, saved),

@@ -1,6 +1,7 @@
 """NanTrace: names the layer and the line that made the first NaN or inf of a training."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.events import CancelBatchException, CancelFitException
 from hookcb.core.optim import gradients
+from hookcb.core.ranks import ALONE, Ranks
+from hookcb.core.shards import local_part
 from hookcb.nans.nonfinite import may_be_nonfinite, nonfinite_gradients
 from hookcb.nans.replay import BatchStart, BatchStarts
-from hookcb.nans.report import NanReport
+from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search, write_bundle
 
 
@@ -28,13 +31,17 @@ class NanTrace(Callback):
     everything as it was: weights, buffers, gradients, random numbers, hooks, `pred` and `loss`. In
     `learn.one_batch` the batch's step is skipped.
 
+    On several ranks all of them end, whichever has noticed it, and have the report of the rank that found the
+    origin. Each rank replays its own batch: alone if it has the whole model, else all of them together.
+
     An fp16 `learn.scaler` may overflow: the batch is replayed without the scale, and reported only if that
     fails too. A compiled model runs uncompiled in the replay. Your own hooks and counters see one more
     forward. `TerminateOnNaN` is not needed beside it, but does no harm.
 
     Costs of each batch: a sum of each gradient, which waits for the device once; about 10 µs for the random
     numbers, 40 if NumPy has drawn some; copies of the buffers of up to 65,536 elements, and of larger ones
-    that have changed. Memory: one more copy of the buffers; in the replay that of one more batch.
+    that have changed. Memory: one more copy of the buffers; in the replay that of one more batch. On several
+    ranks they wait for each other after the backward, and on a CPU after the loss too.
 
     Args:
         bundle: path of a file to write for a replay elsewhere, by `torch.load(weights_only=True)`: weights,
@@ -43,8 +50,8 @@ class NanTrace(Callback):
         name: see `Callback`.
 
     Attributes:
-        report: a `NanReport` to print, with `where`, `type`, `direction`, `op`, `line`, `calls`, `repeated`;
-            None if all was finite.
+        report: a `NanReport` to print, with `where`, `type`, `direction`, `op`, `line`, `calls`, `repeated`,
+            `rank`; None if all was finite.
 
     Raises:
         TypeError, ValueError: If `bundle` is not a path of a file, or `last` is below 1.
@@ -99,18 +106,32 @@ class NanTrace(Callback):
     def after_backward(self) -> None:
         grads = [] if self._overflowed else gradients(self.opt)
         waiting = [] if self._loss is None else [self._loss]
-        if not may_be_nonfinite([*waiting, *grads]):  # waits for the device
+        if not self._on_any_rank(may_be_nonfinite([*waiting, *grads])):  # waits for the device
             self._loss = None
             return
         self._check_loss()
-        if names := [] if self._overflowed else nonfinite_gradients(self.model):
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._trace(f"gradient of {names[0]}{more} not finite", gradient=True)
+        names = [] if self._overflowed else nonfinite_gradients(self.model)
+        if everyones := [theirs for theirs in self._ranks.gather(names) if theirs]:
+            name, *others = names or everyones[0]
+            more = f" and {len(others)} more" if others else ""
+            self._trace(f"gradient of {name}{more} not finite", gradient=True)
 
     def _check_loss(self) -> None:
         loss, self._loss = self._loss, None
-        if loss is not None and not math.isfinite(value := loss.item()):
-            self._trace(f"loss is {value}", gradient=False)
+        if loss is None:
+            return
+        is_bad = not math.isfinite(value := local_part(loss).item())
+        if self._on_any_rank(is_bad):
+            self._trace(f"loss is {value}" if is_bad else "", gradient=False)
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The ranks that search together; inside DDP's `join`, and outside a fit, this one is alone."""
+        ranks = self.learn.ranks
+        return ranks if self.learn.fitting and not ranks.is_uneven else ALONE
+
+    def _on_any_rank(self, noticed: bool) -> bool:
+        return any(self._ranks.max([noticed]))
 
     # another callback may have ended the batch, or more, at its loss
     after_cancel_batch = after_cancel_train = after_cancel_epoch = after_cancel_fit = _check_loss
@@ -129,19 +150,38 @@ class NanTrace(Callback):
     def _trace(self, noticed: str, gradient: bool) -> None:
         if self._start is None:  # the callback was added in the middle of the batch
             return
-        report = search(self.learn, self._start, noticed, gradient, self.last)
+        report = self._search(self._start, self._ranks, noticed, gradient)
         if gradient and self.learn.scaler is not None and not report.repeated:
             self._overflowed = True
             return
-        if self.bundle is not None:
+        if self.bundle is not None and report.rank in (None, self._ranks.rank):
             report = write_bundle(self.learn, self._start, report, self.bundle)
         self.report = report
-        warn(f"{report.summary}; see learn.{self.name}.report", stacklevel=2)
+        if self._ranks.is_main:
+            warn(f"{report.summary}; see learn.{self.name}.report", stacklevel=2)
         raise CancelFitException if self.learn.fitting else CancelBatchException
+
+    def _search(self, start: BatchStart, ranks: Ranks, noticed: str, gradient: bool) -> NanReport:
+        """The report of this rank if it is alone, else that of the rank that says most of the origin."""
+        own, together = None, ranks if ranks.is_sharded else ALONE
+        if noticed or ranks.is_sharded:  # then a replay needs all ranks
+            own = search(self.learn, start, noticed, gradient, self.last, together)
+        if ranks.world == 1 and own is not None:
+            return own
+        found: list[NanReport] = [
+            replace(r, rank=i) for i, r in enumerate(ranks.gather(own)) if r is not None
+        ]
+        return min(found, key=_distance)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_start": None, "_starts": BatchStarts(), "_loss": None, "_overflowed": False}
         return super().__getstate__() | kept
+
+
+def _distance(report: NanReport) -> tuple[float, ...]:
+    """Distance of what a rank has found from the origin, as what one rank makes reaches the others."""
+    where = {BATCH: 0, LOSS: 2, MODEL: 3}.get(report.where, 1)
+    return not report.noticed, not report.repeated, where, len(report.calls)
 
 
 def _is_at_hand(x: Tensor) -> bool:

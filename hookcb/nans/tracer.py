@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hookcb.core.batch import parts
+from hookcb.core.restore import preserve_attribute
 from hookcb.core.torch_private import DispatchMode, operator_schema
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.own import register
@@ -254,8 +255,13 @@ class Tracer:
 
     # ---- the backward
 
-    def backward(self, loss: Tensor) -> Kinds:
-        """Runs the backward without changing `.grad`; returns the kinds of nonfinite gradients."""
+    def backward(self, loss: Tensor, is_shared: bool = False) -> Kinds:
+        """Runs the backward without changing `.grad`; returns the kinds of nonfinite gradients.
+
+        Args:
+            loss: the loss.
+            is_shared: whether other ranks run it too, as gradients of sharded parameters need all of them.
+        """
         params = [p for p in self.model.parameters() if p.requires_grad]
         if not params or loss.grad_fn is None:
             return FINITE
@@ -266,6 +272,10 @@ class Tracer:
         self._rows.clear()
         self._in_backward = True
         try:
+            if is_shared:  # the whole graph, as the wrapper's hooks reduce what arrives at the parameters
+                with preserve_attribute(params, "grad", None):
+                    loss.sum().backward()  # type: ignore[no-untyped-call]
+                    return kinds([p.grad for p in params])
             return kinds(torch.autograd.grad(loss.sum(), params, allow_unused=True))
         finally:
             self._in_backward = False

@@ -1,15 +1,19 @@
 """GradientClip: limits the size of gradients."""
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
+from hookcb.core.shards import is_dtensor
+
+T = TypeVar("T", bound=Tensor)
 
 Norms = list[Tensor]  # norm of a step's gradients before clipping; with `value` also after it
 
@@ -89,11 +93,11 @@ class GradientClip(Callback):
         if not grads:
             self._last = [torch.zeros(())] * (1 if self.value is None else 2)
         elif self.value is None:
-            self._last = [clip_grad_norm_(params, self.max_norm or 1.0, self.norm_type)]
+            self._last = [_clip_norm(params, self.max_norm or 1.0, self.norm_type)]
         else:
-            before = get_total_norm(grads)
+            before = _total_norm(grads, 2.0)
             clip_grad_value_(params, self.value)
-            self._last = [before, get_total_norm(grads)]
+            self._last = [before, _total_norm(grads, 2.0)]
 
     def after_cancel_step(self) -> None:
         self._last = None
@@ -129,12 +133,37 @@ class GradientClip(Callback):
         return super().__getstate__() | {"_last": None}
 
 
+def _clip_norm(params: list[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+    """Clips gradients to a norm of all together; returns the norm before, the same on all ranks."""
+    if not any(is_dtensor(p) for p in params):
+        return clip_grad_norm_(params, max_norm, norm_type)
+    given = [p for p in params if p.grad is not None]
+    norm = _total_norm([p.grad for p in given if p.grad is not None], norm_type)
+    for alike in _by_mesh(given):
+        clip_grads_with_norm_(alike, max_norm, norm)
+    return norm
+
+
+def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    """Norm of all gradients together; of DTensors that of the whole, by a reduction for each device mesh."""
+    norms = [get_total_norm(alike, norm_type) for alike in _by_mesh(grads)]
+    whole = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]  # type: ignore[attr-defined]
+    return whole[0] if len(whole) == 1 else get_total_norm(whole, norm_type)
+
+
+def _by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Tensors by their device mesh, as torch's functions accept those of one only; None without a mesh."""
+    of_mesh: dict[Any, list[T]] = {}
+    for x in tensors:
+        of_mesh.setdefault(getattr(x, "device_mesh", None), []).append(x)
+    return [*of_mesh.values()]
+
+
 def _check_positive(argument: str, given: Any) -> None:
     if given != math.inf:  # only records, or is the norm of the largest absolute value
         check_number(argument, given)
 
 
 def _on(device: torch.device, norm: Tensor) -> Tensor:
-    """Moves a norm to `device`, as that of a step without gradients is on the CPU; gathers a DTensor."""
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole.float().to(device)
+    """Moves a norm to `device`, as that of a step without gradients is on the CPU."""
+    return norm.float().to(device)

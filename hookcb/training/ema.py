@@ -1,9 +1,12 @@
 """EMA: a model with the moving average of the weights during training."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -11,6 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
+from hookcb.core.ranks import is_sharded
+from hookcb.core.shards import drop_gathered, local_part
 from hookcb.hooks.own import register
 
 
@@ -26,6 +31,9 @@ class EMA(Callback):
     from `before_validate` to `after_validate`; a `learn.validate()` during training, or outside a fit, uses
     the plain weights. Needs the memory of one more model, and of two during validation.
 
+    Of a sharded model each rank averages its part, which takes no communication. There is no averaged model
+    then; `with learn.ema.applied(learn.model):` the trained model holds the averages, as to save them.
+
     Args:
         decay: share of the average that is kept at each step, 0..1; it averages about 1 / (1 - decay) steps.
         validate: whether the fit validates the average; else the plain weights.
@@ -36,6 +44,7 @@ class EMA(Callback):
             trained model, so `learn.model.load_state_dict(learn.ema.model.state_dict())` works.
 
     Raises:
+        AttributeError: If there is no averaged model, before the first fit, and for a sharded model.
         ValueError, TypeError: If `decay` is not a number from 0 to 1; when a fit begins, if two of them are
             to validate their average.
 
@@ -58,8 +67,8 @@ class EMA(Callback):
         super().__init__(name=name)
         check_number("decay", decay, 0, 1, closed=True, hint=", such as 0.999")
         self.decay, self.validate, self._stepped = decay, validate, False
-        self._averaged: AveragedModel | None = None
-        self._handle: Any = None
+        self._averaged: AveragedModel | _Shards | None = None
+        self._step_hook: Any = None
         self._plain: list[tuple[Tensor, Tensor]] = []  # tensors that hold averages, and their plain values
 
     @property
@@ -67,6 +76,9 @@ class EMA(Callback):
         """The averaged model."""
         if self._averaged is None:
             raise AttributeError(f"{type(self).__name__} has no averaged model before its first fit")
+        if isinstance(self._averaged, _Shards):
+            use = f"with learn.{self.name}.applied(learn.model):"
+            raise AttributeError(f"a sharded model cannot be copied; use the averages in a block: {use}")
         model: nn.Module = self._averaged.module
         return model
 
@@ -75,11 +87,18 @@ class EMA(Callback):
         if self.validate and any(cb.validate for cb in others):
             raise ValueError("a fit can validate only one average; give the other EMA validate=False")
         average = partial(_average, decay=self.decay)
-        self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
-        self._stepped = False
-        named = self.model.named_buffers()
-        self._masks = [(x, name) for name, x in named if x.is_floating_point() and not x.isfinite().all()]
-        self._handle = register(self.opt.register_step_post_hook, self._note_step)
+        if is_sharded(self.learn.model):
+            self._averaged = _Shards(self.learn.model, average)
+        else:
+            self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
+        self._stepped, self.has_rank_state = False, isinstance(self._averaged, _Shards)
+        self._masks = [
+            (average, name)
+            for name, x in self.learn.model.named_buffers()
+            if x.is_floating_point() and not local_part(x).isfinite().all()
+            for average in [self._averages()[name]]
+        ]
+        self._step_hook = register(self.opt.register_step_post_hook, self._note_step)
 
     def _note_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
         # a GradScaler does not call a step that it skips, except of a fused optimizer, which checks found_inf
@@ -91,46 +110,104 @@ class EMA(Callback):
             self._stepped = False
             self._averaged.update_parameters(self.learn.model)
             for average, name in self._masks:
-                average.copy_(self.learn.model.get_buffer(name))
+                average.copy_(local_part(self.learn.model.get_buffer(name)))
 
     def before_validate(self) -> None:
         if self.validate and self._averaged is not None and self.learn.fitting and not self.learn.is_nested:
-            plain, averages = _named(self.learn.model), _named(self.model)
-            self._plain = [(x, x.clone()) for x in plain.values()]  # all, before the first is overwritten
-            for name, x in plain.items():
-                x.copy_(averages[name])
+            self._apply(self.learn.model)
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Has the trained model hold the averages in a `with` block; of a sharded model, on all ranks.
+
+        Raises:
+            AttributeError: Before the first fit.
+        """
+        if self._plain:  # it does, in a validation
+            yield
+            return
+        self._apply(model)
+        try:
+            yield
+        finally:
+            self._restore(model)
+
+    def _averages(self) -> dict[str, Tensor]:
+        """Averages by name."""
+        averaged = self._averaged
+        return averaged.averages if isinstance(averaged, _Shards) else _named(self.model)
+
+    def _apply(self, model: nn.Module) -> None:
+        plain, averages = _named(model), self._averages()
+        self._plain = [(x, x.clone()) for x in plain.values()]  # all, before the first is overwritten
+        for name, x in plain.items():
+            x.copy_(averages[name])
+        drop_gathered(model)
 
     def after_validate(self) -> None:
         if not self.learn.is_nested:
-            self._restore()
+            self._end_validation()
 
-    def _restore(self) -> None:
+    def _end_validation(self) -> None:
+        if self._plain:  # else a watched model may be gone
+            self._restore(self.learn.model)
+
+    after_cancel_epoch = after_cancel_fit = _end_validation  # after_validate is not called then
+
+    def _restore(self, model: nn.Module) -> None:
         for x, plain in self._plain:
             x.copy_(plain)
         self._plain = []
-
-    after_cancel_epoch = after_cancel_fit = _restore  # after_validate is not called then
+        drop_gathered(model)
 
     def after_fit(self) -> None:
-        self._restore()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        self._end_validation()
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._averaged is None:
             return {}
         n_averaged = int(self._averaged.n_averaged)
-        return {"averaged": _named(self.model), "n_averaged": n_averaged, "validated": self.validate}
+        return {"averaged": self._averages(), "n_averaged": n_averaged, "validated": self.validate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._averaged is not None:
-            for name, x in _named(self.model).items():
+            for name, x in self._averages().items():
                 x.copy_(state["averaged"][name])
             self._averaged.n_averaged.fill_(state["n_averaged"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_plain": [], "_handle": None}
+        return super().__getstate__() | {"_plain": [], "_step_hook": None}
+
+
+class _Shards:
+    """Averages of this rank's part of a model, in place of an `AveragedModel`.
+
+    Attributes:
+        averages: by name of the parameter or buffer.
+        n_averaged: number of steps.
+    """
+
+    def __init__(self, model: nn.Module, average: Callable[..., None]) -> None:
+        self.averages = {name: x.clone() for name, x in _named(model).items()}
+        self.n_averaged = torch.zeros((), dtype=torch.long)
+        self._average = average
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Adds the weights and buffers after a step."""
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for name, x in _named(model).items():
+            average = self.averages[name]
+            if self.n_averaged == 0 or average.shape != x.shape:  # it was gathered when this began
+                self.averages[name] = x.clone()
+            else:
+                alike.setdefault((x.device, x.dtype), []).append((average, x))
+        for pairs in alike.values():
+            averages, now = (list(tensors) for tensors in zip(*pairs, strict=True))
+            self._average(averages, now, self.n_averaged)
+        self.n_averaged += 1
 
 
 def _average(averages: list[Tensor], now: list[Tensor], n_averaged: Any, decay: float) -> None:
@@ -143,6 +220,9 @@ def _average(averages: list[Tensor], now: list[Tensor], n_averaged: Any, decay: 
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, a shared one under each of its names; writes bypass autograd."""
+    """Parameters and buffers by name, a shared one under each of its names; writes bypass autograd.
+
+    Of a sharded one, this rank's part.
+    """
     names = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: x.data for name, x in names}
+    return {name: local_part(x.data) for name, x in names}

@@ -817,3 +817,72 @@ def test_has_updated():
     seen.append(torch_private.has_updated(scaler))
     scaler.update()
     assert [*seen, torch_private.has_updated(scaler)] == [False, False, True]
+
+
+@pytest.fixture
+def flat():
+    """A FullyShardedDataParallel around another one, on the first of two ranks that do not communicate."""
+    from torch import distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def make(orig):
+        options = {"use_orig_params": orig, "device_id": torch.device("cpu")}
+        inner = FullyShardedDataParallel(nn.Linear(3, 3), **options)
+        return FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(3, 2)), **options)
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield make
+    distributed.destroy_process_group()
+
+
+def test_is_flattened(flat):
+    assert not torch_private.is_flattened(nn.Linear(2, 2).weight)
+    assert all(torch_private.is_flattened(p) for orig in (True, False) for p in flat(orig).parameters())
+
+
+def test_flattened_sizes(flat):
+    model = flat(True)
+    sizes = torch_private.flattened_sizes(model)
+    assert [sizes[id(p)] for p in model.parameters()] == [9, 3, 6, 2]
+    model = flat(False)
+    sizes = torch_private.flattened_sizes(model)
+    assert [sizes[id(p)] for p in model.parameters()] == [8, 12]
+    assert torch_private.flattened_sizes(nn.Linear(2, 2)) == {}
+
+
+def test_flattened_modules(flat):
+    model = flat(False)
+    assert torch_private.flattened_modules(model) == {
+        id(m) for m in model.modules() if isinstance(m, nn.Linear)
+    }
+
+
+def test_reshard_flat(flat):
+    model = flat(True)
+    torch_private.reshard_flat(model)  # before a forward, nothing is gathered
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    (handle, _) = torch_private.flat_handles(model)
+    assert not handle.needs_unshard()
+    torch_private.reshard_flat(model)
+    assert handle.needs_unshard()
+
+
+def test_flat_handles(flat):
+    assert len(torch_private.flat_handles(flat(True))) == 2
+    assert torch_private.flat_handles(nn.Linear(2, 2)) == []
+
+
+def test_wrappers():
+    assert set(torch_private.WRAPPERS.values()) >= {torch_private.COMPILED_NAME}
+
+
+def test_wrapped_module(flat):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inside = nn.Linear(2, 2)
+    assert torch_private.wrapped_module(checkpoint_wrapper(inside)) is inside
+    assert torch_private.wrapped_module(torch.compile(inside, backend="eager")) is inside
+    assert torch_private.wrapped_module(inside) is None
+    assert isinstance(torch_private.wrapped_module(flat(True)), nn.Sequential)

@@ -14,7 +14,18 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hookcb import EMA, ActivationStats, Callback, GradientAccumulation, Learner, MixedPrecision, count_hooks
-from tests.support import CANCELS, EVENTS, fit, make_batches, make_model, primary_plan, same, spy, weights
+from tests.support import (
+    CANCELS,
+    EVENTS,
+    fit,
+    make_batches,
+    make_learner,
+    make_model,
+    primary_plan,
+    same,
+    spy,
+    weights,
+)
 from tests.training.support import (
     DEVIL,
     ENDS,
@@ -504,3 +515,19 @@ def test_state_is_plain_and_goes_on_after_loading():
     plain, learn = averaging(), averaging(again)
     assert same(weights(learn.ema.model), weights(plain.ema.model))
     assert valid_losses(learn) == valid_losses(plain)
+
+
+def test_the_trained_model_can_hold_the_averages_in_a_block():
+    learn = make_learner()
+    ema = EMA(0.5)
+    with (
+        pytest.raises(AttributeError, match="no averaged model before its first fit"),
+        ema.applied(learn.model),
+    ):
+        pass
+    fit(learn, 1, cbs=ema)
+    trained = weights(learn.model)
+    with ema.applied(learn.model), ema.applied(learn.model):
+        assert same(weights(learn.model), weights(ema.model))
+        assert not same(weights(learn.model), trained)
+    assert same(weights(learn.model), trained)

@@ -13,6 +13,7 @@ from hookcb.core.torch_private import Convolution, Dropout, parameters_of
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.linear_links import linear_stack
 from hookcb.hooks.modules import named_modules
+from hookcb.hooks.params import named_params
 
 MAX_ROWS, MAX_COLUMNS = 256, 64
 ALIKE = 0.99  # share of pairs of rows
@@ -138,7 +139,7 @@ def observe_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Ite
     several: Counter[int] = Counter()  # highest count in one optimizer, by id of the parameter
     for opt in optimizers:
         several |= Counter(id(p) for group in opt.param_groups for p in group["params"])
-    for name, p in model.named_parameters():
+    for name, p in named_params(model).items():
         if several[id(p)] > 1:
             yield Observation(
                 "param.duplicated",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.shards import is_shard
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.model import ALIKE, MIN_UNITS, is_of_torch, share_alike
 from hookcb.gradients.stats import is_readable, sketch, sketch_copy
@@ -82,7 +83,7 @@ def _some(p: Tensor) -> Tensor:
 
 
 def _is_constant(p: Tensor) -> bool:
-    if p.ndim != 2 or min(p.shape) < MIN_UNITS or not p.is_floating_point() or p.is_meta:
+    if is_shard(p) or p.ndim != 2 or min(p.shape) < MIN_UNITS or not p.is_floating_point() or p.is_meta:
         return False
     low, high = torch.aminmax(p.detach())
     return bool(low == high) and bool(high != 0)

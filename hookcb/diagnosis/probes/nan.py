@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
+from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_modes
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.batch import nonfinite_input
@@ -16,6 +17,7 @@ from hookcb.nans.replay import Autocast, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
 
+USE_TRACE = "Train with cbs=NanTrace() and read learn.nan_trace.report"
 FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
 
 
@@ -61,6 +63,11 @@ def find_origin(
     """
     if layers := _nonfinite_layers(learn.model):
         return _from_weights(layers, noticed, step)
+    if is_sharded(learn.model):
+        text = (
+            f"{noticed} at step {step}. To find where it began, all ranks would have to run the batch again."
+        )
+        return Observation("nonfinite.first", step=step, text=text, next_steps=(USE_TRACE,))
     start = BatchStarts().note(learn)
     start.autocasts = list(autocast or start.autocasts)
     report = search(learn, start, noticed, gradient)
@@ -123,5 +130,5 @@ def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) 
         step=step,
         text=f"{noticed} at step {step}. {how}.",
         causes=(hint[0],) if hint[0] else (),
-        next_steps=(hint[2] or "Train with cbs=NanTrace() and read learn.nan_trace.report",),
+        next_steps=(hint[2] or USE_TRACE,),
     )

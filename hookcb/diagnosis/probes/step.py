@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hookcb.diagnosis.evidence import Observation
 from hookcb.gradients.stats import sketch, sketch_copy
+from hookcb.hooks.params import named_params
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 MAX_LOST = 0.5  # share of the weights
@@ -21,7 +22,7 @@ class LostUpdates:
 
     def __init__(self, model: nn.Module) -> None:
         self._params = [
-            (name, p) for name, p in model.named_parameters() if p.dtype in LOW_PRECISION and p.ndim > 1
+            (name, p) for name, p in named_params(model).items() if p.dtype in LOW_PRECISION and p.ndim > 1
         ]
         self._before: list[tuple[str, nn.Parameter, Tensor, Tensor]] = []
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}

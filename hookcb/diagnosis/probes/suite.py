@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hookcb.core.batch import batch_size, parts
 from hookcb.core.fetches import FetchTimer
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
+from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
@@ -309,8 +310,8 @@ class Probes:
             self.cleared.before_step()
         if looking or self._checks_dead_units():
             self.dead.read_gradients(loop.train_iter, self.n_examples)
-            without = (name for name, p, _ in self._params if p.requires_grad and p.grad is None)
-            self.n_without.update(without)
+            without = ((name, p) for name, p, _ in self._params if p.requires_grad and p.grad is None)
+            self.n_without.update(name for name, p in without if not has_no_part(p))
         if looking:
             self.lost_updates.before_step()
 

@@ -1,0 +1,95 @@
+"""Shards: tensors of which each rank has a part, as under FSDP and tensor parallelism."""
+
+import torch
+from torch import Tensor, distributed, nn
+
+from hookcb.core.torch_private import is_flattened, reshard_flat
+
+
+def is_dtensor(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor; checks an attribute, as importing its class takes time."""
+    return hasattr(x, "full_tensor")
+
+
+def is_shard(p: Tensor) -> bool:
+    """Whether a parameter is a DTensor, or one that FullyShardedDataParallel has flattened."""
+    return is_dtensor(p) or is_flattened(p)
+
+
+def is_divided(p: Tensor) -> bool:
+    """Whether other ranks take part in a parameter."""
+    return bool(p.device_mesh.size() > 1) if is_dtensor(p) else is_flattened(p)  # type: ignore[attr-defined]
+
+
+def has_no_part(p: Tensor) -> bool:
+    """Whether a flattened parameter is on other ranks only; it never has a gradient here."""
+    return is_flattened(p) and not p.numel()
+
+
+def local_part(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which takes no communication; any other tensor as it is."""
+    if not is_dtensor(x):
+        return x
+    with torch.no_grad():  # else it is a view
+        part: Tensor = x.to_local()  # type: ignore[attr-defined]
+    return part.wait() if hasattr(part, "wait") else part  # of a collective that was begun
+
+
+def is_partial(x: Tensor) -> bool:
+    """Whether the ranks have summands of a DTensor, and not parts of it."""
+    return any(placement.is_partial() for placement in getattr(x, "placements", ()))
+
+
+def summed(x: Tensor) -> Tensor:
+    """A DTensor of which the ranks have summands, summed; a collective, which all ranks must reach."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if placed.is_partial() else placed for placed in x.placements]  # type: ignore[attr-defined]
+    whole: Tensor = x.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return whole
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Drops the parameters that a sharded model has gathered in a forward without a backward.
+
+    While it has them, they stand in for its shards: an optimizer would get them, and writes would be lost.
+    All ranks must call it, as the next forward gathers them again.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        for m in model.modules():
+            if is_fully_sharded(m):
+                m.reshard()  # type: ignore[operator]
+        reshard_flat(model)
+
+
+def is_fully_sharded(m: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module."""
+    return hasattr(m, "set_reshard_after_forward")
+
+
+def plain_class(x: object) -> type:
+    """Class of an object; of a module, without the one that `fully_shard` makes, as FSDPLinear of Linear."""
+    kind = type(x)
+    if kind.__name__.startswith("FSDP") and isinstance(x, nn.Module) and is_fully_sharded(x):
+        kind = next(base for base in kind.__bases__ if issubclass(base, nn.Module))
+    return kind
+
+
+def first_row(x: Tensor) -> int | None:
+    """Index of the first of this rank's rows in a DTensor; None if they are not adjacent."""
+    begin, n = 0, x.shape[0]
+    for i, placed in enumerate(x.placements):  # type: ignore[attr-defined]
+        if getattr(placed, "dim", None) != 0:
+            continue
+        if not placed.is_shard(0):  # as if an outer mesh were inside, for tensor parallelism under FSDP
+            return None
+        mesh = x.device_mesh  # type: ignore[attr-defined]
+        size, at = -(-n // mesh.size(i)), mesh.get_local_rank(i)  # as torch.chunk divides
+        first = min(size * at, n)
+        begin, n = begin + first, min(size, n - first)
+    return begin
+
+
+def has_whole_rows(x: Tensor) -> bool:
+    """Whether a DTensor is divided along its first dimension only."""
+    return all(getattr(placed, "dim", 0) == 0 for placed in x.placements)  # type: ignore[attr-defined]
