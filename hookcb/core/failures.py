@@ -12,6 +12,7 @@ from hookcb.core.events import CancelException
 from hookcb.core.ranks import RankError, Ranks
 
 POLL = 0.5  # seconds between looks for a failure
+MAX_PLACE = 100  # length of a note about an error that is told to other ranks
 GRACE = 10.0  # seconds in which a rank that knows of a failure may end by itself
 
 
@@ -51,12 +52,14 @@ def blame(ranks: Ranks, error: BaseException, where: str) -> BaseException:
     """The error that ends a rank: that of another rank if this one only notices it; else it is reported."""
     if ranks.world == 1 or (isinstance(error, RankError) and ranks.failure):
         return error
-    if _is_from_others(error) and (failure := ranks.find_failure() or ranks.describe_missing()):
+    if _is_from_others(error) and (failure := ranks.describe_loss()):
         ranks.failure = failure
         return RankError(f"{failure}; rank {ranks.rank} was {where}")
     if ranks.failure:  # of this rank, reported already
         return error
-    ranks.report_failure(f"raised {type(error).__name__} {where}: {error!s:.300}")
+    note = next(iter(getattr(error, "__notes__", ())), "")  # "in MyCallback.after_pred, epoch 0, batch 5"
+    place = note if note.startswith("in ") and len(note) < MAX_PLACE else where
+    ranks.report_failure(f"raised {type(error).__name__} {place}: {error!s:.300}")
     return error
 
 

@@ -5,7 +5,6 @@ import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,6 +21,7 @@ T = TypeVar("T")
 MAX_SHOWN = 4  # ranks named in a message
 GRACE = 2.0  # seconds in which ranks that still run say so, after one was missed
 POLL = 0.01  # seconds between looks for other ranks
+MAX_BLOCKED = timedelta(seconds=0.5)  # in a collective, until it looks whether another rank has failed
 MAX_WAIT = timedelta(
     seconds=60
 )  # for ranks that begin a validation; the timeout of the group if that is less
@@ -58,14 +58,13 @@ class Ranks:
     def __init__(self, model: nn.Module | None = None) -> None:
         self.group = None if model is None else group_of(model)
         self.rank, self.world = 0, 1
-        self.is_uneven = False  # whether ranks may have different numbers of batches, inside DDP's `join`
         self.is_sharded = False  # whether a forward needs all ranks
         self.failure = ""  # what is known of a rank that failed
         self._control: _Control | None = None  # before `join`, and if alone
         self._run = 0
         if model is not None and self.group is not None:
             self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
-            self.is_uneven, self.is_sharded = is_joining(model), is_sharded(model)
+            self.is_sharded = is_sharded(model)
 
     @property
     def is_main(self) -> bool:
@@ -117,10 +116,24 @@ class Ranks:
         """
         self.check_failure()
         try:
-            if work is not None:
-                work.wait()
+            while not self._is_done(work):
+                self.find_failure()
+                self.check_failure()
         except RuntimeError as error:  # torch's errors name an address, not a rank
-            raise RankError(self.failure or self.describe_missing()) from error
+            raise RankError(self.failure or self.describe_loss()) from error
+
+    def _is_done(self, work: Any) -> bool:
+        """Waits for a collective, on gloo only for so long; returns whether it has ended."""
+        if work is None or self._control is None or not self._control.can_stop_waiting:
+            _ = work is None or work.wait()
+            return True
+        try:
+            work.wait(MAX_BLOCKED)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
 
     def average(self, tensors: Iterable[Tensor]) -> None:
         """Replaces tensors, on the model's device, by their means over all ranks."""
@@ -184,6 +197,7 @@ class Ranks:
                 )
             time.sleep(POLL)
         control.n_runs += 1
+        control.connect()
 
     def check_alike(self, facts: Mapping[str, Any]) -> None:
         """Checks that all ranks have the same facts.
@@ -223,11 +237,15 @@ class Ranks:
         if self.failure:
             raise RankError(self.failure)
 
-    def describe_missing(self) -> str:
-        """Message that names the ranks that no longer run, when a collective has failed or timed out."""
+    def describe_loss(self) -> str:
+        """Why a collective has failed or timed out: a rank that failed, or the ranks that no longer run."""
         try:
             self.missing_at("here")
+            if failure := self.find_failure():
+                return failure
             time.sleep(GRACE)
+            if failure := self.find_failure():
+                return failure
             missing = self.missing_at("here")
         except RuntimeError:
             return (
@@ -247,10 +265,16 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 
 def group_of(model: nn.Module) -> Any:
-    """Process group in which a model is replicated or sharded, None if this process has it alone."""
+    """Process group in which a model is replicated or sharded, None if this process has it alone.
+
+    Inside of `with model.join():` there is none: ranks may end at different batches, and do not wait there.
+    """
     if not distributed.is_available() or not distributed.is_initialized():
         return None
-    group = next((m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if any(is_joining(m) for m in replicas):
+        return None
+    group = next((m.process_group for m in replicas), None)
     if group is None and is_sharded(model):
         group = distributed.group.WORLD
     return None if group is None or distributed.get_world_size(group) <= 1 else group
@@ -295,23 +319,25 @@ class _Control:
 
     Attributes:
         n_runs: number of fits and validations so far, the same on all ranks.
+        group: the group, once all ranks were here.
+        can_stop_waiting: whether the group can wait for a collective for a given time.
     """
 
     def __init__(self, group: Any) -> None:
         self._of, self._ranks = group, distributed.get_process_group_ranks(group)
         self.timeout, self.n_runs = group_timeout(group), 0
+        self.group: Any = None
+        backend = distributed.get_backend(group)
+        self._backend = backend if backend in ("fake", "threaded") else "gloo"
+        self.can_stop_waiting = self._backend == "gloo"
         self.store = make_store(f"hookcb/{self._ranks[0]}-{self._ranks[-1]}-{len(self._ranks)}")
 
-    @cached_property
-    def group(self) -> Any:
-        """The group; all ranks must be here when it is first read."""
-        backend = distributed.get_backend(self._of)
-        return distributed.new_group(
-            self._ranks,
-            timeout=self.timeout,
-            backend=backend if backend in ("gloo", "fake", "threaded") else "gloo",
-            use_local_synchronization=True,
-        )
+    def connect(self) -> None:
+        """Makes the group, once; waits for all ranks."""
+        if self.group is None:
+            self.group = distributed.new_group(
+                self._ranks, timeout=self.timeout, backend=self._backend, use_local_synchronization=True
+            )
 
 
 _controls: WeakKeyDictionary[Any, _Control] = WeakKeyDictionary()

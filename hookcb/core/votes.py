@@ -72,8 +72,6 @@ class Votes:
         Args:
             is_last: whether the training has ended, so that no vote begins.
         """
-        if self._ranks.is_uneven:
-            return
         self._raise(self._ended())
         if not is_last:
             flags = self._flags()
