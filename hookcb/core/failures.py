@@ -73,7 +73,7 @@ def _is_from_others(error: BaseException) -> bool:
 
 
 def _watch(ranks: Ranks, where: Callable[[], str], ended: threading.Event) -> None:
-    while not ended.wait(POLL):
+    while not ended.wait(max(POLL, ranks.world * 5e-4)):  # at most 2,000 looks a second of all together
         try:
             failure = ranks.find_failure()
         except RuntimeError:  # the store is gone, and the next collective says so

@@ -62,6 +62,7 @@ class Ranks:
         self.failure = ""  # what is known of a rank that failed
         self._control: _Control | None = None  # before `join`, and if alone
         self._run = 0
+        self._marks: set[str] = set()  # at which this rank was
         if model is not None and self.group is not None:
             self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
             self.is_sharded = is_sharded(model)
@@ -166,13 +167,27 @@ class Ranks:
 
     # ---- checks
 
-    def missing_at(self, mark: str) -> list[int]:
-        """Ranks that have not called this with the same `mark` yet; does not wait for them."""
+    def are_all_at(self, mark: str) -> bool:
+        """Whether all ranks have called this with the same `mark`; does not wait for them."""
         if (control := self._control) is None:
+            return True
+        count, is_new = f"{self._run}/{mark}", mark not in self._marks
+        self._marks.add(mark)
+        if is_new:
+            control.store.set(f"{count}/{self.rank}", "")
+        return bool(control.store.add(count, int(is_new)) >= self.world)
+
+    def missing_at(self, mark: str) -> list[int]:
+        """Ranks that have not called this, or `are_all_at`, with the same `mark` yet; asks for each of them."""
+        if (control := self._control) is None or self.are_all_at(mark):
             return []
         keys = [f"{self._run}/{mark}/{rank}" for rank in range(self.world)]
-        control.store.set(keys[self.rank], "")
         return [rank for rank, key in enumerate(keys) if not control.store.check([key])]
+
+    @property
+    def pause(self) -> float:
+        """Seconds between looks at the store, of which all ranks together make at most 10,000 a second."""
+        return max(POLL, self.world * 1e-4)
 
     def join(self, name: str, timeout: timedelta | None = None) -> None:
         """Waits until all ranks are here; only then can they communicate.
@@ -189,13 +204,13 @@ class Ranks:
         self._control = control = _control_of(self.group)
         self._run = control.n_runs + 1
         until = time.monotonic() + min(timeout or control.timeout, control.timeout).total_seconds()
-        while missing := self.missing_at(name):
+        while not self.are_all_at(name):
             self.check_failure()
-            if time.monotonic() > until:
+            if time.monotonic() > until and (missing := self.missing_at(name)):
                 raise RankError(
                     f"{name} must be called on all ranks, but {name_ranks(missing)} did not call it"
                 )
-            time.sleep(POLL)
+            time.sleep(self.pause)
         control.n_runs += 1
         control.connect()
 

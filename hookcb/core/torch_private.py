@@ -393,7 +393,8 @@ def group_timeout(group: Any) -> timedelta:
     """Timeout of the collectives of a process group; torch's default if its backend does not tell."""
     from torch.distributed import distributed_c10d
 
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    devices = group._device_types  # none for a group that is written in Python
+    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
     found: timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
     return found
 
