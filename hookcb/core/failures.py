@@ -20,8 +20,8 @@ GRACE = 10.0  # seconds in which a rank that knows of a failure may end by itsel
 def shared_failures(ranks: Ranks, where: Callable[[], str]) -> Iterator[None]:
     """Reports an exception of the block to the other ranks; raises theirs if they failed first.
 
-    A thread looks for failures. A rank that still waits in a collective `GRACE` seconds after another one has
-    failed cannot be freed; its process then says why and ends.
+    A thread looks for failures, and tells others that this rank runs. A rank that still waits in a collective
+    `GRACE` seconds after another one has failed cannot be freed; its process then says why and ends.
 
     Args:
         ranks: the ranks; if alone, it does nothing.
@@ -75,7 +75,7 @@ def _is_from_others(error: BaseException) -> bool:
 def _watch(ranks: Ranks, where: Callable[[], str], ended: threading.Event) -> None:
     while not ended.wait(max(POLL, ranks.world * 5e-4)):  # at most 2,000 looks a second of all together
         try:
-            failure = ranks.find_failure()
+            failure = ranks.answer_alarm()
         except RuntimeError:  # the store is gone, and the next collective says so
             return
         if failure:

@@ -62,7 +62,7 @@ class Ranks:
         self.failure = ""  # what is known of a rank that failed
         self._control: _Control | None = None  # before `join`, and if alone
         self._run = 0
-        self._marks: set[str] = set()  # at which this rank was
+        self._marks: dict[str, object] = {}  # at which this rank was
         if model is not None and self.group is not None:
             self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
             self.is_sharded = is_sharded(model)
@@ -171,14 +171,14 @@ class Ranks:
         """Whether all ranks have called this with the same `mark`; does not wait for them."""
         if (control := self._control) is None:
             return True
-        count, is_new = f"{self._run}/{mark}", mark not in self._marks
-        self._marks.add(mark)
+        count, caller = f"{self._run}/{mark}", object()
+        is_new = self._marks.setdefault(mark, caller) is caller  # once, as two threads may ask
         if is_new:
             control.store.set(f"{count}/{self.rank}", "")
         return bool(control.store.add(count, int(is_new)) >= self.world)
 
     def missing_at(self, mark: str) -> list[int]:
-        """Ranks that have not called this, or `are_all_at`, with the same `mark` yet; asks for each of them."""
+        """Ranks that have not called this or `are_all_at` with the same `mark` yet; asks for each."""
         if (control := self._control) is None or self.are_all_at(mark):
             return []
         keys = [f"{self._run}/{mark}/{rank}" for rank in range(self.world)]
@@ -238,6 +238,7 @@ class Ranks:
         if self._control is not None:
             self.failure = f"rank {self.rank} {text}"
             self._control.store.compare_set(f"{self._run}/failure", "", self.failure)
+            self._control.store.set(f"{self._run}/alarm", "")
 
     def find_failure(self) -> str:
         """Report of the first rank that failed; "" if none has failed."""
@@ -247,6 +248,13 @@ class Ranks:
             self.failure = "" if text.startswith(f"rank {self.rank} ") else text
         return self.failure
 
+    def answer_alarm(self) -> str:
+        """Says that this rank runs if another one asks; returns the report of a rank that failed, or ""."""
+        if self._control is None or not self._control.store.check([f"{self._run}/alarm"]):
+            return ""
+        self.are_all_at("here")
+        return self.find_failure()
+
     def check_failure(self) -> None:
         """Raises a RankError if another rank is known to have failed, as it would wait for that in vain."""
         if self.failure:
@@ -255,11 +263,12 @@ class Ranks:
     def describe_loss(self) -> str:
         """Why a collective has failed or timed out: a rank that failed, or the ranks that no longer run."""
         try:
-            self.missing_at("here")
-            if failure := self.find_failure():
+            if self._control is not None:
+                self._control.store.set(f"{self._run}/alarm", "")
+            if failure := self.answer_alarm():
                 return failure
-            time.sleep(GRACE)
-            if failure := self.find_failure():
+            time.sleep(GRACE + self.world * 1e-3)  # in which a thread of each rank that runs answers
+            if failure := self.answer_alarm():
                 return failure
             missing = self.missing_at("here")
         except RuntimeError:
@@ -268,7 +277,7 @@ class Ranks:
             )
         if not missing:
             return "all ranks run, but they are at different points of the training"
-        return f"{name_ranks(missing)} did not take part: the process has ended, or does something else"
+        return f"{name_ranks(missing)} did not take part: the process has ended, or left the training"
 
 
 ALONE = Ranks()
@@ -314,7 +323,7 @@ def set_sync(model: nn.Module, is_on: bool) -> bool:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Names ranks: "rank 1", or "ranks 0, 2 and 3"."""
+    """Names ranks: "rank 1", or "ranks 0, 2, 3"."""
     names = join_names([str(rank) for rank in ranks], MAX_SHOWN)
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 

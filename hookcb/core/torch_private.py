@@ -5,6 +5,7 @@ torch has no public equivalent, and without it the call raises an AttributeError
 is tested by `test_<name>` in tests/core/test_torch_private.py.
 """
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -401,4 +402,9 @@ def group_timeout(group: Any) -> timedelta:
 
 def is_joining(model: nn.Module) -> bool:
     """Whether a DistributedDataParallel runs inside `with model.join():`."""
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+    if not getattr(getattr(model, "_join_config", None), "enable", False):
+        return False
+    from torch.distributed.algorithms.join import Join
+
+    # `enable` stays on after the block, but the block's object ends with it
+    return any(type(x) is Join and id(model) in map(id, x._joinables) for x in gc.get_objects())

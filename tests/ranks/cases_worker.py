@@ -112,7 +112,11 @@ def validation_of_few():
     learn = make_learner(n_valid=1)
     quiet_fit(learn, 1)
     preds, _ = learn.get_preds()
-    return {"shape": list(preds.shape), "loss": learn.validate()[0], "rows": learn.recorder.rows[0]["valid_loss"]}
+    return {
+        "shape": list(preds.shape),
+        "loss": learn.validate()[0],
+        "rows": learn.recorder.rows[0]["valid_loss"],
+    }
 
 
 def accumulation():
@@ -464,8 +468,10 @@ def fsdp2():
         "n": len(learn.recorder.losses),
         "same": torch.allclose(preds, wanted, atol=1e-5),
         "shape": list(targets.shape),
-        "losses": [float(row["valid_loss"]) - float(other["valid_loss"]) for row, other in zip(
-            learn.recorder.rows, alone.recorder.rows, strict=False)],
+        "losses": [
+            float(row["valid_loss"]) - float(other["valid_loss"])
+            for row, other in zip(learn.recorder.rows, alone.recorder.rows, strict=False)
+        ],
     }
 
 

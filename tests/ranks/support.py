@@ -148,7 +148,9 @@ def small_model():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def make_learner(n_train=48, n_valid=51, model=None, opt=torch.optim.SGD, lr=0.1, wrap=DistributedDataParallel):
+def make_learner(
+    n_train=48, n_valid=51, model=None, opt=torch.optim.SGD, lr=0.1, wrap=DistributedDataParallel
+):
     """A learner of a classifier; samples are divided by DistributedSamplers, which repeat some to validate."""
     torch.manual_seed(0)
     model = wrap(model or small_model())

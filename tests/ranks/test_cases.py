@@ -216,7 +216,9 @@ def test_a_checkpoint_on_one_rank_only_is_an_error(ranks):
 
 
 def test_another_number_of_epochs_is_an_error(ranks):
-    assert "the same number of epochs, but rank 0 has 1; rank 1 has 2" in error_of_all(ranks, "epochs_that_differ")
+    assert "the same number of epochs, but rank 0 has 1; rank 1 has 2" in error_of_all(
+        ranks, "epochs_that_differ"
+    )
 
 
 def test_resuming_on_some_ranks_is_an_error(ranks):
@@ -231,7 +233,7 @@ def test_the_table_is_printed_once_and_callbacks_that_only_show_may_be_on_some_r
 
 def test_a_validation_on_one_rank_only_says_who_is_missing(ranks):
     main = outcomes(ranks, LAST)[0]
-    missing = "rank 1" if len(ranks) == 2 else "ranks 1, 2 and 3"
+    missing = "rank 1" if len(ranks) == 2 else "ranks 1, 2, 3"
     assert main["error"] == "RankError"
     assert main["text"] == f"learn.validate must be called on all ranks, but {missing} did not call it"
 
@@ -253,7 +255,9 @@ def test_weights_are_saved_once_and_may_be_saved_on_one_rank(ranks):
     assert all(result["same"] for result in found)
 
 
-@pytest.mark.parametrize(("name", "ending"), [("sigint", "KeyboardInterrupt()"), ("sigterm", "SystemExit(143)")])
+@pytest.mark.parametrize(
+    ("name", "ending"), [("sigint", "KeyboardInterrupt()"), ("sigterm", "SystemExit(143)")]
+)
 def test_a_signal_to_one_rank_ends_all_in_the_same_batch_with_a_file(two, name, ending):
     found = each(two, name)
     assert {result["ending"] for result in found} == {ending}
@@ -268,7 +272,9 @@ def test_ranks_end_at_once_if_one_raises_and_say_what_it_was(tmp_path):
     other, culprit = launched("cases_worker.py", tmp_path / "x", "raises")
     assert culprit["raises"]["error"] == "ValueError"
     assert other["raises"]["error"] == "RankError"
-    assert other["raises"]["text"].startswith("rank 1 raised ValueError in Raises.after_pred, epoch 0, batch 2")
+    assert other["raises"]["text"].startswith(
+        "rank 1 raised ValueError in Raises.after_pred, epoch 0, batch 2"
+    )
     assert "my error; rank 0 was in the backward, epoch 0, batch 2" in other["raises"]["text"]
     assert other["raises"]["seconds"] < 8
 

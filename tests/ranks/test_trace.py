@@ -58,7 +58,9 @@ def test_a_callback_that_communicates_by_its_own_clock_is_caught(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "world"), [("alone,slow", 4), ("alone,slow,sharded", 2), ("alone,sharded", 4)])
+@pytest.mark.parametrize(
+    ("how", "world"), [("alone,slow", 4), ("alone,slow,sharded", 2), ("alone,sharded", 4)]
+)
 def test_with_each_callback_more_or_sharded_ranks_take_part_in_the_same(tmp_path_factory, how, world):
     check(*traced(tmp_path_factory, how, world=world))
 

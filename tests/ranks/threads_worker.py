@@ -37,9 +37,8 @@ def merge(ranks):
     return {
         "sum": ranks.sum([rank, 1.0]) == [world * (world - 1) / 2, world],
         "max": ranks.max([rank, -rank]) == [world - 1, 0],
-        "mean": abs(
-            ranks.mean(float(rank), ns[rank]) - sum(r * n for r, n in enumerate(ns)) / sum(ns)
-        ) < 1e-9,
+        "mean": abs(ranks.mean(float(rank), ns[rank]) - sum(r * n for r, n in enumerate(ns)) / sum(ns))
+        < 1e-9,
         "mean of none": str(ranks.mean(1.0, 0)) == "nan",
         "gather": [(item["rank"], len(item["text"])) for item in items] == [(r, r) for r in range(world)],
         "until one ends": len(list(ranks.until_one_ends(range(lengths[rank])))) == min(lengths),
@@ -59,7 +58,10 @@ def differ(ranks):
 def decide(ranks, seed):
     """Batches until ranks decide to end: when they do, by which level, and the signal that they know."""
     together, votes = random.Random(seed), Votes(ranks)
-    asked = {(together.randrange(ranks.world), together.randrange(2, 9)): together.choice(CANCELS) for _ in range(2)}
+    asked = {
+        (together.randrange(ranks.world), together.randrange(2, 9)): together.choice(CANCELS)
+        for _ in range(2)
+    }
     signal = together.randrange(ranks.world) if seed % 2 else -1
     for batch in range(12):
         if ranks.rank == signal and batch == 1:
@@ -71,7 +73,13 @@ def decide(ranks, seed):
         except CANCELS as error:
             first = min(at for _, at in asked)
             levels = {cls for (_, at), cls in asked.items() if at == first}
-            return [batch, type(error).__name__, votes.agreed_signal, first, sorted(cls.__name__ for cls in levels)]
+            return [
+                batch,
+                type(error).__name__,
+                votes.agreed_signal,
+                first,
+                sorted(cls.__name__ for cls in levels),
+            ]
     return [-1, "", votes.agreed_signal, -1, []]
 
 
@@ -104,7 +112,9 @@ def main():
         multi_threaded_pg._install_threaded_pg()
         store, found = distributed.HashStore(), {}
         multi_threaded_pg.ProcessLocalGroup.reset()
-        threads = [threading.Thread(target=body, args=(r, world, store, found), daemon=True) for r in range(world)]
+        threads = [
+            threading.Thread(target=body, args=(r, world, store, found), daemon=True) for r in range(world)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

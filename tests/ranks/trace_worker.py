@@ -141,9 +141,13 @@ def trace_of(classes, seed, rank, world, is_sharded, n_batches=5, file=None):
     torch.manual_seed(chance.randrange(2**31))
     nan_on, signal_on = together.choice([-1, -1, together.randrange(world)]), together.randrange(2 * world)
     nan_at, batch, first_pace = together.randrange(5), together.randrange(10), together.randrange(3)
-    train = batches(n_batches, chance, nan_at if nan_on == rank and not HAS_NO_NAN & set(name.split("-")) else -1)
+    train = batches(
+        n_batches, chance, nan_at if nan_on == rank and not HAS_NO_NAN & set(name.split("-")) else -1
+    )
     valid = batches(2, chance, -1)
-    wrap = sharded if is_sharded else partial(DistributedDataParallel, find_unused_parameters=Freeze in classes)
+    wrap = (
+        sharded if is_sharded else partial(DistributedDataParallel, find_unused_parameters=Freeze in classes)
+    )
     learn = make_learner(wrap=wrap)
     learn.dls = type(learn.dls)(train, valid)
     cbs = [make(cls) for cls in classes]
