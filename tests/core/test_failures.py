@@ -85,7 +85,7 @@ def test_an_error_of_a_collective_names_who_is_missing():
 
 def test_in_a_block_the_cause_is_raised_and_the_thread_ends():
     with (
-        pytest.raises(RankError, match="^rank 1 raised") as raised,
+        pytest.raises(RankError, match=r"^rank 1 raised") as raised,
         shared_failures(TwoRanks("rank 1 raised"), here),
     ):
         raise RuntimeError("Connection closed by peer")

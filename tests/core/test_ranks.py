@@ -83,7 +83,7 @@ def test_a_known_failure_ends_every_wait():
     ranks = Ranks()
     ranks.failure = "rank 1 raised ValueError"
     for use in (lambda: ranks.wait(None), ranks.check_failure, lambda: ranks.start(torch.ones(1))):
-        with pytest.raises(RankError, match="^rank 1 raised ValueError"):
+        with pytest.raises(RankError, match=r"^rank 1 raised ValueError"):
             use()
 
 

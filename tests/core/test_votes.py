@@ -119,7 +119,7 @@ def test_a_cancel_of_another_level_than_declared_is_an_error():
     cancel = CancelFitException()
     cancel.raised_in = "Mine.after_loss"
     with pytest.raises(
-        RankError, match="CancelFitException was raised in Mine.after_loss by rank 0, on its own"
+        RankError, match=r"CancelFitException was raised in Mine.after_loss by rank 0, on its own"
     ):
         Votes(OtherRanks()).decide(Event.AFTER_LOSS, [MayCancel()], [cancel], True)
 

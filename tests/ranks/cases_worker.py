@@ -1,4 +1,4 @@
-"""One of several ranks; does one case after another: `cases_worker.py FOLDER CASE,CASE`. Run by test_ranks.py."""
+"""One of several ranks; does one case after another: `cases_worker.py FOLDER CASE,CASE`."""
 
 import contextlib
 import io

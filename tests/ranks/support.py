@@ -151,7 +151,7 @@ def small_model():
 def make_learner(
     n_train=48, n_valid=51, model=None, opt=torch.optim.SGD, lr=0.1, wrap=DistributedDataParallel
 ):
-    """A learner of a classifier; samples are divided by DistributedSamplers, which repeat some to validate."""
+    """A learner of a classifier; DistributedSamplers divide the samples, and repeat some to validate."""
     torch.manual_seed(0)
     model = wrap(model or small_model())
     train, valid = data(n_train), data(n_valid, 1)

@@ -183,7 +183,7 @@ def main():
     (folder / f"rank{rank}").mkdir()
     os.chdir(folder / f"rank{rank}")
     facts = {}
-    file = open(folder / f"{rank}.ops", "w") if "clock" in how else None
+    file = (folder / f"{rank}.ops").open("w") if "clock" in how else None  # noqa: SIM115
     for i, classes in enumerate(groups_of_callbacks(how)[first::n_parts]):
         name = "-".join(cls.__name__ for cls in classes)
         began = time.perf_counter()
