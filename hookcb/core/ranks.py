@@ -4,6 +4,7 @@ import math
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
@@ -277,7 +278,12 @@ class Ranks:
             )
         if not missing:
             return "all ranks run, but they are at different points of the training"
-        return f"{name_ranks(missing)} did not take part: the process has ended, or left the training"
+        text = f"{name_ranks(missing)} did not take part: the process has ended, or left the training"
+        with suppress(RuntimeError):  # others may notice it only once this rank, and perhaps the store, is gone
+            if self._control is not None:
+                self._control.store.compare_set(f"{self._run}/failure", "", text)
+            time.sleep(GRACE / 2)
+        return text
 
 
 ALONE = Ranks()
