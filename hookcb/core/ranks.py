@@ -3,6 +3,7 @@
 import math
 import pickle
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -226,6 +227,10 @@ class Ranks:
         """
         if self._control is None:
             return
+        digest = float(zlib.crc32(repr(dict(facts)).encode()))
+        most, least = self.max([digest, -digest])
+        if most == -least:
+            return
         everyone = self.gather(dict(facts))
         for about in facts:
             values = [theirs.get(about) for theirs in everyone]
@@ -238,8 +243,9 @@ class Ranks:
         """Lets the other ranks know that this one fails, and why; does not wait for them."""
         if self._control is not None:
             self.failure = f"rank {self.rank} {text}"
-            self._control.store.compare_set(f"{self._run}/failure", "", self.failure)
-            self._control.store.set(f"{self._run}/alarm", "")
+            with suppress(RuntimeError):  # the store may be gone
+                self._control.store.compare_set(f"{self._run}/failure", "", self.failure)
+                self._control.store.set(f"{self._run}/alarm", "")
 
     def find_failure(self) -> str:
         """Report of the first rank that failed; "" if none has failed."""
@@ -279,7 +285,9 @@ class Ranks:
         if not missing:
             return "all ranks run, but they are at different points of the training"
         text = f"{name_ranks(missing)} did not take part: the process has ended, or left the training"
-        with suppress(RuntimeError):  # others may notice it only once this rank, and perhaps the store, is gone
+        with suppress(
+            RuntimeError
+        ):  # others may notice it only once this rank, and perhaps the store, is gone
             if self._control is not None:
                 self._control.store.compare_set(f"{self._run}/failure", "", text)
             time.sleep(GRACE / 2)
