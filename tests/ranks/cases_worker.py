@@ -427,7 +427,7 @@ class Raises(Callback):
 
     def after_fit(self):
         if is_culprit() and self.lingers:
-            time.sleep(30)
+            time.sleep(60)
 
 
 def raises():

@@ -53,15 +53,15 @@ def begin(worker, folder, *args, world=2):
     return processes
 
 
-def end(processes, folder, timeout=60.0):
-    """Wait for ranks.
+def end(processes, folder, timeout=60.0, only=None):
+    """Wait for ranks, or for `only` the first of them, and end the others.
 
     Returns:
         For each rank what it wrote, {} if nothing, its exit code as "exit", and its output as "log".
     """
     until = time.monotonic() + timeout
     try:
-        for process in processes:
+        for process in processes[:only]:
             process.join(max(0.0, until - time.monotonic()))
     finally:
         codes = [process.exitcode for process in processes]
@@ -71,8 +71,8 @@ def end(processes, folder, timeout=60.0):
     return [read(folder, rank) | {"exit": code} for rank, code in enumerate(codes)]
 
 
-def launched(worker, folder, *args, world=2, timeout=60.0):
-    return end(begin(worker, folder, *args, world=world), folder, timeout)
+def launched(worker, folder, *args, world=2, timeout=60.0, only=None):
+    return end(begin(worker, folder, *args, world=world), folder, timeout, only)
 
 
 def by_torchrun(worker, folder, *args, world=2, timeout=90):
