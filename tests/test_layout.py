@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NO_ONE_FILE = {"scenarios", "contract", "interop"}  # what is there is about more than a file
+NO_ONE_FILE = {"scenarios", "contract", "interop", "ranks"}  # what is there is about more than a file
 HELPER = re.compile(r"(support|conftest|__init__|\w+_worker)\.py")
 
 

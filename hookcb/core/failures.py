@@ -12,6 +12,7 @@ from hookcb.core.events import CancelException
 from hookcb.core.ranks import RankError, Ranks
 
 POLL = 0.5  # seconds between looks for a failure
+MAX_PLACE = 100  # length of a note about an error that is told to other ranks
 GRACE = 10.0  # seconds in which a rank that knows of a failure may end by itself
 
 
@@ -19,8 +20,8 @@ GRACE = 10.0  # seconds in which a rank that knows of a failure may end by itsel
 def shared_failures(ranks: Ranks, where: Callable[[], str]) -> Iterator[None]:
     """Reports an exception of the block to the other ranks; raises theirs if they failed first.
 
-    A thread looks for failures. A rank that still waits in a collective `GRACE` seconds after another one has
-    failed cannot be freed; its process then says why and ends.
+    A thread looks for failures, and tells others that this rank runs. A rank that still waits in a collective
+    `GRACE` seconds after another one has failed cannot be freed; its process then says why and ends.
 
     Args:
         ranks: the ranks; if alone, it does nothing.
@@ -51,12 +52,14 @@ def blame(ranks: Ranks, error: BaseException, where: str) -> BaseException:
     """The error that ends a rank: that of another rank if this one only notices it; else it is reported."""
     if ranks.world == 1 or (isinstance(error, RankError) and ranks.failure):
         return error
-    if _is_from_others(error) and (failure := ranks.find_failure() or ranks.describe_missing()):
+    if _is_from_others(error) and (failure := ranks.describe_loss()):
         ranks.failure = failure
         return RankError(f"{failure}; rank {ranks.rank} was {where}")
     if ranks.failure:  # of this rank, reported already
         return error
-    ranks.report_failure(f"raised {type(error).__name__} {where}: {error!s:.300}")
+    note = next(iter(getattr(error, "__notes__", ())), "")  # "in MyCallback.after_pred, epoch 0, batch 5"
+    place = note if note.startswith("in ") and len(note) < MAX_PLACE else where
+    ranks.report_failure(f"raised {type(error).__name__} {place}: {error!s:.300}")
     return error
 
 
@@ -70,9 +73,9 @@ def _is_from_others(error: BaseException) -> bool:
 
 
 def _watch(ranks: Ranks, where: Callable[[], str], ended: threading.Event) -> None:
-    while not ended.wait(POLL):
+    while not ended.wait(max(POLL, ranks.world * 5e-4)):  # at most 2,000 looks a second of all together
         try:
-            failure = ranks.find_failure()
+            failure = ranks.answer_alarm()
         except RuntimeError:  # the store is gone, and the next collective says so
             return
         if failure:

@@ -3,9 +3,10 @@
 import math
 import pickle
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -23,6 +24,7 @@ T = TypeVar("T")
 MAX_SHOWN = 4  # ranks named in a message
 GRACE = 2.0  # seconds in which ranks that still run say so, after one was missed
 POLL = 0.01  # seconds between looks for other ranks
+MAX_BLOCKED = timedelta(seconds=0.5)  # in a collective, until it looks whether another rank has failed
 MAX_WAIT = timedelta(
     seconds=60
 )  # for ranks that begin a validation; the timeout of the group if that is less
@@ -59,14 +61,14 @@ class Ranks:
     def __init__(self, model: nn.Module | None = None) -> None:
         self.group = None if model is None else group_of(model)
         self.rank, self.world = 0, 1
-        self.is_uneven = False  # whether ranks may have different numbers of batches, inside DDP's `join`
         self.is_sharded = False  # whether a forward needs all ranks
         self.failure = ""  # what is known of a rank that failed
         self._control: _Control | None = None  # before `join`, and if alone
         self._run = 0
+        self._marks: dict[str, object] = {}  # at which this rank was
         if model is not None and self.group is not None:
             self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
-            self.is_uneven, self.is_sharded = is_joining(model), is_sharded(model)
+            self.is_sharded = is_sharded(model)
 
     @property
     def is_main(self) -> bool:
@@ -118,10 +120,24 @@ class Ranks:
         """
         self.check_failure()
         try:
-            if work is not None:
-                work.wait()
+            while not self._is_done(work):
+                self.find_failure()
+                self.check_failure()
         except RuntimeError as error:  # torch's errors name an address, not a rank
-            raise RankError(self.failure or self.describe_missing()) from error
+            raise RankError(self.failure or self.describe_loss()) from error
+
+    def _is_done(self, work: Any) -> bool:
+        """Waits for a collective, on gloo only for so long; returns whether it has ended."""
+        if work is None or self._control is None or not self._control.can_stop_waiting:
+            _ = work is None or work.wait()
+            return True
+        try:
+            work.wait(MAX_BLOCKED)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
 
     def average(self, tensors: Iterable[Tensor]) -> None:
         """Replaces tensors, on the model's device, by their means over all ranks."""
@@ -164,13 +180,27 @@ class Ranks:
 
     # ---- checks
 
-    def missing_at(self, mark: str) -> list[int]:
-        """Ranks that have not called this with the same `mark` yet; does not wait for them."""
+    def are_all_at(self, mark: str) -> bool:
+        """Whether all ranks have called this with the same `mark`; does not wait for them."""
         if (control := self._control) is None:
+            return True
+        count, caller = f"{self._run}/{mark}", object()
+        is_new = self._marks.setdefault(mark, caller) is caller  # once, as two threads may ask
+        if is_new:
+            control.store.set(f"{count}/{self.rank}", "")
+        return bool(control.store.add(count, int(is_new)) >= self.world)
+
+    def missing_at(self, mark: str) -> list[int]:
+        """Ranks that have not called this or `are_all_at` with the same `mark` yet; asks for each."""
+        if (control := self._control) is None or self.are_all_at(mark):
             return []
         keys = [f"{self._run}/{mark}/{rank}" for rank in range(self.world)]
-        control.store.set(keys[self.rank], "")
         return [rank for rank, key in enumerate(keys) if not control.store.check([key])]
+
+    @property
+    def pause(self) -> float:
+        """Seconds between looks at the store, of which all ranks together make at most 10,000 a second."""
+        return max(POLL, self.world * 1e-4)
 
     def join(self, name: str, timeout: timedelta | None = None) -> None:
         """Waits until all ranks are here; only then can they communicate.
@@ -187,14 +217,15 @@ class Ranks:
         self._control = control = _control_of(self.group)
         self._run = control.n_runs + 1
         until = time.monotonic() + min(timeout or control.timeout, control.timeout).total_seconds()
-        while missing := self.missing_at(name):
+        while not self.are_all_at(name):
             self.check_failure()
-            if time.monotonic() > until:
+            if time.monotonic() > until and (missing := self.missing_at(name)):
                 raise RankError(
                     f"{name} must be called on all ranks, but {name_ranks(missing)} did not call it"
                 )
-            time.sleep(POLL)
+            time.sleep(self.pause)
         control.n_runs += 1
+        control.connect()
 
     def check_alike(self, facts: Mapping[str, Any]) -> None:
         """Checks that all ranks have the same facts.
@@ -206,6 +237,10 @@ class Ranks:
             RankError: On all ranks; the message says which rank has what.
         """
         if self._control is None:
+            return
+        digest = float(zlib.crc32(repr(dict(facts)).encode()))
+        most, least = self.max([digest, -digest])
+        if most == -least:
             return
         everyone = self.gather(dict(facts))
         for about in facts:
@@ -219,7 +254,9 @@ class Ranks:
         """Lets the other ranks know that this one fails, and why; does not wait for them."""
         if self._control is not None:
             self.failure = f"rank {self.rank} {text}"
-            self._control.store.compare_set(f"{self._run}/failure", "", self.failure)
+            with suppress(RuntimeError):  # the store may be gone
+                self._control.store.compare_set(f"{self._run}/failure", "", self.failure)
+                self._control.store.set(f"{self._run}/alarm", "")
 
     def find_failure(self) -> str:
         """Report of the first rank that failed; "" if none has failed."""
@@ -229,16 +266,28 @@ class Ranks:
             self.failure = "" if text.startswith(f"rank {self.rank} ") else text
         return self.failure
 
+    def answer_alarm(self) -> str:
+        """Says that this rank runs if another one asks; returns the report of a rank that failed, or ""."""
+        if self._control is None or not self._control.store.check([f"{self._run}/alarm"]):
+            return ""
+        self.are_all_at("here")
+        return self.find_failure()
+
     def check_failure(self) -> None:
         """Raises a RankError if another rank is known to have failed, as it would wait for that in vain."""
         if self.failure:
             raise RankError(self.failure)
 
-    def describe_missing(self) -> str:
-        """Message that names the ranks that no longer run, when a collective has failed or timed out."""
+    def describe_loss(self) -> str:
+        """Why a collective has failed or timed out: a rank that failed, or the ranks that no longer run."""
         try:
-            self.missing_at("here")
-            time.sleep(GRACE)
+            if self._control is not None:
+                self._control.store.set(f"{self._run}/alarm", "")
+            if failure := self.answer_alarm():
+                return failure
+            time.sleep(GRACE + self.world * 1e-3)  # in which a thread of each rank that runs answers
+            if failure := self.answer_alarm():
+                return failure
             missing = self.missing_at("here")
         except RuntimeError:
             return (
@@ -246,7 +295,14 @@ class Ranks:
             )
         if not missing:
             return "all ranks run, but they are at different points of the training"
-        return f"{name_ranks(missing)} did not take part: the process has ended, or does something else"
+        text = f"{name_ranks(missing)} did not take part: the process has ended, or left the training"
+        with suppress(
+            RuntimeError
+        ):  # others may notice it only once this rank, and perhaps the store, is gone
+            if self._control is not None:
+                self._control.store.compare_set(f"{self._run}/failure", "", text)
+            time.sleep(GRACE / 2)
+        return text
 
 
 ALONE = Ranks()
@@ -267,10 +323,16 @@ def describe_alone(model: nn.Module) -> str:
 
 
 def group_of(model: nn.Module) -> Any:
-    """Process group in which a model is replicated or sharded, None if this process has it alone."""
+    """Process group in which a model is replicated or sharded, None if this process has it alone.
+
+    Inside of `with model.join():` there is none: ranks may end at different batches, and do not wait there.
+    """
     if not distributed.is_available() or not distributed.is_initialized():
         return None
-    group = next((m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if any(is_joining(m) for m in replicas):
+        return None
+    group = next((m.process_group for m in replicas), None)
     if group is None and is_sharded(model):
         group = distributed.group.WORLD
     return None if group is None or distributed.get_world_size(group) <= 1 else group
@@ -297,7 +359,7 @@ def set_sync(model: nn.Module, is_on: bool) -> bool:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Names ranks: "rank 1", or "ranks 0, 2 and 3"."""
+    """Names ranks: "rank 1", or "ranks 0, 2, 3"."""
     names = join_names([str(rank) for rank in ranks], MAX_SHOWN)
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
@@ -317,23 +379,25 @@ class _Control:
 
     Attributes:
         n_runs: number of fits and validations so far, the same on all ranks.
+        group: the group, once all ranks were here.
+        can_stop_waiting: whether the group can wait for a collective for a given time.
     """
 
     def __init__(self, group: Any) -> None:
         self._of, self._ranks = group, distributed.get_process_group_ranks(group)
         self.timeout, self.n_runs = group_timeout(group), 0
+        self.group: Any = None
+        backend = distributed.get_backend(group)
+        self._backend = backend if backend in ("fake", "threaded") else "gloo"
+        self.can_stop_waiting = self._backend == "gloo"
         self.store = make_store(f"hookcb/{self._ranks[0]}-{self._ranks[-1]}-{len(self._ranks)}")
 
-    @cached_property
-    def group(self) -> Any:
-        """The group; all ranks must be here when it is first read."""
-        backend = distributed.get_backend(self._of)
-        return distributed.new_group(
-            self._ranks,
-            timeout=self.timeout,
-            backend=backend if backend in ("gloo", "fake", "threaded") else "gloo",
-            use_local_synchronization=True,
-        )
+    def connect(self) -> None:
+        """Makes the group, once; waits for all ranks."""
+        if self.group is None:
+            self.group = distributed.new_group(
+                self._ranks, timeout=self.timeout, backend=self._backend, use_local_synchronization=True
+            )
 
 
 _controls: WeakKeyDictionary[Any, _Control] = WeakKeyDictionary()

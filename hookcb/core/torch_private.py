@@ -5,6 +5,7 @@ torch has no public equivalent, and without it the call raises an AttributeError
 is tested by `test_<name>` in tests/core/test_torch_private.py.
 """
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -418,14 +419,20 @@ def group_timeout(group: Any) -> timedelta:
     """Timeout of the collectives of a process group; torch's default if its backend does not tell."""
     from torch.distributed import distributed_c10d
 
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    devices = group._device_types  # none for a group that is written in Python
+    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
     found: timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
     return found
 
 
 def is_joining(model: nn.Module) -> bool:
     """Whether a DistributedDataParallel runs inside `with model.join():`."""
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
+    if not getattr(getattr(model, "_join_config", None), "enable", False):
+        return False
+    from torch.distributed.algorithms.join import Join
+
+    # `enable` stays on after the block, but the block's object ends with it
+    return any(type(x) is Join and id(model) in map(id, x._joinables) for x in gc.get_objects())
 
 
 def is_flattened(p: Tensor) -> bool:

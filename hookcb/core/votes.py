@@ -11,7 +11,6 @@ from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, Event, out
 from hookcb.core.ranks import RankError, Ranks, name_ranks
 
 MAX_APART = 10.0  # seconds between ranks that cancel the same batch
-POLL = 0.01  # seconds between looks for them
 INSIDE = ("batch", "backward", "step")  # levels inside a batch
 
 
@@ -74,8 +73,6 @@ class Votes:
         Args:
             is_last: whether the training has ended, so that no vote begins.
         """
-        if self._ranks.is_uneven:
-            return
         self._raise(self._ended())
         if not is_last:
             flags = self._flags()
@@ -95,12 +92,10 @@ class Votes:
             self._n_alone += 1
             cancel, until = outermost(list(cancels)), time.monotonic() + MAX_APART
             mark = f"cancel {self._n_alone} of the {cancel.level}, at {event}"
-            missing = self._ranks.missing_at(mark)
-            while missing and time.monotonic() < until:
-                time.sleep(POLL)
+            while not self._ranks.are_all_at(mark) and time.monotonic() < until:
+                time.sleep(self._ranks.pause)
                 self._ranks.check_failure()
-                missing = self._ranks.missing_at(mark)
-            if missing:
+            if missing := self._ranks.missing_at(mark):
                 raise RankError(_undeclared(cancel, self._ranks.rank, missing)) from cancel
         return list(cancels)
 

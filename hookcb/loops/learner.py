@@ -221,7 +221,8 @@ class Learner(NamedLoop):
                 raise
             self.decide_batch()
             self.train_iter += self.training
-        if self.iter < 0:
+        last = self.iter if self.training else self.ranks.max([self.iter])[0]  # some ranks may have none
+        if last < 0:
             raise ValueError(f"the {'training' if self.training else 'validation'} loader gave no batch")
         self.decide_batch(is_last=True)
 

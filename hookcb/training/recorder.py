@@ -88,8 +88,10 @@ class Recorder(Callback):
         self.learn.row["train_loss"] = self._train.mean(self.learn.ranks, self._first)
 
     def after_validate(self) -> None:
-        if losses := self.phase_state.get("losses"):
-            self.learn.row["valid_loss"] = losses.mean(self.learn.ranks)
+        losses: _Losses = self.phase_state.get("losses", _Losses())
+        total, n = losses.sums(self.learn.ranks)
+        if n or losses.values:
+            self.learn.row["valid_loss"] = total / n if n else float("nan")
 
     def after_epoch(self) -> None:
         self.learn.row["time"] = time.perf_counter() - self._began
@@ -122,9 +124,13 @@ class _Losses:
 
     def mean(self, ranks: Ranks, first: int = 0) -> float:
         """Average over the samples of all ranks from batch `first` on, NaN if there are none."""
-        values, sizes = _read(self.values, first)[first:], self.sizes[first:]
-        total, n = ranks.sum([sum(v * n for v, n in zip(values, sizes, strict=True)), sum(sizes)])
+        total, n = self.sums(ranks, first)
         return total / n if n else float("nan")
+
+    def sums(self, ranks: Ranks, first: int = 0) -> list[float]:
+        """Sum over these samples, and their number."""
+        values, sizes = _read(self.values, first)[first:], self.sizes[first:]
+        return ranks.sum([sum(v * n for v, n in zip(values, sizes, strict=True)), sum(sizes)])
 
 
 def _read(values: list[float | Tensor], first: int = 0) -> list[float]:

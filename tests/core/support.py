@@ -1,8 +1,10 @@
-"""What the tests of files share."""
+"""What the tests of files and of ranks share."""
 
 import os
 import resource
 from contextlib import contextmanager
+
+from torch import distributed
 
 
 @contextmanager
@@ -37,3 +39,26 @@ def in_child(act):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def group_of_one():
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def fake_group(world, rank=0, store=None):
+    """A process group whose other ranks do not exist, and whose collectives do nothing."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
+
+    store = store or distributed.HashStore()
+    distributed.init_process_group("fake", rank=rank, world_size=world, store=store)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()

@@ -3,12 +3,14 @@
 import ast
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed, nn
 from torch.autograd import Function
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hookcb
 from hookcb.core import torch_private
+from tests.core.support import group_of_one
 
 PACKAGE = Path(hookcb.__file__).parent
 HOME = PACKAGE / "core" / "torch_private.py"
@@ -886,3 +889,36 @@ def test_wrapped_module(flat):
     assert torch_private.wrapped_module(torch.compile(inside, backend="eager")) is inside
     assert torch_private.wrapped_module(inside) is None
     assert isinstance(torch_private.wrapped_module(flat(True)), nn.Sequential)
+
+
+def test_make_store():
+    with group_of_one():
+        store = torch_private.make_store("hookcb/a")
+        store.set("key", "x")
+        assert store.get("key") == b"x"
+        assert store.check(["key"])
+        assert not torch_private.make_store("hookcb/b").check(["key"])
+        assert store.add("n", 0) == 0
+        assert store.add("n", 2) == 2
+        assert store.compare_set("first", "", "a") == b"a"
+        assert store.compare_set("first", "", "b") == b"a"  # only the first is kept
+
+
+def test_group_timeout():
+    with group_of_one():
+        world = distributed.group.WORLD
+        assert torch_private.group_timeout(world) == distributed.distributed_c10d.default_pg_timeout
+        short = distributed.new_group(timeout=timedelta(seconds=7))
+        assert torch_private.group_timeout(short) == timedelta(seconds=7)
+    written_in_python = SimpleNamespace(_device_types=[])
+    assert torch_private.group_timeout(written_in_python).total_seconds() > 0
+
+
+def test_is_joining():
+    with group_of_one():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        assert not torch_private.is_joining(model)
+        with model.join():
+            assert torch_private.is_joining(model)
+        assert not torch_private.is_joining(model)
+    assert not torch_private.is_joining(nn.Linear(2, 2))

@@ -1,0 +1,144 @@
+import pytest
+
+from hookcb import (
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelTrainException,
+    CancelValidException,
+    Event,
+)
+from hookcb.core import votes as module
+from hookcb.core.callback import Callback
+from hookcb.core.ranks import RankError, Ranks
+from hookcb.core.votes import Votes
+
+
+class MayCancel(Callback):
+    may_cancel = frozenset({"batch"})
+
+
+class OtherRanks(Ranks):
+    """Ranks whose votes are those of this one, and what `others` gives, a list of numbers for each vote."""
+
+    def __init__(self, others=(), missing=()):
+        super().__init__()
+        self.world, self.others, self.missing, self.n_votes = 2, list(others), list(missing), 0
+
+    def start(self, x, op=None):
+        self.n_votes += 1
+        if self.others:
+            x[:] = x.maximum(x.new_tensor(self.others.pop(0)))
+
+    def are_all_at(self, mark):
+        return not self.missing
+
+    def missing_at(self, mark):
+        return self.missing
+
+
+def flags(**asked):
+    """What a rank votes: one number for each level, and its signal."""
+    levels = [*module.LEVELS, "signal"]
+    return [float(asked.get(level, 0)) for level in levels]
+
+
+def test_a_cancel_after_a_batch_waits_for_the_end_of_the_next():
+    votes = Votes(OtherRanks())
+    assert votes.decide(Event.AFTER_BATCH, [], [CancelFitException()], True) == []
+    votes.end_batch()
+    assert votes.decide(Event.AFTER_BATCH, [], [], True) == []
+    with pytest.raises(CancelFitException):
+        votes.end_batch()
+
+
+def test_what_another_rank_asks_for_is_done_here():
+    votes = Votes(OtherRanks([flags(epoch=1)]))
+    votes.end_batch()
+    with pytest.raises(CancelEpochException) as raised:
+        votes.end_batch()
+    assert raised.value.raised_in == "a callback of another rank"
+
+
+def test_the_outermost_cancel_is_done():
+    votes = Votes(OtherRanks([flags(epoch=1, fit=1)]))
+    (cancel,) = votes.vote([CancelTrainException()])
+    assert type(cancel) is CancelFitException
+
+
+def test_outside_of_batches_a_vote_decides_at_once_and_takes_along_what_was_asked_before():
+    votes = Votes(OtherRanks())
+    votes.decide(Event.AFTER_BATCH, [], [CancelEpochException()], True)
+    (cancel,) = votes.decide(Event.AFTER_TRAIN, [], [], True)
+    assert type(cancel) is CancelEpochException
+
+
+def test_a_vote_that_still_runs_is_not_lost():
+    votes = Votes(OtherRanks([flags(fit=1), flags()]))
+    votes.end_batch()
+    (cancel,) = votes.vote()
+    assert type(cancel) is CancelFitException
+
+
+def test_no_vote_begins_after_the_last_batch():
+    ranks = OtherRanks()
+    votes = Votes(ranks)
+    votes.end_batch()
+    votes.end_batch(is_last=True)
+    assert ranks.n_votes == 1
+
+
+def test_a_declared_cancel_is_voted_on_where_its_callback_acts():
+    ranks = OtherRanks([flags(batch=1)])
+    (cancel,) = Votes(ranks).decide(Event.AFTER_LOSS, [MayCancel()], [], True)
+    assert type(cancel) is CancelBatchException
+
+
+def test_events_inside_of_a_batch_cost_nothing_without_a_declaration():
+    ranks = OtherRanks()
+    assert Votes(ranks).decide(Event.AFTER_LOSS, [Callback()], [], True) == []
+    assert ranks.n_votes == 0
+
+
+def test_an_undeclared_cancel_of_all_ranks_is_done():
+    cancel = CancelBatchException()
+    assert Votes(OtherRanks()).decide(Event.AFTER_LOSS, [Callback()], [cancel], True) == [cancel]
+
+
+def test_an_undeclared_cancel_of_some_ranks_is_an_error_that_names_its_callback(monkeypatch):
+    monkeypatch.setattr(module, "MAX_APART", 0.0)
+    cancel = CancelBatchException()
+    cancel.raised_in = "Mine.after_loss"
+    with pytest.raises(
+        RankError, match=r"raised in Mine.after_loss by rank 0, but not by rank 1.*may_cancel"
+    ):
+        Votes(OtherRanks(missing=[1])).decide(Event.AFTER_LOSS, [Callback()], [cancel], True)
+
+
+def test_a_cancel_of_another_level_than_declared_is_an_error():
+    cancel = CancelFitException()
+    cancel.raised_in = "Mine.after_loss"
+    with pytest.raises(
+        RankError, match=r"CancelFitException was raised in Mine.after_loss by rank 0, on its own"
+    ):
+        Votes(OtherRanks()).decide(Event.AFTER_LOSS, [MayCancel()], [cancel], True)
+
+
+def test_ranks_may_validate_on_different_numbers_of_batches():
+    cancel = CancelValidException()
+    assert Votes(OtherRanks(missing=[1])).decide(Event.AFTER_LOSS, [], [cancel], False) == [cancel]
+
+
+def test_a_signal_is_known_once_all_ranks_know():
+    votes = Votes(OtherRanks([flags(signal=15)]))
+    votes.signal = 2
+    votes.end_batch()
+    assert votes.agreed_signal == 0
+    votes.end_batch()
+    assert votes.agreed_signal == 15
+
+
+def test_after_fit_is_not_voted_on():
+    ranks, cancel = OtherRanks(), CancelFitException()
+    assert Votes(ranks).decide(Event.AFTER_FIT, [], [cancel], True) == [cancel]
+    assert ranks.n_votes == 0
