@@ -126,9 +126,8 @@ class NanTrace(Callback):
 
     @property
     def _ranks(self) -> Ranks:
-        """The ranks that search together; inside DDP's `join`, and outside a fit, this one is alone."""
-        ranks = self.learn.ranks
-        return ranks if self.learn.fitting and not ranks.is_uneven else ALONE
+        """The ranks that search together; outside a fit, this one is alone."""
+        return self.learn.ranks if self.learn.fitting else ALONE
 
     def _on_any_rank(self, noticed: bool) -> bool:
         return any(self._ranks.max([noticed]))
