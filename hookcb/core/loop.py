@@ -266,6 +266,18 @@ class Loop(TrainingState):
         else:
             self._votes.signal = number
 
+    def agree_on_alarm(self, noticed: bool) -> bool:
+        """Whether any rank has noticed something that all should look at; they know one batch later.
+
+        Args:
+            noticed: whether this rank has, in the batch that ends.
+        """
+        if self._votes is None:
+            return noticed
+        self._votes.is_alarmed |= noticed
+        is_agreed, self._votes.is_alarm_agreed = self._votes.is_alarm_agreed, False
+        return is_agreed
+
     def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
         handlers = self._table[event]
         if self._table is not opened_for:  # skip those who joined after the level began

@@ -141,6 +141,8 @@ class TrainingState:
 
         def note_signal(self, number: int) -> None: ...  # noqa: D102
 
+        def agree_on_alarm(self, noticed: bool) -> bool: ...  # noqa: D102
+
         cbs: list[Any]
         # only a Learner has these
         dls: Any

@@ -9,6 +9,7 @@ from torch import nn
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
+from hookcb.core.ranks import describe_alone
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
@@ -152,6 +153,7 @@ class EvidenceRecorder(SamplingCallback):
         probed = self._probes.evidence(self._frame)
         if self._is_external:
             probed.unseen = dict(self.learn.coverage.missing)
+            probed.notes += [note] if (note := describe_alone(self.model)) else []
         evidence = gather([*self._attached, *self.learn.cbs], self._frame, probed)
         evidence.looks = self._schedule.rule
         return evidence
