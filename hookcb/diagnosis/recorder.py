@@ -17,7 +17,7 @@ from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.gradients.callback import GradientHealth
-from hookcb.hooks.modules import has_params
+from hookcb.hooks.modules import ModelGoneError, has_params
 
 
 def is_external(loop: Any) -> bool:
@@ -153,7 +153,8 @@ class EvidenceRecorder(SamplingCallback):
         probed = self._probes.evidence(self._frame)
         if self._is_external:
             probed.unseen = dict(self.learn.coverage.missing)
-            probed.notes += [note] if (note := describe_alone(self.model)) else []
+            with suppress(ModelGoneError):
+                probed.notes += [note] if (note := describe_alone(self.model)) else []
         evidence = gather([*self._attached, *self.learn.cbs], self._frame, probed)
         evidence.looks = self._schedule.rule
         return evidence

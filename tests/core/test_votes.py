@@ -38,8 +38,8 @@ class OtherRanks(Ranks):
 
 
 def flags(**asked):
-    """What a rank votes: one number for each level, and its signal."""
-    levels = [*module.LEVELS, "signal"]
+    """What a rank votes: one number for each level, its signal, and whether it is alarmed."""
+    levels = [*module.LEVELS, "signal", "alarm"]
     return [float(asked.get(level, 0)) for level in levels]
 
 
@@ -142,3 +142,19 @@ def test_after_fit_is_not_voted_on():
     ranks, cancel = OtherRanks(), CancelFitException()
     assert Votes(ranks).decide(Event.AFTER_FIT, [], [cancel], True) == [cancel]
     assert ranks.n_votes == 0
+
+
+def test_an_alarm_is_known_on_all_ranks_one_batch_later_and_then_forgotten():
+    ranks = OtherRanks([flags(), flags(alarm=1), flags()])
+    votes = Votes(ranks)
+    votes.is_alarmed = True
+    votes.end_batch()
+    assert not votes.is_alarm_agreed  # the vote runs
+    votes.end_batch()
+    assert votes.is_alarm_agreed and not votes.is_alarmed
+    votes.is_alarm_agreed = False
+    votes.end_batch()
+    assert votes.is_alarm_agreed  # that of another rank
+    votes.is_alarm_agreed = False
+    votes.end_batch(is_last=True)
+    assert not votes.is_alarm_agreed

@@ -524,12 +524,12 @@ class Probes:
         if self.optimizers:
             self._observed.add("groups of the optimizer")
         if error is not None and not isinstance(error, KeyboardInterrupt):
-            what = f"{type(error).__name__}: {str(error)[:80]}"
-            self.notes.append(f"the training was ended by {loop.ranks.find_failure()[:100] or what}")
+            if failure := loop.ranks.find_failure():
+                self.notes.append(f"the training was ended, as {failure[:100]}")
+            else:
+                self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
             if loop.ranks.world > 1:
-                self.notes.append(
-                    f"only what rank {loop.ranks.rank} has seen, as ranks have not ended together"
-                )
+                self.notes.append(f"only what rank {loop.ranks.rank} has seen, as they did not end together")
             self._norms.read_error(error, loop.train_iter)
             with suppress(RuntimeError):  # reading from a GPU that has failed
                 self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)
