@@ -34,7 +34,7 @@ def share_losses(evidence: Evidence, ranks: Ranks) -> None:
 def findings_of_all(
     found: Iterable[Finding], gaps: Sequence[Gap], ranks: Ranks
 ) -> tuple[list[Finding], list[Gap]]:
-    """What any rank has found, with the ranks unless it is all of them, and the gaps of any rank.
+    """Findings of all ranks, each with the ranks that found it unless all did, and the gaps of any rank.
 
     Args:
         found: findings of this rank.
