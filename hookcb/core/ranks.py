@@ -178,6 +178,15 @@ class Ranks:
                 return
             yield more[0]
 
+    def until_all_end(self, items: Iterable[T]) -> Iterator[T | None]:
+        """Items until no rank has more, then None; ranks wait for each other before each of them."""
+        waiting = iter(items)
+        while True:
+            more = [item for item in islice(waiting, 1)]
+            if not self.max([bool(more)])[0]:
+                return
+            yield more[0] if more else None
+
     # ---- checks
 
     def are_all_at(self, mark: str) -> bool:
@@ -225,13 +234,15 @@ class Ranks:
                 )
             time.sleep(self.pause)
         control.n_runs += 1
-        control.connect()
+        with_failure = self._run > 1 and control.store.check([f"{self._run - 1}/failure"])
+        control.connect(anew=with_failure)
 
-    def check_alike(self, facts: Mapping[str, Any]) -> None:
+    def check_alike(self, facts: Mapping[str, Any], hint: str = "") -> None:
         """Checks that all ranks have the same facts.
 
         Args:
             facts: values by what they are, such as "callbacks".
+            hint: what to do if they differ, the end of the message.
 
         Raises:
             RankError: On all ranks; the message says which rank has what.
@@ -246,7 +257,7 @@ class Ranks:
         for about in facts:
             values = [theirs.get(about) for theirs in everyone]
             if any(value != values[0] for value in values):
-                raise RankError(f"all ranks need the same {about}, but {_who_has_what(values)}")
+                raise RankError(f"all ranks need the same {about}, but {_who_has_what(values)}{hint}")
 
     # ---- failures
 
@@ -392,9 +403,13 @@ class _Control:
         self.can_stop_waiting = self._backend == "gloo"
         self.store = make_store(f"hookcb/{self._ranks[0]}-{self._ranks[-1]}-{len(self._ranks)}")
 
-    def connect(self) -> None:
-        """Makes the group, once; waits for all ranks."""
-        if self.group is None:
+    def connect(self, anew: bool = False) -> None:
+        """Makes the group, once; waits for all ranks.
+
+        Args:
+            anew: whether to replace the group, in which a rank that failed has left a collective unfinished.
+        """
+        if self.group is None or anew:
             self.group = distributed.new_group(
                 self._ranks, timeout=self.timeout, backend=self._backend, use_local_synchronization=True
             )

@@ -1,6 +1,6 @@
 """The batches that a Learner trains and validates on."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -90,6 +90,15 @@ def own_order(loader: Any) -> list[int] | None:
     dataset: Any = sampler.dataset
     n = len(range(sampler.rank, len(dataset), sampler.num_replicas))
     return list(sampler)[:n]
+
+
+def up_to(batches: Iterable[tuple[int, Any]], n: int | None) -> Iterator[tuple[int, Any]]:
+    """Numbered batches with numbers below `n`; fetches no other."""
+    for i, batch in batches:
+        if n is None or i < n:
+            yield i, batch
+        if n is not None and i + 1 >= n:
+            return
 
 
 def cut(batch: Any, n: int | None) -> Any:
