@@ -313,9 +313,9 @@ def ranks_of(model: nn.Module) -> Ranks:
     return ALONE if group_of(model) is None else Ranks(model)
 
 
-def describe_alone(model: nn.Module) -> str:
-    """Describes whose numbers this rank shows, where ranks do not communicate; "" if it trains alone."""
-    if (group := group_of(model)) is None:
+def describe_alone(model: nn.Module, group: Any) -> str:
+    """Describes whose numbers this rank shows, where a group does not communicate; "" without a group."""
+    if group is None:
         return ""
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     what = "its batches and its shards of the parameters" if is_sharded(model) else "its batches"

@@ -65,7 +65,8 @@ class ExternalLoop(NamedLoop):
         opt: Any = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self._stop = AgreedStop(self._group_of(model))
+        group = self._group_of(model)
+        self._stop = AgreedStop(group)
         super().__init__(model)
         self.stage = Stage.IDLE
         self._phase: str | None = None  # "train" or "validate", while an epoch is open
@@ -73,7 +74,7 @@ class ExternalLoop(NamedLoop):
         self._pred_grad: Tensor | None = None  # the gradient with which a backward began, while it begins
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
-        self.facts = Facts(of_rank=describe_alone(model))
+        self.facts = Facts(of_rank=describe_alone(model, group))
         self._n_batches: Counter[str] = Counter()  # of this epoch, by phase
         self._on_tensors: list[Hook] = []
         self._ignored: set[type[CancelException]] = set()
