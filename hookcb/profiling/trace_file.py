@@ -14,7 +14,7 @@ from typing import Any
 from torch.profiler import profile
 
 from hookcb.core.console import warn
-from hookcb.core.files import write_whole
+from hookcb.core.files import rank_file, write_whole
 from hookcb.profiling.attribution import Span
 from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import STEP
@@ -123,12 +123,17 @@ def is_file(path: Path) -> bool:
     return path.name.endswith(SUFFIXES)
 
 
-def cycle_file(trace: Path, cycle: int) -> Path:
-    """File for the trace of a cycle; in a folder, with a name that TensorBoard's plugin finds."""
+def cycle_file(trace: Path, cycle: int, rank: int = 0) -> Path:
+    """File for the trace of a cycle, `trace-2.rank1.json`, where the first and rank 0 are left out.
+
+    In a folder, its name is one that TensorBoard's plugin finds.
+    """
     if not is_file(trace):
-        return trace / f"{socket.gethostname()}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
+        worker = f"{socket.gethostname()}_{os.getpid()}" + (f"_rank{rank}" if rank else "")
+        return trace / f"{worker}.{time.time_ns()}.pt.trace.json.gz"
     stem, dot, suffix = trace.name.partition(".json")
-    return trace.with_name(f"{stem}-{cycle + 1}{dot}{suffix}") if cycle else trace
+    named = f"{stem}-{cycle + 1}" if cycle else stem
+    return rank_file(trace.with_name(f"{named}{dot}{suffix}"), rank)
 
 
 def write_trace(trace: bytes, path: Path) -> Path:

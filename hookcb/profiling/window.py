@@ -221,6 +221,8 @@ class Windows:
         layers: layers that get a range, by name.
         options: options for `torch.profiler.profile`.
         follow: called with True when a window begins, and with False when it ends.
+        rank: number of this rank, for the names of files.
+        ranks: ranks to profile; on others there is no window.
 
     Attributes:
         profile: sums over all windows.
@@ -235,7 +237,10 @@ class Windows:
         layers: Mapping[str, nn.Module],
         options: Mapping[str, bool],
         follow: Follow,
+        rank: int = 0,
+        ranks: tuple[int, ...] = (0,),
     ) -> None:
+        self.rank, self.ranks = rank, ranks
         self.schedule, self.options, self.follow = schedule, dict(options), follow
         # weak, because a watched loop ends when its model is freed
         self._layers: MutableMapping[str, nn.Module] = WeakValueDictionary(layers)
@@ -245,6 +250,8 @@ class Windows:
     @property
     def why_nothing(self) -> str:
         """Message if nothing was profiled."""
+        if self.rank not in self.ranks:
+            return f"nothing was profiled on rank {self.rank}; ranks is {self.ranks}"
         scheduled = self.schedule.describe()
         return f"nothing was profiled: scheduled are {scheduled}, and {self.n_steps} steps ran"
 
@@ -292,7 +299,7 @@ class Windows:
             self.profile.add(profile)
             self.traces.append(trace)
             if self.schedule.trace is not None:
-                write_trace(trace, cycle_file(self.schedule.trace, len(self.traces) - 1))
+                write_trace(trace, cycle_file(self.schedule.trace, len(self.traces) - 1, self.rank))
 
     def close(self) -> None:
         """Closes the open window and releases the model."""
