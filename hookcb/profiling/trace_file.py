@@ -40,7 +40,8 @@ def take_trace(prof: profile, spans: list[Span], steps: list[int]) -> bytes:
     try:
         trace = json.loads(written)
     except ValueError:  # torch does not escape names; some viewers are lenient
-        warn("torch wrote a trace that is not valid JSON; it has no backward by layer", stacklevel=2)
+        invalid = "torch wrote a trace that is not valid JSON; it has no backward by layer"
+        warn(invalid, stacklevel=2, is_of_rank=True)
         return gzip.compress(written, compresslevel=1)
     added = backward_events(spans, trace.get("baseTimeNanoseconds", 0))
     trace["traceEvents"] = [*_without_broken_steps(trace["traceEvents"], steps), *added]

@@ -75,6 +75,7 @@ class ProfileSchedule:
             f"wait + warmup + active = {parts} = {self.length} steps, and the fit has {n_steps}: "
             f"{n_profiled} of {self.active} will be profiled; make the window shorter",
             stacklevel=2,
+            is_of_rank=True,
         )
 
 
@@ -197,7 +198,8 @@ class Window:
         """Stops the profiler; returns the sums and the trace, or None if no batch was recorded."""
         self.ranges.remove()
         if self.is_recording and not is_profiling():  # stopping it again would crash Python
-            warn("another torch profiler stopped that of ProfilerCallback; its window is lost", stacklevel=2)
+            lost = "another torch profiler stopped that of ProfilerCallback; its window is lost"
+            warn(lost, stacklevel=2, is_of_rank=True)
             return None
         if not self.is_recording and self._is_prepared:
             self._prof.start_trace()  # else it stays prepared
@@ -261,7 +263,8 @@ class Windows:
         if action is ProfilerAction.NONE:
             return
         if is_profiling() and not (self._window is not None and self._window.is_recording):
-            warn("another torch profiler is running; this step is left out", stacklevel=2)
+            left_out = "another torch profiler is running; this step is left out"
+            warn(left_out, stacklevel=2, is_of_rank=True)
             return
         if self._window is None:
             self._window = Window(dict(self._layers), self.schedule.activities, **self.options)
