@@ -1,5 +1,9 @@
 """Shards: tensors of which each rank has a part, as under FSDP and tensor parallelism."""
 
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, distributed, nn
 
@@ -33,6 +37,73 @@ def local_part(x: Tensor) -> Tensor:
     with torch.no_grad():  # else it is a view
         part: Tensor = x.to_local()  # type: ignore[attr-defined]
     return part.wait() if hasattr(part, "wait") else part  # of a collective that was begun
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor.
+
+    Attributes:
+        x: the part.
+        shape: shape of the whole tensor, as far as it is known.
+        copies: number of ranks that have the same part.
+        is_slice: whether other ranks have other parts.
+    """
+
+    x: Tensor
+    shape: tuple[int, ...]
+    copies: int = 1
+    is_slice: bool = False
+
+
+def part_of(x: Tensor) -> Part | None:
+    """This rank's part of a tensor, for which nothing is awaited; None if ranks have summands of it."""
+    if not is_dtensor(x):
+        return Part(x, tuple(x.shape))
+    if is_partial(x):
+        return None
+    mesh = x.device_mesh  # type: ignore[attr-defined]
+    placements = enumerate(x.placements)  # type: ignore[attr-defined]
+    copies = math.prod(mesh.size(i) for i, placed in placements if placed.is_replicate())
+    with torch.no_grad():
+        return Part(x.to_local(), tuple(x.shape), copies, copies < mesh.size())  # type: ignore[attr-defined]
+
+
+def output_part(x: Tensor, m: nn.Module, inputs: Iterable[Any]) -> Part | None:
+    """This rank's part of a layer's output, also where tensor parallelism has turned it into a plain tensor.
+
+    Whether such a tensor is a slice follows from its shape; it is told as a slice if that is unknown.
+
+    Args:
+        x: the output.
+        m: the layer.
+        inputs: what it was called with, DTensors if it is parallel.
+    """
+    part, given = part_of(x), next((i for i in inputs if isinstance(i, Tensor) and is_dtensor(i)), None)
+    own = [] if is_fully_sharded(m) else [p for p in m.parameters(recurse=False) if is_dtensor(p)]
+    if part is None or is_dtensor(x) or (given is None and not own):
+        return part
+    mesh = (own[0] if given is None else given).device_mesh  # type: ignore[attr-defined]
+    if mesh.size() == 1:
+        return part
+    whole = None if given is None or mesh.ndim > 1 else _output_shape(m, tuple(given.shape))
+    if part.shape == whole:
+        return part._replace(copies=mesh.size())
+    is_known = whole is not None and len(whole) == x.ndim
+    return part._replace(shape=whole if is_known and whole is not None else part.shape, is_slice=True)
+
+
+def _output_shape(m: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Shape of a layer's whole output for an input of `shape`; None if it is unknown."""
+    if isinstance(n := getattr(m, "out_features", None), int):
+        return (*shape[:-1], n)
+    if isinstance(n := getattr(m, "embedding_dim", None), int):
+        return (*shape, n)
+    return shape if hasattr(m, "normalized_shape") or not any(True for _ in m.parameters()) else None
+
+
+def is_awaited(x: Tensor) -> bool:
+    """Whether a tensor is the result of a collective that may still run."""
+    return hasattr(x, "trigger_wait")
 
 
 def is_partial(x: Tensor) -> bool:
