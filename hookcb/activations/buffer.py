@@ -27,7 +27,7 @@ class Output(NamedTuple):
         elements: a copy of the output or a sample of it, see `take`; None without statistics.
         exact: moments of all elements if `elements` is a sample, else None.
         n: number of elements that this process has of the output.
-        copies: number of ranks that have the same ones, as under tensor parallelism.
+        copies: number of ranks that have the same ones, as under tensor parallelism; 0 if that is unknown.
     """
 
     type: str

@@ -12,7 +12,7 @@ from hookcb.activations.stats import Sample
 from hookcb.core.batch import parts
 from hookcb.core.ranks import ALONE, group_of, is_sharded
 from hookcb.core.sampling import SamplingCallback
-from hookcb.core.shards import Part, is_awaited, output_part, part_of, plain_class
+from hookcb.core.shards import Part, is_awaited, mesh_of, output_part, part_of, plain_class
 from hookcb.core.torch_private import version_of
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
@@ -130,6 +130,7 @@ class ActivationStats(HookCallback):
         self.append, self.run_valid = append, on_valid
         self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to now
         self._is_sharded = False  # whether outputs may be parts
+        self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
         self._awaited: list[Awaited] = []  # in the running forward
 
     def before_fit(self) -> None:
@@ -144,7 +145,8 @@ class ActivationStats(HookCallback):
     def _find_ranks(self) -> None:
         """Finds whose samples are recorded."""
         model, ranks = self.learn.model, self.learn.ranks
-        self._awaited, self._is_sharded = [], group_of(model) is not None and is_sharded(model)
+        self._awaited, self._is_slice = [], False
+        self._is_sharded = group_of(model) is not None and is_sharded(model)
         looks_alike = ranks.world > 1 and type(self).wants is SamplingCallback.wants
         self.has_rank_state = ranks.world > 1 and not looks_alike
         self.records.merger = Merger(ranks, device_of(model)) if looks_alike else None
@@ -182,14 +184,22 @@ class ActivationStats(HookCallback):
 
     def _take_part(self, path: str, x: Tensor, m: nn.Module, inputs: Iterable[Any]) -> None:
         """Takes this rank's part of an output of a model that is divided between ranks."""
-        kind = plain_class(m).__name__
-        part = part_of(x) if self._options.get("pre") else output_part(x, m, inputs)
+        kind, is_output = plain_class(m).__name__, not self._options.get("pre")
+        mesh, merger = mesh_of(m, inputs) if is_output else None, self.records.merger
+        part = part_of(x) if mesh is None else output_part(x, m, inputs, mesh)
         if part is None:
             self.records.left_out[path] = "summands of the ranks"
             return
-        ranks = self.learn.ranks
-        if part.is_slice and (self.records.merger is None or ranks.world < distributed.get_world_size()):
-            self.records.slices[path] = f"slice of rank {distributed.get_rank()}"
+        if mesh is not None:
+            self._is_slice = part.is_slice
+            if merger is not None:
+                merger.note_peers(mesh)
+        if part.is_slice and (merger is None or self.learn.ranks.world < distributed.get_world_size()):
+            self.records.slices[path] = f"of rank {distributed.get_rank()}"
+        elif self._is_slice and mesh is None and merger is None:
+            self.records.slices[path] = (
+                f"probably of rank {distributed.get_rank()}, as that of the layer before"
+            )
         if is_awaited(part.x):
             self.records.buffer.batch.setdefault(path, [])  # in the order of the forward
             self._awaited.append(Awaited(path, part, kind, version_of(part.x.elem)))  # type: ignore[attr-defined]
@@ -222,11 +232,9 @@ class ActivationStats(HookCallback):
             self._awaited = []
 
     def after_batch(self) -> None:
-        if not self.outside_main_phase:
-            self._end_batch()
         super().after_batch()
-
-    def _end_batch(self) -> None:
+        if self.outside_main_phase:
+            return
         self._take_awaited()
         (epochs, steps), phase = self._before, "train" if self.training else "valid"
         epoch, step = epochs + self.epoch, steps + self.train_iter

@@ -28,6 +28,7 @@ from hookcb.records.records import PHASES
 # calls; elements, and those that moments and shares are from; Σd and Σd² around the pivot; numbers near zero,
 # zero, and not finite: for each output, before the counts of its histogram
 N_SUMS = 9
+Sizes = tuple[int, int, int, int]
 About = tuple[str, tuple[int, ...]]  # type and shape of an output
 
 
@@ -39,14 +40,14 @@ class Look:
         outputs: type and shape of each output, by name.
         values: its `LAYER_STATS`, `(8,)`, on the device of the model.
         sizes: numbers of its elements, of those that moments and shares are from, and of ranks that have the
-            same elements.
+            same ones, 0 if that is unknown.
         rows: its elements, until they are counted for a histogram, by name.
         counts: histograms, by name.
     """
 
     outputs: dict[str, About]
     values: dict[str, Tensor]
-    sizes: dict[str, tuple[int, int, int, int]]
+    sizes: dict[str, Sizes]
     rows: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
 
@@ -72,6 +73,8 @@ class Merger:
         self._pivots = {phase: self._tensor([]) for phase in PHASES}
         self._ranges: dict[tuple[str, str], Tensor] = {}  # of histograms, by phase and name
         self._kept: list[Look] = []  # batches of a validation
+        self._copies: dict[tuple[str, str], int] = {}  # ranks with the same part, found by comparing
+        self._peers: tuple[int, ...] = ()  # ranks that compute outputs together, as in tensor parallelism
         self.elsewhere: dict[str, About] = {}  # outputs that only other ranks had when all agreed
 
     def merge(self, buffer: OutputBuffer, outputs: dict[str, Output], epoch: int, step: int) -> None:
@@ -90,6 +93,10 @@ class Merger:
         for i in range(int(self.ranks.max([len(kept)])[0])):
             look = kept[i] if i < len(kept) else self._look("valid", buffer, {})
             self._put("valid", buffer, look, epoch, step)
+
+    def note_peers(self, mesh: Any) -> None:
+        """Notes the ranks that compute an output together."""
+        self._peers = self._peers or tuple(mesh.mesh.flatten().tolist())
 
     # ---- this rank
 
@@ -112,9 +119,14 @@ class Merger:
                 values = moved(summarize(rows, exact, buffer.eps, wide=True), self.device)
                 look.values |= dict(zip(some, values, strict=True))
                 look.rows |= dict(zip(some, rows, strict=True)) if buffer.bins else {}
-        look.sizes |= {name: _sizes(output) for name, output in found.items()}
+        look.sizes |= {name: self._sizes(phase, name, output) for name, output in found.items()}
         self._count(phase, buffer, look)
         return look
+
+    def _sizes(self, phase: str, name: str, output: Output) -> Sizes:
+        taken = 0 if output.elements is None else output.elements.numel()
+        copies = output.copies or self._copies.get((phase, name), 0)
+        return output.n, taken if output.exact is None else output.n, taken, copies
 
     def _count(self, phase: str, buffer: OutputBuffer, look: Look) -> None:
         """Counts elements for the histograms whose ranges all ranks have agreed on."""
@@ -177,7 +189,7 @@ class Merger:
                 nothing = torch.full((n_bins,), math.nan, dtype=self._dtype, device=self.device)
                 counts = torch.stack([look.counts.get(name, nothing) for name in own])
                 n, _, n_counted, copies = sizes.unbind(1)
-                part = torch.cat([part, counts * (n / n_counted / copies)[:, None]], 1)
+                part = torch.cat([part, counts * (n / n_counted / copies.clamp(min=1))[:, None]], 1)
             sums.index_copy_(0, at, part)
             maxs[:-1].view(-1, 2).index_copy_(0, at, _extremes(values))
         maxs[-1] = float(is_new)
@@ -192,12 +204,14 @@ class Merger:
         new = {name: (about, _known_range(buffer, phase, name)) for name, about in look.outputs.items()}
         new = {name: facts for name, facts in new.items() if name not in names}
         digest = float(zlib.crc32(repr([(name, edges) for name, (_, edges) in new.items()]).encode()))
-        most, least = self.ranks.max([digest, -digest])
+        most, least, has_peers = self.ranks.max([digest, -digest, bool(self._peers)])
         if most != -least:
             of_ranks, new = self.ranks.gather(new), {}
             for name, facts in (pair for theirs in of_ranks for pair in theirs.items()):
                 new[name] = facts if name not in new or new[name][1] is None else new[name]
             self.elsewhere |= {name: about for name, (about, _) in new.items()}
+        if has_peers:
+            self._compare(phase, look, list(new))
         sums = torch.zeros(2, len(new), dtype=self._dtype, device=self.device)
         maxs = torch.full((len(new), 2), -math.inf, dtype=self._dtype, device=self.device)
         for i, name in enumerate(new):
@@ -217,6 +231,23 @@ class Merger:
         self._pivots[phase] = torch.cat([self._pivots[phase], pivots])
         self._count(phase, buffer, look)
         return list(new)
+
+    def _compare(self, phase: str, look: Look, names: Sequence[str]) -> None:
+        """Finds outputs that several ranks have alike, as they compute something else together."""
+        own = {
+            name: look.values[name].tolist()
+            for name in names
+            if name in look.sizes and not look.sizes[name][-1]
+        }
+        of_ranks = self.ranks.gather((self._peers, own))
+        for name in own:
+            same = [
+                repr(theirs.get(name)) == repr(own[name])
+                for peers, theirs in of_ranks
+                if peers == self._peers
+            ]
+            self._copies[phase, name] = sum(same)
+            look.sizes[name] = (*look.sizes[name][:-1], sum(same))
 
     # ---- resuming
 
@@ -239,11 +270,6 @@ def _stacked(outputs: Sequence[Output]) -> tuple[Tensor, Tensor | None]:
     return torch.stack(elements), torch.cat(exact) if exact else None
 
 
-def _sizes(output: Output) -> tuple[int, int, int, int]:
-    taken = 0 if output.elements is None else output.elements.numel()
-    return output.n, taken if output.exact is None else output.n, taken, output.copies
-
-
 def _known_range(buffer: OutputBuffer, phase: str, name: str) -> tuple[float, float] | None:
     """Range of a histogram that this rank has from before, or was given."""
     edges = buffer.ranges.get((phase, name)) if buffer.bins else None
@@ -257,7 +283,7 @@ def _sums(values: Tensor, sizes: Tensor, pivots: Tensor) -> Tensor:
     d = mean - pivots
     squares = torch.where(n_measured > 1, std.square() * (n_measured - 1) * (n / n_measured), 0.0)
     sums = [n, n_measured, n_counted, n * d, squares + n * d.square(), n * near_zero, n * zeros, nonfinite]
-    of_all = torch.stack(sums, 1) / copies[:, None]
+    of_all = torch.stack(sums, 1) / copies.clamp(min=1)[:, None]
     of_all = torch.where(n[:, None] > 0, of_all, 0.0)  # an output without elements
     return torch.cat([torch.ones_like(of_all[:, :1]), of_all], 1)
 

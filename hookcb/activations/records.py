@@ -110,7 +110,7 @@ class ActivationRecords(SavedRecords):
             output: a tensor; anything else is noted as left out.
             kind: class of the layer.
             shape: shape of the whole output, if this is a part of it.
-            copies: number of ranks that have the same part.
+            copies: number of ranks that have the same part; 0 if that is unknown.
         """
         if has_stats(output):
             elements, exact = take(detached(output), self.sample, wide=self.merger is not None)

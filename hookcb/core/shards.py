@@ -45,13 +45,13 @@ class Part(NamedTuple):
     Attributes:
         x: the part.
         shape: shape of the whole tensor, as far as it is known.
-        copies: number of ranks that have the same part.
+        copies: number of ranks that have the same part; 0 if that is unknown.
         is_slice: whether other ranks have other parts.
     """
 
     x: Tensor
     shape: tuple[int, ...]
-    copies: int = 1
+    copies: int = 0
     is_slice: bool = False
 
 
@@ -68,28 +68,41 @@ def part_of(x: Tensor) -> Part | None:
         return Part(x.to_local(), tuple(x.shape), copies, copies < mesh.size())  # type: ignore[attr-defined]
 
 
-def output_part(x: Tensor, m: nn.Module, inputs: Iterable[Any]) -> Part | None:
-    """This rank's part of a layer's output, also where tensor parallelism has turned it into a plain tensor.
+def mesh_of(m: nn.Module, inputs: Iterable[Any]) -> Any:
+    """Mesh of the ranks that compute a layer's output together, as in tensor parallelism; None if one does.
+
+    Args:
+        m: the layer, in or after its forward.
+        inputs: what it was called with; in tensor parallelism DTensors, if it has not parameters that are.
+    """
+    parts = [x for x in inputs if isinstance(x, Tensor) and is_dtensor(x)]
+    if not parts and not is_fully_sharded(m):  # which has its own shards back after its forward
+        parts = [p for p in m.parameters(recurse=False) if is_dtensor(p)]
+    mesh: Any = parts[0].device_mesh if parts else None  # type: ignore[attr-defined]
+    return None if mesh is None or mesh.size() == 1 else mesh
+
+
+def output_part(x: Tensor, m: nn.Module, inputs: Iterable[Any], mesh: Any) -> Part | None:
+    """This rank's part of an output that several ranks compute together, also if it is a plain tensor.
 
     Whether such a tensor is a slice follows from its shape; it is told as a slice if that is unknown.
 
     Args:
         x: the output.
         m: the layer.
-        inputs: what it was called with, DTensors if it is parallel.
+        inputs: what it was called with.
+        mesh: see `mesh_of`.
     """
-    part, given = part_of(x), next((i for i in inputs if isinstance(i, Tensor) and is_dtensor(i)), None)
-    own = [] if is_fully_sharded(m) else [p for p in m.parameters(recurse=False) if is_dtensor(p)]
-    if part is None or is_dtensor(x) or (given is None and not own):
+    part = part_of(x)
+    if part is None or is_dtensor(x):
         return part
-    mesh = (own[0] if given is None else given).device_mesh  # type: ignore[attr-defined]
-    if mesh.size() == 1:
-        return part
+    given = next((i for i in inputs if isinstance(i, Tensor) and is_dtensor(i)), None)
     whole = None if given is None or mesh.ndim > 1 else _output_shape(m, tuple(given.shape))
+    if whole is None or len(whole) != x.ndim:
+        return part._replace(is_slice=True)
     if part.shape == whole:
         return part._replace(copies=mesh.size())
-    is_known = whole is not None and len(whole) == x.ndim
-    return part._replace(shape=whole if is_known and whole is not None else part.shape, is_slice=True)
+    return part._replace(shape=whole, copies=1, is_slice=True)
 
 
 def _output_shape(m: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -131,7 +131,7 @@ class HookCallback(SamplingCallback):
         if not self.outside_main_phase:
             self._acts_in = None
             is_first = self._has_pred and self.n_batches == 1
-            if self.hooks and self.is_looking and is_first and not self.coverage.fired:
+            if self.hooks and self.is_looking and is_first and not any(hook.fired for hook in self.hooks):
                 warn(self.coverage.warning(), stacklevel=2)
 
     def after_fit(self) -> None:
