@@ -252,15 +252,17 @@ class Merger:
     # ---- resuming
 
     def state(self) -> dict[str, Any]:
-        """Names and pivots on which the ranks have agreed, of types that `weights_only=True` reads."""
-        return {phase: (list(names), self._pivots[phase].tolist()) for phase, names in self._names.items()}
+        """What the ranks have agreed on, of types that `torch.load(weights_only=True)` reads."""
+        agreed = {phase: (list(names), self._pivots[phase].tolist()) for phase, names in self._names.items()}
+        return {"agreed": agreed, "copies": self._copies}
 
     def load_state(self, state: dict[str, Any], buffer: OutputBuffer) -> None:
         """Restores what `state` has returned, with the ranges of a buffer's histograms."""
-        for phase, (names, pivots) in state.items():
+        for phase, (names, pivots) in state["agreed"].items():
             self._names[phase] = {name: i for i, name in enumerate(names)}
             self._pivots[phase] = self._tensor(pivots)
         self._ranges = {key: moved(edges, self.device) for key, edges in buffer.ranges.items()}
+        self._copies = dict(state["copies"])
 
 
 def _stacked(outputs: Sequence[Output]) -> tuple[Tensor, Tensor | None]:
