@@ -19,7 +19,7 @@ from hookcb.core.callback_list import (
     new_callbacks,
     renamed,
 )
-from hookcb.core.console import show
+from hookcb.core.console import show, shown_once
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.core.failures import blame, shared_failures
 from hookcb.core.loop_tree import loop_tree
@@ -353,7 +353,8 @@ class Loop(TrainingState):
             self._votes = Votes(ranks) if ranks.world > 1 else None
             self.signal = 0
             try:
-                yield
+                with shown_once(ranks.rank if ranks.world > 1 else None):
+                    yield
             finally:
                 self._votes = None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hookcb.core.fetches import FetchListener
 from hookcb.core.shards import is_fully_sharded
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import group_timeout, is_joining, make_store
@@ -66,6 +67,7 @@ class Ranks:
         self._control: _Control | None = None  # before `join`, and if alone
         self._run = 0
         self._marks: dict[str, object] = {}  # at which this rank was
+        self._wait_listeners: tuple[FetchListener, ...] = ()
         if model is not None and self.group is not None:
             self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
             self.is_sharded = is_sharded(model)
@@ -119,12 +121,27 @@ class Ranks:
             RankError: If a rank does not take part; the message names it.
         """
         self.check_failure()
+        listeners = self._wait_listeners
+        for listener in listeners:
+            listener.begin()
         try:
             while not self._is_done(work):
                 self.find_failure()
                 self.check_failure()
         except RuntimeError as error:  # torch's errors name an address, not a rank
             raise RankError(self.failure or self.describe_loss()) from error
+        finally:
+            for listener in listeners:
+                listener.end()
+
+    def follow_waits(self, listener: FetchListener) -> None:
+        """Notifies `listener` when a wait for other ranks begins and ends; alone, there are none."""
+        if self.world > 1:
+            self._wait_listeners += (listener,)
+
+    def leave_waits(self, listener: FetchListener) -> None:
+        """Undoes `follow_waits`; a second call does nothing."""
+        self._wait_listeners = tuple(x for x in self._wait_listeners if x is not listener)
 
     def _is_done(self, work: Any) -> bool:
         """Waits for a collective, on gloo only for so long; returns whether it has ended."""
@@ -324,9 +341,9 @@ def ranks_of(model: nn.Module) -> Ranks:
     return ALONE if group_of(model) is None else Ranks(model)
 
 
-def describe_alone(model: nn.Module) -> str:
-    """Describes whose numbers this rank shows, where ranks do not communicate; "" if it trains alone."""
-    if (group := group_of(model)) is None:
+def describe_alone(model: nn.Module, group: Any) -> str:
+    """Describes whose numbers this rank shows, where a group does not communicate; "" without a group."""
+    if group is None:
         return ""
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     what = "its batches and its shards of the parameters" if is_sharded(model) else "its batches"

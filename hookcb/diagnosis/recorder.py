@@ -9,7 +9,6 @@ from torch import nn
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
-from hookcb.core.ranks import describe_alone
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
@@ -17,7 +16,7 @@ from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.gradients.callback import GradientHealth
-from hookcb.hooks.modules import ModelGoneError, has_params
+from hookcb.hooks.modules import has_params
 
 
 def is_external(loop: Any) -> bool:
@@ -153,8 +152,7 @@ class EvidenceRecorder(SamplingCallback):
         probed = self._probes.evidence(self._frame)
         if self._is_external:
             probed.unseen = dict(self.learn.coverage.missing)
-            with suppress(ModelGoneError):
-                probed.notes += [note] if (note := describe_alone(self.model)) else []
+            probed.notes += [note] if (note := self.learn.facts.of_rank) else []
         evidence = gather([*self._attached, *self.learn.cbs], self._frame, probed)
         evidence.looks = self._schedule.rule
         return evidence

@@ -259,14 +259,15 @@ class Learner(NamedLoop):
 
     def _observed(self, batches: Iterable[T]) -> Iterable[T]:
         """Batches, with listeners notified of each fetch in training."""
-        listeners = tuple(self._fetch_listeners) if self.training else ()
+        if self.training and (listeners := tuple(self._fetch_listeners)):
+            batches = ObservedFetches(batches, listeners)
         if self.training and self.n_iter is None:
             batches = self.ranks.until_one_ends(batches)
         elif self.training and self._uneven == "stop" and self.ranks.world > 1:
             batches = up_to(batches, self.n_iter)
         elif not self.training and self.ranks.world > 1:
             batches = self._without_padding(batches)
-        return ObservedFetches(batches, listeners) if listeners else batches
+        return batches
 
     def _without_padding(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Numbered batches of a validation, without the samples that a DistributedSampler repeats."""
