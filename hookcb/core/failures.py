@@ -66,7 +66,9 @@ def blame(ranks: Ranks, error: BaseException, where: str) -> BaseException:
 
 def _shortened(text: str) -> str:
     """The begin and the end of a long text, where a loader's worker puts its error."""
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 3]} … {text[-2 * MAX_TEXT // 3 :].strip()}"
+    return (
+        text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 3]} … {text[-2 * MAX_TEXT // 3 :].strip()}"
+    )
 
 
 def _is_from_others(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from hookcb.core.batch import batch_size, map_tensors
 
@@ -84,7 +84,9 @@ def own_order(loader: Any) -> list[int] | None:
     The sampler repeats samples so that all ranks have as many; rank r's sample i is one of these if
     r + i · world is not below the number of samples.
     """
-    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None) if type(batch_sampler) is BatchSampler else None
+    sampler = getattr(loader, "sampler", None) if inner is None else inner
     if not isinstance(sampler, DistributedSampler):
         return None
     dataset: Any = sampler.dataset

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import batch_size, describe, n_batches, split_batch
 from hookcb.core.callback_list import Callbacks
+from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
@@ -26,6 +27,7 @@ from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of
 from hookcb.hooks.summary import Summary, module_summary
+from hookcb.loops.alike import facts_of
 from hookcb.loops.checks import (
     check_fit,
     check_functions,
@@ -178,8 +180,8 @@ class Learner(NamedLoop):
             resume: file of a `Checkpoint` to resume from, or a folder, whose newest intact file is used;
                 "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has no file.
                 `Progress` shows what is resumed; it is a warning if nothing is left to train.
-            uneven: what to do if ranks have different numbers of training batches: "error", or "stop" for
-                epochs as long as the shortest. Of loaders without a length, the shortest always ends an epoch.
+            uneven: what to do if ranks have different numbers of training batches: "error", or "stop" to
+                end each epoch with the shortest, as loaders without a length always do.
 
         Raises:
             TypeError, ValueError, RuntimeError, OSError: If it cannot train; before training starts.
@@ -195,7 +197,8 @@ class Learner(NamedLoop):
                 self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
                 self._uneven = uneven
                 self._remaining = resumed(resume, self) or everything
-                self.ranks.check_alike({"number of epochs": n_epoch, "resumed checkpoint": str(resume)})
+                asked = {"number of epochs": n_epoch, "resumed checkpoint": str(resume), "uneven": uneven}
+                self.ranks.check_alike(asked | facts_of(self, self.loss_func))
                 try:
                     self.run_fit(self._epochs)
                 finally:
@@ -232,6 +235,13 @@ class Learner(NamedLoop):
         else:
             self.ranks.check_alike({"number of training batches": self.n_iter}, HINT_UNEVEN)
 
+    def _tell_uneven(self) -> None:
+        if self._uneven != "stop" and self.ranks.is_main:
+            warn(
+                "an epoch ended when a rank had no more batches, though others had; give all ranks as many, "
+                'or fit(…, uneven="stop")'
+            )
+
     def _batches(self) -> None:
         self.iter = -1
         for self.iter, batch in self._fetched(self._remaining("batch", enumerate(self.dl))):
@@ -257,12 +267,12 @@ class Learner(NamedLoop):
                 raise
             raise (CancelFitException if self.training else CancelValidException) from error
 
-    def _observed(self, batches: Iterable[T]) -> Iterable[T]:
+    def _observed(self, batches: Iterable[tuple[int, Any]]) -> Iterable[tuple[int, Any]]:
         """Batches, with listeners notified of each fetch in training."""
         if self.training and (listeners := tuple(self._fetch_listeners)):
             batches = ObservedFetches(batches, listeners)
         if self.training and self.n_iter is None:
-            batches = self.ranks.until_one_ends(batches)
+            batches = self.ranks.until_one_ends(batches, self._tell_uneven)
         elif self.training and self._uneven == "stop" and self.ranks.world > 1:
             batches = up_to(batches, self.n_iter)
         elif not self.training and self.ranks.world > 1:
@@ -502,7 +512,7 @@ def without_replicas(model: nn.Module) -> nn.Module:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
-    """Loads weights that were saved with or without a DistributedDataParallel into a model with or without."""
+    """Loads weights, which a model in a DistributedDataParallel or outside of one has saved, into another."""
     weights = dict(weights)
     consume_prefix_in_state_dict_if_present(weights, "module.")
     without_replicas(model).load_state_dict(weights, strict=strict)

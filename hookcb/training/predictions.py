@@ -68,7 +68,9 @@ class GatherPreds(Callback):
         """
         if ranks.world > 1:
             key = order if self.digest is None else self.digest.hexdigest()
-            everyone = {repr(theirs[0]): theirs for theirs in reversed(ranks.gather((key, self.batches, order)))}
+            everyone = {
+                repr(theirs[0]): theirs for theirs in reversed(ranks.gather((key, self.batches, order)))
+            }
             parts = list(reversed(everyone.values()))
         else:
             parts = [(None, self.batches, order)]
