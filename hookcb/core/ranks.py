@@ -4,6 +4,7 @@ import math
 import pickle
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -288,7 +289,7 @@ class Ranks:
             if not is_told and time.monotonic() > begin + PATIENCE:
                 is_told = True
                 missing = name_ranks(self.missing_at(mark))
-                warn(f"rank {self.rank} waits for {missing} to call {name}", is_of_rank=True)
+                warn(f"waiting for {missing} to call {name}", is_of_rank=True)
             if time.monotonic() > until and (missing := self.missing_at(mark)):
                 raise RankError(
                     f"{name} must be called on all ranks, but {name_ranks(missing)} did not call it"
@@ -459,7 +460,10 @@ class _Control:
         backend = distributed.get_backend(group)
         self._backend = backend if backend in ("fake", "threaded") else "gloo"
         self.can_stop_waiting = self._backend == "gloo"
-        self.store = make_store(f"hookcb/{self._ranks[0]}-{self._ranks[-1]}-{len(self._ranks)}")
+        name = f"hookcb/{len(self._ranks)}-{zlib.crc32(repr(self._ranks).encode())}"
+        own = f"{name}/{distributed.get_rank()}"  # threads can be ranks
+        _made[own] += 1  # the store may outlive a group, and keep what was said in it
+        self.store = make_store(f"{name}/{_made[own]}")
 
     def connect(self, anew: bool = False) -> None:
         """Makes the group, once; waits for all ranks.
@@ -475,6 +479,7 @@ class _Control:
             )
 
 
+_made: Counter[str] = Counter()  # controls that this process has made, by name and rank
 _controls: WeakKeyDictionary[Any, _Control] = WeakKeyDictionary()
 
 
