@@ -255,13 +255,13 @@ class Ranks:
         if self.group is None:
             return
         self._control = control = _control_of(self.group)
-        self._run = control.n_runs + 1
+        control.n_runs += 1  # also if it fails, as it then does on all ranks
+        self._run = control.n_runs
         first = control.store.compare_set(f"{self._run}/begins", "", f"{self.rank} {name}").decode()
         rank, _, other = first.partition(" ")
         if other != name:
             raise RankError(f"rank {self.rank} called {name}, but rank {rank} {other}; call the same on all")
         self._meet(name, name, timeout)
-        control.n_runs += 1
         with_failure = self._run > 1 and control.store.check([f"{self._run - 1}/failure"])
         control.connect(anew=with_failure)
 

@@ -170,7 +170,7 @@ class Broken(Dataset):
 
 
 def dataset_in_a_worker():
-    fit(with_loaders(DataLoader(Broken(), 4, num_workers=1)))
+    fit(with_loaders(valid=DataLoader(Broken(), 4, num_workers=1)))
 
 
 def other_rate():
