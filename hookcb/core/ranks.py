@@ -288,8 +288,8 @@ class Ranks:
             self.check_failure()
             if not is_told and time.monotonic() > begin + PATIENCE:
                 is_told = True
-                missing = name_ranks(self.missing_at(mark))
-                warn(f"waiting for {missing} to call {name}", is_of_rank=True)
+                late = name_ranks(self.missing_at(mark))
+                warn(f"waiting for {late} to call {name}", is_of_rank=True)
             if time.monotonic() > until and (missing := self.missing_at(mark)):
                 raise RankError(
                     f"{name} must be called on all ranks, but {name_ranks(missing)} did not call it"

@@ -520,9 +520,10 @@ def without_replicas(model: nn.Module) -> nn.Module:
 
 def load_weights(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
     """Loads weights, which a model in a DistributedDataParallel or outside of one has saved, into another."""
-    weights = dict(weights)
-    consume_prefix_in_state_dict_if_present(weights, "module.")
-    without_replicas(model).load_state_dict(weights, strict=strict)
+    model, prefix = without_replicas(model), "module."
+    if all(name.startswith(prefix) for name in weights) and weights.keys() != model.state_dict().keys():
+        consume_prefix_in_state_dict_if_present(weights, prefix)
+    model.load_state_dict(weights, strict=strict)
 
 
 def everything(level: str, items: Iterable[T]) -> Iterable[T]:
