@@ -16,6 +16,7 @@ def test_a_process_alone_gets_back_what_it_gives():
     assert ALONE.mean(1.5, 4) == 1.5
     assert ALONE.gather("x") == ["x"]
     assert list(ALONE.until_one_ends(range(3))) == [0, 1, 2]
+    assert list(ALONE.until_all_end(range(3))) == [0, 1, 2]
     assert ALONE.missing_at("here") == []
     assert ALONE.are_all_at("here")
     assert repr(ALONE) == "Ranks(rank=0, world=1)"
@@ -27,6 +28,7 @@ def test_a_process_alone_changes_and_checks_nothing():
     ALONE.check_alike({"colour": object()})
     ALONE.report_failure("raised ValueError")
     ALONE.join("learn.fit")
+    ALONE.meet("learn.validate", "")
     assert torch.equal(x, torch.ones(2))
     assert ALONE.find_failure() == ""
 

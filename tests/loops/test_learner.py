@@ -6,6 +6,7 @@ import gc
 import itertools
 import pickle
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -533,3 +534,18 @@ def test_gradients_left_by_an_interrupted_fit_are_not_added_to():
     assert same(weights(learn.model), list(start.values()))
     fit(learn)
     assert same(weights(learn.model), weights(fit(make_learner()).model))
+
+
+def test_what_to_do_with_uneven_ranks_is_checked():
+    with pytest.raises(ValueError, match="uneven must be 'error' or 'stop', got 'join'"):
+        make_learner().fit(1, uneven="join")
+
+
+def test_weights_of_a_model_with_a_part_named_module_are_loaded_with_and_without_it(tmp_path):
+    whole = nn.Sequential(OrderedDict(module=nn.Linear(1, 1)))
+    batches = [(torch.ones(4, 1), torch.ones(4, 1))]
+    file = Learner(batches, whole, nn.functional.mse_loss).save(tmp_path / "whole.pt")
+    for model in (nn.Sequential(OrderedDict(module=nn.Linear(1, 1))), nn.Linear(1, 1)):
+        Learner(batches, model, nn.functional.mse_loss).load(file)
+        part = model.module if isinstance(model, nn.Sequential) else model
+        assert torch.equal(part.weight, whole.module.weight)
