@@ -24,6 +24,7 @@ SOURCES = {  # how to get each source of evidence
     "steps": "Diagnose",
     "time": "Diagnose",
     "memory": "Diagnose",
+    "ranks": "StepTimer",
 }
 RANK = {"error": 0, "warning": 1, "info": 2}
 
