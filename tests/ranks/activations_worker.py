@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,8 +26,17 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hookcb import ActivationStats, Callback, CancelFitException, Checkpoint, HookCallback, Learner, watch
-from hookcb import CancelBatchException, CancelEpochException
+from hookcb import (
+    ActivationStats,
+    Callback,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    Checkpoint,
+    HookCallback,
+    Learner,
+    watch,
+)
 from hookcb.core import ranks
 from tests.ranks.support import answer, join_group
 from tests.ranks.trace_worker import Trace
@@ -75,19 +85,32 @@ def oracle(x, eps=0.05):
 
 def off(found, expected):
     """Largest relative difference of each statistic over the records."""
-    pairs = [[(row[stat], want) for stat, want in zip(STATS, wants, strict=True)] for row, wants in zip(found, expected, strict=True)]
-    return [max(abs(a - b) / max(abs(b), 1e-300) if a != b else 0.0 for a, b in column) for column in zip(*pairs, strict=True)]
+    pairs = [
+        [(row[stat], want) for stat, want in zip(STATS, wants, strict=True)]
+        for row, wants in zip(found, expected, strict=True)
+    ]
+    return [
+        max(abs(a - b) / max(abs(b), 1e-300) if a != b else 0.0 for a, b in column)
+        for column in zip(*pairs, strict=True)
+    ]
 
 
 def digest(stats):
     """Of all numbers, to the bit."""
     stores = [stats.store_of(phase) for phase in ("train", "valid")]
-    texts = [f"{store.infos}{[(name, store.series(name).tolist()) for name in store.names]}" for store in stores]
+    texts = [
+        f"{store.infos}{[(name, store.series(name).tolist()) for name in store.names]}" for store in stores
+    ]
     return hashlib.sha1("".join(texts).encode()).hexdigest()[:8]
 
 
 def about(stats):
-    return {"names": stats.names, "coverage": str(stats.coverage), "digest": digest(stats), "left_out": stats.left_out}
+    return {
+        "names": stats.names,
+        "coverage": str(stats.coverage),
+        "digest": digest(stats),
+        "left_out": stats.left_out,
+    }
 
 
 # ---- data parallel
@@ -125,7 +148,7 @@ def large_outputs():
     torch.manual_seed(0)
     _, stats = fitted([(x, torch.zeros(8).long())], model=model, with_hist=True)
     whole = torch.cat(parts).repeat(1, 3000)
-    return off([stats.stats[0]["0"]], [oracle(whole)])[:5] + [stats.hist("0").expm1().sum().item()]
+    return [*off([stats.stats[0]["0"]], [oracle(whole)])[:5], stats.hist("0").expm1().sum().item()]
 
 
 def odd_layers():
@@ -168,7 +191,9 @@ def collectives():
     traces = {}
     for every in (None, 1, 2):
         cbs = [] if every is None else [ActivationStats(every=every, with_hist=True)]
-        learn = Learner((labelled(inputs()[RANK]) * 3, None), DistributedDataParallel(small()), cross_entropy, lr=0.0)
+        learn = Learner(
+            (labelled(inputs()[RANK]) * 3, None), DistributedDataParallel(small()), cross_entropy, lr=0.0
+        )
         with Trace() as trace, learn.no_logging():
             learn.fit(1, cbs=cbs)
         traces[every] = trace.ops
@@ -224,7 +249,11 @@ def cancels():
     """Of a batch of the training or the validation, or of the epoch in a validation, by one rank."""
     xs = labelled(inputs()[RANK])
     found = []
-    for cancel, training in ((CancelBatchException, True), (CancelBatchException, False), (CancelEpochException, False)):
+    for cancel, training in (
+        (CancelBatchException, True),
+        (CancelBatchException, False),
+        (CancelEpochException, False),
+    ):
         _, stats = fitted(xs, xs, n=2, on_valid=True, cbs=[CancelsOnce(cancel, training)])
         found.append([len(stats.stats), len(stats.valid_stats), digest(stats)])
     return found
@@ -245,7 +274,9 @@ def resumed():
     _, whole = fitted(xs, n=3, with_hist=True)
     fitted(xs, n=3, with_hist=True, cbs=[Checkpoint(folder), Stops()])
     distributed.barrier()
-    learn = Learner((xs, None), DistributedDataParallel(small(), find_unused_parameters=True), cross_entropy, lr=0.01)
+    learn = Learner(
+        (xs, None), DistributedDataParallel(small(), find_unused_parameters=True), cross_entropy, lr=0.01
+    )
     stats = ActivationStats(include_paramless=True, with_hist=True)
     with learn.no_logging():
         learn.fit(3, cbs=[stats, Checkpoint(folder)], resume="latest")
@@ -289,21 +320,24 @@ def of_block(wrap, data):
 
 
 def beside_one_process(wrap, n_data=1):
-    """Largest difference of any statistic, by layer; the ranks of a group for parallel data have other data."""
+    """Largest difference of any statistic, by layer; `n_data` groups of ranks have other data."""
     shards = [tokens(r) for r in range(n_data)]
     mine = shards[RANK * n_data // WORLD]
     together = [tuple(map(torch.cat, zip(*batches, strict=True))) for batches in zip(*shards, strict=True)]
     alone, stats = of_block(lambda m: m, together), of_block(wrap, mine)
     apart = {
         name: max(
-            abs(a[name][stat] - b[name][stat]) for a, b in zip(alone.stats, stats.stats, strict=True) for stat in STATS
+            abs(a[name][stat] - b[name][stat])
+            for a, b in zip(alone.stats, stats.stats, strict=True)
+            for stat in STATS
         )
         if name in stats.names
         else "no record"
         for name in alone.names
     }
     counts = {
-        name: (alone.hist(name).expm1().sum() - stats.hist(name).expm1().sum()).abs().item() for name in stats.names
+        name: (alone.hist(name).expm1().sum() - stats.hist(name).expm1().sum()).abs().item()
+        for name in stats.names
     }
     types = sorted({kind for kind, _ in stats.outputs.values()})
     return {"apart": apart, "counts": counts, "types": types, **about(stats)}
@@ -356,12 +390,16 @@ def fsdp2_and_tensor_parallel():
     return beside_one_process(lambda m: sharded(parallel(MLP, mesh["tp"])(m), mesh["dp"]), WORLD // 2)
 
 
+def flattened(m, use_orig_params=False):
+    return FullyShardedDataParallel(m, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+
+
 def fsdp1():
-    return beside_one_process(lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"), use_orig_params=True), WORLD)
+    return beside_one_process(partial(flattened, use_orig_params=True), WORLD)
 
 
 def fsdp1_flat():
-    return beside_one_process(lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu")), WORLD)
+    return beside_one_process(flattened, WORLD)
 
 
 def watched():
@@ -377,7 +415,9 @@ def watched():
         opt.zero_grad()
     if w is not None:
         w.close()
-    return {"slices": sorted(stats.records.slices), "report": str(stats.report()), **about(stats)} if w else {}
+    return (
+        {"slices": sorted(stats.records.slices), "report": str(stats.report()), **about(stats)} if w else {}
+    )
 
 
 def main():
