@@ -48,7 +48,6 @@ def test_a_cancel_outside_of_batches_acts_at_once_on_all(threads):
 
 VOTE = 64  # bytes
 FREE = {
-    "ActivationStats",
     "ChannelsLast",
     "DetectAnomaly",
     "GradientClip",
@@ -105,6 +104,14 @@ def test_a_callback_that_may_cancel_a_batch_costs_one_more_vote_in_each(costs, h
     none, found = costs[how]["none"], costs[how]["TerminateOnNaN"]
     assert found["n"] - none["n"] == 12
     assert found["bytes"] - none["bytes"] == 12 * VOTE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_activations_cost_two_reductions_a_record_and_the_first_four_more(costs, how):
+    none, found = costs[how]["none"], costs[how]["ActivationStats"]
+    assert found["n"] - none["n"] == 2 * 12 + 4
+    assert found["bytes"] - none["bytes"] < 12 * 2 * (9 + 2 + 1) * 8 * 2  # of two layers
 
 
 @pytest.mark.slow
