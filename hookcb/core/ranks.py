@@ -253,9 +253,7 @@ class Ranks:
         first = control.store.compare_set(f"{self._run}/begins", "", f"{self.rank} {name}").decode()
         rank, _, other = first.partition(" ")
         if other != name:
-            raise RankError(
-                f"all ranks must call the same, but rank {self.rank} called {name}, and rank {rank} called {other}"
-            )
+            raise RankError(f"rank {self.rank} called {name}, but rank {rank} {other}; call the same on all")
         self._meet(name, name, timeout)
         control.n_runs += 1
         with_failure = self._run > 1 and control.store.check([f"{self._run - 1}/failure"])

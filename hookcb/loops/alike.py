@@ -1,8 +1,7 @@
-"""What must be the same on all ranks, so that they train one model: compared before a fit."""
+"""Facts that must be the same on all ranks, so that they train one model; compared before a fit."""
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,11 +12,11 @@ from hookcb.hooks.modules import named_modules
 from hookcb.training.max_time import MaxTime
 from hookcb.training.metrics import Metrics
 
-SIMPLE = (bool, int, float, str, tuple, Path, type(None))
+SIMPLE = (bool, int, float, str, tuple, type(None))
 
 
 def facts_of(learn: Loop, loss_func: Callable[..., Any] | None) -> dict[str, Any]:
-    """What must be the same on all ranks, by what it is; it costs nothing if this process trains alone."""
+    """Facts that must be the same on all ranks, by what they are; none if this process trains alone."""
     if learn.ranks.world == 1:
         return {}
     cbs = [cb for cb in learn.cbs if not cb.shows_only]

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +43,7 @@ from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoc
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
-from hookcb.training.checkpoint.resume import resumed, validated_weights
+from hookcb.training.checkpoint.resume import Resume, validated_weights
 from hookcb.training.checkpoint.state import check_whole
 from hookcb.training.metrics import Metrics
 from hookcb.training.predictions import GatherPreds
@@ -196,8 +197,10 @@ class Learner(NamedLoop):
                 self.opt.zero_grad()  # an interrupted fit may have left gradients behind
                 self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
                 self._uneven = uneven
-                self._remaining = resumed(resume, self) or everything
-                asked = {"number of epochs": n_epoch, "resumed checkpoint": str(resume), "uneven": uneven}
+                found = Resume.find(resume, self)
+                self._remaining = everything if found is None else partial(found.remaining, self)
+                file = None if found is None else found.file.name
+                asked = {"number of epochs": n_epoch, "resumed checkpoint": file, "uneven": uneven}
                 self.ranks.check_alike(asked | facts_of(self, self.loss_func))
                 try:
                     self.run_fit(self._epochs)
