@@ -186,6 +186,18 @@ class Ranks:
         self.wait(self.start(parts))
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(parts, sizes)]
 
+    def of_main(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on all ranks; on its way it is pickled."""
+        if self._control is None:
+            return make()
+        data = bytearray(pickle.dumps(make())) if self.is_main else bytearray()
+        part = torch.zeros(int(self.sum([len(data)])[0]), dtype=torch.uint8)
+        if self.is_main:
+            part[:] = torch.frombuffer(data, dtype=torch.uint8)
+        self.wait(self.start(part))
+        item: T = pickle.loads(part.numpy().tobytes())
+        return item
+
     def until_one_ends(self, items: Iterable[T], uneven: Callable[[], None] | None = None) -> Iterator[T]:
         """Items until any rank has no more; ranks wait for each other before each of them.
 
