@@ -119,7 +119,7 @@ def data():
 
 
 def callbacks():
-    return about(timed(cbs=Callback(before_batch=lambda cb: time.sleep(LAG * RANK), name="lags")))
+    return about(timed(cbs=[Callback(before_batch=lambda cb: time.sleep(LAG * RANK))]))
 
 
 def buffers_and_data_of_rank_0():
@@ -150,7 +150,7 @@ def without_length():
 def pickled_while_it_runs():
     sizes = []
     pickles = Callback(after_train=lambda cb: sizes.append(len(pickle.dumps(cb.learn.step_timer))))
-    learn = timed(cbs=pickles)
+    learn = timed(cbs=[pickles])
     return {"n": len(sizes), "again": pickle.loads(pickle.dumps(learn.step_timer)).records.ranks.n_blocks}
 
 
