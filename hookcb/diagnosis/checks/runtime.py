@@ -75,13 +75,13 @@ def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
     be told. A Learner's fit of DistributedDataParallel or of sharded parameters is judged, no other loop.
 
     Source: Jiang et al., "MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs", 2024,
-    which finds stragglers by comparing the ranks' times of forward and data.
+    which finds stragglers by comparing the times of the same phases between ranks.
     """
     found = evidence.slowest_rank
     if found is None or found.n_blocks < MIN_BLOCKS:
         yield Skipped(f"ranks were compared in fewer than {MIN_BLOCKS} blocks of steps")
         return
-    if found.share <= MAX_EXCESS or found.excess < MIN_EXCESS or not found.is_chronic:
+    if not (found.share > MAX_EXCESS and found.excess >= MIN_EXCESS and found.is_chronic):
         name = "a rank that the others wait for"
         more = f"{found.share:.0%} more work at most" if found.is_chronic else "not always the same one"
         yield Passed(f"{name} ({more})", found.share, MAX_EXCESS)
