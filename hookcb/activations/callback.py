@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from hookcb.activations.merge import Merger
-from hookcb.activations.records import ActivationRecords
+from hookcb.activations.records import OPTIONS, ActivationRecords
 from hookcb.activations.stats import Sample
 from hookcb.core.batch import parts
 from hookcb.core.ranks import ALONE, group_of, is_sharded
@@ -149,7 +149,14 @@ class ActivationStats(HookCallback):
         self._is_sharded = group_of(model) is not None and is_sharded(model)
         looks_alike = ranks.world > 1 and type(self).wants is SamplingCallback.wants
         self.has_rank_state = ranks.world > 1 and not looks_alike
-        self.records.merger = Merger(ranks, device_of(model)) if looks_alike else None
+        self.records.merger = None
+        if looks_alike:
+            records = self.records
+            given = {"every": self.every or 1, "on_valid": self.run_valid} | {
+                option: getattr(records, option) for option in OPTIONS
+            }
+            ranks.check_alike({f"arguments of {self.name}": given})
+            records.merger = Merger(ranks, device_of(model))
         group = group_of(model) if ranks is ALONE else ranks.group
         if group is None:
             self.records.of_ranks = ""

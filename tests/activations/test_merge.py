@@ -8,6 +8,7 @@ CASES = [
     "all_samples",
     "large_outputs",
     "odd_layers",
+    "arguments_that_differ",
     "own_schedule",
     "own_hooks",
     "cancels",
@@ -113,11 +114,20 @@ def test_nan_and_inf_of_any_rank_show_and_an_empty_output_adds_nothing(ranks):
         assert result["nonfinite"] == [len(ranks) - 1, "inf"]
 
 
-def test_a_record_costs_two_collectives_and_the_first_four_more(two):
+def test_a_record_costs_two_collectives_and_a_fit_five_more(two):
     found = of_all(two, "collectives")
     none, every, second = found["n"]
-    assert every - none == 2 * 12 + 4
-    assert second - none == 2 * 6 + 4
+    assert every - none == 2 * 12 + 5
+    assert second - none == 2 * 6 + 5
+
+
+def test_arguments_that_differ_are_an_error_on_all_ranks(ranks):
+    for rank in ranks:
+        assert rank["arguments_that_differ"]["error"] == "RankError"
+        assert (
+            "all ranks need the same arguments of activation_stats" in rank["arguments_that_differ"]["text"]
+        )
+        assert "rank 0 has {'every': 1" in rank["arguments_that_differ"]["text"]
 
 
 def test_a_subclass_with_its_own_schedule_records_its_rank_and_says_so(ranks):

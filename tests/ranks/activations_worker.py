@@ -200,6 +200,10 @@ def collectives():
     return {"n": [len(ops) for ops in traces.values()], "ops": traces}
 
 
+def arguments_that_differ():
+    fitted(labelled(inputs()[RANK]), every=1 + (RANK > 0))
+
+
 def own_schedule():
     """A subclass that decides by rank which batches it wants."""
 
