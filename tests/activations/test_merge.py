@@ -20,6 +20,7 @@ TWO = [
     "tensor_parallel",
     "tensor_parallel_dtensors",
     "sequence_parallel",
+    "summands",
     "fsdp1",
     "fsdp1_flat",
 ]
@@ -173,6 +174,15 @@ def test_shards_of_parameters_make_no_difference(ranks):
 @pytest.mark.parametrize("case", ["tensor_parallel", "tensor_parallel_dtensors", "sequence_parallel"])
 def test_slices_are_merged_and_copies_count_once(two, case):
     is_as_one_process(of_all(two, case))
+
+
+def test_summands_have_no_record_and_the_layer_is_not_seen(two):
+    found = of_all(two, "summands")
+    assert found["left_out"] == {"w2": "summands of the ranks"}
+    first, silent, *_ = found["coverage"].splitlines()
+    assert first == "6 of 7 layers seen in 3 batches"
+    assert silent == "silent: w2: no statistics of its output: summands of the ranks"
+    assert "w2" not in found["names"]
 
 
 @pytest.mark.slow

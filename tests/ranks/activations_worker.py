@@ -16,7 +16,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -350,10 +350,10 @@ def beside_one_process(wrap, n_data=1):
 MLP = {"w1": ColwiseParallel(), "w2": RowwiseParallel()}
 OF_DTENSORS = {
     "w1": ColwiseParallel(use_local_output=False),
-    "act": SequenceParallel(sequence_dim=2, use_local_output=False),
     "w2": RowwiseParallel(use_local_output=False),
-    "post": SequenceParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
 }
+OF_SUMMANDS = OF_DTENSORS | {"w2": RowwiseParallel(use_local_output=False, output_layouts=Partial())}
 OF_SEQUENCES = {
     "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "norm": SequenceParallel(),
@@ -371,8 +371,11 @@ def tensor_parallel():
 
 
 def tensor_parallel_dtensors():
-    plan = {key: OF_DTENSORS[key] for key in ("w1", "act")} | {"w2": RowwiseParallel()}
-    return beside_one_process(parallel(plan))
+    return beside_one_process(parallel(OF_DTENSORS))
+
+
+def summands():
+    return about(of_block(parallel(OF_SUMMANDS), tokens()))
 
 
 def sequence_parallel():
