@@ -26,6 +26,7 @@ class Awaited(NamedTuple):
     """An output that is the result of a collective, for which a hook must not wait."""
 
     path: str
+    x: Tensor
     part: Part
     kind: str
     version: int
@@ -207,22 +208,23 @@ class ActivationStats(HookCallback):
             self.records.slices[path] = (
                 f"probably of rank {distributed.get_rank()}, as that of the layer before"
             )
-        if is_awaited(part.x):
-            self.records.buffer.batch.setdefault(path, [])  # in the order of the forward
-            self._awaited.append(Awaited(path, part, kind, version_of(part.x.elem)))  # type: ignore[attr-defined]
-        else:
+        if not is_awaited(part.x):
             self.records.take(path, part.x, kind, part.shape, part.copies)
+        elif x.is_inference():  # which does not tell if it was changed since
+            self.records.left_out[path] = "a result that is awaited, in inference mode"
+        else:
+            self.records.buffer.batch.setdefault(path, [])  # in the order of the forward
+            self._awaited.append(Awaited(path, x, part, kind, version_of(x)))
 
     @torch.no_grad()
     def _take_awaited(self) -> None:
         """Takes the results of collectives once the forward has used them."""
         awaited, self._awaited = self._awaited, []
-        for path, part, kind, version in awaited:
-            x = part.x.wait()  # type: ignore[attr-defined]
+        for path, x, part, kind, version in awaited:
             if version_of(x) != version:
                 self.records.left_out[path] = "changed in place before it had arrived"
             else:
-                self.records.take(path, x, kind, part.shape, part.copies)
+                self.records.take(path, part.x.wait(), kind, part.shape, part.copies)  # type: ignore[attr-defined]
 
     def after_pred(self) -> None:
         super().after_pred()

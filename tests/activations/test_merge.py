@@ -21,6 +21,7 @@ TWO = [
     "tensor_parallel_dtensors",
     "sequence_parallel",
     "summands",
+    "changed_in_place",
     "fsdp1",
     "fsdp1_flat",
 ]
@@ -183,6 +184,13 @@ def test_summands_have_no_record_and_the_layer_is_not_seen(two):
     assert first == "6 of 7 layers seen in 3 batches"
     assert silent == "silent: w2: no statistics of its output: summands of the ranks"
     assert "w2" not in found["names"]
+
+
+def test_an_output_that_changed_before_it_had_arrived_has_no_record(two):
+    found = of_all(two, "changed_in_place")
+    assert found["n"] == 3
+    assert found["left_out"] == {"w2": "changed in place before it had arrived"}
+    assert found["names"] == ["emb", "norm", "w1", "act", "post", "head"]
 
 
 @pytest.mark.slow

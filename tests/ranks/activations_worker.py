@@ -32,6 +32,7 @@ from hookcb import (
     CancelBatchException,
     CancelEpochException,
     CancelFitException,
+    CancelTrainException,
     Checkpoint,
     HookCallback,
     Learner,
@@ -376,6 +377,26 @@ def tensor_parallel_dtensors():
 
 def summands():
     return about(of_block(parallel(OF_SUMMANDS), tokens()))
+
+
+def changed_in_place():
+    """After a layer whose output was still awaited; in a validation, as autograd forbids it in training."""
+
+    def wrap(m):
+        m.post.inplace = True
+        return parallel(MLP)(m)
+
+    torch.manual_seed(0)
+    learn = Learner((tokens(), tokens()), wrap(Block()), cross_entropy, lr=0.1)
+    stats = ActivationStats(include_paramless=True, on_valid=True)
+
+    class Only(Callback):
+        def before_train(self):
+            raise CancelTrainException
+
+    with learn.no_logging():
+        learn.fit(1, cbs=[stats, Only()])
+    return {"n": len(stats.valid_stats), **about(stats)}
 
 
 def sequence_parallel():
