@@ -77,7 +77,8 @@ def _runs_on(device: torch.device) -> bool:
         fused_layer_stats(torch.zeros(1, device=device), 0.0)
     except Exception as error:  # no C compiler, too old a GPU: must not be raised in the user's forward
         if find_spec("triton"):
-            warn(f"no fused statistics on {device}, plain ones are slower: {error!r}", stacklevel=2)
+            slower = f"no fused statistics on {device}, plain ones are slower: {error!r}"
+            warn(slower, stacklevel=2, is_of_rank=True)
         return False
     return True
 

@@ -5,8 +5,8 @@ import io
 import sys
 import unicodedata
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -113,9 +113,28 @@ def safe_console(console: Console | None = None) -> Console:
     return safe
 
 
+_rank: int | None = None  # of this process, while it trains with others
+
+
+@contextmanager
+def shown_once(rank: int | None) -> Iterator[None]:
+    """Has `show` and `warn` do nothing in a `with` block if this rank is not 0, as all ranks call them.
+
+    Args:
+        rank: number of this rank; None if it is alone.
+    """
+    global _rank
+    before, _rank = _rank, rank
+    try:
+        yield
+    finally:
+        _rank = before
+
+
 def show(*objects: RenderableType, console: Console | None = None, **options: Any) -> None:
     """Prints as `Console.print` does, by default to standard output; an error becomes a warning."""
-    attempt(lambda: safe_console(console).print(*objects, **options))
+    if not _rank:
+        attempt(lambda: safe_console(console).print(*objects, **options))
 
 
 def show_error(text: str) -> None:
@@ -154,12 +173,22 @@ def printable(text: str) -> str:
     return spelled(text, encoding_of(sys.stdout))
 
 
-def warn(text: str, stacklevel: int | None = None) -> None:
+def warn(text: str, stacklevel: int | None = None, *, is_of_rank: bool = False) -> None:
     """Warns as `warnings.warn` does, by default at the user's line; lost if there is no standard error.
+
+    Args:
+        text: what it says.
+        stacklevel: see `warnings.warn`.
+        is_of_rank: whether it is about this rank only, so that each rank that has it says so, with its
+            number; else only rank 0 warns.
 
     Raises:
         Warning: If the user's filters turn warnings into errors.
     """
+    if is_of_rank and _rank is not None:
+        text = f"rank {_rank}: {text}"
+    elif _rank:
+        return
     level = _users_stacklevel() if stacklevel is None else stacklevel + 1
     with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or not a stream
         warnings.warn(spelled(text, encoding_of(sys.stderr)), stacklevel=level)

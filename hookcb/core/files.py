@@ -29,6 +29,17 @@ def save_whole(state: Any, file: str | Path) -> Path:
         return write_whole(file, lambda opened: torch.save(state, opened))
 
 
+def rank_file(path: Path, rank: int) -> Path:
+    """Path of the file that a rank writes instead of `path`; that of rank 0 is `path` itself.
+
+    >>> rank_file(Path("run.jsonl"), 3).name, rank_file(Path("trace.json.gz"), 3).name
+    ('run.rank3.jsonl', 'trace.rank3.json.gz')
+    """
+    suffix = "".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:])
+    stem = path.name.removesuffix(suffix)
+    return path if not rank or stem.endswith(f".rank{rank}") else path.with_name(f"{stem}.rank{rank}{suffix}")
+
+
 def write_whole(file: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
     """Writes a file by `write`; an existing one stays unchanged until the new one is complete on disk.
 

@@ -88,6 +88,14 @@ class Opens(Protocol):
         """Closes the resource."""
 
 
+@runtime_checkable
+class DiffersByRank(Protocol):
+    """A logger that several ranks can have, each with its own file."""
+
+    def of_rank(self, rank: int) -> Logger:
+        """Logger for a rank; rank 0 has the original."""
+
+
 def import_extra(module: str, package: str, extra: str) -> Any:
     """Imports a module of an optional package.
 

@@ -13,8 +13,9 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
+from hookcb.core.ranks import ranks_of
 from hookcb.loggers.adapt import as_logger
-from hookcb.loggers.base import Histogram, Logger
+from hookcb.loggers.base import DiffersByRank, Histogram, Logger
 from hookcb.loggers.group import LoggerGroup
 from hookcb.loggers.newest import Newest
 
@@ -32,11 +33,16 @@ class Log(Callback):
     the training batches of the fit from 0; a resumed fit continues the count, and logs the steps since its
     checkpoint again. If a logger raises, there is a warning, and it is left out for the rest of the fit.
 
+    Of several ranks only rank 0 logs, so only it needs a run of wandb, and the others may lack this callback.
+    The row of an epoch is that of all ranks; loss and statistics are those of its own batches.
+
     Args:
         logger: a path that ends in .jsonl or .csv, a logger of `hookcb.loggers`, or an object with a method
             `log(values, step=…)`, such as a run of wandb; or a list of these.
         every: log training batches 0, every, 2·every …
         on_epoch: log after each epoch too.
+        ranks: "main", or "all" for a file of each rank: `run.jsonl`, `run.rank1.jsonl` …; with TensorBoard a
+            folder inside of that of rank 0. Any other logger is then used on all ranks as it is.
         name: name of the callback in the learner.
 
     Raises:
@@ -66,12 +72,16 @@ class Log(Callback):
         every: int = 50,
         *,
         on_epoch: bool = True,
+        ranks: str = "main",
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         given = logger if isinstance(logger, list | tuple) else [logger]
         if not given:
             raise ValueError(f"logger must be a logger, or a list of at least one, got {logger!r}")
+        if ranks not in ("main", "all"):
+            raise ValueError(f"ranks must be 'main' or 'all', got {ranks!r:.80}")
+        self.ranks, self._writes, self._rank = ranks, True, 0
         self.every, self.on_epoch = check_count("every", every, "training batches"), on_epoch
         self._group = LoggerGroup([as_logger(thing) for thing in given])
         self._begin()
@@ -88,6 +98,12 @@ class Log(Callback):
 
     def before_fit(self) -> None:
         self._begin()
+        rank = ranks_of(self.model).rank  # under watch too, where ranks do not communicate
+        self._writes = not rank or self.ranks == "all"
+        if self._writes and rank != self._rank:
+            self._rank = rank
+            own = [x.of_rank(rank) if isinstance(x, DiffersByRank) else x for x in self._group.loggers]
+            self._group = LoggerGroup(own)
         self._group.begin()
 
     def after_loss(self) -> None:
@@ -106,7 +122,7 @@ class Log(Callback):
             self._log({name: float(x) for name, x in values.items()}, self.train_iter)
 
     def after_epoch(self) -> None:
-        if self.on_epoch:
+        if self.on_epoch and self._writes:
             row = {"epoch": self.epoch, **self.learn.row}
             numbers = {f"epoch/{name}": float(x) for name, x in row.items() if isinstance(x, Real | Tensor)}
             self._log(numbers, max(0, self.train_iter - 1))
@@ -118,7 +134,7 @@ class Log(Callback):
     @property
     def _is_due(self) -> bool:
         learn = self.learn
-        return learn.fitting and learn.train_iter % self.every == 0
+        return self._writes and learn.fitting and learn.train_iter % self.every == 0
 
     def _loss_and_rate(self) -> dict[str, float | Tensor]:
         learn = self.learn

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hookcb.core.files import rank_file
 from hookcb.loggers.lines import LineFile
 
 HEADER = b"step,name,value\n"
@@ -51,6 +52,10 @@ class CSVLogger:
         rows = ((int(step), name, float(value)) for name, value in values.items())
         csv.writer(text, lineterminator="\n").writerows(rows)
         _file(self.path).append(text.getvalue())
+
+    def of_rank(self, rank: int) -> "CSVLogger":
+        """Logger for another rank, `run.rank3.csv`."""
+        return CSVLogger(rank_file(self.path, rank))
 
     def __repr__(self) -> str:
         return f"CSVLogger({str(self.path)!r})"

@@ -64,7 +64,8 @@ class LoggerGroup:
                 self._failed.add(i)
                 warn(
                     f"{self.loggers[i]!r:.80} failed with {error!r:.200}; the training goes on, but nothing "
-                    "more is logged there in this fit"
+                    "more is logged there in this fit",
+                    is_of_rank=True,
                 )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hookcb.core.files import rank_file
 from hookcb.loggers.base import Histogram
 from hookcb.loggers.lines import LineFile
 
@@ -54,6 +55,10 @@ class JSONLLogger:
     def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
         """Appends a line of histograms, each an object with the fields of `Histogram`."""
         self._append(step, {name: asdict(hist) for name, hist in hists.items()})
+
+    def of_rank(self, rank: int) -> "JSONLLogger":
+        """Logger for another rank, `run.rank3.jsonl`."""
+        return JSONLLogger(rank_file(self.path, rank))
 
     def _append(self, step: int, values: Mapping[str, Any]) -> None:
         if "step" in values:

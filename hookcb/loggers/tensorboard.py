@@ -51,6 +51,10 @@ class TensorBoardLogger:
             self._writer.close()
             self._writer = None
 
+    def of_rank(self, rank: int) -> "TensorBoardLogger":
+        """Logger for another rank, which TensorBoard shows as a run of its own."""
+        return TensorBoardLogger(self.folder / f"rank{rank}" if rank else self.folder)
+
     def _write(self, values: list[dict[str, Any]], step: int) -> None:
         if self._writer is None:
             self._open(step)

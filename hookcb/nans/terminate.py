@@ -47,7 +47,8 @@ class TerminateOnNaN(Callback):
             return
         where = ", ".join(self.learn.position("after_loss"))
         self.reason = f"loss is {self.loss.item()} at {where}"
-        warn(f"{self.reason}; the fit ends with the weights as they were before", stacklevel=2)
+        ends = "the fit ends with the weights as they were before"
+        warn(f"{self.reason}; {ends}", stacklevel=2, is_of_rank=True)
         raise CancelFitException if self.learn.fitting else CancelBatchException
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from hookcb.core import orders
+from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
+from hookcb.core.ranks import ranks_of
 from hookcb.core.torch_private import is_profiling
 from hookcb.hooks.modules import Where
 from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
@@ -34,6 +36,8 @@ class ProfilerCallback(Callback):
         trace: path for Chrome traces: a file, `.json` or `.json.gz`, or a folder, for TensorBoard.
         on: which steps to profile, `"train"`, `"valid"` or `"all"`.
         modules: layers that get a range, see `find_modules`; by default all modules, `()` for none.
+        ranks: numbers of the ranks to profile, of several; on the others it does nothing. The trace of a rank
+            but 0 has its number in its name, `trace.rank3.json`.
         name: attribute of the learner.
 
     Attributes:
@@ -81,6 +85,7 @@ class ProfilerCallback(Callback):
         trace: str | Path | None = None,
         on: str = "train",
         modules: Where | Iterable[Where] | None = None,
+        ranks: Iterable[int] = (0,),
         *,
         name: str | None = None,
     ) -> None:
@@ -88,6 +93,7 @@ class ProfilerCallback(Callback):
         self.schedule = check_schedule(wait, warmup, active, repeat, activities, trace, on)
         self.record_shapes, self.profile_memory = record_shapes, profile_memory
         self.with_stack, self.with_flops, self.modules = with_stack, with_flops, modules
+        self.ranks, self._is_profiled = _check_ranks(ranks), False
 
         self._markers: list[PhaseMarker] = []
         self._windows, self.compiled = Windows(self.schedule, {}, {}, self._follow), tuple[str, ...]()
@@ -99,14 +105,22 @@ class ProfilerCallback(Callback):
         return self._windows.n_switched
 
     def before_fit(self) -> None:
+        self.compiled = ()
+        rank = ranks_of(self.model).rank  # under watch too, where ranks do not communicate
+        self._is_profiled = rank in self.ranks
+        if not self._is_profiled:
+            self._windows = Windows(self.schedule, {}, {}, self._follow, rank, self.ranks)
+            self.records = ProfileRecords(self._windows)
+            return
         if any(isinstance(cb, ProfilerCallback) and cb is not self for cb in self.learn.cbs):
             raise RuntimeError("two profilers cannot run at once; attach one ProfilerCallback")
         if is_profiling():
             raise RuntimeError("a torch profiler is running already; end it before the fit begins")
         layers, self.compiled = layers_to_profile(self.model, self.modules)
-        self.schedule.warn_if_longer(getattr(self.learn, "dls", None), self.n_epoch)
+        if rank == min(self.ranks):
+            self.schedule.warn_if_longer(getattr(self.learn, "dls", None), self.n_epoch)
         options = {name: getattr(self, name) for name in OPTIONS}
-        self._windows = Windows(self.schedule, layers, options, self._follow)
+        self._windows = Windows(self.schedule, layers, options, self._follow, rank, self.ranks)
         self.records = ProfileRecords(self._windows)
         covers = self.schedule.covers(True), self.schedule.covers(False)
         self._markers = track_phases(self.learn, self.name, self._begin, *covers)
@@ -137,7 +151,12 @@ class ProfilerCallback(Callback):
 
     def _counts(self) -> bool:
         """Whether this step is covered by the schedule; a validation in the middle of a step is not."""
-        return self.learn.fitting and not self.learn.is_nested and self.schedule.covers(self.training)
+        return (
+            self._is_profiled
+            and self.learn.fitting
+            and not self.learn.is_nested
+            and self.schedule.covers(self.training)
+        )
 
     def _begin(self, phase: str) -> None:
         if phase != self.learn.between_batches and not self.learn.is_nested:
@@ -149,3 +168,12 @@ class ProfilerCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_markers": []}
+
+
+def _check_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(ranks, str | int) or not isinstance(ranks, Iterable):
+        raise TypeError(f"ranks is {ranks!r:.80}; give numbers of ranks, such as (0, 7)")
+    numbers = tuple(check_count("ranks", rank, least=0) for rank in ranks)
+    if not numbers:
+        raise ValueError("ranks is empty; give numbers of ranks, such as (0, 7)")
+    return numbers

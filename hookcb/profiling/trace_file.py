@@ -14,7 +14,7 @@ from typing import Any
 from torch.profiler import profile
 
 from hookcb.core.console import warn
-from hookcb.core.files import write_whole
+from hookcb.core.files import rank_file, write_whole
 from hookcb.profiling.attribution import Span
 from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import STEP
@@ -40,7 +40,8 @@ def take_trace(prof: profile, spans: list[Span], steps: list[int]) -> bytes:
     try:
         trace = json.loads(written)
     except ValueError:  # torch does not escape names; some viewers are lenient
-        warn("torch wrote a trace that is not valid JSON; it has no backward by layer", stacklevel=2)
+        invalid = "torch wrote a trace that is not valid JSON; it has no backward by layer"
+        warn(invalid, stacklevel=2, is_of_rank=True)
         return gzip.compress(written, compresslevel=1)
     added = backward_events(spans, trace.get("baseTimeNanoseconds", 0))
     trace["traceEvents"] = [*_without_broken_steps(trace["traceEvents"], steps), *added]
@@ -123,12 +124,17 @@ def is_file(path: Path) -> bool:
     return path.name.endswith(SUFFIXES)
 
 
-def cycle_file(trace: Path, cycle: int) -> Path:
-    """File for the trace of a cycle; in a folder, with a name that TensorBoard's plugin finds."""
+def cycle_file(trace: Path, cycle: int, rank: int = 0) -> Path:
+    """File for the trace of a cycle, `trace-2.rank1.json`, where the first and rank 0 are left out.
+
+    In a folder, its name is one that TensorBoard's plugin finds.
+    """
     if not is_file(trace):
-        return trace / f"{socket.gethostname()}_{os.getpid()}.{time.time_ns()}.pt.trace.json.gz"
+        worker = f"{socket.gethostname()}_{os.getpid()}" + (f"_rank{rank}" if rank else "")
+        return trace / f"{worker}.{time.time_ns()}.pt.trace.json.gz"
     stem, dot, suffix = trace.name.partition(".json")
-    return trace.with_name(f"{stem}-{cycle + 1}{dot}{suffix}") if cycle else trace
+    named = f"{stem}-{cycle + 1}" if cycle else stem
+    return rank_file(trace.with_name(f"{named}{dot}{suffix}"), rank)
 
 
 def write_trace(trace: bytes, path: Path) -> Path:

@@ -76,6 +76,7 @@ class ProfileSchedule:
             f"wait + warmup + active = {parts} = {self.length} steps, and the fit has {n_steps}: "
             f"{n_profiled} of {self.active} will be profiled; make the window shorter",
             stacklevel=2,
+            is_of_rank=True,
         )
 
 
@@ -198,7 +199,8 @@ class Window:
         """Stops the profiler; returns the sums and the trace, or None if no batch was recorded."""
         self.ranges.remove()
         if self.is_recording and not is_profiling():  # stopping it again would crash Python
-            warn("another torch profiler stopped that of ProfilerCallback; its window is lost", stacklevel=2)
+            lost = "another torch profiler stopped that of ProfilerCallback; its window is lost"
+            warn(lost, stacklevel=2, is_of_rank=True)
             return None
         if not self.is_recording and self._is_prepared:
             self._prof.start_trace()  # else it stays prepared
@@ -222,6 +224,8 @@ class Windows:
         layers: layers that get a range, by name.
         options: options for `torch.profiler.profile`.
         follow: called with True when a window begins, and with False when it ends.
+        rank: number of this rank, for the names of files.
+        ranks: ranks to profile; on others there is no window.
 
     Attributes:
         profile: sums over all windows.
@@ -236,7 +240,10 @@ class Windows:
         layers: Mapping[str, nn.Module],
         options: Mapping[str, bool],
         follow: Follow,
+        rank: int = 0,
+        ranks: tuple[int, ...] = (0,),
     ) -> None:
+        self.rank, self.ranks = rank, ranks
         self.schedule, self.options, self.follow = schedule, dict(options), follow
         # weak, because a watched loop ends when its model is freed
         self._layers: MutableMapping[str, nn.Module] = WeakValueDictionary(layers)
@@ -246,6 +253,8 @@ class Windows:
     @property
     def why_nothing(self) -> str:
         """Message if nothing was profiled."""
+        if self.rank not in self.ranks:
+            return f"nothing was profiled on rank {self.rank}; ranks is {self.ranks}"
         scheduled = self.schedule.describe()
         return f"nothing was profiled: scheduled are {scheduled}, and {self.n_steps} steps ran"
 
@@ -255,7 +264,8 @@ class Windows:
         if action is ProfilerAction.NONE:
             return
         if is_profiling() and not (self._window is not None and self._window.is_recording):
-            warn("another torch profiler is running; this step is left out", stacklevel=2)
+            left_out = "another torch profiler is running; this step is left out"
+            warn(left_out, stacklevel=2, is_of_rank=True)
             return
         if self._window is None:
             self._window = Window(dict(self._layers), self.schedule.activities, **self.options)
@@ -293,7 +303,7 @@ class Windows:
             self.profile.add(profile)
             self.traces.append(trace)
             if self.schedule.trace is not None:
-                write_trace(trace, cycle_file(self.schedule.trace, len(self.traces) - 1))
+                write_trace(trace, cycle_file(self.schedule.trace, len(self.traces) - 1, self.rank))
 
     def close(self) -> None:
         """Closes the open window and releases the model."""

@@ -1,6 +1,5 @@
 """GradientAccumulation: one optimizer step for several batches."""
 
-import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +9,7 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
+from hookcb.core.console import warn
 from hookcb.core.events import CancelBatchException
 from hookcb.core.optim import scale_gradients
 from hookcb.core.ranks import set_sync
@@ -150,7 +150,7 @@ class GradientAccumulation(Callback):
         reduction = self.reduction or reduction_of(loss_func, self.learn.loss)
         if reduction is None and loss_func is not None and self.n > 1:
             title = getattr(loss_func, "__qualname__", type(loss_func).__name__)
-            warnings.warn(
+            warn(
                 f"cannot tell whether the loss of {title} is a mean or a sum over the samples of a batch; "
                 "assuming a mean; give GradientAccumulation(…, reduction='mean'), or 'sum'",
                 stacklevel=2,

@@ -11,10 +11,10 @@ from hookcb.core.shards import plain_class
 from hookcb.hooks.coverage import Coverage, why_not_called
 from hookcb.hooks.modules import Where, find_modules, named_modules
 from hookcb.profiling.memory.allocator import AllocatorHistory, check_snapshot
-from hookcb.profiling.memory.readings import MemoryRecords
+from hookcb.profiling.memory.readings import MemoryRecords, RankPeak
 from hookcb.profiling.memory.sums import Params, param_layers
 from hookcb.profiling.memory.watch import MemoryWatch
-from hookcb.records.forward import forwarded, forwarded_property
+from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
 
 
 class MemoryStats(SamplingCallback):
@@ -37,6 +37,8 @@ class MemoryStats(SamplingCallback):
         totals: memory of the watched batch that keeps most, which `layers()` and `report()` are about.
         advice: layers to checkpoint first.
         notes: sentences about what could not be counted.
+        rank_peak: of several ranks, which has the highest peak, known at the end of each training. All else
+            is of this rank.
         coverage: which layers were seen.
 
     Raises:
@@ -60,6 +62,7 @@ class MemoryStats(SamplingCallback):
     advice = forwarded_property(MemoryRecords.advice)
     growth = forwarded(MemoryRecords.growth)
     notes = forwarded_property(MemoryRecords.notes)
+    rank_peak: RankPeak | None = forwarded_attribute("rank_peak")
     report = forwarded(MemoryRecords.report)
 
     def __init__(
@@ -125,6 +128,13 @@ class MemoryStats(SamplingCallback):
                 self.records.add_batch(self.train_iter, seen)
                 self.records.note_optimizer(self._params, self.opt)
                 self._silent |= self._watch.inside
+
+    def after_train(self) -> None:
+        ranks = self.learn.ranks
+        if ranks.world > 1 and self._watch and not self.learn.is_nested:
+            own = float(self.records.peak)
+            peaks = ranks.max([own if rank == ranks.rank else 0.0 for rank in range(ranks.world)])
+            self.records.rank_peak = RankPeak.of(peaks)
 
     def after_fit(self) -> None:
         watch, self._watch, self._params = self._watch, None, []

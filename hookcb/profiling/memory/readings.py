@@ -1,5 +1,6 @@
 """MemoryRecords: memory of watched batches by layer, its growth, and what to checkpoint."""
 
+import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -7,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from hookcb.core.console import printable
 from hookcb.core.text import format_bytes, join_names
 from hookcb.core.torch_private import CHECKPOINT_HOOKS
 from hookcb.profiling.memory.growth import Growth, Look, growth_of
@@ -73,6 +75,31 @@ class MemoryTotals:
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeak:
+    """The highest peak of all ranks, each in its fullest watched batch; prints as a sentence.
+
+    Attributes:
+        rank: the rank that has it.
+        peak: its peak, see `MemoryTotals`.
+        usual: median of the peaks of the other ranks.
+    """
+
+    rank: int
+    peak: int
+    usual: float
+
+    @classmethod
+    def of(cls, peaks: Sequence[float]) -> "RankPeak":
+        """The highest of the peaks of two or more ranks."""
+        rank = max(range(len(peaks)), key=peaks.__getitem__)
+        return cls(rank, int(peaks[rank]), statistics.median([*peaks[:rank], *peaks[rank + 1 :]]))
+
+    def __str__(self) -> str:
+        usual = f"that of the others is usually {format_bytes(self.usual)}"
+        return printable(f"highest peak: {format_bytes(self.peak)} on rank {self.rank}; {usual}")
 
 
 @dataclass(slots=True)
@@ -151,12 +178,14 @@ class MemoryRecords:
         called: layers that were called in a watched batch.
         hidden: type or layout of tensors whose memory is unknown, by layer.
         n_watched: number of watched batches.
+        rank_peak: the highest peak of all ranks, updated at the end of each training; None for one process.
     """
 
     def __init__(self, types: Mapping[str, str], every: int) -> None:
         self.types, self.every, self.n_watched = dict(types), every, 0
         self.called: set[str] = set()
         self.hidden: dict[str, str] = {}
+        self.rank_peak: RankPeak | None = None
         self._fullest: Watched | None = None
         self._looks = deque[Look](maxlen=MAX_LOOKS)
         self._stays: dict[str, int] = {}
@@ -180,6 +209,11 @@ class MemoryRecords:
             self._fullest = Watched(step, forward, uses, advise(seen, self.types))
         elif seen.kept == before.forward.kept:  # the later one: on CUDA the first allocates workspaces
             self._fullest = Watched(step, forward, uses, before.advice)
+
+    @property
+    def peak(self) -> int:
+        """Peak of the fullest batch, 0 if none was watched."""
+        return 0 if self._fullest is None else self._fullest.forward.peak
 
     def note_params(self, params: Params) -> None:
         """Records the size of parameters, and of their gradients while they exist."""
@@ -255,6 +289,8 @@ class MemoryRecords:
         """
         layers = self.layers(depth, worst=worst)
         lines = [_totals_text(layers.totals), *self.notes, str(self.growth()), *_advice_lines(self.advice)]
+        if self.rank_peak is not None:
+            lines.append(f"all of this is of one rank; {self.rank_peak}")
         return MemoryReport(layers, lines)
 
     def _watched(self) -> Watched:

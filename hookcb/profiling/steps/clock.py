@@ -27,6 +27,9 @@ class StepClock:
         store: receives the steps.
         between: the phase after the end of a step: "data" if only a fetch happens there.
 
+    Attributes:
+        listener: called with the seconds of each step but the first of an epoch, if it is set.
+
     >>> from hookcb.profiling.steps.clock import StepClock
     >>> from hookcb.profiling.steps.store import StepStore
     >>> store = StepStore(keep=100)
@@ -45,6 +48,7 @@ class StepClock:
         self._began = nan  # start of the step; unknown, as the first may be in progress already
         self.phase, self._since = between, 0.0
         self._notes: list[str] = []
+        self.listener: Callable[[tuple[float, ...]], object] | None = None
 
     def begin(self, phase: str) -> None:
         """Begins another phase; called ten times per step, so each attribute look-up counts."""
@@ -65,8 +69,15 @@ class StepClock:
         seconds, self._sums = tuple(self._sums.values()), ZEROS.copy()
         if total == total:  # else its start is unknown
             self._store.add((total, seconds, epoch, step, n_samples), self._notes)
+            if self.listener is not None and FIRST_BATCH not in self._notes:
+                self._tell(seconds)
         if self._notes:
             self._notes = []
+
+    def _tell(self, seconds: tuple[float, ...]) -> None:
+        """Notifies the listener of a step, now or once its time is known."""
+        if self.listener is not None:
+            self.listener(seconds)
 
     def note(self, text: str) -> None:
         """Adds a note to the step in progress."""
@@ -74,6 +85,9 @@ class StepClock:
 
     def read(self) -> None:
         """Collects the times that the device has finished; nothing without a device."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"listener": None}  # a copy notifies no one
 
 
 class CudaStepClock(StepClock):
@@ -100,6 +114,7 @@ class CudaStepClock(StepClock):
         self._stream = stream(device)
         self._marks: Marks = []  # events of the step in progress
         self._waiting: deque[tuple[int, Marks]] = deque()  # unfinished steps, by index in the store
+        self._to_tell: set[int] = set()  # those of them that the listener waits for
         self._free: list[Any] = []  # events to reuse: creating one takes longer than recording it
 
     def begin(self, phase: str) -> None:
@@ -127,9 +142,18 @@ class CudaStepClock(StepClock):
         """Collects the steps that the device has finished."""
         while self._waiting and self._waiting[0][1][-1][1].query():
             number, marks = self._waiting.popleft()
-            if self._store.keeps(number):
-                self._store.add_device(number, device_seconds(marks))
+            is_told = number in self._to_tell
+            if is_told or self._store.keeps(number):
+                seconds = device_seconds(marks)
+                if self._store.keeps(number):
+                    self._store.add_device(number, seconds)
+                if is_told:
+                    self._to_tell.discard(number)
+                    super()._tell(seconds)
             self._free += [event for _, event in marks]
+
+    def _tell(self, seconds: tuple[float, ...]) -> None:
+        self._to_tell.add(self._store.n - 1)
 
     def _mark(self, phase: str) -> None:
         event = self._free.pop() if self._free else self._new()
@@ -137,24 +161,25 @@ class CudaStepClock(StepClock):
         self._marks.append((phase, event))
 
 
-class FetchPhase:
-    """Counts each fetch as "data", whatever the phase in which it happens.
+class PhaseInside:
+    """Counts what begins and ends inside of other phases, such as a fetch, as a phase of its own.
 
     Args:
+        phase: that phase.
         clock: returns the clock that is running, or None.
     """
 
-    def __init__(self, clock: Callable[[], StepClock | None]) -> None:
-        self._clock, self._before = clock, ""
+    def __init__(self, phase: str, clock: Callable[[], StepClock | None]) -> None:
+        self._phase, self._clock, self._before = phase, clock, ""
 
     def begin(self) -> None:
-        """Begins a fetch."""
+        """Begins the phase."""
         if (clock := self._clock()) is not None:
             self._before = clock.phase
-            clock.begin("data")
+            clock.begin(self._phase)
 
     def end(self) -> None:
-        """Ends the fetch, and returns to the phase before it."""
+        """Ends it, and returns to the phase before it."""
         if (clock := self._clock()) is not None and self._before:
             clock.begin(self._before)
             self._before = ""

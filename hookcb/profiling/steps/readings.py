@@ -5,6 +5,7 @@ from typing import Any
 from hookcb.core.arguments import check_number
 from hookcb.profiling.steps.clock import StepClock
 from hookcb.profiling.steps.store import StepStore
+from hookcb.profiling.steps.stragglers import RankTimes, Straggler
 from hookcb.profiling.steps.times import (
     Outlier,
     Percentiles,
@@ -27,11 +28,13 @@ class StepRecords:
     Attributes:
         stores: the store of each part of a fit.
         clocks: the clocks that add to these stores.
+        ranks: own work of all ranks in training; None if this process trains alone.
     """
 
     def __init__(self, keep: int) -> None:
         self.stores = {part: StepStore(keep) for part in PARTS}
         self.clocks: dict[str, StepClock] = {}
+        self.ranks: RankTimes | None = None
 
     @property
     def times(self) -> list[StepTime]:
@@ -51,6 +54,15 @@ class StepRecords:
             RuntimeError: If no step was timed.
         """
         return samples_per_second(self._times("train"))
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The rank that the others wait for in training; None if there is none, or only one process.
+
+        That is the rank with most work of its own, if that exceeds the others' by more than a tenth of a
+        step, and in more than half of the blocks of 100 steps. The same on all ranks.
+        """
+        return None if self.ranks is None else self.ranks.straggler
 
     def percentiles(self, part: str = "train") -> dict[str, Percentiles]:
         """Percentiles by phase, with "total": `percentiles()["data"].p90`; on CUDA also "device_data" ….
@@ -81,7 +93,7 @@ class StepRecords:
         return outliers(self.stores[part].times_and_slowest(), factor, usual)
 
     def report(self, part: str = "train", factor: float = 3.0) -> StepReport:
-        """A table of the phases, with sentences about outliers.
+        """A table of the phases, with sentences about outliers, and about the ranks if there are several.
 
         Args:
             part: "train" or "valid".
@@ -91,8 +103,12 @@ class StepRecords:
             RuntimeError: If no step was timed.
         """
         slow, rate = self.outliers(factor, part), samples_per_second(self._times(part))
-        steps = f"{self.stores[part].n:,} steps of {PARTS[part]}"
-        return StepReport(self.percentiles(part), rate, slow, factor, steps)
+        steps, ranks = f"{self.stores[part].n:,} steps of {PARTS[part]}", self.ranks
+        if ranks is not None:
+            steps += f" on rank {ranks.rank} of {len(ranks.hosts)}"
+        return StepReport(
+            self.percentiles(part), rate, slow, factor, steps, ranks if part == "train" else None
+        )
 
     def read_device(self) -> None:
         """Collects the device times that are available by now."""

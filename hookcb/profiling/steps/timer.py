@@ -8,9 +8,10 @@ from hookcb.core.batch import n_samples
 from hookcb.core.callback import Callback
 from hookcb.hooks.modules import device_of
 from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
-from hookcb.profiling.steps.clock import CudaStepClock, FetchPhase, StepClock
+from hookcb.profiling.steps.clock import CudaStepClock, PhaseInside, StepClock
 from hookcb.profiling.steps.incidents import Incidents
 from hookcb.profiling.steps.readings import StepRecords
+from hookcb.profiling.steps.stragglers import RankGather
 from hookcb.records.forward import forwarded, forwarded_property
 
 
@@ -25,6 +26,11 @@ class StepTimer(Callback):
 
     In a loop that is not a Learner's, under `watch` or an adapter, `data` is the time in fetches of a
     DataLoader in the training thread; the rest of the time between two batches is `other`.
+
+    On several ranks these are the times of this rank. Ranks wait for each other in the backward, in which
+    they average gradients, with sharded parameters also in the forward; so these phases do not tell who is
+    slow. `straggler` compares the others between ranks, every 100 steps. Where hookcb itself waits for
+    another rank, that is `other`.
 
     Args:
         keep: number of steps to keep; of more, every second, fourth … is kept, and the newest. The slowest
@@ -58,6 +64,7 @@ class StepTimer(Callback):
     times = forwarded_property(StepRecords.times)
     valid_times = forwarded_property(StepRecords.valid_times)
     samples_per_second = forwarded_property(StepRecords.samples_per_second)
+    straggler = forwarded_property(StepRecords.straggler)
     percentiles = forwarded(StepRecords.percentiles)
     outliers = forwarded(StepRecords.outliers)
     report = forwarded(StepRecords.report)
@@ -70,7 +77,8 @@ class StepTimer(Callback):
         self._clock: StepClock | None = None  # for the training or validation in progress
         self._markers: list[PhaseMarker] = []
         self._incidents: Incidents | None = None  # while a fit runs
-        self._fetches: FetchPhase | None = None  # during a fit in an external loop
+        self._fetches: PhaseInside | None = None  # during a fit in an external loop
+        self._gather: RankGather | None = None  # during a fit of several ranks
 
     def before_fit(self) -> None:
         self.records = StepRecords(self.keep)
@@ -86,8 +94,12 @@ class StepTimer(Callback):
         self._clock = self.records.clocks.get("train" if self.training else "valid")  # if added during a fit
         self._incidents = Incidents(self._note)
         self._incidents.open()
+        if self.learn.ranks.world > 1:
+            self._gather = RankGather(self.learn.ranks, self.model, lambda: self._clock)
+            self.records.ranks = self._gather.times
+            self.records.clocks["train"].listener = self._gather.add
         if self.learn.between_batches != "data":
-            self._fetches = FetchPhase(lambda: self._clock)
+            self._fetches = PhaseInside("data", lambda: self._clock)
             self.learn.follow_fetches(self._fetches)
 
     def before_train(self) -> None:
@@ -116,12 +128,23 @@ class StepTimer(Callback):
         incidents.report_changes()
         step = learn.train_iter if learn.training else learn.iter
         clock.end(self.epoch, step, n_samples(learn.xb))
+        if self._gather is not None and learn.training:
+            self._gather.end_batch()
+
+    def after_train(self) -> None:
+        if self._gather is not None and not self.learn.is_nested:
+            self._gather.end_training()
+
+    after_cancel_epoch = after_cancel_fit = after_train  # then there is no `after_train`
 
     def after_fit(self) -> None:
         if self._fetches is not None:
             self.learn.leave_fetches(self._fetches)
             self._fetches = None
         untrack_phases(self.learn, self._markers)
+        if self._gather is not None:
+            self._gather.close()
+            self.records.clocks["train"].listener = self._gather = None
         if self._incidents is not None:
             self._incidents.close()
         self._incidents = self._clock = None
@@ -132,4 +155,5 @@ class StepTimer(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         of_a_fit: dict[str, Any] = {"_clock": None, "_markers": [], "_incidents": None, "_fetches": None}
+        of_a_fit["_gather"] = None
         return super().__getstate__() | of_a_fit

@@ -38,8 +38,9 @@ class StepTime:
         backward: backward pass.
         optimizer: step of the optimizer, and `zero_grad`.
         callbacks: callbacks, at all events.
-        other: time between the batches of a loop that is not a Learner's; 0 in a Learner. In such a loop
-            `data` is the time in fetches of a DataLoader, and 0 if batches come from elsewhere.
+        other: time between the batches of a loop that is not a Learner's; in a Learner the time in which
+            hookcb waits for other ranks, 0 if there are none. In a loop that is not a Learner's, `data` is
+            the time in fetches of a DataLoader, and 0 if batches come from elsewhere.
         total: sum of the phases.
         n_samples: number of samples in the batch; None if it has no tensor.
         notes: incidents of the step: "first batch of an epoch", "cancelled", "validation", "compilation" …
@@ -214,6 +215,7 @@ class StepReport(Printed):
         slow: the outliers among all steps.
         factor: multiple of the median from which a step is an outlier.
         steps: which steps these are, for the title.
+        ranks: a table of the ranks, with `lines` below it; None for one process.
     """
 
     def __init__(
@@ -223,8 +225,9 @@ class StepReport(Printed):
         slow: Sequence[Outlier],
         factor: float,
         steps: str,
+        ranks: Any = None,
     ) -> None:
-        self.phases = phases
+        self.phases, self.ranks = phases, ranks
         self.title = steps if rate is None else f"{steps}, {rate:,.0f} samples per second"
         self.lines = findings(phases, slow, factor)
 
@@ -237,6 +240,9 @@ class StepReport(Printed):
             table.rows[-2].end_section = True
         yield table
         yield Text("\n".join(self.lines))
+        if self.ranks is not None:
+            yield self.ranks
+            yield Text("\n".join(self.ranks.lines()))
 
     def _columns(self) -> list[Column[Any]]:
         def seconds(title: str, rank: int, field: str, prefix: str = "") -> Column[Any]:
