@@ -8,6 +8,7 @@ CASES = [
     "all_samples",
     "large_outputs",
     "odd_layers",
+    "arguments_that_differ",
     "own_schedule",
     "own_hooks",
     "cancels",
@@ -19,6 +20,8 @@ TWO = [
     "tensor_parallel",
     "tensor_parallel_dtensors",
     "sequence_parallel",
+    "summands",
+    "changed_in_place",
     "fsdp1",
     "fsdp1_flat",
 ]
@@ -113,11 +116,20 @@ def test_nan_and_inf_of_any_rank_show_and_an_empty_output_adds_nothing(ranks):
         assert result["nonfinite"] == [len(ranks) - 1, "inf"]
 
 
-def test_a_record_costs_two_collectives_and_the_first_four_more(two):
+def test_a_record_costs_two_collectives_and_a_fit_five_more(two):
     found = of_all(two, "collectives")
     none, every, second = found["n"]
-    assert every - none == 2 * 12 + 4
-    assert second - none == 2 * 6 + 4
+    assert every - none == 2 * 12 + 5
+    assert second - none == 2 * 6 + 5
+
+
+def test_arguments_that_differ_are_an_error_on_all_ranks(ranks):
+    for rank in ranks:
+        assert rank["arguments_that_differ"]["error"] == "RankError"
+        assert (
+            "all ranks need the same arguments of activation_stats" in rank["arguments_that_differ"]["text"]
+        )
+        assert "rank 0 has {'every': 1" in rank["arguments_that_differ"]["text"]
 
 
 def test_a_subclass_with_its_own_schedule_records_its_rank_and_says_so(ranks):
@@ -163,6 +175,22 @@ def test_shards_of_parameters_make_no_difference(ranks):
 @pytest.mark.parametrize("case", ["tensor_parallel", "tensor_parallel_dtensors", "sequence_parallel"])
 def test_slices_are_merged_and_copies_count_once(two, case):
     is_as_one_process(of_all(two, case))
+
+
+def test_summands_have_no_record_and_the_layer_is_not_seen(two):
+    found = of_all(two, "summands")
+    assert found["left_out"] == {"w2": "summands of the ranks"}
+    first, silent, *_ = found["coverage"].splitlines()
+    assert first == "6 of 7 layers seen in 3 batches"
+    assert silent == "silent: w2: no statistics of its output: summands of the ranks"
+    assert "w2" not in found["names"]
+
+
+def test_an_output_that_changed_before_it_had_arrived_has_no_record(two):
+    found = of_all(two, "changed_in_place")
+    assert found["n"] == 3
+    assert found["left_out"] == {"w2": "changed in place before it had arrived"}
+    assert found["names"] == ["emb", "norm", "w1", "act", "post", "head"]
 
 
 @pytest.mark.slow

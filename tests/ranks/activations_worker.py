@@ -16,7 +16,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -32,6 +32,7 @@ from hookcb import (
     CancelBatchException,
     CancelEpochException,
     CancelFitException,
+    CancelTrainException,
     Checkpoint,
     HookCallback,
     Learner,
@@ -200,6 +201,10 @@ def collectives():
     return {"n": [len(ops) for ops in traces.values()], "ops": traces}
 
 
+def arguments_that_differ():
+    fitted(labelled(inputs()[RANK]), every=1 + (RANK > 0))
+
+
 def own_schedule():
     """A subclass that decides by rank which batches it wants."""
 
@@ -346,10 +351,10 @@ def beside_one_process(wrap, n_data=1):
 MLP = {"w1": ColwiseParallel(), "w2": RowwiseParallel()}
 OF_DTENSORS = {
     "w1": ColwiseParallel(use_local_output=False),
-    "act": SequenceParallel(sequence_dim=2, use_local_output=False),
     "w2": RowwiseParallel(use_local_output=False),
-    "post": SequenceParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
 }
+OF_SUMMANDS = OF_DTENSORS | {"w2": RowwiseParallel(use_local_output=False, output_layouts=Partial())}
 OF_SEQUENCES = {
     "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "norm": SequenceParallel(),
@@ -367,8 +372,31 @@ def tensor_parallel():
 
 
 def tensor_parallel_dtensors():
-    plan = {key: OF_DTENSORS[key] for key in ("w1", "act")} | {"w2": RowwiseParallel()}
-    return beside_one_process(parallel(plan))
+    return beside_one_process(parallel(OF_DTENSORS))
+
+
+def summands():
+    return about(of_block(parallel(OF_SUMMANDS), tokens()))
+
+
+def changed_in_place():
+    """After a layer whose output was still awaited; in a validation, as autograd forbids it in training."""
+
+    def wrap(m):
+        m.post.inplace = True
+        return parallel(MLP)(m)
+
+    torch.manual_seed(0)
+    learn = Learner((tokens(), tokens()), wrap(Block()), cross_entropy, lr=0.1)
+    stats = ActivationStats(include_paramless=True, on_valid=True)
+
+    class Only(Callback):
+        def before_train(self):
+            raise CancelTrainException
+
+    with learn.no_logging():
+        learn.fit(1, cbs=[stats, Only()])
+    return {"n": len(stats.valid_stats), **about(stats)}
 
 
 def sequence_parallel():
