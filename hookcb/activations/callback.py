@@ -143,12 +143,16 @@ class ActivationStats(HookCallback):
         super().before_fit()
         self._find_ranks()
 
+    def looks_alike(self) -> bool:
+        """Whether all ranks look at the same batches, so that their records can be merged."""
+        return type(self).wants is SamplingCallback.wants
+
     def _find_ranks(self) -> None:
         """Finds whose samples are recorded."""
         model, ranks = self.learn.model, self.learn.ranks
         self._awaited, self._is_slice = [], False
         self._is_sharded = group_of(model) is not None and is_sharded(model)
-        looks_alike = ranks.world > 1 and type(self).wants is SamplingCallback.wants
+        looks_alike = ranks.world > 1 and self.looks_alike()
         self.has_rank_state = ranks.world > 1 and not looks_alike
         self.records.merger = None
         if looks_alike:

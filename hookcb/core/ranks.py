@@ -98,7 +98,7 @@ class Ranks:
         return total / n if n else math.nan
 
     def _reduced(self, values: Sequence[float], op: Any) -> list[float]:
-        if self._control is None:
+        if self._control is None or not values:
             return list(values)
         x = torch.tensor(values, dtype=torch.float64)
         self.wait(self.start(x, op))

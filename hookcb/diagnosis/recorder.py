@@ -198,6 +198,10 @@ class AttachedStats(Attached, ActivationStats):
         super().__init__(include_paramless=True, name=name)
         self.owner = owner
 
+    def looks_alike(self) -> bool:
+        """True, as the owner looks at batches by their numbers."""
+        return True
+
     def hook(self, m: nn.Module, *seen: Any) -> None:
         super().hook(m, *seen)
         if self.owner is not None:
