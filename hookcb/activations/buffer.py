@@ -26,12 +26,16 @@ class Output(NamedTuple):
         shape: shape of the output.
         elements: a copy of the output or a sample of it, see `take`; None without statistics.
         exact: moments of all elements if `elements` is a sample, else None.
+        n: number of elements that this process has of the output.
+        copies: number of ranks that have the same ones, as under tensor parallelism; 0 if that is unknown.
     """
 
     type: str
     shape: tuple[int, ...] = ()
     elements: Tensor | None = None
     exact: Tensor | None = None
+    n: int = 0
+    copies: int = 1
 
 
 class Waiting(NamedTuple):
@@ -74,14 +78,18 @@ class OutputBuffer:
         """Forgets the outputs of the running batch."""
         self.batch = {}
 
-    def end_batch(self, phase: str, epoch: int, step: int) -> dict[str, Output]:
-        """Gives the batch a record, if it has statistics; returns its outputs by name."""
+    def take_batch(self) -> dict[str, Output]:
+        """Ends the running batch; returns its outputs by name."""
         batch, self.batch = self.batch, {}
-        named = {
+        return {
             path if len(calls) == 1 else f"{path}#{k}": output
             for path, calls in batch.items()
             for k, output in enumerate(calls)
         }
+
+    def end_batch(self, phase: str, epoch: int, step: int) -> dict[str, Output]:
+        """Gives the batch a record, if it has statistics; returns its outputs by name."""
+        named = self.take_batch()
         record = None
         for name, output in named.items():
             if output.elements is not None:
@@ -98,7 +106,7 @@ class OutputBuffer:
         """Puts the statistics of all waiting outputs into the stores."""
         waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, {}, 0, 0
         for (phase, name), outputs in waiting.items():
-            for _, alike in groupby(outputs, _kind):
+            for _, alike in groupby(outputs, reduced_with):
                 group = list(alike)
                 n = group[0].elements.numel()
                 at_once = 1 if n > WHOLE else MAX_REDUCED // max(1, n)
@@ -119,7 +127,7 @@ class OutputBuffer:
     def _counts(self, key: tuple[str, str], rows: Tensor, values: Tensor) -> Tensor:
         if key not in self.ranges:
             given = self.hist_range
-            self.ranges[key] = _around(values[0, LOW], values[0, HIGH]) if given is None else _pair(given)
+            self.ranges[key] = range_around(values[0, LOW], values[0, HIGH]) if given is None else pair(given)
         self.ranges[key] = self.ranges[key].to(rows.device, widest(rows.device), non_blocking=True)
         low, high = self.ranges[key].unbind()
         return histogram(rows, low, high, self.bins)
@@ -127,33 +135,36 @@ class OutputBuffer:
     def range_of(self, phase: str, name: str) -> tuple[float, float]:
         """Range of a layer's histograms; NaN before its first record."""
         edges = self.ranges.get((phase, name))
-        return (math.nan, math.nan) if edges is None else _floats(edges)
+        return (math.nan, math.nan) if edges is None else floats(edges)
 
     def state(self) -> list[tuple[str, str, tuple[float, float]]]:
         """Ranges of the histograms, as plain numbers."""
-        return [(*key, _floats(edges)) for key, edges in self.ranges.items()]
+        return [(*key, floats(edges)) for key, edges in self.ranges.items()]
 
     def load_state(self, state: Sequence[tuple[str, str, tuple[float, float]]]) -> None:
         """Restores what `state` has returned."""
-        self.ranges = {(phase, name): _pair(edges) for phase, name, edges in state}
+        self.ranges = {(phase, name): pair(edges) for phase, name, edges in state}
 
 
-def _kind(waiting: Waiting) -> tuple[Any, ...]:
+def reduced_with(waiting: "Waiting | Output") -> tuple[Any, ...]:
     """Key that is equal for outputs that can be reduced together."""
     elements = waiting.elements
+    assert elements is not None
     return elements.shape, elements.dtype, elements.device, waiting.exact is None
 
 
-def _pair(edges: tuple[float, float]) -> Tensor:
+def pair(edges: tuple[float, float]) -> Tensor:
+    """Range as a tensor."""
     return torch.tensor(edges, dtype=torch.float64)
 
 
-def _floats(edges: Tensor) -> tuple[float, float]:
+def floats(edges: Tensor) -> tuple[float, float]:
+    """Range as plain numbers."""
     low, high = edges.tolist()
     return low, high
 
 
-def _around(low: Tensor, high: Tensor) -> Tensor:
+def range_around(low: Tensor, high: Tensor) -> Tensor:
     """A range around finite `low` and `high`, with room for what training will add."""
     limit = torch.finfo(low.dtype).max
     low, high = widened(low.nan_to_num(-1)), widened(high.nan_to_num(1))

@@ -1,16 +1,35 @@
 """ActivationStats: records statistics of every layer's output, batch by batch."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, distributed, nn
 
-from hookcb.activations.records import ActivationRecords
+from hookcb.activations.merge import Merger
+from hookcb.activations.records import OPTIONS, ActivationRecords
 from hookcb.activations.stats import Sample
 from hookcb.core.batch import parts
+from hookcb.core.ranks import ALONE, group_of, is_sharded
+from hookcb.core.sampling import SamplingCallback
+from hookcb.core.shards import Part, is_awaited, mesh_of, output_part, part_of, plain_class
+from hookcb.core.torch_private import version_of
 from hookcb.hooks.callback import HookCallback
+from hookcb.hooks.coverage import Coverage
+from hookcb.hooks.modules import device_of
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
 
 NOT_TAKEN = ("hook", "cpu", "gather", "modify")  # options of `HookCallback` that have no use here
+
+
+class Awaited(NamedTuple):
+    """An output that is the result of a collective, for which a hook must not wait."""
+
+    path: str
+    x: Tensor
+    part: Part
+    kind: str
+    version: int
 
 
 class ActivationStats(HookCallback):
@@ -19,6 +38,11 @@ class ActivationStats(HookCallback):
     Inside the hook a small output is copied and a large one reduced, on its device; the rest is done after
     the batch, for several batches together. No activation is kept and no batch waits for a GPU. A cancelled
     batch leaves nothing.
+
+    In a fit on several ranks the records are those of all their samples, and the same on each: two reductions
+    of a few numbers for each layer merge them at the end of a recorded batch, or of a validation. Slices of
+    outputs, as under tensor parallelism, are merged too. Under `watch`, which never communicates, and if a
+    subclass decides by itself which batches it `wants`, the records are those of this rank.
 
     Args:
         with_hist: record histograms too.
@@ -106,6 +130,9 @@ class ActivationStats(HookCallback):
         super().__init__(**{"detach": False} | options, name=name)
         self.append, self.run_valid = append, on_valid
         self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to now
+        self._is_sharded = False  # whether outputs may be parts
+        self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
+        self._awaited: list[Awaited] = []  # in the running forward
 
     def before_fit(self) -> None:
         if not self.append:
@@ -114,40 +141,127 @@ class ActivationStats(HookCallback):
         self._before = self._now
         self.records.drop_batch()
         super().before_fit()
+        self._find_ranks()
+
+    def _find_ranks(self) -> None:
+        """Finds whose samples are recorded."""
+        model, ranks = self.learn.model, self.learn.ranks
+        self._awaited, self._is_slice = [], False
+        self._is_sharded = group_of(model) is not None and is_sharded(model)
+        looks_alike = ranks.world > 1 and type(self).wants is SamplingCallback.wants
+        self.has_rank_state = ranks.world > 1 and not looks_alike
+        self.records.merger = None
+        if looks_alike:
+            records = self.records
+            given = {"every": self.every or 1, "on_valid": self.run_valid} | {
+                option: getattr(records, option) for option in OPTIONS
+            }
+            ranks.check_alike({f"arguments of {self.name}": given})
+            records.merger = Merger(ranks, device_of(model))
+        group = group_of(model) if ranks is ALONE else ranks.group
+        if group is None:
+            self.records.of_ranks = ""
+        elif looks_alike:
+            self.records.of_ranks = f"all samples on {ranks.world} ranks"
+        else:
+            rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+            self.records.of_ranks = f"rank {rank} of {world}"
 
     def before_batch(self) -> None:
         super().before_batch()
         if not self.outside_main_phase:
             self.records.drop_batch()
+            self._awaited = []
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
-        kind, output = type(m).__name__, seen[-1]
+        kind, output = plain_class(m).__name__, seen[-1]
         if id(m) not in self._names:
             self.left_out[f"a copy of {kind}"] = "as nn.DataParallel makes them of the layers"
             return
         name = self.layer_name(m)
         if (self._options.get("pre") or not self.is_forward) and len(output) == 1:
             output = output[0]
-        if type(output) is Tensor:  # the usual case, without a walk
+        if type(output) is Tensor and not self._is_sharded:  # the usual case, without a walk
             self.records.take(name, output, kind)
             return
         for path, x in list(parts(output, name)) or [(name, output)]:
-            self.records.take(path, x, kind)
+            if self._is_sharded and isinstance(x, Tensor):
+                self._take_part(path, x, m, seen[0])
+            else:
+                self.records.take(path, x, kind)
+
+    def _take_part(self, path: str, x: Tensor, m: nn.Module, inputs: Iterable[Any]) -> None:
+        """Takes this rank's part of an output of a model that is divided between ranks."""
+        kind, is_output = plain_class(m).__name__, not self._options.get("pre")
+        mesh, merger = mesh_of(m, inputs) if is_output else None, self.records.merger
+        part = part_of(x) if mesh is None else output_part(x, m, inputs, mesh)
+        if part is None:
+            self.records.left_out[path] = "summands of the ranks"
+            return
+        if mesh is not None:
+            self._is_slice = part.is_slice
+            if merger is not None:
+                merger.note_peers(mesh)
+        if part.is_slice and (merger is None or self.learn.ranks.world < distributed.get_world_size()):
+            self.records.slices[path] = f"of rank {distributed.get_rank()}"
+        elif self._is_slice and mesh is None and merger is None:
+            self.records.slices[path] = (
+                f"probably of rank {distributed.get_rank()}, as that of the layer before"
+            )
+        if not is_awaited(part.x):
+            self.records.take(path, part.x, kind, part.shape, part.copies)
+        elif x.is_inference():  # which does not tell if it was changed since
+            self.records.left_out[path] = "a result that is awaited, in inference mode"
+        else:
+            self.records.buffer.batch.setdefault(path, [])  # in the order of the forward
+            self._awaited.append(Awaited(path, x, part, kind, version_of(x)))
+
+    @torch.no_grad()
+    def _take_awaited(self) -> None:
+        """Takes the results of collectives once the forward has used them."""
+        awaited, self._awaited = self._awaited, []
+        for path, x, part, kind, version in awaited:
+            if version_of(x) != version:
+                self.records.left_out[path] = "changed in place before it had arrived"
+            else:
+                self.records.take(path, part.x.wait(), kind, part.shape, part.copies)  # type: ignore[attr-defined]
+
+    def after_pred(self) -> None:
+        super().after_pred()
+        self._take_awaited()
+
+    def before_backward(self) -> None:
+        super().before_backward()
+        self._take_awaited()
 
     def after_cancel_batch(self) -> None:
         super().after_cancel_batch()
         if not self.outside_main_phase:
             self.records.drop_batch()
+            self._awaited = []
 
     def after_batch(self) -> None:
         super().after_batch()
         if self.outside_main_phase:
             return
+        self._take_awaited()
         (epochs, steps), phase = self._before, "train" if self.training else "valid"
         epoch, step = epochs + self.epoch, steps + self.train_iter
         if self.training:
             self._now = epoch + 1, step + 1
-        self.records.end_batch(phase, epoch, step)
+        if self.is_looking or self.records.merger is None:
+            self.records.end_batch(phase, epoch, step)
+
+    def after_validate(self) -> None:
+        if self.run_valid and not self.outside_main_phase:
+            epochs, steps = self._before
+            self.records.end_validation(epochs + self.epoch, steps + self.train_iter)
+
+    def after_cancel_epoch(self) -> None:
+        ActivationStats.after_validate(self)  # which a cancel in a validation leaves out
+
+    def after_cancel_fit(self) -> None:
+        ActivationStats.after_validate(self)
 
     def after_epoch(self) -> None:
         self.records.flush()
@@ -156,15 +270,25 @@ class ActivationStats(HookCallback):
         super().after_fit()
         self.records.drop_batch()
         self.records.flush()
+        self.records.merger, self._awaited = None, []
+
+    @property
+    def coverage(self) -> Coverage:
+        """Layers and batches that the hooks have seen; a layer whose output has no statistics is not seen."""
+        return super().coverage.recorded(self.outputs, self.records.slices)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             "now": self._now,
             "before": self._before,
             "recorded": self.records.state(),
+            **({"merged": self.records.merger.state()} if self.records.merger else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.records = ActivationRecords.from_state(state["recorded"])
+        merger, self.records = self.records.merger, ActivationRecords.from_state(state["recorded"])
+        if merger is not None and "merged" in state:
+            merger.load_state(state["merged"], self.records.buffer)
+        self.records.merger = merger
         self._now, self._before = state["now"], state["before"]

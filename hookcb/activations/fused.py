@@ -29,7 +29,7 @@ def can_fuse(x: Tensor) -> bool:
     return wanted and not torch.compiler.is_compiling() and _runs_on(x.device)
 
 
-def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
+def fused_layer_stats(x: Tensor, eps: float, wide: bool = False) -> Tensor:
     """Mean, std, min, max, abs_max, near_zero, zeros and nonfinite over every element of `x`.
 
     Never waits for the GPU. Needs Triton, which compiles at the first call for a dtype and an `eps`, in about
@@ -38,11 +38,12 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     Args:
         x: a dense real tensor of any shape, layout and dtype; widened to float32 first, float64 stays.
         eps: magnitude up to which an element counts as near zero, in the unit of `x`.
+        wide: whether to keep the results in float64.
 
     Returns:
-        A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased std in
-        float64 arithmetic (not finite if `x` is not), extremes of finite elements, shares 0..1,
-        a count. NaN for too few elements.
+        A tensor `(8,)` on the device of `x`, float64 if `x` is or if `wide`, else float32: mean and unbiased
+        std in float64 arithmetic (not finite if `x` is not), extremes of finite elements, shares 0..1, a
+        count. NaN for too few elements.
 
     Source: float64 sums of d and d², d = x - pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing
     the sample variance", 1983. The pivot is an element, so within √(n-1) standard deviations of the mean
@@ -53,7 +54,8 @@ def fused_layer_stats(x: Tensor, eps: float) -> Tensor:
     programs = max(1, min(PROGRAMS, -(-x.numel() // BLOCK)))
     real = tl.float64 if x.dtype is torch.float64 else tl.float32
     parts = torch.empty(8, programs, dtype=torch.float64, device=x.device)
-    stats = torch.empty(8, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    least = torch.float64 if wide else torch.float32
+    stats = torch.empty(8, dtype=torch.promote_types(x.dtype, least), device=x.device)
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, not on that of `x`
         fusion = {"enable_fp_fusion": True}  # the default, but Triton 3.9 warns if it is not given
         reduce[(programs,)](x, parts, x.numel(), float(eps), real, BLOCK, **fusion)

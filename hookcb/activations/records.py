@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hookcb.activations import plots
 from hookcb.activations.buffer import Output, OutputBuffer
+from hookcb.activations.merge import Merger
 from hookcb.activations.report import ActivationReport, ActivationRow
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample, has_stats, kind_of, take
 from hookcb.core.arguments import check_count
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 SERIES = ("mean", "std", "near_zero")
 OPTIONS = ("with_hist", "eps", "bins", "hist_range", "sample", "keep")
+STATE = ("outputs", "left_out", "slices", "of_ranks")
 
 
 @dataclass(repr=False, eq=False)
@@ -41,6 +43,9 @@ class ActivationRecords(SavedRecords):
         columns: names of the statistics.
         outputs: type of each layer and shape of its last output, by name.
         left_out: type of what has no statistics, by path.
+        slices: outputs of which other ranks have other parts that are not merged, and whose part was seen, by
+            path.
+        of_ranks: the ranks whose samples were seen, "rank 0 of 2"; "" if there is only one.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
@@ -62,7 +67,7 @@ class ActivationRecords(SavedRecords):
     keep: int = 5_000
 
     columns = LAYER_STATS
-    keys = frozenset((*OPTIONS, "outputs", "left_out", "stores", "ranges"))
+    keys = frozenset((*OPTIONS, *STATE, "stores", "ranges"))
 
     def __post_init__(self) -> None:
         if not isinstance(self.with_hist, bool):
@@ -76,7 +81,12 @@ class ActivationRecords(SavedRecords):
         if self.sample is not None and self.sample != "auto":
             check_count("sample", self.sample, "elements", least=2, hint=", 'auto', or None for every one")
         _check_range(self.hist_range)
+        self.merger: Merger | None = None  # during a fit on several ranks
+        self.of_ranks = ""
         self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"merger": None}
 
     def clear(self) -> None:
         """Forgets what was recorded."""
@@ -86,19 +96,25 @@ class ActivationRecords(SavedRecords):
         self.buffer = OutputBuffer(self._stores, self.eps, bins, self.hist_range)
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.left_out: dict[str, str] = {}
+        self.slices: dict[str, str] = {}
 
     # ---- recording
 
-    def take(self, path: str, output: Any, kind: str) -> None:
+    def take(
+        self, path: str, output: Any, kind: str, shape: tuple[int, ...] | None = None, copies: int = 1
+    ) -> None:
         """Takes what statistics need of a call's output, in the running batch; waits for no device.
 
         Args:
             path: name of the layer, or of a tensor in its output.
             output: a tensor; anything else is noted as left out.
             kind: class of the layer.
+            shape: shape of the whole output, if this is a part of it.
+            copies: number of ranks that have the same part; 0 if that is unknown.
         """
         if has_stats(output):
-            taken = Output(kind, output.shape, *take(detached(output), self.sample))
+            elements, exact = take(detached(output), self.sample, wide=self.merger is not None)
+            taken = Output(kind, shape or output.shape, elements, exact, output.numel(), copies)
         else:
             taken = Output(kind_of(output))
         self.buffer.batch.setdefault(path, []).append(taken)
@@ -109,11 +125,30 @@ class ActivationRecords(SavedRecords):
 
     def end_batch(self, phase: str, epoch: int, step: int) -> None:
         """Makes a record of what was taken in the running batch."""
-        for name, output in self.buffer.end_batch(phase, epoch, step).items():
+        if self.merger is None:
+            outputs = self.buffer.end_batch(phase, epoch, step)
+        else:
+            outputs = self.buffer.take_batch()
+            if phase == "train":
+                self.merger.merge(self.buffer, outputs, epoch, step)
+            else:
+                self.merger.keep(self.buffer, outputs)
+        for name, output in outputs.items():
             if output.elements is None:
                 self.left_out[name] = output.type
             else:
                 self.outputs[name] = output.type, tuple(output.shape)
+        self._add_elsewhere()
+
+    def _add_elsewhere(self) -> None:
+        if self.merger is not None and self.merger.elsewhere:
+            self.outputs = self.merger.elsewhere | self.outputs
+
+    def end_validation(self, epoch: int, step: int) -> None:
+        """Makes records of the validation batches, if they are those of several ranks."""
+        if self.merger is not None:
+            self.merger.merge_kept(self.buffer, epoch, step)
+            self._add_elsewhere()
 
     def flush(self) -> None:
         """Starts the transfer to the host of what is on a device; nothing waits for it."""
@@ -258,7 +293,12 @@ class ActivationRecords(SavedRecords):
 
     def _caption(self) -> str:
         left_out = [f"{name} ({kind})" for name, kind in self.left_out.items()]
-        lines = [self._sampling(), f"no statistics: {join_names(left_out)}" if left_out else ""]
+        lines = [
+            f"numbers are those of {self.of_ranks}" if self.of_ranks else "",
+            f"slices: {join_names(list(self.slices))}" if self.slices else "",
+            self._sampling(),
+            f"no statistics: {join_names(left_out)}" if left_out else "",
+        ]
         return "\n".join(filter(None, lines))
 
     def _sampling(self) -> str:
@@ -284,7 +324,7 @@ class ActivationRecords(SavedRecords):
 
     def state(self) -> dict[str, Any]:
         """All that was recorded, of types that `torch.load(weights_only=True)` reads."""
-        state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, "outputs", "left_out")}
+        state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, *STATE)}
         state["stores"] = {phase: self.store_of(phase).state() for phase in PHASES}
         state["ranges"] = self.buffer.state()
         return state
@@ -293,7 +333,8 @@ class ActivationRecords(SavedRecords):
     def from_state(cls, state: dict[str, Any]) -> Self:
         """New records from what `state` has returned."""
         records = cls(**{option: state[option] for option in OPTIONS})
-        records.outputs, records.left_out = state["outputs"], state["left_out"]
+        for name in STATE:
+            setattr(records, name, state[name])
         records._stores.update(
             {phase: StatStore.from_state(store) for phase, store in state["stores"].items()}
         )

@@ -63,13 +63,14 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
     return summarize(elements.reshape(1, -1), exact, eps)[0]
 
 
-def take(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor | None]:
+def take(x: Tensor, sample: Sample, wide: bool = False) -> tuple[Tensor, Tensor | None]:
     """The part of a layer's output to keep until it is reduced.
 
     Args:
         x: the output, of n elements, detached.
         sample: `"auto"` keeps all of up to 65,536 elements, of more 4,096 and the moments of all; an int at
             most that many; None all.
+        wide: see `moments`.
 
     Returns:
         A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, `(1, 6)`, or None
@@ -81,32 +82,35 @@ def take(x: Tensor, sample: Sample) -> tuple[Tensor, Tensor | None]:
         return (x.clone() if x.dtype in WIDE else x.float()), None
     x = _flat(x)
     elements = x[_strata(n, SAMPLED if sample == "auto" else most, x.device)]
-    return at_least_float32(elements), torch.stack(moments(x[None]), 1) if sample == "auto" else None
+    return at_least_float32(elements), torch.stack(moments(x[None], wide), 1) if sample == "auto" else None
 
 
-def summarize(rows: Tensor, exact: Tensor | None, eps: float) -> Tensor:
+def summarize(rows: Tensor, exact: Tensor | None, eps: float, wide: bool = False) -> Tensor:
     """`LAYER_STATS` of rows of elements, `(R, n)`, as `(R, 8)`; `exact` are their moments, if known."""
-    *first, nonfinite = moments(rows) if exact is None else exact.unbind(1)
-    near_zero, zeros = shares(rows, eps)
+    *first, nonfinite = moments(rows, wide) if exact is None else exact.unbind(1)
+    near_zero, zeros = shares(rows, eps, wide)
     return torch.stack([*first, near_zero.to(nonfinite.dtype), zeros.to(nonfinite.dtype), nonfinite], 1)
 
 
-def moments(rows: Tensor) -> tuple[Tensor, ...]:
+def moments(rows: Tensor, wide: bool = False) -> tuple[Tensor, ...]:
     """Mean, unbiased std, min, max, largest magnitude, number of non-finite elements of each row.
 
     Args:
         rows: `(R, n)`, any real dtype.
+        wide: for results that are merged with others: in the device's widest dtype, see `widest`.
 
     Returns:
         Each `(R,)`, float64 if `rows` are, else float32. With NaN or infinities mean and std follow
         arithmetic; min, max and magnitude count finite elements only.
     """
     n, dtype = rows.shape[1], torch.float64 if rows.dtype is torch.float64 else torch.float32
+    if wide:
+        rows, dtype = widened(rows) if n <= WHOLE else rows, widest(rows.device)
     if n == 0:
         nothing = torch.full((len(rows),), float("nan"), dtype=dtype, device=rows.device)
         return *[nothing] * 5, torch.zeros_like(nothing)
     if len(rows) == 1 and can_fuse(rows):
-        *first, _, _, nonfinite = fused_layer_stats(rows, eps=0.0)[:, None].unbind()
+        *first, _, _, nonfinite = fused_layer_stats(rows, eps=0.0, wide=wide)[:, None].unbind()
         return *first, nonfinite
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         parts = _in_rows(rows) if n <= WHOLE else _in_parts(rows)
@@ -183,11 +187,12 @@ def _in_parts(rows: Tensor) -> Parts:
     return mean, spread, low, high, nonfinite
 
 
-def shares(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def shares(rows: Tensor, eps: float, wide: bool = False) -> tuple[Tensor, Tensor]:
     """Shares, 0..1, of |x| ≤ eps and of exact zeros in each row of `(R, n)`; NaN for empty rows."""
     size = rows.abs()
     near_zero = torch.le(size, eps, out=torch.empty_like(size))  # floats sum ten times as fast as bools
-    return near_zero.mean(1), size.eq_(0).mean(1)
+    dtype = widest(rows.device) if wide else None
+    return near_zero.mean(1, dtype=dtype), size.eq_(0).mean(1, dtype=dtype)
 
 
 def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int) -> Tensor:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Self
 
+from torch import distributed
+
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks, new_callbacks, renamed
 from hookcb.diagnosis.verdict import Verdict
@@ -95,6 +97,12 @@ class Attached:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"followed": None}  # a loop of this process
+
+
+def all_ranks() -> Any:
+    """Group of all processes, in which a trainer trains whatever it does not show; None if there is one."""
+    is_one = not (distributed.is_available() and distributed.is_initialized())
+    return None if is_one or distributed.get_world_size() == 1 else distributed.group.WORLD
 
 
 def no_package(package: str, extra: str) -> ModuleNotFoundError:

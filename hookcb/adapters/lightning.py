@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from hookcb.adapters.base import Attached, no_package
+from hookcb.adapters.base import Attached, all_ranks, no_package
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
 from hookcb.gradients.steps import scale_of
@@ -140,6 +140,9 @@ class LightningFit(ExternalLoop):
             Hook(module, self._call_ends, detach=False, always_call=True, gate=self._is_called_here),
             *(register(opt.register_step_post_hook, self._step_ends) for opt in optimizers),
         ]
+
+    def _group_of(self, model: nn.Module) -> Any:
+        return all_ranks()  # the module is not the one that is wrapped
 
     def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
         """See `ExternalLoop`; the module has not been called in a new batch."""

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.adapters.base import Attached, no_package
+from hookcb.adapters.base import Attached, all_ranks, no_package
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
 from hookcb.loops.optimizers import unwrapped
@@ -92,6 +92,9 @@ class TrainerRun(Watch):
 
     def __init__(self, model: nn.Module, opt: Any, cbs: list[Callback], scaler: Any) -> None:
         super().__init__(model, [opt] if isinstance(opt, Optimizer) else [], cbs, scaler)
+
+    def _group_of(self, model: nn.Module) -> Any:
+        return all_ranks()  # the model is not the one that is wrapped
 
     def report_pred(self, pred: Any) -> None:
         """See `ExternalLoop`; reports the loss in the output too."""

@@ -13,6 +13,7 @@ from hookcb.core.ranks import RankError, Ranks
 
 POLL = 0.5  # seconds between looks for a failure
 MAX_PLACE = 100  # length of a note about an error that is told to other ranks
+MAX_TEXT = 300  # length of an error's text that is told to other ranks
 GRACE = 10.0  # seconds in which a rank that knows of a failure may end by itself
 
 
@@ -59,8 +60,15 @@ def blame(ranks: Ranks, error: BaseException, where: str) -> BaseException:
         return error
     note = next(iter(getattr(error, "__notes__", ())), "")  # "in MyCallback.after_pred, epoch 0, batch 5"
     place = note if note.startswith("in ") and len(note) < MAX_PLACE else where
-    ranks.report_failure(f"raised {type(error).__name__} {place}: {error!s:.300}")
+    ranks.report_failure(f"raised {type(error).__name__} {place}: {_shortened(str(error))}")
     return error
+
+
+def _shortened(text: str) -> str:
+    """The begin and the end of a long text, where a loader's worker puts its error."""
+    return (
+        text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 3]} … {text[-2 * MAX_TEXT // 3 :].strip()}"
+    )
 
 
 def _is_from_others(error: BaseException) -> bool:

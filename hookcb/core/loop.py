@@ -266,6 +266,18 @@ class Loop(TrainingState):
         else:
             self._votes.signal = number
 
+    def agree_on_alarm(self, noticed: bool) -> bool:
+        """Whether any rank has noticed something that all should look at; they know one batch later.
+
+        Args:
+            noticed: whether this rank has, in the batch that ends.
+        """
+        if self._votes is None:
+            return noticed
+        self._votes.is_alarmed |= noticed
+        is_agreed, self._votes.is_alarm_agreed = self._votes.is_alarm_agreed, False
+        return is_agreed
+
     def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
         handlers = self._table[event]
         if self._table is not opened_for:  # skip those who joined after the level began
@@ -281,10 +293,10 @@ class Loop(TrainingState):
             try:
                 handler()
             except CancelException as cancel:
-                cancel.raised_in = f"{_label(cb)}.{event}"
+                cancel.raised_in = f"{label_of(cb)}.{event}"
                 cancels.append(cancel)
             except BaseException as error:
-                error.add_note(", ".join([f"in {_label(cb)}.{event}", *self.position(event)]))
+                error.add_note(", ".join([f"in {label_of(cb)}.{event}", *self.position(event)]))
                 raise
         if self._votes is not None:
             cancels = self._votes.decide(event, [cb for cb, _ in handlers], cancels, self.training)
@@ -304,8 +316,6 @@ class Loop(TrainingState):
         try:
             with stray_cancels_as_errors():
                 try:
-                    labels = [_label(cb) for cb in self.cbs if not cb.shows_only]
-                    self.ranks.check_alike({"callbacks": labels})
                     self._enter(self.cbs)
                     body()
                 except CancelFitException:
@@ -333,6 +343,7 @@ class Loop(TrainingState):
             RankError: If some ranks did not call it, or another one fails.
         """
         if self._votes is not None:  # a validation inside a fit
+            self.ranks.meet(name, " ".join(["", *self.position(self._event)]))
             yield
             return
         self.ranks = ranks = ranks_of(self.model)
@@ -418,7 +429,7 @@ def stray_cancels_as_errors() -> Iterator[None]:
         ) from cancel
 
 
-def _label(cb: Callback) -> str:
+def label_of(cb: Callback) -> str:
     """Class of a callback, and its name if it was given one."""
     kind = type(cb).__name__
     return f"{kind}({cb.name!r})" if "_name" in cb.__dict__ else kind

@@ -4,7 +4,7 @@ import math
 import pickle
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
@@ -65,7 +65,7 @@ class Ranks:
         self.is_sharded = False  # whether a forward needs all ranks
         self.failure = ""  # what is known of a rank that failed
         self._control: _Control | None = None  # before `join`, and if alone
-        self._run = 0
+        self._run, self._n_met = 0, 0
         self._marks: dict[str, object] = {}  # at which this rank was
         self._wait_listeners: tuple[FetchListener, ...] = ()
         if model is not None and self.group is not None:
@@ -186,14 +186,43 @@ class Ranks:
         self.wait(self.start(parts))
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(parts, sizes)]
 
-    def until_one_ends(self, items: Iterable[T]) -> Iterator[T]:
-        """Items until any rank has no more; ranks wait for each other before each of them."""
+    def of_main(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on all ranks; on its way it is pickled."""
+        if self._control is None:
+            return make()
+        data = bytearray(pickle.dumps(make())) if self.is_main else bytearray()
+        part = torch.zeros(int(self.sum([len(data)])[0]), dtype=torch.uint8)
+        if self.is_main:
+            part[:] = torch.frombuffer(data, dtype=torch.uint8)
+        self.wait(self.start(part))
+        item: T = pickle.loads(part.numpy().tobytes())
+        return item
+
+    def until_one_ends(self, items: Iterable[T], uneven: Callable[[], None] | None = None) -> Iterator[T]:
+        """Items until any rank has no more; ranks wait for each other before each of them.
+
+        Args:
+            items: those of this rank.
+            uneven: called if other ranks have more.
+        """
         waiting = iter(items)
         while True:
             more = [item for item in islice(waiting, 1)]
-            if self.max([not more])[0]:
+            has_ended, has_more = self.max([not more, bool(more)])
+            if has_ended:
+                if has_more and uneven is not None:
+                    uneven()
                 return
             yield more[0]
+
+    def until_all_end(self, items: Iterable[T]) -> Iterator[T | None]:
+        """Items until no rank has more, then None; ranks wait for each other before each of them."""
+        waiting = iter(items)
+        while True:
+            more = [item for item in islice(waiting, 1)]
+            if not self.max([bool(more)])[0]:
+                return
+            yield more[0] if more else None
 
     # ---- checks
 
@@ -233,22 +262,47 @@ class Ranks:
             return
         self._control = control = _control_of(self.group)
         self._run = control.n_runs + 1
-        until = time.monotonic() + min(timeout or control.timeout, control.timeout).total_seconds()
-        while not self.are_all_at(name):
+        first = control.store.compare_set(f"{self._run}/begins", "", f"{self.rank} {name}").decode()
+        rank, _, other = first.partition(" ")
+        if other != name:
+            raise RankError(f"rank {self.rank} called {name}, but rank {rank} {other}; call the same on all")
+        self._meet(name, name, timeout)
+        control.n_runs += 1
+        with_failure = self._run > 1 and control.store.check([f"{self._run - 1}/failure"])
+        control.connect(anew=with_failure)
+
+    def meet(self, name: str, place: str) -> None:
+        """Waits until all ranks are at the same point inside a fit, where not all ranks need to come.
+
+        Args:
+            name: what begins, for the message: "learn.validate".
+            place: where, for the message.
+
+        Raises:
+            RankError: If some do not come in time; the message names them.
+        """
+        if self._control is not None:
+            self._n_met += 1
+            self._meet(f"{name}, {self._n_met}", f"{name}{place}", MAX_WAIT)
+
+    def _meet(self, mark: str, name: str, timeout: timedelta | None) -> None:
+        assert self._control is not None
+        limit = self._control.timeout
+        until = time.monotonic() + min(timeout or limit, limit).total_seconds()
+        while not self.are_all_at(mark):
             self.check_failure()
-            if time.monotonic() > until and (missing := self.missing_at(name)):
+            if time.monotonic() > until and (missing := self.missing_at(mark)):
                 raise RankError(
                     f"{name} must be called on all ranks, but {name_ranks(missing)} did not call it"
                 )
             time.sleep(self.pause)
-        control.n_runs += 1
-        control.connect()
 
-    def check_alike(self, facts: Mapping[str, Any]) -> None:
+    def check_alike(self, facts: Mapping[str, Any], hint: str = "") -> None:
         """Checks that all ranks have the same facts.
 
         Args:
             facts: values by what they are, such as "callbacks".
+            hint: what to do if they differ, the end of the message.
 
         Raises:
             RankError: On all ranks; the message says which rank has what.
@@ -260,10 +314,10 @@ class Ranks:
         if most == -least:
             return
         everyone = self.gather(dict(facts))
-        for about in facts:
+        for about in dict.fromkeys(about for theirs in everyone for about in theirs):
             values = [theirs.get(about) for theirs in everyone]
             if any(value != values[0] for value in values):
-                raise RankError(f"all ranks need the same {about}, but {_who_has_what(values)}")
+                raise RankError(f"all ranks need the same {about}, but {_who_has_what(values)}{hint}")
 
     # ---- failures
 
@@ -330,9 +384,9 @@ def ranks_of(model: nn.Module) -> Ranks:
     return ALONE if group_of(model) is None else Ranks(model)
 
 
-def describe_alone(model: nn.Module) -> str:
-    """Describes whose numbers this rank shows, where ranks do not communicate; "" if it trains alone."""
-    if (group := group_of(model)) is None:
+def describe_alone(model: nn.Module, group: Any) -> str:
+    """Describes whose numbers this rank shows, where a group does not communicate; "" without a group."""
+    if group is None:
         return ""
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     what = "its batches and its shards of the parameters" if is_sharded(model) else "its batches"
@@ -409,11 +463,17 @@ class _Control:
         self.can_stop_waiting = self._backend == "gloo"
         self.store = make_store(f"hookcb/{self._ranks[0]}-{self._ranks[-1]}-{len(self._ranks)}")
 
-    def connect(self) -> None:
-        """Makes the group, once; waits for all ranks."""
-        if self.group is None:
+    def connect(self, anew: bool = False) -> None:
+        """Makes the group, once; waits for all ranks.
+
+        Args:
+            anew: whether to replace the group, in which a rank that failed has left a collective unfinished.
+        """
+        if self.group is None or anew:
+            # the name of a group of all ranks must not depend on how many other groups each is in
+            is_part = len(self._ranks) < distributed.get_world_size()
             self.group = distributed.new_group(
-                self._ranks, timeout=self.timeout, backend=self._backend, use_local_synchronization=True
+                self._ranks, timeout=self.timeout, backend=self._backend, use_local_synchronization=is_part
             )
 
 

@@ -1,5 +1,9 @@
 """Shards: tensors of which each rank has a part, as under FSDP and tensor parallelism."""
 
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, distributed, nn
 
@@ -33,6 +37,86 @@ def local_part(x: Tensor) -> Tensor:
     with torch.no_grad():  # else it is a view
         part: Tensor = x.to_local()  # type: ignore[attr-defined]
     return part.wait() if hasattr(part, "wait") else part  # of a collective that was begun
+
+
+class Part(NamedTuple):
+    """This rank's part of a tensor.
+
+    Attributes:
+        x: the part.
+        shape: shape of the whole tensor, as far as it is known.
+        copies: number of ranks that have the same part; 0 if that is unknown.
+        is_slice: whether other ranks have other parts.
+    """
+
+    x: Tensor
+    shape: tuple[int, ...]
+    copies: int = 0
+    is_slice: bool = False
+
+
+def part_of(x: Tensor) -> Part | None:
+    """This rank's part of a tensor, for which nothing is awaited; None if ranks have summands of it."""
+    if not is_dtensor(x):
+        return Part(x, tuple(x.shape))
+    if is_partial(x):
+        return None
+    mesh = x.device_mesh  # type: ignore[attr-defined]
+    placements = enumerate(x.placements)  # type: ignore[attr-defined]
+    copies = math.prod(mesh.size(i) for i, placed in placements if placed.is_replicate())
+    with torch.no_grad():
+        return Part(x.to_local(), tuple(x.shape), copies, copies < mesh.size())  # type: ignore[attr-defined]
+
+
+def mesh_of(m: nn.Module, inputs: Iterable[Any]) -> Any:
+    """Mesh of the ranks that compute a layer's output together, as in tensor parallelism; None if one does.
+
+    Args:
+        m: the layer, in or after its forward.
+        inputs: what it was called with; in tensor parallelism DTensors, if it has not parameters that are.
+    """
+    parts = [x for x in inputs if isinstance(x, Tensor) and is_dtensor(x)]
+    if not parts and not is_fully_sharded(m):  # which has its own shards back after its forward
+        parts = [p for p in m.parameters(recurse=False) if is_dtensor(p)]
+    mesh: Any = parts[0].device_mesh if parts else None  # type: ignore[attr-defined]
+    return None if mesh is None or mesh.size() == 1 else mesh
+
+
+def output_part(x: Tensor, m: nn.Module, inputs: Iterable[Any], mesh: Any) -> Part | None:
+    """This rank's part of an output that several ranks compute together, also if it is a plain tensor.
+
+    Whether such a tensor is a slice follows from its shape; it is told as a slice if that is unknown.
+
+    Args:
+        x: the output.
+        m: the layer.
+        inputs: what it was called with.
+        mesh: see `mesh_of`.
+    """
+    part = part_of(x)
+    if part is None or is_dtensor(x):
+        return part
+    given = next((i for i in inputs if isinstance(i, Tensor) and is_dtensor(i)), None)
+    whole = None if given is None or mesh.ndim > 1 else _output_shape(m, tuple(given.shape))
+    if whole is None or len(whole) != x.ndim:
+        return part._replace(is_slice=True)
+    if part.shape == whole:
+        return part._replace(copies=mesh.size())
+    return part._replace(shape=whole, copies=1, is_slice=True)
+
+
+def _output_shape(m: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Shape of a layer's whole output for an input of `shape`; None if it is unknown."""
+    if isinstance(n := getattr(m, "out_features", None), int):
+        return (*shape[:-1], n)
+    if isinstance(n := getattr(m, "embedding_dim", None), int):
+        return (*shape, n)
+    return shape if hasattr(m, "normalized_shape") or not any(True for _ in m.parameters()) else None
+
+
+def is_awaited(x: Tensor) -> bool:
+    """Whether a tensor is the result of a collective that may still run."""
+    return hasattr(x, "trigger_wait")
 
 
 def is_partial(x: Tensor) -> bool:

@@ -141,6 +141,8 @@ class TrainingState:
 
         def note_signal(self, number: int) -> None: ...  # noqa: D102
 
+        def agree_on_alarm(self, noticed: bool) -> bool: ...  # noqa: D102
+
         cbs: list[Any]
         # only a Learner has these
         dls: Any
@@ -150,7 +152,8 @@ class TrainingState:
         device: torch.device | None
         predict: Callable[[], Any]
         fit: Callable[..., None]
-        coverage: Any  # only a loop hookcb does not run has it
+        coverage: Any  # only a loop hookcb does not run has these
+        facts: Any
 
         def get(self, kind: type[C], name: str | None = None) -> C: ...  # noqa: D102
         def add_cbs(self, cbs: Any) -> Self: ...  # noqa: D102

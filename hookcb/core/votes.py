@@ -34,6 +34,7 @@ class Votes:
         self._n_alone = 0  # cancels that were not declared
         self.signal = 0  # number of a signal that came to this rank
         self.agreed_signal = 0  # the same, once all ranks know of it
+        self.is_alarmed = self.is_alarm_agreed = False  # the same of what all ranks should look at
 
     def decide(
         self, event: str, cbs: Iterable[Callback], cancels: Sequence[CancelException], training: bool
@@ -103,7 +104,9 @@ class Votes:
         asked = {cancel.level for cancel in self._asked}
         self._raised = {cancel.level: cancel.raised_in for cancel in self._asked}
         self._asked = []
-        return torch.tensor([*(level in asked for level in LEVELS), self.signal], dtype=torch.float64)
+        flags = [*(level in asked for level in LEVELS), self.signal, self.is_alarmed]
+        self.is_alarmed = False
+        return torch.tensor(flags, dtype=torch.uint8)
 
     def _ended(self) -> torch.Tensor | None:
         """Flags of the vote that was running, None if none was."""
@@ -118,8 +121,9 @@ class Votes:
             raise cancels[0]
 
     def _read(self, flags: torch.Tensor) -> list[CancelException]:
-        *asked, signal = flags.tolist()
+        *asked, signal, alarm = flags.tolist()
         self.agreed_signal = max(self.agreed_signal, int(signal))
+        self.is_alarm_agreed |= bool(alarm)
         for is_asked, (name, level) in zip(asked, LEVELS.items(), strict=True):
             if is_asked:
                 cancel = level.cancel()

@@ -9,11 +9,13 @@ from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.console import show, warn
 from hookcb.core.events import CancelFitException
+from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.on_ranks import share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.recorder import EvidenceRecorder, is_external
 from hookcb.diagnosis.verdict import Verdict
@@ -72,7 +74,7 @@ class Diagnose(EvidenceRecorder):
 
     def before_fit(self) -> None:
         self.verdict = None
-        self._next_check, self._has_reacted = FIRST_CHECK, False
+        self._next_check, self._has_reacted, self._n_batches = FIRST_CHECK, False, 0
         super().before_fit()
 
     def after_batch(self) -> None:
@@ -80,11 +82,12 @@ class Diagnose(EvidenceRecorder):
         probes = self._probes
         if probes is None or not self.training:
             return
-        if probes.n_batches >= self._next_check:
+        self._n_batches += 1
+        is_alarmed, probes.is_alarmed = self.learn.agree_on_alarm(probes.is_alarmed), False
+        if self._n_batches >= self._next_check:
             self._next_check *= CHECK_GROWTH
-            probes.is_alarmed = True
-        if probes.is_alarmed:
-            probes.is_alarmed = False
+            is_alarmed = True
+        if is_alarmed:
             self.react()
 
     def after_fit(self) -> None:
@@ -92,14 +95,28 @@ class Diagnose(EvidenceRecorder):
             return
         error = sys.exception()  # the one that has ended the fit
         self._probes.guarded(self._probes.observe_end, self.learn, error)
-        verdict = judge(evidence := self.evidence())
+        ranks = self.learn.ranks if error is None else ALONE  # after an error, others may not come
+        evidence = self.evidence()
         slowly = falls_slowly(evidence)
-        if error is None and self._probes.try_to_overfit(self.learn, verdict.findings, slowly):
-            verdict = judge(evidence := self.evidence())
+        verdict = self._judge(evidence, ranks)
+        if error is None:
+            has_more = self._probes.try_to_overfit(self.learn, verdict.findings, slowly)
+            if any(ranks.max([has_more])):
+                verdict = self._judge(evidence := self.evidence(), ranks)
         self.finish(evidence)
         self.verdict = verdict
         if self.show and not self._is_quiet():
             show(verdict)
+
+    def _judge(self, evidence: Evidence, ranks: Ranks) -> Verdict:
+        """Verdict on what was recorded; several ranks call this together, and share their losses."""
+        if ranks.world == 1:
+            return judge(evidence)
+        # a rank with labels of its own kind may learn nothing, though all together do
+        own = [finding for finding in judge(evidence).findings if finding.code == "loss.trivial"]
+        evidence.notes.append(f"{ranks.world} ranks")
+        share_losses(evidence, ranks)
+        return judge(evidence, ranks, own)
 
     def _is_quiet(self) -> bool:
         has_progress = hasattr(self.learn, "no_logging")
@@ -113,12 +130,13 @@ class Diagnose(EvidenceRecorder):
         """Acts on a sick training as `on_sick` says; warns or calls the function once per fit."""
         if self.on_sick == "ignore" or (self._has_reacted and self.on_sick != "stop"):
             return
-        verdict = self.judge()
+        verdict = self._judge(self.evidence(), self.learn.ranks)
         if verdict.status != "sick" or verdict.primary is None:
             return
         is_first, self._has_reacted = not self._has_reacted, True
         if callable(self.on_sick):
-            self.on_sick(verdict)
+            if self.learn.ranks.is_main:
+                self.on_sick(verdict)
         elif is_first:
             warn(f"{verdict.primary.head}: {verdict.primary.message}")
         if self.on_sick == "stop" and self._is_external:

@@ -252,7 +252,7 @@ class Evidence:
     absent: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
-    _smooth: tuple[int, Series] | None = field(default=None, repr=False, compare=False)
+    _smooth: tuple[Series, int, Series] | None = field(default=None, repr=False, compare=False)
 
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""
@@ -284,9 +284,10 @@ class Evidence:
 
     def smooth_loss(self) -> Series:
         """Exponential moving average of the finite losses over about ten batches."""
-        if self._smooth is None or self._smooth[0] != len(self.loss):  # used by a dozen checks
-            self._smooth = len(self.loss), self._smoothed()
-        return self._smooth[1]
+        kept = self._smooth  # as a dozen checks use it
+        if kept is None or kept[0] is not self.loss or kept[1] != len(self.loss):
+            self._smooth = kept = self.loss, len(self.loss), self._smoothed()
+        return kept[2]
 
     def _smoothed(self) -> Series:
         smooth, now = Series(), math.nan

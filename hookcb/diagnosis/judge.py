@@ -6,7 +6,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import hookcb.diagnosis.checks  # noqa: F401  # which registers them
+from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.on_ranks import findings_of_all
 from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped, check_of
 from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
 
@@ -27,10 +29,15 @@ SOURCES = {  # how to get each source of evidence
 RANK = {"error": 0, "warning": 1, "info": 2}
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ()) -> Verdict:
     """Runs all checks; the earliest cause becomes the primary finding, the others name what they follow from.
 
-    Never raises: a check that cannot run or fails is listed in the verdict's `gaps`.
+    A check that cannot run or fails is listed in the verdict's `gaps`.
+
+    Args:
+        evidence: what this rank has recorded.
+        ranks: ranks that all call this; each gets the verdict of rank 0 on what any of them has found.
+        own: further findings of this rank.
     """
     results = [(check, result) for check in CHECKS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
@@ -39,13 +46,18 @@ def judge(evidence: Evidence) -> Verdict:
     for check, result in results:
         if isinstance(result, Skipped):
             skipped.setdefault(result.reason, []).append(check.code)
+    gaps = [Gap(tuple(dict.fromkeys(codes)), why) for why, codes in skipped.items()]
+    if ranks.world > 1:
+        found, gaps = findings_of_all([*found, *own], gaps, ranks)
+        unsure = {finding.code for finding in found} | {code for gap in gaps for code in gap.codes}
+        passed = [(check, text) for check, text in passed if check.code not in unsure]
     reason = evidence.why_nothing_seen()
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
     findings = list(_with_raised_severity(explained(_without_idle_advice(found), evidence)))
     primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
     status = _status(findings, reason)
-    return Verdict(
+    verdict = Verdict(
         status,
         primary,
         tuple(findings),
@@ -54,8 +66,9 @@ def judge(evidence: Evidence) -> Verdict:
         reason if status == "unknown" else "",
         n_checked=len({*(finding.code for finding in found), *(check.code for check, _ in passed)}),
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
-        gaps=tuple(Gap(tuple(dict.fromkeys(codes)), why) for why, codes in skipped.items()),
+        gaps=tuple(gaps),
     )
+    return ranks.of_main(lambda: verdict)
 
 
 def _without_idle_advice(findings: Sequence[Finding]) -> list[Finding]:

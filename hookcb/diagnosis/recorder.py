@@ -157,6 +157,7 @@ class EvidenceRecorder(SamplingCallback):
         probed = self._probes.evidence(self._frame)
         if self._is_external:
             probed.unseen = dict(self.learn.coverage.missing)
+            probed.notes += [note] if (note := self.learn.facts.of_rank) else []
         evidence = gather([*self._attached, *self.learn.cbs], self._frame, probed)
         evidence.looks = self._schedule.rule
         return evidence

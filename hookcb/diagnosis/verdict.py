@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from hookcb.core.console import printable, spelled
+from hookcb.core.ranks import name_ranks
 from hookcb.records.printing import Printed
 
 Severity = Literal["error", "warning", "info"]
@@ -46,6 +47,7 @@ class Finding:
         consequence_of: code of the finding that this one follows from, "" if it follows from none.
         kind: type and size of the layer, `Linear 64→64`.
         last_step: number of the training batch at which it was last seen.
+        ranks: ranks that found it, empty if all did.
 
     >>> from hookcb import Finding
     >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
@@ -66,6 +68,7 @@ class Finding:
     consequence_of: str = ""
     kind: str = ""
     last_step: int | None = None
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # the same NaN object everywhere, so that copies of a finding compare equal
@@ -83,10 +86,11 @@ class Finding:
 
     @property
     def head(self) -> str:
-        """Severity, code, layer or parameter, and steps, in one line."""
+        """Severity, code, layer or parameter, steps and ranks, in one line."""
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
         where = f"{_plain_text(self.layer)}{kind}" if self.layer else _plain_text(self.param)
-        return "  ".join(part for part in (self.severity.upper(), self.code, where, self._when) if part)
+        on = f"on {name_ranks(self.ranks)}" if self.ranks else ""
+        return "  ".join(part for part in (self.severity.upper(), self.code, where, self._when, on) if part)
 
     @property
     def _when(self) -> str:
@@ -259,7 +263,8 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 
 def _summary(finding: Finding) -> str:
     where = _plain_text(finding.layer or finding.param)
-    return f"{finding.code}{f' in {where}' if where else ''}"
+    on = f" on {name_ranks(finding.ranks)}" if finding.ranks else ""
+    return f"{finding.code}{f' in {where}' if where else ''}{on}"
 
 
 def _plain_text(text: str, limit: int = MAX_NAME_WIDTH) -> str:

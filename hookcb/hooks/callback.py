@@ -7,6 +7,7 @@ from torch import nn
 
 from hookcb.core.console import warn
 from hookcb.core.sampling import SamplingCallback
+from hookcb.core.shards import plain_class
 from hookcb.hooks.coverage import Coverage, introduce, note_used
 from hookcb.hooks.hook import HOOK_OPTIONS, HookFunc, Hooks
 from hookcb.hooks.modules import Where, find_modules, make_ready_for_hooks
@@ -16,7 +17,8 @@ class HookCallback(SamplingCallback):
     """Puts a hook on layers when a fit begins and removes it when the fit ends, however it ends.
 
     Subclass it and define `hook(self, m, i, o)`, or pass a function as `hook=`. It is called in training
-    only, unless a subclass sets `run_valid = True`, and not when checkpointing runs a forward again.
+    only, unless a subclass sets `run_valid = True`, and not when checkpointing runs a forward again. If
+    several ranks train, what it returns is of this rank.
 
     Args:
         modules: the layers, see `find_modules`; by default all leaves with parameters. Looked up at each fit.
@@ -88,7 +90,7 @@ class HookCallback(SamplingCallback):
         self.left_out.clear()
         self._has_pred = False  # whether the model was called in a batch; a watch may see a step alone
         self.layers = find_modules(self.model, self.modules, self.include_paramless)
-        self._names = {id(m): name or type(m).__name__ for name, m in self.layers.items()}
+        self._names = {id(m): name or plain_class(m).__name__ for name, m in self.layers.items()}
         make_ready_for_hooks(self.model)
         self.hooks = Hooks(self.layers, self._function or self.hook, gate=self.hooks_act, **self._options)
         introduce(self.hooks, self.model, f"{type(self).__name__}.hook")
@@ -130,7 +132,7 @@ class HookCallback(SamplingCallback):
         if not self.outside_main_phase:
             self._acts_in = None
             is_first = self._has_pred and self.n_batches == 1
-            if self.hooks and self.is_looking and is_first and not self.coverage.fired:
+            if self.hooks and self.is_looking and is_first and not any(hook.fired for hook in self.hooks):
                 warn(self.coverage.warning(), stacklevel=2)
 
     def after_fit(self) -> None:

@@ -1,7 +1,7 @@
 """Coverage: which layers and batches the hooks of a callback have seen."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Self
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from hookcb.core.console import printable
 from hookcb.hooks.modules import named_modules
+from hookcb.records.records import module_of
 
 if TYPE_CHECKING:
     from hookcb.hooks.hook import Hook
@@ -30,12 +31,13 @@ class Coverage:
 
     Attributes:
         hooked: names of the layers with a hook.
-        fired: names of the layers whose hook was called.
+        fired: names of the layers whose hook was called, and has recorded something if it is to.
         silent: names of the others, with the likely reason.
         left_out: type of each output that is not a tensor or has no statistics, by path.
         without_grad: names of layers whose gradient is unknown, with the reason.
         n_batches: number of recorded batches.
         n_skipped: number of other training batches: left out by `every`, or cancelled.
+        slices: outputs of which only this rank's part was seen, by path.
 
     >>> from hookcb import HookCallback, synth_learner
     >>> learn = synth_learner()
@@ -52,6 +54,7 @@ class Coverage:
     without_grad: Mapping[str, str]
     n_batches: int
     n_skipped: int
+    slices: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_hooks(
@@ -69,6 +72,19 @@ class Coverage:
             n_skipped=n_skipped,
         )
 
+    def recorded(self, outputs: Iterable[str], slices: Mapping[str, str]) -> Self:
+        """This coverage, of a callback with records of `outputs` only; of `slices` it has a part."""
+        known = {module_of(path) for path in outputs}
+        why = {name: reason for name, reason in self.silent.items() if name not in known}
+        missing: dict[str, list[str]] = {}
+        for path, kind in self.left_out.items():
+            if module_of(path) in self.fired and module_of(path) not in known:
+                missing.setdefault(module_of(path), []).append(kind)
+        for name, kinds in missing.items():
+            why[name] = f"no statistics of its output: {', '.join(kinds)}"
+        fired = tuple(name for name in self.hooked if name not in why)
+        return replace(self, fired=fired, silent=why, slices=slices)
+
     def __str__(self) -> str:
         layers, batches = _count(len(self.hooked), "layer"), _count(self.n_batches, "batch")
         skipped = f", {_count(self.n_skipped, 'batch')} not looked at" if self.n_skipped else ""
@@ -77,6 +93,7 @@ class Coverage:
                 f"{len(self.fired)} of {layers} seen in {batches}{skipped}",
                 *(f"silent: {name}: {reason}" for name, reason in self.silent.items()),
                 *(f"left out: {path}: {kind}" for path, kind in self.left_out.items()),
+                *(f"slice: {path}: {part}" for path, part in self.slices.items()),
                 *(f"without gradient: {name}: {reason}" for name, reason in self.without_grad.items()),
             ]
         )

@@ -1,10 +1,10 @@
 """The batches that a Learner trains and validates on."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from hookcb.core.batch import batch_size, map_tensors
 
@@ -84,12 +84,23 @@ def own_order(loader: Any) -> list[int] | None:
     The sampler repeats samples so that all ranks have as many; rank r's sample i is one of these if
     r + i · world is not below the number of samples.
     """
-    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None) if type(batch_sampler) is BatchSampler else None
+    sampler = getattr(loader, "sampler", None) if inner is None else inner
     if not isinstance(sampler, DistributedSampler):
         return None
     dataset: Any = sampler.dataset
     n = len(range(sampler.rank, len(dataset), sampler.num_replicas))
     return list(sampler)[:n]
+
+
+def up_to(batches: Iterable[tuple[int, Any]], n: int | None) -> Iterator[tuple[int, Any]]:
+    """Numbered batches with numbers below `n`; fetches no other."""
+    for i, batch in batches:
+        if n is None or i < n:
+            yield i, batch
+        if n is not None and i + 1 >= n:
+            return
 
 
 def cut(batch: Any, n: int | None) -> Any:

@@ -12,14 +12,15 @@ from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
-from hookcb.core.events import CancelException, CancelFitException, CancelStepException
+from hookcb.core.events import CancelException, CancelFitException, CancelStepException, Event
 from hookcb.core.loop import stray_cancels_as_errors
-from hookcb.core.ranks import describe_alone
+from hookcb.core.ranks import describe_alone, group_of
 from hookcb.core.torch_private import after_backward, in_backward
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.modules import ModelGoneError
+from hookcb.loops.agreed_stop import AgreedStop
 from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
@@ -43,7 +44,8 @@ class ExternalLoop(NamedLoop):
 
     Attributes:
         stage: the stage of the batch that is open, if any.
-        stop_requested: whether a callback has requested the end of the training; for the loop to read.
+        stop_requested: whether a callback has requested the end of the training; for the loop to read. On
+            several ranks all of them find it True after the same step.
         seen: how often each event was emitted.
         facts: other observations of the loop.
 
@@ -63,6 +65,8 @@ class ExternalLoop(NamedLoop):
         opt: Any = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
+        group = self._group_of(model)
+        self._stop = AgreedStop(group)
         super().__init__(model)
         self.stage = Stage.IDLE
         self._phase: str | None = None  # "train" or "validate", while an epoch is open
@@ -70,7 +74,7 @@ class ExternalLoop(NamedLoop):
         self._pred_grad: Tensor | None = None  # the gradient with which a backward began, while it begins
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
-        self.facts = Facts(of_rank=describe_alone(model))
+        self.facts = Facts(of_rank=describe_alone(model, group))
         self._n_batches: Counter[str] = Counter()  # of this epoch, by phase
         self._on_tensors: list[Hook] = []
         self._ignored: set[type[CancelException]] = set()
@@ -92,6 +96,20 @@ class ExternalLoop(NamedLoop):
         """Starts observing the loop; called when all state is set, as other threads may report at once."""
 
     # ---- state
+
+    def _group_of(self, model: nn.Module) -> Any:
+        """Process group of the ranks that train the model together, None if this process is alone."""
+        return group_of(model)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether to end the training now."""
+        return self._stop.is_due
+
+    @stop_requested.setter
+    def stop_requested(self, is_wanted: bool) -> None:
+        if is_wanted:
+            self._stop.request()
 
     @property
     def model(self) -> nn.Module:
@@ -276,6 +294,8 @@ class ExternalLoop(NamedLoop):
             return
         self.seen[event] += 1
         try:
+            if event == Event.AFTER_STEP:
+                self._stop.end_step()
             with outside_transforms():
                 super().emit(event)
         except CancelException as cancel:
@@ -287,7 +307,8 @@ class ExternalLoop(NamedLoop):
 
     def _note_cancel(self, cancel: CancelException, event: str) -> None:
         is_stop = isinstance(cancel, CancelFitException)
-        self.stop_requested |= is_stop
+        if is_stop:
+            self.stop_requested = True
         cancels_step = isinstance(cancel, CancelStepException) and event == "before_step"
         if cancels_step and self._has_no_gradients():
             self.emit("after_cancel_step")  # the optimizer has nothing to do

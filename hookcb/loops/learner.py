@@ -1,18 +1,23 @@
 """Learner: the training loop, on one screen."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import batch_size, describe, n_batches, split_batch
 from hookcb.core.callback_list import Callbacks
+from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, read_saved, save_whole
@@ -23,6 +28,7 @@ from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of
 from hookcb.hooks.summary import Summary, module_summary
+from hookcb.loops.alike import facts_of
 from hookcb.loops.checks import (
     check_fit,
     check_functions,
@@ -33,11 +39,11 @@ from hookcb.loops.checks import (
     same_objects,
     trainable,
 )
-from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoch
+from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoch, up_to
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
-from hookcb.training.checkpoint.resume import resumed, validated_weights
+from hookcb.training.checkpoint.resume import Resume, validated_weights
 from hookcb.training.checkpoint.state import check_whole
 from hookcb.training.metrics import Metrics
 from hookcb.training.predictions import GatherPreds
@@ -46,6 +52,8 @@ from hookcb.training.recorder import Recorder
 from hookcb.training.schedules.one_cycle import OneCycle
 
 T = TypeVar("T")
+HINT_UNEVEN = '; use a DistributedSampler, or drop_last=True, or fit(…, uneven="stop") to end at the shortest'
+UNEVEN = ("error", "stop")  # what to do if ranks have different numbers of batches
 Remaining = Callable[[str, Iterable[Any]], Iterable[Any]]  # selects the items of a level still to do
 PHASES = (("train", "train"), ("validate", "valid"))  # levels of an epoch, and their loaders in `dls`
 
@@ -108,6 +116,7 @@ class Learner(NamedLoop):
         self._opt_params: list[nn.Parameter] | None = None  # those that opt_func made the optimizer for
         self._fetch_listeners: list[FetchListener] = []
         self._remaining: Remaining = everything
+        self._uneven = UNEVEN[0]
         self.device = None if device is None else torch.device(device)
         self.add_cbs(cbs)
         defaults = (Recorder(), Metrics(metrics), Progress())
@@ -124,11 +133,12 @@ class Learner(NamedLoop):
         cbs: Callbacks = (),
         *,
         resume: str | Path | None = None,
+        uneven: str = "error",
     ) -> None:
         """Trains with a learning rate that rises to `lr_max` and falls to almost 0; see `OneCycle`."""
         self._check_idle()
         with self.added_cbs(OneCycle(lr_max, div, div_final, pct_start, moms)):
-            self.fit(n_epoch, cbs=cbs, resume=resume)
+            self.fit(n_epoch, cbs=cbs, resume=resume, uneven=uneven)
 
     def lr_find(
         self, start_lr: float = 1e-7, end_lr: float = 10, num_it: int = 100, stop_div: bool = True
@@ -159,6 +169,7 @@ class Learner(NamedLoop):
         cbs: Callbacks = (),
         *,
         resume: str | Path | None = None,
+        uneven: str = "error",
     ) -> None:
         """Trains for `n_epoch` epochs, and validates after each if there is a `dls.valid`.
 
@@ -170,6 +181,8 @@ class Learner(NamedLoop):
             resume: file of a `Checkpoint` to resume from, or a folder, whose newest intact file is used;
                 "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has no file.
                 `Progress` shows what is resumed; it is a warning if nothing is left to train.
+            uneven: what to do if ranks have different numbers of training batches: "error", or "stop" to
+                end each epoch with the shortest, as loaders without a length always do.
 
         Raises:
             TypeError, ValueError, RuntimeError, OSError: If it cannot train; before training starts.
@@ -177,16 +190,22 @@ class Learner(NamedLoop):
         self._check_idle()
         with self.on_all_ranks("learn.fit"):
             check_fit(n_epoch, self.dls)
+            if uneven not in UNEVEN:
+                raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r:.80}")
             with self.restored(), self.added_cbs(cbs):
                 self._prepare(lr)
                 self.opt.zero_grad()  # an interrupted fit may have left gradients behind
                 self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
-                self._remaining = resumed(resume, self) or everything
-                self.ranks.check_alike({"number of epochs": n_epoch, "resumed checkpoint": str(resume)})
+                self._uneven = uneven
+                found = Resume.find(resume, self)
+                self._remaining = everything if found is None else partial(found.remaining, self)
+                file = None if found is None else found.file.name
+                asked = {"number of epochs": n_epoch, "resumed checkpoint": file, "uneven": uneven}
+                self.ranks.check_alike(asked | facts_of(self, self.loss_func))
                 try:
                     self.run_fit(self._epochs)
                 finally:
-                    self._remaining = everything
+                    self._remaining, self._uneven = everything, UNEVEN[0]
 
     def _epochs(self) -> None:
         for self.epoch in self._remaining("epoch", range(self.n_epoch)):
@@ -202,13 +221,29 @@ class Learner(NamedLoop):
     def _phase(self, level: str, dl: Any) -> None:
         self.set_phase(training=level == "train", dl=dl, n_iter=n_batches(dl))
         if self.training:
-            self.ranks.check_alike({"number of training batches": self.n_iter})
+            self._agree_on_length()
         self.model.train(self.training)
         try:
             with torch.set_grad_enabled(self.training):
                 self.within(level, self._batches)
         finally:
             drop_gathered(self.model)
+
+    def _agree_on_length(self) -> None:
+        """Sets the number of training batches on all ranks, None if one of them does not know it."""
+        if self._uneven == "stop":
+            unknown = -1
+            least = -int(self.ranks.max([-(unknown if self.n_iter is None else self.n_iter)])[0])
+            self.n_iter = None if least == unknown else least
+        else:
+            self.ranks.check_alike({"number of training batches": self.n_iter}, HINT_UNEVEN)
+
+    def _tell_uneven(self) -> None:
+        if self._uneven != "stop" and self.ranks.is_main:
+            warn(
+                "an epoch ended when a rank had no more batches, though others had; give all ranks as many, "
+                'or fit(…, uneven="stop")'
+            )
 
     def _batches(self) -> None:
         self.iter = -1
@@ -235,12 +270,14 @@ class Learner(NamedLoop):
                 raise
             raise (CancelFitException if self.training else CancelValidException) from error
 
-    def _observed(self, batches: Iterable[T]) -> Iterable[T]:
+    def _observed(self, batches: Iterable[tuple[int, Any]]) -> Iterable[tuple[int, Any]]:
         """Batches, with listeners notified of each fetch in training."""
         if self.training and (listeners := tuple(self._fetch_listeners)):
             batches = ObservedFetches(batches, listeners)
         if self.training and self.n_iter is None:
-            batches = self.ranks.until_one_ends(batches)
+            batches = self.ranks.until_one_ends(batches, self._tell_uneven)
+        elif self.training and self._uneven == "stop" and self.ranks.world > 1:
+            batches = up_to(batches, self.n_iter)
         elif not self.training and self.ranks.world > 1:
             batches = self._without_padding(batches)
         return batches
@@ -249,13 +286,14 @@ class Learner(NamedLoop):
         """Numbered batches of a validation, without the samples that a DistributedSampler repeats."""
         order = own_order(self.dl)
         n_left = None if order is None else len(order)
-        for i, batch in batches:
-            if n_left != 0:
-                yield i, cut(batch, n_left)
+        for item in self.ranks.until_all_end(batches) if self.ranks.is_sharded else batches:
+            if item is not None and n_left != 0:
+                yield item[0], cut(item[1], n_left)
+                n_left = None if n_left is None else max(0, n_left - batch_size(item[1]))
             elif self.ranks.is_sharded:  # the other ranks need this one for their forwards
-                self.xb, self.yb = split_batch(batch, self._device, self.n_inp)
+                if item is not None:
+                    self.xb, self.yb = split_batch(item[1], self._device, self.n_inp)
                 self.predict()
-            n_left = None if n_left is None else max(0, n_left - batch_size(batch))
 
     def follow_fetches(self, listener: FetchListener) -> None:
         """Notifies `listener` of each fetch of a training batch, from the next epoch on."""
@@ -343,11 +381,14 @@ class Learner(NamedLoop):
         """
         gather = GatherPreds(self.loss_func, with_input=with_input, with_loss=with_loss)
         with self.on_all_ranks("learn.get_preds"):
+            order = own_order(self.dls.valid if dl is None else dl)
+            if self.ranks.world > 1 and order is None:
+                gather.digest = hashlib.blake2b()
             try:
                 self.validate(dl, cbs=gather)
             finally:
                 self.__dict__.pop(gather.name, None)  # the attribute would keep all predictions alive
-            return gather.results(self.ranks, own_order(self.dls.valid if dl is None else dl))
+            return gather.results(self.ranks, order)
 
     def one_batch(self, b: Any = None) -> Tensor:
         """Trains on one batch outside a fit, with all its events, for tests and experiments.
@@ -417,7 +458,7 @@ class Learner(NamedLoop):
         opt = self.opt.state_dict() if with_opt and self.opt is not None else None
         if not ranks_of(self.model).is_main:
             return Path(file)
-        return save_whole({"model": self.model.state_dict(), "opt": opt}, file)
+        return save_whole({"model": without_replicas(self.model).state_dict(), "opt": opt}, file)
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:
         """Reads a file of `save`, to the model's device.
@@ -431,10 +472,10 @@ class Learner(NamedLoop):
         self._place()
         state = read_saved(file, self._device)
         if (weights := validated_weights(state)) is not None:
-            self.model.load_state_dict(weights, strict=strict)
+            load_weights(self.model, weights, strict)
             return
         check_saved(state, file, {"model", "opt"})
-        self.model.load_state_dict(state["model"], strict=strict)
+        load_weights(self.model, state["model"], strict)
         if with_opt and state["opt"] is not None:
             self._prepare()
             self.opt.load_state_dict(state["opt"])
@@ -466,6 +507,18 @@ class Learner(NamedLoop):
         if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
             where = ", ".join(self.position("after_pred"))
             error.add_note(f"in {where}, with xb {describe(self.xb)} and yb {describe(self.yb)}")
+
+
+def without_replicas(model: nn.Module) -> nn.Module:
+    """The model in a DistributedDataParallel, whose files any process can read; else the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def load_weights(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
+    """Loads weights, which a model in a DistributedDataParallel or outside of one has saved, into another."""
+    weights = dict(weights)
+    consume_prefix_in_state_dict_if_present(weights, "module.")
+    without_replicas(model).load_state_dict(weights, strict=strict)
 
 
 def everything(level: str, items: Iterable[T]) -> Iterable[T]:

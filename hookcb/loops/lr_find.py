@@ -20,6 +20,7 @@ from hookcb.core.events import CancelEpochException, CancelFitException
 from hookcb.core.loop import Loop
 from hookcb.core.optim import set_rate
 from hookcb.core.randomness import saves_itself
+from hookcb.core.ranks import ranks_of
 from hookcb.core.restore import (
     preserve_attribute,
     preserve_contents,
@@ -43,12 +44,12 @@ def find_lr(
     _check(learn, start_lr, end_lr, num_it)
     finder = LRFinder(start_lr, end_lr, num_it, stop_div)
     cbs = [*_stand_ins(learn), finder]
-    n = n_batches(learn.dls.train)
+    n, is_alone = n_batches(learn.dls.train), ranks_of(learn.model).world == 1
     with _unchanged(learn):
         if isinstance(learn.dls, Loaders):
             # else a validation loader that is an iterator would be refused
             learn.dls = learn.dls._replace(valid=None)
-        learn.fit(math.ceil(num_it / n) if n else num_it, cbs=cbs)
+        learn.fit(math.ceil(num_it / n) if n and is_alone else num_it, cbs=cbs, uneven="stop")
     return LRFind(finder.lrs, finder.losses)
 
 

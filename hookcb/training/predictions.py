@@ -46,8 +46,11 @@ class GatherPreds(Callback):
         self.loss_func = _unreduced(loss_func) if with_loss else None
         self.with_input = with_input
         self.batches: list[tuple[Any, ...]] = []
+        self.digest: Any = None  # of the inputs, a hash to which each batch is added if it is given
 
     def after_pred(self) -> None:
+        if self.digest is not None:
+            map_tensors(self._add_to_digest, self.learn.xb)
         inputs = [self.x] if self.with_input else []
         losses = [self.loss_func(self.pred, *self.yb)] if self.loss_func else []
         items = (*inputs, self.pred, self.y if self.yb else None, *losses)
@@ -61,15 +64,26 @@ class GatherPreds(Callback):
         Args:
             ranks: ranks that have a part of the batches each.
             order: index in the data of each sample of this rank; None if unknown, then the samples of rank 0
-                come first.
+                come first. Ranks with the same inputs or indices, as under tensor parallelism, count once.
         """
-        everyone = ranks.gather((self.batches, order))
-        batches = [batch for theirs, _ in everyone for batch in theirs]
+        if ranks.world > 1:
+            key = order if self.digest is None else self.digest.hexdigest()
+            everyone = {
+                repr(theirs[0]): theirs for theirs in reversed(ranks.gather((key, self.batches, order)))
+            }
+            parts = list(reversed(everyone.values()))
+        else:
+            parts = [(None, self.batches, order)]
+        batches = [batch for _, theirs, _ in parts for batch in theirs]
         results = tuple(concat(list(items)) for items in zip(*batches, strict=True))
         if ranks.world == 1 or order is None:
             return results
-        places = torch.tensor([i for _, theirs in everyone for i in theirs]).argsort()
+        places = torch.tensor([i for *_, theirs in parts for i in theirs]).argsort()
         return tuple(map_tensors(lambda x: x[places], item) for item in results)
+
+    def _add_to_digest(self, x: torch.Tensor) -> torch.Tensor:
+        self.digest.update(x.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        return x
 
 
 def _unreduced(loss_func: Callable[..., Any] | None) -> Callable[..., Any]:

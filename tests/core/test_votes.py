@@ -38,8 +38,8 @@ class OtherRanks(Ranks):
 
 
 def flags(**asked):
-    """What a rank votes: one number for each level, and its signal."""
-    levels = [*module.LEVELS, "signal"]
+    """What a rank votes: one number for each level, its signal, and whether it is alarmed."""
+    levels = [*module.LEVELS, "signal", "alarm"]
     return [float(asked.get(level, 0)) for level in levels]
 
 
@@ -115,13 +115,14 @@ def test_an_undeclared_cancel_of_some_ranks_is_an_error_that_names_its_callback(
         Votes(OtherRanks(missing=[1])).decide(Event.AFTER_LOSS, [Callback()], [cancel], True)
 
 
-def test_a_cancel_of_another_level_than_declared_is_an_error():
+def test_a_cancel_of_another_level_than_declared_must_be_that_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(module, "MAX_APART", 0.0)
     cancel = CancelFitException()
     cancel.raised_in = "Mine.after_loss"
-    with pytest.raises(
-        RankError, match=r"CancelFitException was raised in Mine.after_loss by rank 0, on its own"
-    ):
-        Votes(OtherRanks()).decide(Event.AFTER_LOSS, [MayCancel()], [cancel], True)
+    (done,) = Votes(OtherRanks()).decide(Event.AFTER_LOSS, [MayCancel()], [cancel], True)
+    assert done.level == "fit"
+    with pytest.raises(RankError, match=r"raised in Mine.after_loss by rank 0, but not"):
+        Votes(OtherRanks(missing=[1])).decide(Event.AFTER_LOSS, [MayCancel()], [cancel], True)
 
 
 def test_ranks_may_validate_on_different_numbers_of_batches():
@@ -142,3 +143,20 @@ def test_after_fit_is_not_voted_on():
     ranks, cancel = OtherRanks(), CancelFitException()
     assert Votes(ranks).decide(Event.AFTER_FIT, [], [cancel], True) == [cancel]
     assert ranks.n_votes == 0
+
+
+def test_an_alarm_is_known_on_all_ranks_one_batch_later_and_then_forgotten():
+    ranks = OtherRanks([flags(), flags(alarm=1), flags()])
+    votes = Votes(ranks)
+    votes.is_alarmed = True
+    votes.end_batch()
+    assert not votes.is_alarm_agreed  # the vote runs
+    votes.end_batch()
+    assert votes.is_alarm_agreed
+    assert not votes.is_alarmed
+    votes.is_alarm_agreed = False
+    votes.end_batch()
+    assert votes.is_alarm_agreed  # that of another rank
+    votes.is_alarm_agreed = False
+    votes.end_batch(is_last=True)
+    assert not votes.is_alarm_agreed

@@ -342,10 +342,12 @@ def test_a_function_is_called_once_in_a_fit_with_the_verdict_instead_of_a_warnin
     assert len(told) == 2
 
 
-@pytest.mark.parametrize(("on_sick", "n"), [("ignore", 0), (lambda verdict: None, 1)])
+@pytest.mark.parametrize(("on_sick", "n"), [("ignore", 1), (lambda verdict: None, 2)])
 def test_after_its_reaction_it_judges_no_more_until_the_end(on_sick, n, monkeypatch):
     judged = []
-    monkeypatch.setattr(Diagnose, "judge", lambda self: judged.append(1) or judge(self.evidence()))
+    monkeypatch.setattr(
+        "hookcb.diagnosis.callback.judge", lambda evidence: judged.append(1) or judge(evidence)
+    )
     learn = fit(sick_learner(60), 4, cbs=Diagnose(on_sick, show=False))  # checked after batches 20 and 200
     assert learn.diagnosis.verdict.status == "sick"
     assert len(judged) == n

@@ -31,7 +31,7 @@ from hookcb import (
     TerminateOnNaN,
 )
 from hookcb.core import failures, loop, ranks, votes
-from tests.ranks.support import answer, data, digest, join_group, make_learner
+from tests.ranks.support import data, digest, join_group, make_learner, run_cases
 
 RANK, WORLD = 0, 1
 FOLDER = Path()
@@ -480,16 +480,7 @@ def main():
     FOLDER, ranks.GRACE = Path(sys.argv[1]), 0.5
     RANK, WORLD = join_group()
     loop.MAX_WAIT = loop.MAX_WAIT / 60
-    facts = {}
-    for name in sys.argv[2].split(","):
-        began = time.perf_counter()
-        try:
-            outcome = {"result": globals()[name]()}
-        except Exception as error:
-            outcome = {"error": type(error).__name__, "text": str(error)}
-        outcome["seconds"] = round(time.perf_counter() - began, 2)
-        facts[name] = outcome
-        answer(FOLDER, facts)
+    run_cases({name: globals()[name] for name in sys.argv[2].split(",")}, FOLDER)
 
 
 if __name__ == "__main__":

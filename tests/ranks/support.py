@@ -142,6 +142,19 @@ def answer(folder, facts):
     file.with_suffix(".new").replace(file)
 
 
+def run_cases(cases, folder):
+    """Call the functions one after another; write what they return or raise by name."""
+    facts = {}
+    for name, case in cases.items():
+        began = time.perf_counter()
+        try:
+            outcome = {"result": case()}
+        except Exception as error:
+            outcome = {"error": type(error).__name__, "text": str(error)}
+        facts[name] = outcome | {"seconds": round(time.perf_counter() - began, 2)}
+        answer(folder, facts)
+
+
 def data(n, seed=0):
     x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, (x.sum(1) > 0).long())

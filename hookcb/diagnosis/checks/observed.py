@@ -449,7 +449,8 @@ _row("replica.diverged", Site.OPTIMIZER, ("batches",), ("loss.*",), "error", "re
     requires="replicas at the end of an epoch", subject="replicas", doc="""
     Replicas of DistributedDataParallel whose parameters differ.
 
-    Formula: sum and norm of all parameters, gathered from all ranks at the end of an epoch.
+    Formula: 64-bit hashes of the bits of each parameter, and the learning rates, compared between ranks at
+    the end of an epoch of a Learner's fit.
     """)  # fmt: skip
 
 _row("memory.graphs_kept", Site.RUN, ("batches",), ("memory.growth",), "warning", "retained graphs",

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_attribute, preserve_random
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.verdict import Finding
@@ -29,7 +30,7 @@ def observe_memorized_labels(
 
     A copy of the model is trained on the current batch, then on the same batch with permuted labels: labels
     that do not follow from the inputs are memorized equally fast in any order. If the loss is not flat but
-    falls slowly, only that comparison counts.
+    falls slowly, only that comparison counts. A model whose forward needs other ranks is left out.
 
     Args:
         learn: learner at the end of its fit; it is left as it was.
@@ -41,7 +42,13 @@ def observe_memorized_labels(
     is_flat = "loss.flat" in alarms
     model = unwrapped(learn.model)
     is_large = total_params(model).n > MAX_PARAMS or any(map(is_compiled, model.modules()))
-    if alarms - NOT_LEARNED or is_large or not (is_flat or falls_slowly or "loss.trivial" in alarms):
+    is_joint = is_sharded(model) or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+    if (
+        alarms - NOT_LEARNED
+        or is_large
+        or is_joint
+        or not (is_flat or falls_slowly or "loss.trivial" in alarms)
+    ):
         return
     with preserve_random(), preserve_attribute([learn], "model"), torch.enable_grad(), learn.restored():
         losses = _train(learn, MAX_STEPS)

@@ -46,7 +46,7 @@ from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.recovered import recovered_target
-from hookcb.diagnosis.probes.replicas import is_replica, observe_replicas
+from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.step import ClearedGradients, LostUpdates, StaleGradients, observe_accumulation
 from hookcb.diagnosis.probes.targets import Targets, compares_output
@@ -353,8 +353,8 @@ class Probes:
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
         self._ended = math.nan
-        self._observe(observe_replicas, loop.model, loop.train_iter)
-        if is_replica(loop.model):
+        self._observe(observe_replicas, loop)
+        if can_compare(loop):
             self._observed.add("replicas at the end of an epoch")
 
     # ---- all of it
@@ -524,7 +524,12 @@ class Probes:
         if self.optimizers:
             self._observed.add("groups of the optimizer")
         if error is not None and not isinstance(error, KeyboardInterrupt):
-            self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
+            if failure := loop.ranks.find_failure():
+                self.notes.append(f"the training was ended, as {failure[:100]}")
+            else:
+                self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
+            if loop.ranks.world > 1:
+                self.notes.append(f"only what rank {loop.ranks.rank} has seen, as they did not end together")
             self._norms.read_error(error, loop.train_iter)
             with suppress(RuntimeError):  # reading from a GPU that has failed
                 self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)

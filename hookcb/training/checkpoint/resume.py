@@ -1,7 +1,6 @@
 """Resume: continues a fit from a checkpoint."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,14 +155,6 @@ class Resume:
                 "them, the fit does not continue as it would have",
                 stacklevel=2,
             )
-
-
-def resumed(
-    resume: "str | Path | None", learn: TrainingState
-) -> Callable[[str, Iterable[Any]], Iterable[Any]] | None:
-    """`Resume.remaining` of what `Learner.fit(resume=…)` was given; None to begin anew. See `Resume.find`."""
-    found = Resume.find(resume, learn)
-    return None if found is None else partial(found.remaining, learn)
 
 
 def validated_weights(state: Any) -> dict[str, Any] | None:

@@ -3,11 +3,13 @@
 import os
 import sys
 import traceback
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hookcb.core.ranks import ranks_of
 from hookcb.diagnosis.probes.replicas import observe_replicas
 
 
@@ -17,8 +19,12 @@ def replica():
     return nn.parallel.DistributedDataParallel(net)
 
 
-def look(model, step=7):
-    return [(s.code, s.step, s.value, s.text) for s in observe_replicas(model, step)]
+def look(model, lr=0.1):
+    ranks = ranks_of(model)
+    ranks.join("look")
+    opt = torch.optim.SGD(model.parameters(), lr=lr)
+    loop = SimpleNamespace(model=model, ranks=ranks, opt=opt, train_iter=7)
+    return [(s.code, s.step, s.value, s.param, s.text) for s in observe_replicas(loop)]
 
 
 def train(model, rank, n=3):
@@ -47,7 +53,11 @@ def one_differs(rank, which, change):
 
 
 def bit(w):
-    w[0, 0] += w[0, 0].abs() * 1e-5
+    w[1, 2] = torch.nextafter(w[1, 2], torch.tensor(9.0))
+
+
+def swap(w):
+    w.copy_(w.flip(0))  # the same sum and norm
 
 
 def to_nan(w):
@@ -90,6 +100,8 @@ def main():
             "rank 1 differs": one_differs(rank, 1, lambda w: w.add_(1.0)),
             "rank 0 differs": one_differs(rank, 0, lambda w: w.mul_(2.0)),
             "a bit": one_differs(rank, 1, bit),
+            "in another order": one_differs(rank, 1, swap),
+            "rates differ": look(replica(), lr=0.1 * (1 + rank)),
             "rank 1 is NaN": one_differs(rank, 1, to_nan),
             "all are NaN": all_nan(rank),
             "low precision": low_precision(rank),
