@@ -32,6 +32,7 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
     "RateCallback": "the base of schedules",
     "SteppedRate": "the base of schedules",
     "EvidenceRecorder": "the base of Diagnose",
+    "AttachedTimer": "Diagnose",
 }
 NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant one rather than add to these
     "dropout.extreme",
