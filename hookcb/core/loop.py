@@ -343,7 +343,7 @@ class Loop(TrainingState):
             RankError: If some ranks did not call it, or another one fails.
         """
         if self._votes is not None:  # a validation inside a fit
-            self.ranks.meet(name, " ".join(["", *self.position(self._event)]))
+            self.ranks.meet(name, f" {self._where()}")
             yield
             return
         self.ranks = ranks = ranks_of(self.model)

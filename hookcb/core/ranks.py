@@ -4,6 +4,7 @@ import math
 import pickle
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hookcb.core.console import warn
 from hookcb.core.fetches import FetchListener
 from hookcb.core.shards import is_fully_sharded
 from hookcb.core.text import join_names
@@ -23,6 +25,7 @@ from hookcb.core.torch_private import group_timeout, is_joining, make_store
 T = TypeVar("T")
 
 MAX_SHOWN = 4  # ranks named in a message
+PATIENCE = 20.0  # seconds of waiting for a rank until it is told
 GRACE = 2.0  # seconds in which ranks that still run say so, after one was missed
 POLL = 0.01  # seconds between looks for other ranks
 MAX_BLOCKED = timedelta(seconds=0.5)  # in a collective, until it looks whether another rank has failed
@@ -76,6 +79,9 @@ class Ranks:
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ranks, ()  # a copy of a loop is alone until it trains
 
     def __repr__(self) -> str:
         return f"Ranks(rank={self.rank}, world={self.world})"
@@ -288,9 +294,14 @@ class Ranks:
     def _meet(self, mark: str, name: str, timeout: timedelta | None) -> None:
         assert self._control is not None
         limit = self._control.timeout
-        until = time.monotonic() + min(timeout or limit, limit).total_seconds()
+        begin, is_told = time.monotonic(), False
+        until = begin + min(timeout or limit, limit).total_seconds()
         while not self.are_all_at(mark):
             self.check_failure()
+            if not is_told and time.monotonic() > begin + PATIENCE:
+                is_told = True
+                missing = name_ranks(self.missing_at(mark))
+                warn(f"waiting for {missing} to call {name}", is_of_rank=True)
             if time.monotonic() > until and (missing := self.missing_at(mark)):
                 raise RankError(
                     f"{name} must be called on all ranks, but {name_ranks(missing)} did not call it"
@@ -461,7 +472,10 @@ class _Control:
         backend = distributed.get_backend(group)
         self._backend = backend if backend in ("fake", "threaded") else "gloo"
         self.can_stop_waiting = self._backend == "gloo"
-        self.store = make_store(f"hookcb/{self._ranks[0]}-{self._ranks[-1]}-{len(self._ranks)}")
+        name = f"hookcb/{len(self._ranks)}-{zlib.crc32(repr(self._ranks).encode())}"
+        own = f"{name}/{distributed.get_rank()}"  # threads can be ranks
+        _made[own] += 1  # the store may outlive a group, and keep what was said in it
+        self.store = make_store(f"{name}/{_made[own]}")
 
     def connect(self, anew: bool = False) -> None:
         """Makes the group, once; waits for all ranks.
@@ -477,6 +491,7 @@ class _Control:
             )
 
 
+_made: Counter[str] = Counter()  # controls that this process has made, by name and rank
 _controls: WeakKeyDictionary[Any, _Control] = WeakKeyDictionary()
 
 

@@ -19,9 +19,9 @@ def facts_of(learn: Loop, loss_func: Callable[..., Any] | None) -> dict[str, Any
     """Facts that must be the same on all ranks, by what they are; none if this process trains alone."""
     if learn.ranks.world == 1:
         return {}
-    cbs = [cb for cb in learn.cbs if not cb.shows_only]
+    cbs = _alike(learn)
     loss = getattr(loss_func, "__qualname__", type(loss_func).__name__)
-    facts: dict[str, Any] = {"callbacks": [label_of(cb) for cb in cbs]}
+    facts: dict[str, Any] = {"callbacks": labels_of(learn)}
     for cb in cbs:
         facts |= {f"{label_of(cb)}({name}=…)": value for name, value in _options(cb).items()}
     facts["metrics"] = [name for cb in cbs if isinstance(cb, Metrics) for name in cb.names]
@@ -38,6 +38,15 @@ def facts_of(learn: Loop, loss_func: Callable[..., Any] | None) -> dict[str, Any
     modules = named_modules(learn.model)
     facts["number of modules"] = len(modules)
     return facts | {f"layer {name}" if name else "model": type(m).__name__ for name, m in modules.items()}
+
+
+def labels_of(learn: Loop) -> list[str]:
+    """Labels of the callbacks that all ranks must have."""
+    return [label_of(cb) for cb in _alike(learn)]
+
+
+def _alike(learn: Loop) -> list[Callback]:
+    return [cb for cb in learn.cbs if not cb.shows_only]
 
 
 def _options(cb: Callback) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of
 from hookcb.hooks.summary import Summary, module_summary
-from hookcb.loops.alike import facts_of
+from hookcb.loops.alike import facts_of, labels_of
 from hookcb.loops.checks import (
     check_fit,
     check_functions,
@@ -231,12 +231,16 @@ class Learner(NamedLoop):
 
     def _agree_on_length(self) -> None:
         """Sets the number of training batches on all ranks, None if one of them does not know it."""
+        if self.ranks.world == 1:
+            return
+        facts: dict[str, Any] = {"callbacks": labels_of(self)}  # a callback may add some
         if self._uneven == "stop":
+            self.ranks.check_alike(facts)
             unknown = -1
             least = -int(self.ranks.max([-(unknown if self.n_iter is None else self.n_iter)])[0])
             self.n_iter = None if least == unknown else least
         else:
-            self.ranks.check_alike({"number of training batches": self.n_iter}, HINT_UNEVEN)
+            self.ranks.check_alike(facts | {"number of training batches": self.n_iter}, HINT_UNEVEN)
 
     def _tell_uneven(self) -> None:
         if self._uneven != "stop" and self.ranks.is_main:

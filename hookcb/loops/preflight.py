@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hookcb.core import orders
@@ -77,6 +78,8 @@ def diagnose(
         raise TypeError(f"opt must be an instance of a torch optimizer, or None, got {opt!r:.80}")
     given = _batches(batch)
     batches = [given[i % len(given)] for i in range(steps or PASSES)]
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # which needs no other rank
     learn = Learner(batches, model, loss_func, opt or torch.optim.SGD, n_inp=n_inp)
     with preserve_state(model, opt=opt):
         watching = Diagnose("ignore", budget=1.0, show=False, name=NAME)

@@ -153,5 +153,6 @@ class SteppedRate(RateCallback):
                 f"{type(self).__name__} spans the whole fit, but the training loader has no length; give it "
                 "a __len__, or use Schedule with a torch scheduler that is given the number of batches"
             )
-        self.n_steps = max(1, self.n_epoch * n)
+        shortest = -int(self.learn.ranks.max([-n])[0])  # which ends the epoch on all ranks
+        self.n_steps = max(1, self.n_epoch * shortest)
         return self.n_steps
