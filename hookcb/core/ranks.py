@@ -27,11 +27,10 @@ T = TypeVar("T")
 MAX_SHOWN = 4  # ranks named in a message
 PATIENCE = 20.0  # seconds of waiting for a rank until it is told
 GRACE = 2.0  # seconds in which ranks that still run say so, after one was missed
+MAX_FAREWELL = 3.0  # seconds in which the others learn of a failure before rank 0 ends
 POLL = 0.01  # seconds between looks for other ranks
 MAX_BLOCKED = timedelta(seconds=0.5)  # in a collective, until it looks whether another rank has failed
-MAX_WAIT = timedelta(
-    seconds=60
-)  # for ranks that begin a validation; the timeout of the group if that is less
+MAX_WAIT = timedelta(seconds=60)  # for ranks that begin a validation; that of the group if it is less
 
 
 class RankError(RuntimeError):
@@ -354,6 +353,16 @@ class Ranks:
             return ""
         self.are_all_at("here")
         return self.find_failure()
+
+    def wait_for_others(self) -> None:
+        """Waits on rank 0, which may host the store, until the other ranks know of a failure, or have ended."""
+        with suppress(RuntimeError):
+            self.are_all_at("known")
+            until = time.monotonic() + MAX_FAREWELL
+            while self._control is not None and self.is_main and time.monotonic() < until:
+                if self._control.store.add(f"{self._run}/known", 0) >= self.world - 1:
+                    return
+                time.sleep(self.pause)
 
     def check_failure(self) -> None:
         """Raises a RankError if another rank is known to have failed, as it would wait for that in vain."""
