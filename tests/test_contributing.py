@@ -32,6 +32,7 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
     "RateCallback": "the base of schedules",
     "SteppedRate": "the base of schedules",
     "EvidenceRecorder": "the base of Diagnose",
+    "AttachedTimer": "Diagnose",
 }
 NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant one rather than add to these
     "dropout.extreme",
@@ -43,6 +44,7 @@ NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant 
     "param.frozen_between",  # a note, as a layer may be frozen on purpose
     "param.restored",
     "replica.diverged",
+    "time.straggler",  # which needs several processes
     "train.unfinished",  # a note, which a healthy training gets too
 }
 

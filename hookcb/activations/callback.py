@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from hookcb.activations.merge import Merger
-from hookcb.activations.records import ActivationRecords
+from hookcb.activations.records import OPTIONS, ActivationRecords
 from hookcb.activations.stats import Sample
 from hookcb.core.batch import parts
 from hookcb.core.ranks import ALONE, group_of, is_sharded
@@ -26,6 +26,7 @@ class Awaited(NamedTuple):
     """An output that is the result of a collective, for which a hook must not wait."""
 
     path: str
+    x: Tensor
     part: Part
     kind: str
     version: int
@@ -142,14 +143,25 @@ class ActivationStats(HookCallback):
         super().before_fit()
         self._find_ranks()
 
+    def looks_alike(self) -> bool:
+        """Whether all ranks look at the same batches, so that their records can be merged."""
+        return type(self).wants is SamplingCallback.wants
+
     def _find_ranks(self) -> None:
         """Finds whose samples are recorded."""
         model, ranks = self.learn.model, self.learn.ranks
         self._awaited, self._is_slice = [], False
         self._is_sharded = group_of(model) is not None and is_sharded(model)
-        looks_alike = ranks.world > 1 and type(self).wants is SamplingCallback.wants
+        looks_alike = ranks.world > 1 and self.looks_alike()
         self.has_rank_state = ranks.world > 1 and not looks_alike
-        self.records.merger = Merger(ranks, device_of(model)) if looks_alike else None
+        self.records.merger = None
+        if looks_alike:
+            records = self.records
+            given = {"every": self.every or 1, "on_valid": self.run_valid} | {
+                option: getattr(records, option) for option in OPTIONS
+            }
+            ranks.check_alike({f"arguments of {self.name}": given})
+            records.merger = Merger(ranks, device_of(model))
         group = group_of(model) if ranks is ALONE else ranks.group
         if group is None:
             self.records.of_ranks = ""
@@ -200,22 +212,23 @@ class ActivationStats(HookCallback):
             self.records.slices[path] = (
                 f"probably of rank {distributed.get_rank()}, as that of the layer before"
             )
-        if is_awaited(part.x):
-            self.records.buffer.batch.setdefault(path, [])  # in the order of the forward
-            self._awaited.append(Awaited(path, part, kind, version_of(part.x.elem)))  # type: ignore[attr-defined]
-        else:
+        if not is_awaited(part.x):
             self.records.take(path, part.x, kind, part.shape, part.copies)
+        elif x.is_inference():  # which does not tell if it was changed since
+            self.records.left_out[path] = "a result that is awaited, in inference mode"
+        else:
+            self.records.buffer.batch.setdefault(path, [])  # in the order of the forward
+            self._awaited.append(Awaited(path, x, part, kind, version_of(x)))
 
     @torch.no_grad()
     def _take_awaited(self) -> None:
         """Takes the results of collectives once the forward has used them."""
         awaited, self._awaited = self._awaited, []
-        for path, part, kind, version in awaited:
-            x = part.x.wait()  # type: ignore[attr-defined]
+        for path, x, part, kind, version in awaited:
             if version_of(x) != version:
                 self.records.left_out[path] = "changed in place before it had arrived"
             else:
-                self.records.take(path, x, kind, part.shape, part.copies)
+                self.records.take(path, part.x.wait(), kind, part.shape, part.copies)  # type: ignore[attr-defined]
 
     def after_pred(self) -> None:
         super().after_pred()

@@ -252,7 +252,7 @@ class Merger:
     # ---- resuming
 
     def state(self) -> dict[str, Any]:
-        """What the ranks have agreed on, of types that `torch.load(weights_only=True)` reads."""
+        """Names, pivots and copies that all have agreed on, of types that `weights_only=True` reads."""
         agreed = {phase: (list(names), self._pivots[phase].tolist()) for phase, names in self._names.items()}
         return {"agreed": agreed, "copies": self._copies}
 

@@ -42,6 +42,8 @@ def shared_failures(ranks: Ranks, where: Callable[[], str]) -> Iterator[None]:
         raise
     except BaseException as error:
         cause = blame(ranks, error, where())
+        if isinstance(error, Exception):
+            ranks.wait_for_others()
         if cause is error:
             raise
         raise cause from error

@@ -27,11 +27,10 @@ T = TypeVar("T")
 MAX_SHOWN = 4  # ranks named in a message
 PATIENCE = 20.0  # seconds of waiting for a rank until it is told
 GRACE = 2.0  # seconds in which ranks that still run say so, after one was missed
+MAX_FAREWELL = 3.0  # seconds in which the others learn of a failure before rank 0 ends
 POLL = 0.01  # seconds between looks for other ranks
 MAX_BLOCKED = timedelta(seconds=0.5)  # in a collective, until it looks whether another rank has failed
-MAX_WAIT = timedelta(
-    seconds=60
-)  # for ranks that begin a validation; the timeout of the group if that is less
+MAX_WAIT = timedelta(seconds=60)  # for ranks that begin a validation; that of the group if it is less
 
 
 class RankError(RuntimeError):
@@ -104,7 +103,7 @@ class Ranks:
         return total / n if n else math.nan
 
     def _reduced(self, values: Sequence[float], op: Any) -> list[float]:
-        if self._control is None:
+        if self._control is None or not values:
             return list(values)
         x = torch.tensor(values, dtype=torch.float64)
         self.wait(self.start(x, op))
@@ -191,6 +190,18 @@ class Ranks:
         parts[begin : begin + len(data)] = data
         self.wait(self.start(parts))
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(parts, sizes)]
+
+    def of_main(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on all ranks; on its way it is pickled."""
+        if self._control is None:
+            return make()
+        data = bytearray(pickle.dumps(make())) if self.is_main else bytearray()
+        part = torch.zeros(int(self.sum([len(data)])[0]), dtype=torch.uint8)
+        if self.is_main:
+            part[:] = torch.frombuffer(data, dtype=torch.uint8)
+        self.wait(self.start(part))
+        item: T = pickle.loads(part.numpy().tobytes())
+        return item
 
     def until_one_ends(self, items: Iterable[T], uneven: Callable[[], None] | None = None) -> Iterator[T]:
         """Items until any rank has no more; ranks wait for each other before each of them.
@@ -342,6 +353,16 @@ class Ranks:
             return ""
         self.are_all_at("here")
         return self.find_failure()
+
+    def wait_for_others(self) -> None:
+        """Waits on rank 0, which may host the store, until the other ranks know of a failure, or have ended."""
+        with suppress(RuntimeError):
+            self.are_all_at("known")
+            until = time.monotonic() + MAX_FAREWELL
+            while self._control is not None and self.is_main and time.monotonic() < until:
+                if self._control.store.add(f"{self._run}/known", 0) >= self.world - 1:
+                    return
+                time.sleep(self.pause)
 
     def check_failure(self) -> None:
         """Raises a RankError if another rank is known to have failed, as it would wait for that in vain."""

@@ -106,7 +106,7 @@ class Votes:
         self._asked = []
         flags = [*(level in asked for level in LEVELS), self.signal, self.is_alarmed]
         self.is_alarmed = False
-        return torch.tensor(flags, dtype=torch.float64)
+        return torch.tensor(flags, dtype=torch.uint8)
 
     def _ended(self) -> torch.Tensor | None:
         """Flags of the vote that was running, None if none was."""

@@ -105,7 +105,7 @@ class Diagnose(EvidenceRecorder):
                 verdict = self._judge(evidence := self.evidence(), ranks)
         self.finish(evidence)
         self.verdict = verdict
-        if self.show and self.learn.ranks.is_main and not self._is_quiet():
+        if self.show and not self._is_quiet():
             show(verdict)
 
     def _judge(self, evidence: Evidence, ranks: Ranks) -> Verdict:
@@ -137,7 +137,7 @@ class Diagnose(EvidenceRecorder):
         if callable(self.on_sick):
             if self.learn.ranks.is_main:
                 self.on_sick(verdict)
-        elif is_first and self.learn.ranks.is_main:
+        elif is_first:
             warn(f"{verdict.primary.head}: {verdict.primary.message}")
         if self.on_sick == "stop" and self._is_external:
             self.learn.stop_requested = True  # hookcb cannot end this loop

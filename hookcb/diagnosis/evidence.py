@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hookcb.hooks.coverage import BY_CLOSURE
+from hookcb.profiling.steps.stragglers import Straggler
 
 # Types of modules that have small gradients by nature, because few samples use each row.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")
@@ -194,6 +195,7 @@ class Evidence:
         input_columns: RMS of each column of a table, in the first inspected batches; else empty.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
+        slowest_rank: the rank with most work of its own, if several were compared.
         memory: bytes in use after each step, if known.
         stepped: index of the optimizer that made each recorded step, if known.
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
@@ -235,6 +237,7 @@ class Evidence:
     input_columns: list[list[float]] = field(default_factory=list)
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
+    slowest_rank: Straggler | None = None
     memory: Series = field(default_factory=Series)
     stepped: list[int] = field(default_factory=list)
     observed: set[str] = field(default_factory=set)

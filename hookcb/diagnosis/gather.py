@@ -15,6 +15,7 @@ from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
+from hookcb.profiling.steps.timer import StepTimer
 from hookcb.records.records import module_of
 from hookcb.training.recorder import Recorder
 
@@ -23,14 +24,14 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
     """Evidence from what these callbacks have recorded.
 
     Args:
-        cbs: callbacks; the first `ActivationStats`, `GradientHealth` and `Recorder` are used.
+        cbs: callbacks; the first `ActivationStats`, `GradientHealth`, `Recorder` and `StepTimer` are used.
         frame: layers and parameters of the model.
         probed: evidence from the probes of `Diagnose`, which is completed in place.
     """
     evidence = probed or Evidence()
     found: dict[type, Any] = {}
     for cb in cbs:
-        for kind in (ActivationStats, GradientHealth, Recorder):
+        for kind in (ActivationStats, GradientHealth, Recorder, StepTimer):
             if isinstance(cb, kind):
                 found.setdefault(kind, cb)
     evidence.params, evidence.frozen, evidence.foreign = frame.params, frame.frozen, frame.foreign
@@ -47,6 +48,12 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
         evidence.validation = validations[-1] if validations else math.nan
         if probed is None:
             _add_losses(evidence, recorder)
+    timer = found.get(StepTimer)
+    if timer is None or timer.records.ranks is None:
+        evidence.absent["ranks"] = "there are no ranks to compare"
+    else:
+        evidence.sources.add("ranks")
+        evidence.slowest_rank = timer.records.ranks.slowest
     return evidence
 
 

@@ -24,6 +24,7 @@ SOURCES = {  # how to get each source of evidence
     "steps": "Diagnose",
     "time": "Diagnose",
     "memory": "Diagnose",
+    "ranks": "StepTimer",
 }
 RANK = {"error": 0, "warning": 1, "info": 2}
 
@@ -67,8 +68,7 @@ def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ())
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
         gaps=tuple(gaps),
     )
-    shared: Verdict = ranks.gather(verdict if ranks.is_main else None)[0]
-    return shared
+    return ranks.of_main(lambda: verdict)
 
 
 def _without_idle_advice(findings: Sequence[Finding]) -> list[Finding]:

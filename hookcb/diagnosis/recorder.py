@@ -17,6 +17,7 @@ from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import has_params
+from hookcb.profiling.steps.timer import StepTimer
 
 
 def is_external(loop: Any) -> bool:
@@ -26,6 +27,8 @@ def is_external(loop: Any) -> bool:
 
 class EvidenceRecorder(SamplingCallback):
     """Attaches `ActivationStats` and `GradientHealth`, runs probes, and builds `evidence` from all.
+
+    On several ranks it attaches a `StepTimer` too, if there is none.
 
     Args:
         budget: share of the batches to inspect closely, 0..1; see `Schedule`.
@@ -43,7 +46,7 @@ class EvidenceRecorder(SamplingCallback):
         self.budget = budget
         self._evidence: Evidence | None = None  # of the last fit that ended
         self._probes: Probes | None = None  # while a fit runs
-        self._attached: list[AttachedStats | AttachedHealth] = []
+        self._attached: list[AttachedStats | AttachedHealth | AttachedTimer] = []
 
     def before_fit(self) -> None:
         super().before_fit()
@@ -54,11 +57,13 @@ class EvidenceRecorder(SamplingCallback):
         self._probes = Probes(self.learn, self._inspects_call, self._is_external)
         self._frame = Frame.of(self.model, [])
         names = {cb.name for cb in self.learn.cbs}
-        defaults = "activation_stats", "gradient_health"
-        stats, health = (f"{self.name}_{name}" if name in names else name for name in defaults)
+        defaults = "activation_stats", "gradient_health", "step_timer"
+        stats, health, timer = (f"{self.name}_{name}" if name in names else name for name in defaults)
         self._attached = [AttachedHealth(self, health)]
         if any(m is not self.model for m in self.model.modules()) or has_params(self.model):
             self._attached.insert(0, AttachedStats(self, stats))
+        if self.learn.ranks.world > 1 and not any(isinstance(cb, StepTimer) for cb in self.learn.cbs):
+            self._attached.append(AttachedTimer(self, timer))
         self.learn.follow_fetches(self._probes.fetches)
         self.learn.add_cbs(self._attached)
 
@@ -193,6 +198,10 @@ class AttachedStats(Attached, ActivationStats):
         super().__init__(include_paramless=True, name=name)
         self.owner = owner
 
+    def looks_alike(self) -> bool:
+        """True, as the owner looks at batches by their numbers."""
+        return True
+
     def hook(self, m: nn.Module, *seen: Any) -> None:
         super().hook(m, *seen)
         if self.owner is not None:
@@ -201,6 +210,14 @@ class AttachedStats(Attached, ActivationStats):
 
 class AttachedHealth(Attached, GradientHealth):
     """`GradientHealth` of all parameters."""
+
+    def __init__(self, owner: EvidenceRecorder, name: str) -> None:
+        super().__init__(name=name)
+        self.owner = owner
+
+
+class AttachedTimer(Attached, StepTimer):
+    """`StepTimer`, which compares several ranks."""
 
     def __init__(self, owner: EvidenceRecorder, name: str) -> None:
         super().__init__(name=name)

@@ -39,7 +39,8 @@ class GradientHealth(Callback):
         every: record steps 0, every, 2·every … of the optimizer; by default all.
         params: a glob on names ("blocks.*.weight"), a predicate (name, parameter) -> bool, or several of
             these; by default all parameters.
-        activations: whether to record gradients of the outputs of all leaf modules with parameters, too.
+        activations: whether to record gradients of the outputs of all leaf modules with parameters, too; on
+            several ranks, those of this one.
         on_nonfinite: action on a NaN or infinite gradient of any parameter: "record" it; "skip" the step and
             drop the gradients; "raise", which ends the fit with weights and optimizer as they were before the
             step. "skip" and "raise" wait for the device at each step. They leave overflows to a GradScaler

@@ -70,7 +70,7 @@ class OutputHooks:
         make_ready_for_hooks(model)
         self.stats, self._is_open, self._thread = stats, False, threading.get_ident()
         self.scale: Number = 1.0
-        self._names = {id(m): name or type(m).__name__ for name, m in layers.items()}
+        self._names = {id(m): name or plain_class(m).__name__ for name, m in layers.items()}
         self._hooks = Hooks(layers, self._take, is_forward=False, pre=True, gate=self._acts)
 
     def begin_batch(self, is_open: bool) -> None:

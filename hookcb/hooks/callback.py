@@ -17,7 +17,8 @@ class HookCallback(SamplingCallback):
     """Puts a hook on layers when a fit begins and removes it when the fit ends, however it ends.
 
     Subclass it and define `hook(self, m, i, o)`, or pass a function as `hook=`. It is called in training
-    only, unless a subclass sets `run_valid = True`, and not when checkpointing runs a forward again.
+    only, unless a subclass sets `run_valid = True`, and not when checkpointing runs a forward again. If
+    several ranks train, what it returns is of this rank.
 
     Args:
         modules: the layers, see `find_modules`; by default all leaves with parameters. Looked up at each fit.

@@ -75,13 +75,15 @@ class Coverage:
     def recorded(self, outputs: Iterable[str], slices: Mapping[str, str]) -> Self:
         """This coverage, of a callback with records of `outputs` only; of `slices` it has a part."""
         known = {module_of(path) for path in outputs}
+        why = {name: reason for name, reason in self.silent.items() if name not in known}
         missing: dict[str, list[str]] = {}
         for path, kind in self.left_out.items():
             if module_of(path) in self.fired and module_of(path) not in known:
                 missing.setdefault(module_of(path), []).append(kind)
-        why = {name: f"no statistics of its output: {', '.join(kinds)}" for name, kinds in missing.items()}
-        fired = tuple(name for name in self.fired if name not in missing)
-        return replace(self, fired=fired, silent={**self.silent, **why}, slices=slices)
+        for name, kinds in missing.items():
+            why[name] = f"no statistics of its output: {', '.join(kinds)}"
+        fired = tuple(name for name in self.hooked if name not in why)
+        return replace(self, fired=fired, silent=why, slices=slices)
 
     def __str__(self) -> str:
         layers, batches = _count(len(self.hooked), "layer"), _count(self.n_batches, "batch")

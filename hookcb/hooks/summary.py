@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
 
 from hookcb.core.arguments import check_count
 from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
 from hookcb.core.text import format_bytes, join_names, short_number
+from hookcb.core.torch_private import is_flattened
 from hookcb.hooks.coverage import NOT_CALLED
 from hookcb.hooks.forward_trace import LayerRow, n_bytes, trace_forward
 from hookcb.records.printing import html_table
@@ -147,7 +148,7 @@ def module_summary(model: nn.Module | Loop, *xb: Any, depth: int | None = None) 
         buffer_bytes=sum(map(n_bytes, buffers)),
         activation_bytes=trace.activation_bytes,
         multiply_adds=sum(row.multiply_adds for row in rows),
-        facts=_facts(learn) if learn else {},
+        facts=(_facts(learn) if learn else {}) | _shards(params),
     )
 
 
@@ -185,6 +186,11 @@ def _facts(learn: Loop) -> dict[str, str]:
     opt = type(learn.opt).__name__ if learn.opt is not None else _name(learn.opt_func)
     loss = "the .loss of the model's output" if learn.loss_func is None else _name(learn.loss_func)
     return {"optimizer": opt, "loss": loss, "callbacks": ", ".join(cb.name for cb in learn.cbs) or "none"}
+
+
+def _shards(params: Iterable[Tensor]) -> dict[str, str]:
+    is_part = any(map(is_flattened, params))
+    return {"shards": "parameters are this rank's part of flattened ones"} if is_part else {}
 
 
 def _name(function: Any) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from hookcb.core.shards import plain_class
 from hookcb.core.threads import in_loop_thread
 from hookcb.hooks.hook import Hooks
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
@@ -111,7 +112,8 @@ class LayerRanges:
 
 
 def _label(name: str, m: nn.Module) -> str:
-    label = f"{name} ({type(m).__name__})" if name else type(m).__name__
+    kind = plain_class(m).__name__
+    label = f"{name} ({kind})" if name else kind
     return label.replace("\\", "/").replace('"', "'")  # torch does not escape it in JSON
 
 

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_batches
 from hookcb.core.console import warn
+from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import compile_counts, is_profiling
 from hookcb.hooks.modules import Where, find_modules, is_compiled, named_modules
 from hookcb.profiling.ops import read_ops
@@ -140,7 +141,7 @@ def layers_to_profile(
         layers = find_modules(model, where, include_paramless=True)
     compiled = [m for m in model.modules() if is_compiled(m)]
     without = {id(inner) for m in compiled for inner in m.modules()}
-    names = [name or type(m).__name__ for name, m in named_modules(model).items() if id(m) in without]
+    names = [name or plain_class(m).__name__ for name, m in named_modules(model).items() if id(m) in without]
     outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
     return {
         name: m
@@ -161,7 +162,7 @@ class Window:
     def __init__(
         self, layers: Mapping[str, nn.Module], activities: tuple[ProfilerActivity, ...], **options: Any
     ) -> None:
-        self.types = {name: type(m).__name__ for name, m in layers.items()}
+        self.types = {name: plain_class(m).__name__ for name, m in layers.items()}
         self.is_recording = self.has_batch = False
         self.steps: list[int] = []
         self._prof = profile(activities=activities, **options)

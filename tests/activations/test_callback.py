@@ -691,3 +691,14 @@ def test_its_options_can_be_read_as_in_fastai():
     stats = ActivationStats(True, eps=0.1, bins=7, hist_range=(0, 1), sample=64, keep=9)
     assert (stats.with_hist, stats.eps, stats.bins, stats.hist_range) == (True, 0.1, 7, (0, 1))
     assert (stats.sample, stats.keep) == (64, 9)
+
+
+def test_a_layer_whose_output_has_no_statistics_is_not_seen():
+    nothing = watch(None, None).coverage
+    assert nothing.fired == ()
+    assert nothing.silent == {"odd": "no statistics of its output: NoneType"}
+    assert str(nothing).startswith("0 of 1 layer seen in 2 batches")
+    some = watch((torch.ones(3), None)).coverage
+    assert (some.fired, some.silent) == (("odd",), {})
+    later = watch(None, torch.ones(3)).coverage
+    assert later.fired == ("odd",)

@@ -18,6 +18,7 @@ from hookcb.activations.stats import (
     has_stats,
     histogram,
     layer_stats,
+    summarize,
     take,
 )
 from tests.activations.support import (
@@ -611,3 +612,18 @@ def test_a_view_that_is_changed_after_the_layer_was_measured_before():
     for k, out in enumerate(copies):
         assert_stats(exact.stats[k]["odd"], out)
         assert stats.stats[k]["odd"]["zeros"] == 0
+
+
+@pytest.mark.parametrize("n", [2, 1000, 70_000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_moments_that_are_merged_later_are_in_float64(n, dtype):
+    x = (1e3 + 5 * randn(n)).to(dtype)
+    exact, is_long = x.double(), n > WHOLE
+    for sample in ("auto", None, 1 << 30):
+        elements, known = take(x, sample, wide=True)
+        values = summarize(elements.reshape(1, -1), known, 0.05, wide=True)[0]
+        assert values.dtype is torch.float64
+        assert values[0].item() == pytest.approx(exact.mean().item(), rel=1e-6 if is_long else 1e-15)
+        assert values[1].item() == pytest.approx(
+            exact.std().item(), rel=1e-5 if n > 65_536 else 1e-11, nan_ok=True
+        )

@@ -21,7 +21,7 @@ from hookcb import (
     module_summary,
 )
 from hookcb.cli.main import main
-from hookcb.core.console import as_text, show, spelled, warn
+from hookcb.core.console import as_text, show, shown_once, spelled, warn
 from tests.support import make_batches, make_learner
 
 ENCODINGS = ["ascii", "latin-1", "cp1252", "gbk", "utf-8"]
@@ -304,3 +304,19 @@ def test_hookcb_diagnose_ends_with_its_exit_code_on_any_output(output, monkeypat
         assert main(["diagnose", str(script)]) == 1
     if output not in OUTPUTS:
         assert "Linear" in written(out)
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"), [(None, ["all", "one"]), (0, ["all", "rank 0: one"]), (1, ["rank 1: one"])]
+)
+def test_of_several_ranks_the_first_speaks_for_all(rank, told, capsys):
+    with warnings.catch_warnings(record=True) as caught, shown_once(rank):
+        warnings.simplefilter("always")
+        with shown_once(rank):
+            warn("all")
+        warn("one", is_of_rank=True)
+        show("shown")
+    assert [str(w.message) for w in caught] == told
+    assert capsys.readouterr().out == ("" if rank else "shown\n")
+    show("after")
+    assert capsys.readouterr().out == "after\n"

@@ -105,3 +105,10 @@ def test_set_sync():
         assert not set_sync(model, True)
         assert model.require_backward_grad_sync
     assert not set_sync(nn.Linear(2, 2), False)
+
+
+def test_alone_there_are_no_waits_to_follow():
+    listener = object()
+    ALONE.follow_waits(listener)
+    ALONE.leave_waits(listener)
+    assert ALONE._wait_listeners == ()

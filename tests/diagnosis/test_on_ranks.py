@@ -40,6 +40,9 @@ class ThreadRanks(Ranks):
     def gather(self, item):
         return self.meeting.exchange(self.rank, item)
 
+    def of_main(self, make):
+        return self.gather(make())[0]
+
     def sum(self, values):
         return [math.fsum(xs) for xs in zip(*self.gather(list(values)), strict=True)]
 

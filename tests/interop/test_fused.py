@@ -72,6 +72,15 @@ def tensor(*values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_results_that_are_merged_later_are_not_rounded(dtype):
+    x = (1e3 + normal(20_000)).to(dtype)
+    got, exact = fused_layer_stats(x, EPS, wide=True), x.double()
+    assert got.dtype is torch.float64
+    assert got[0].item() == pytest.approx(exact.mean().item(), rel=1e-14)
+    assert got[1].item() == pytest.approx(exact.std().item(), rel=1e-10)
+
+
 @pytest.mark.parametrize("dtype", REAL + WHOLE + RARE, ids=str)
 @pytest.mark.parametrize("n", [1, 2, 127, BLOCK + 1])
 def test_every_dtype_is_widened_and_described(dtype, n):

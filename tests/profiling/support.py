@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from hookcb import ProfilerCallback, assert_no_hooks
+from tests.ranks.support import launched, shared
 from tests.support import fit
 
 PHASES = ["data", "forward", "loss", "backward", "optimizer", "callbacks"]
@@ -166,3 +167,11 @@ def exported(profiler, folder, name="exported.json", **options):
     """The trace that `profiler` exports into `folder`."""
     profiler.export_chrome_trace(folder / name, **options)
     return whole(folder / name)
+
+
+def facts_of_ranks(tmp_path_factory):
+    """What two ranks saw of their timers, profilers and logs, by case; for all tests of a session."""
+    worker = Path(__file__).with_name("ranks_worker.py")
+    facts = shared(tmp_path_factory, "profiling", lambda folder: launched(worker, folder, timeout=90.0))
+    assert [rank["exit"] for rank in facts] == [0, 0], [rank["log"][-2000:] for rank in facts]
+    return facts

@@ -8,10 +8,10 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.testing._internal.distributed.fake_pg  # which registers the backend
 from torch import distributed
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from hookcb import Learner
@@ -73,7 +73,7 @@ def cost_of(cls, wrap):
 
 def main():
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
-    distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    distributed.init_process_group("fake", rank=0, world_size=world, store=distributed.HashStore())
     ranks.Ranks.are_all_at = lambda self, mark: True
     ranks.Ranks.find_failure = ranks.Ranks.answer_alarm = lambda self: ""
     ranks.Ranks.report_failure = lambda self, text: None

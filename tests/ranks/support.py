@@ -40,9 +40,12 @@ def environment(rank, world, port):
 
 
 def begin(worker, folder, *args, world=2):
-    """Start `worker FOLDER *args` as ranks, without torchrun's agent, which ends the others if one fails."""
+    """Start `worker FOLDER *args` as ranks, without torchrun's agent, which ends the others if one fails.
+
+    The worker is a file of this folder, or a path.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    port, worker = free_port(), Path(__file__).with_name(worker)
+    port, worker = free_port(), Path(__file__).parent / worker
     processes = []
     for rank in range(world):
         with mock.patch.dict(os.environ, environment(rank, world, port)):

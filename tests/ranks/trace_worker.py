@@ -35,8 +35,7 @@ CHOSEN = {  # instead of those that are quick to check, those that have somethin
     "ReduceLROnPlateau": [{"patience": 0}],
 }
 SLOW = {"Compile", "ProfilerCallback"}
-HAS_NO_NAN = {"NanTrace", "Diagnose"}  # until they look together at a NaN that one rank has
-HAS_NO_NAN |= {"DetectAnomaly"}  # which raises at a NaN
+HAS_NO_NAN = {"DetectAnomaly"}  # which raises at a NaN
 ALL = [cls for cls in PUBLIC if cls.__name__ not in ("Metrics", "Recorder")]  # these two are attached anyway
 PACES = (0.0, 1e-4, 1e-2)  # seconds that clocks jump
 ENDINGS = (KeyboardInterrupt, SystemExit, Exception)

@@ -1,4 +1,4 @@
-"""Checks of time and memory: waiting for batches, and memory that grows."""
+"""Checks of time and memory: waiting for batches or for a rank, and memory that grows."""
 
 import math
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import median, ratio
 from hookcb.profiling.memory.growth import fit_line
+from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS
 
 MAX_WAITING, MAX_WAITING_WARNING = 0.3, 0.6  # share of a batch's time
 MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothing can be gained
@@ -15,6 +16,7 @@ N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches
 N_MEMORY_WARM_UP, MIN_MEMORY_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
 MAX_GROWTH, N_SIGMAS = 1e6, 1.96  # bytes per step; standard errors of a 95 % confidence interval
 MIN_PART = 0.15  # of the growth, in each half: a single larger batch makes a jump rather than a slope
+MIN_BLOCKS = 3  # of steps in which ranks are compared
 MAX_BYTES = 1e18  # more cannot be real
 
 
@@ -59,6 +61,54 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
             "Transform or decode the data once, before training",
         ),
     )
+
+
+@check("time.straggler", site=Site.RUN, needs=("ranks",), subject="ranks")
+def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
+    """One rank that all the others wait for.
+
+    Formula: mean own work of the slowest rank in a step - median of that of the others / mean step, over
+    three blocks of up to 100 steps or more; the same rank must be the slowest in more than half of them.
+    Limit: 0.1, and 1 ms. Own work is the time in data, forward, loss, callbacks and optimizer: in the
+    backward, in which gradients are averaged, ranks wait for each other; with sharded parameters or
+    SyncBatchNorm also in the forward, which does not count then. A rank that takes longer only there cannot
+    be told. A Learner's fit of DistributedDataParallel or of sharded parameters is judged, no other loop.
+
+    Source: Jiang et al., "MegaScale: Scaling Large Language Model Training to More Than 10,000 GPUs", 2024,
+    which finds stragglers by comparing the times of the same phases between ranks.
+    """
+    found = evidence.slowest_rank
+    if found is None or found.n_blocks < MIN_BLOCKS:
+        yield Skipped(f"ranks were compared in fewer than {MIN_BLOCKS} blocks of steps")
+        return
+    if not (found.share > MAX_EXCESS and found.excess >= MIN_EXCESS and found.is_chronic):
+        name = "a rank that the others wait for"
+        more = f"{found.share:.0%} more work at most" if found.is_chronic else "not always the same one"
+        yield Passed(f"{name} ({more})", found.share, MAX_EXCESS)
+        return
+    yield finding(
+        "time.straggler",
+        "warning",
+        value=found.share,
+        limit=MAX_EXCESS,
+        message=f"The other ranks wait for rank {found.rank} (host {found.host}) {found.share:.0%} of the "
+        f"time: it works {1e3 * found.seconds:.1f} ms in a step, the others {1e3 * found.usual:.1f} ms; its "
+        f"{found.phase} takes {1e3 * found.extra:.1f} ms more (limit {MAX_EXCESS:.0%}).",
+        causes=_causes_of_lag(found.phase),
+        next_steps=(
+            "Print learn.step_timer.report(), and look at that machine: other processes, clock rates, disk",
+            "Give its shard as much work as the others have",
+        ),
+    )
+
+
+def _causes_of_lag(phase: str) -> tuple[str, ...]:
+    machine = "a slower or busy machine or GPU"
+    if phase == "data":
+        return "samples that are slower to read there, as from another disk", machine
+    if phase == "callbacks":
+        return "work that only this rank does, such as logging or writing files", machine
+    return machine, "batches that are longer than those of the other ranks"
 
 
 @check("memory.growth", site=Site.RUN, needs=("memory",))

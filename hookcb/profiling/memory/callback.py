@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hookcb.core.sampling import SamplingCallback
+from hookcb.core.shards import plain_class
 from hookcb.hooks.coverage import Coverage, why_not_called
 from hookcb.hooks.modules import Where, find_modules, named_modules
 from hookcb.profiling.memory.allocator import AllocatorHistory, check_snapshot
@@ -84,7 +85,7 @@ class MemoryStats(SamplingCallback):
         super().before_fit()
         named = named_modules(self.model)
         layers = named if self.modules is None else find_modules(self.model, self.modules, True)
-        types = {name: type(m).__name__ for name, m in layers.items()}
+        types = {name: plain_class(m).__name__ for name, m in layers.items()}
         self.records = MemoryRecords(types, self.every or 1)
         self._silent = {name: why_not_called(named, name) for name in layers}
         self._watch = MemoryWatch(layers, self._is_training)

@@ -1,4 +1,4 @@
-"""Waiting for data and growing memory on made-up numbers; and that no check raises, whatever it is given."""
+"""Waiting for data or a rank, and growing memory, made up; and that no check raises, whatever it is given."""
 
 import math
 import random
@@ -14,9 +14,10 @@ from hookcb.diagnosis.checks import optimizer as checks_optimizer
 from hookcb.diagnosis.checks import runtime as checks_runtime
 from hookcb.diagnosis.checks import step_size as checks_step_size
 from hookcb.diagnosis.checks import weight_decay as checks_weight_decay
-from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_data
+from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_a_rank, waiting_for_data
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import CHECKS, Finding, Passed, Skipped
+from hookcb.profiling.steps.stragglers import Straggler
 
 MODULES = (
     checks_attenuated,
@@ -74,6 +75,34 @@ def test_time_without_the_fetch_of_a_batch_is_no_waiting(every):
 def test_fourteen_batches_are_too_few_to_be_timed():
     assert isinstance(only(waiting_for_data, timed(0.09, 0.1, n=14)), Skipped)
     assert isinstance(only(waiting_for_data, Evidence(batches=series([1.0] * 50))), Skipped)
+
+
+# ---- time.straggler
+
+
+def slowest(share=0.5, excess=0.02, n_slowest=3, n_blocks=4, phase="data"):
+    return Evidence(
+        slowest_rank=Straggler(5, "node7", 0.03, 0.01, excess, share, phase, 0.019, n_slowest, n_blocks)
+    )
+
+
+@pytest.mark.parametrize(("phase", "cause"), [("data", "disk"), ("forward", "GPU"), ("callbacks", "logging")])
+def test_a_rank_that_the_others_wait_for_is_named(phase, cause):
+    found = only(waiting_for_a_rank, slowest(phase=phase))
+    assert (found.code, found.severity, found.value) == ("time.straggler", "warning", 0.5)
+    assert "wait for rank 5 (host node7) 50% of the time: it works 30.0 ms in a step" in found.message
+    assert f"the others 10.0 ms; its {phase} takes 19.0 ms more" in found.message
+    assert cause in found.causes[0]
+
+
+@pytest.mark.parametrize("given", [{"share": 0.1}, {"excess": 9e-4}, {"n_slowest": 2}])
+def test_a_rank_that_is_little_or_not_always_slower_is_no_straggler(given):
+    assert isinstance(only(waiting_for_a_rank, slowest(**given)), Passed)
+
+
+def test_two_blocks_are_too_few_for_a_straggler():
+    assert isinstance(only(waiting_for_a_rank, slowest(n_slowest=2, n_blocks=2)), Skipped)
+    assert isinstance(only(waiting_for_a_rank, Evidence()), Skipped)
 
 
 # ---- memory.growth
@@ -161,7 +190,12 @@ class Odd:
             n_steps=self.random.choice((0, 1, 100)),
             n_skipped=self.random.choice((0, 50)),
             **{name: self.series() for name in given},
+            slowest_rank=self.rank(),
         )
+
+    def rank(self):
+        seconds = [self.number() for _ in range(5)]
+        return Straggler(3, "a", *seconds[:4], "data", seconds[4], 4, self.random.choice((2, 5)))
 
 
 @pytest.mark.parametrize("check", BY_NAME)
@@ -189,5 +223,5 @@ def test_without_any_number_a_check_is_unable(check):
 
 
 def test_all_checks_of_these_files_are_registered_with_a_text():
-    assert len(OURS) == 20
+    assert len(OURS) == 21
     assert all(c.doc for c in OURS)

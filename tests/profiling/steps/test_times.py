@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hookcb.profiling.steps import clock as step_clock
 from hookcb.profiling.steps import incidents
-from hookcb.profiling.steps.clock import CudaStepClock, StepClock
+from hookcb.profiling.steps.clock import CudaStepClock, PhaseInside, StepClock
 from hookcb.profiling.steps.incidents import Incidents
 from hookcb.profiling.steps.store import N_SLOWEST, StepStore
 from hookcb.profiling.steps.times import (
@@ -394,6 +394,50 @@ def test_a_device_is_not_waited_for(on_cuda, now):
     device.is_done = True
     clock.read()
     assert [step.device_total for step in store.times()] == [210] * 3
+
+
+def test_a_listener_is_told_the_times_of_the_device_once_they_are_known(on_cuda, now):
+    device, clock, _ = on_cuda
+    told = []
+    clock.listener = told.append
+    clock.start()
+    device.is_done = False
+    for step in range(3):
+        a_step(clock, now, *WHOLE)
+        clock.end(0, step, 4)
+    assert told == []
+    device.is_done = True
+    clock.read()
+    assert told == [(10, 20, 30, 50, 60, 40, 0)] * 2  # the first of an epoch is left out
+    clock.read()
+    assert len(told) == 2
+
+
+def test_a_listener_is_told_of_steps_that_do_not_stay(now):
+    device, store = Device(now), StepStore(2)
+    clock = CudaStepClock(store, torch.device("cuda:1"), device.event, lambda device: f"stream of {device}")
+    told = []
+    clock.listener = told.append
+    clock.start()
+    for step in range(500):
+        a_step(clock, now, *WHOLE)
+        clock.end(0, step, 4)
+    assert len(told) == 499
+
+
+def test_a_phase_inside_another_counts_by_itself(now):
+    clock = StepClock(store := StepStore(10))
+    clock.start()
+    inside = PhaseInside("other", lambda: clock)
+    for step in range(2):
+        a_step(clock, now, ("data", 1))
+        inside.begin()
+        now.wait(7)
+        inside.end()
+        now.wait(1)
+        clock.end(0, step, 4)
+    assert [(x.data, x.other) for x in store.times()] == [(2, 7), (2, 7)]
+    PhaseInside("other", lambda: None).begin()  # no clock is running
 
 
 def test_events_are_used_again(on_cuda, now):
