@@ -192,7 +192,7 @@ class Ranks:
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(parts, sizes)]
 
     def of_main(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on all ranks; on its way it is pickled."""
+        """Result of `make` on rank 0, for all ranks; on its way it is pickled."""
         if self._control is None:
             return make()
         data = bytearray(pickle.dumps(make())) if self.is_main else bytearray()
@@ -301,9 +301,9 @@ class Ranks:
                 is_told = True
                 late = name_ranks(self.missing_at(mark))
                 warn(f"waiting for {late} to call {name}", is_of_rank=True)
-            if time.monotonic() > until and (missing := self.missing_at(mark)):
+            if time.monotonic() > until and (absent := self.missing_at(mark)):
                 raise RankError(
-                    f"{name} must be called on all ranks, but {name_ranks(missing)} did not call it"
+                    f"{name} must be called on all ranks, but {name_ranks(absent)} did not call it"
                 )
             time.sleep(self.pause)
 
@@ -355,7 +355,7 @@ class Ranks:
         return self.find_failure()
 
     def wait_for_others(self) -> None:
-        """Waits on rank 0, which may host the store, until the other ranks know of a failure, or have ended."""
+        """Waits on rank 0, which may host the store, until the others know of a failure; not for long."""
         with suppress(RuntimeError):
             self.are_all_at("known")
             until = time.monotonic() + MAX_FAREWELL

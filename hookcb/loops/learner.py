@@ -385,14 +385,14 @@ class Learner(NamedLoop):
         """
         gather = GatherPreds(self.loss_func, with_input=with_input, with_loss=with_loss)
         with self.on_all_ranks("learn.get_preds"):
-            order = own_order(self.dls.valid if dl is None else dl)
-            if self.ranks.world > 1 and order is None:
+            positions = own_order(self.dls.valid if dl is None else dl)
+            if self.ranks.world > 1 and positions is None:
                 gather.digest = hashlib.blake2b()
             try:
                 self.validate(dl, cbs=gather)
             finally:
                 self.__dict__.pop(gather.name, None)  # the attribute would keep all predictions alive
-            return gather.results(self.ranks, order)
+            return gather.results(self.ranks, positions)
 
     def one_batch(self, b: Any = None) -> Tensor:
         """Trains on one batch outside a fit, with all its events, for tests and experiments.

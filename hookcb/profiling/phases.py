@@ -35,6 +35,7 @@ class PhaseMarker(Callback):
     """
 
     run_lr_find = False
+    shows_only = True
 
     def __init__(
         self, begin: Callable[[str], None], phases: Mapping[str, str], order: int, name: str
