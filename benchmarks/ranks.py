@@ -40,25 +40,25 @@ def learner(width: int, n_layers: int, n_samples: int) -> Learner:
     return Learner(([batch] * N_STEPS, None), model, cross_entropy, torch.optim.SGD, lr=1e-3)
 
 
-def turn(learn: Learner, has_votes: bool) -> float:
-    """Seconds of a step, in a fit of all ranks."""
+def turn(learn: Learner, has_votes: bool) -> tuple[float, float]:
+    """Seconds of a step in a fit of all ranks, and of processor time in it."""
     without = mock.patch.multiple(
         Votes, end_batch=lambda *args: None, decide=lambda self, event, cbs, cancels, training: list(cancels)
     )
     distributed.barrier()
-    began = time.perf_counter()
+    began, began_work = time.perf_counter(), time.process_time()
     with learn.no_logging():
         if has_votes:
             learn.fit(1)
         else:
             with without:
                 learn.fit(1)
-    return (time.perf_counter() - began) / N_STEPS
+    return (time.perf_counter() - began) / N_STEPS, (time.process_time() - began_work) / N_STEPS
 
 
 def vote_alone(n: int = 300) -> float:
     """Seconds of a vote that is waited for at once."""
-    flags = torch.zeros(9, dtype=torch.uint8)
+    flags = torch.zeros(10)
     distributed.barrier()
     began = time.perf_counter()
     for _ in range(n):
@@ -70,7 +70,7 @@ def work(file: Path, rounds: int) -> None:
     """Measure as one of several ranks; rank 0 writes the seconds of each turn."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name, size in MODELS.items():
         learn = learner(*size)
         turn(learn, True)
@@ -84,7 +84,7 @@ def work(file: Path, rounds: int) -> None:
     distributed.destroy_process_group()
 
 
-def measured(world: int, rounds: int) -> dict[str, dict[str, dict[str, list[float]]]]:
+def measured(world: int, rounds: int) -> dict[str, dict[str, dict[str, list]]]:
     """What rank 0 of `world` processes has measured."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "found.json")
@@ -97,15 +97,20 @@ def measured(world: int, rounds: int) -> dict[str, dict[str, dict[str, list[floa
 def show_votes(console: Console, rounds: int) -> None:
     """Print what votes cost on 2 and 4 processes."""
     title = f"A DDP step, median of {rounds} rounds in turn, gloo on {os.cpu_count()} processors"
-    table = Table("", "", "µs a step", "ratio", "quartiles", title=title)
+    names = "", "", "µs a step", "ratio", "quartiles", "of processor time", "ratio", "quartiles"
+    table = Table(*names, title=title)
     for world in (2, 4):
         found = measured(world, rounds)
         for model, turns in found["turns"].items():
             for what, seconds in turns.items():
-                ratios = [x / base for x, base in zip(seconds, turns[WITHOUT], strict=True)]
-                low, middle, high = statistics.quantiles(ratios, n=4)
-                µs = f"{1e6 * statistics.median(seconds):.0f}"
-                table.add_row(f"{world} ranks, {model}", what, µs, f"{middle:.3f}", f"{low:.3f} – {high:.3f}")
+                row = []
+                for own, base in zip(
+                    zip(*seconds, strict=True), zip(*turns[WITHOUT], strict=True), strict=True
+                ):
+                    ratios = [x / y for x, y in zip(own, base, strict=True)]
+                    low, middle, high = statistics.quantiles(ratios, n=4)
+                    row += [f"{1e6 * statistics.median(own):.0f}", f"{middle:.3f}", f"{low:.3f} – {high:.3f}"]
+                table.add_row(f"{world} ranks, {model}", what, *row)
         µs = f"{1e6 * statistics.median(found['alone']['vote']):.0f}"
         table.add_row(f"{world} ranks", "a vote that is waited for", µs, "", "")
     console.print(table)

@@ -299,8 +299,10 @@ class Loop(TrainingState):
                 error.add_note(", ".join([f"in {label_of(cb)}.{event}", *self.position(event)]))
                 raise
         if self._votes is not None:
-            cancels = self._votes.decide(event, [cb for cb, _ in handlers], cancels, self.training)
-            self.signal = self._votes.agreed_signal
+            acting = [cb for cb, _ in handlers]
+            if cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in acting):
+                cancels = self._votes.decide(event, acting, cancels, self.training)
+                self.signal = self._votes.agreed_signal
         if cancels:
             raise outermost(cancels)
 

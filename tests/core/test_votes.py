@@ -38,8 +38,8 @@ class OtherRanks(Ranks):
 
 
 def flags(**asked):
-    """What a rank votes: one number for each level, its signal, and whether it is alarmed."""
-    levels = [*module.LEVELS, "signal", "alarm"]
+    """What a rank votes: one number for each level, its signal, whether it is alarmed, and seconds."""
+    levels = [*module.LEVELS, "signal", "alarm", "seconds"]
     return [float(asked.get(level, 0)) for level in levels]
 
 
@@ -160,3 +160,30 @@ def test_an_alarm_is_known_on_all_ranks_one_batch_later_and_then_forgotten():
     votes.is_alarm_agreed = False
     votes.end_batch(is_last=True)
     assert not votes.is_alarm_agreed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "every"), [(3.0, 1), (0.025, 1), (0.024, 2), (0.0125, 2), (0.01, 4), (0.002, 16), (1e-5, 16)]
+)
+def test_fast_batches_are_voted_on_less_often_as_the_slowest_rank_says(seconds, every):
+    ranks = OtherRanks([flags()] * 15 + [flags(seconds=seconds)])
+    votes = Votes(ranks)
+    votes.end_batch()
+    counts = []
+    for _ in range(15 + 64):
+        before = ranks.n_votes
+        votes.end_batch()
+        counts.append(ranks.n_votes - before)
+    assert counts[:15] == [1] * 15
+    assert [i for i, n in enumerate(counts, 2) if n][15:] == [i for i in range(17, 81) if i % every == 0]
+
+
+def test_a_cancel_between_votes_is_not_lost():
+    votes = Votes(OtherRanks([flags()] * 15 + [flags(seconds=0.01)]))
+    for _ in range(16):
+        votes.end_batch()
+    assert votes.decide(Event.AFTER_BATCH, [], [CancelFitException()], True) == []
+    for _ in range(4):  # up to batch 20, whose vote begins
+        votes.end_batch()
+    with pytest.raises(CancelFitException):
+        votes.end_batch()

@@ -46,7 +46,7 @@ def test_a_cancel_outside_of_batches_acts_at_once_on_all(threads):
 
 # ---- the cost of 1,024 ranks, in 2 epochs of 6 batches, on a group whose other ranks do not exist
 
-VOTE = 9  # bytes
+VOTE = 40  # bytes
 FREE = {
     "ChannelsLast",
     "DetectAnomaly",
@@ -83,10 +83,10 @@ def own(cost):
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_a_step_costs_a_vote(costs, how):
     ops = own(costs[how]["none"])
-    n_votes = sum("uint8[9]" in op for op in ops)
+    n_votes = sum("float32[10]" in op for op in ops)
     assert 12 <= n_votes <= 12 + 2 * 7  # in each step, and at the events of each epoch
     assert len(ops) - n_votes <= 4 + 2 * 8  # before the fit, and in each epoch
-    assert {op for op in ops if "uint8" in op} == {op for op in ops if "uint8[9]" in op}  # no object is sent
+    assert not any("uint8" in op for op in ops)  # no object is sent
 
 
 @pytest.mark.slow
