@@ -26,18 +26,17 @@ from hookcb.core.votes import Votes
 
 ROOT = Path(__file__).parents[1]
 WORLD = 1_024  # ranks that do not exist
-N_STEPS = 60  # of a turn
-MODELS = {"MLP 64-64": (64, 1, 32), "MLP 512×4": (512, 4, 64)}  # width, layers, samples
-WITHOUT, WITH, AGAIN = "without votes", "with a vote a step", "without again"
+MODELS = {"MLP 64": (64, 1, 32, 400), "MLP 512×4": (512, 4, 64, 100)}  # width, layers, samples, steps
+WITHOUT, WITH, AGAIN = "without votes", "with votes", "without again"
 
 
-def learner(width: int, n_layers: int, n_samples: int) -> Learner:
+def learner(width: int, n_layers: int, n_samples: int, n_steps: int) -> Learner:
     """A learner of a replicated MLP."""
     torch.manual_seed(0)
     layers = [layer for _ in range(n_layers) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(width, 10)))
     batch = torch.randn(n_samples, width), torch.randint(10, (n_samples,))
-    return Learner(([batch] * N_STEPS, None), model, cross_entropy, torch.optim.SGD, lr=1e-3)
+    return Learner(([batch] * n_steps, None), model, cross_entropy, torch.optim.SGD, lr=1e-3)
 
 
 def turn(learn: Learner, has_votes: bool) -> tuple[float, float]:
@@ -53,7 +52,8 @@ def turn(learn: Learner, has_votes: bool) -> tuple[float, float]:
         else:
             with without:
                 learn.fit(1)
-    return (time.perf_counter() - began) / N_STEPS, (time.process_time() - began_work) / N_STEPS
+    n = len(learn.recorder.losses)
+    return (time.perf_counter() - began) / n, (time.process_time() - began_work) / n
 
 
 def vote_alone(n: int = 300) -> float:

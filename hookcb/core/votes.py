@@ -22,9 +22,10 @@ class Votes:
 
     A cancel of the fit, the epoch or the training that is raised at `after_batch` takes effect at the end of
     the next batch: the vote on it runs while that batch is trained, so no rank waits for it. If batches take
-    less than 25 ms, ranks vote on every second, fourth, eighth or sixteenth one only, so that votes cost at
-    most about 2 % of the time. Outside of batches ranks vote at every event, and wait. Inside a batch they vote where a callback acts that declares
-    what it `may_cancel`; a cancel that was not declared must be raised by all ranks in the same batch.
+    less than 25 ms, ranks vote on every second, fourth, eighth or sixteenth one only, which keeps the cost of
+    votes to a few percent. Outside of batches ranks vote at every event, and wait. Inside a batch they vote
+    where a callback acts that declares what it `may_cancel`; a cancel that was not declared must be raised by
+    all ranks in the same batch.
 
     Args:
         ranks: the ranks of the fit.
