@@ -33,7 +33,9 @@ from tests.hooks import support as zoo
 
 SLEEP = 1000.0  # seconds by which tests advance a `Clock`; everything else takes microseconds on it
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "rich.console", "fastcore.foundation"])
+FORKS.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "rich.table", "fastcore.foundation", "pytest"]
+)  # DistributedDataParallel imports dynamo, for a second in each process
 EVENTS = [e.value for e in Event]
 CANCELS = {
     "fit": CancelFitException,

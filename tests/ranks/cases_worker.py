@@ -445,6 +445,7 @@ def undeclared_cancel():
 
 
 def another_level_than_declared():
+    votes.MAX_APART = 1.0
     cancel = CancelsIn("after_loss", CancelTrainException, declares={"batch"})
     quiet_fit(make_learner(), 2, cbs=cancel)
 

@@ -24,6 +24,7 @@ CASES = [
     "uneven_in_join",
     "callbacks_that_differ",
     "epochs_that_differ",
+    "empty_shard",
     "shown_once",
     "resumed",
     "resume_on_some",
@@ -39,7 +40,7 @@ LAST = "validate_on_main_only"  # after which ranks have not come equally far
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     names = ",".join([*CASES, "accumulation", LAST])
-    return shared(tmp_path_factory, "cases", lambda folder: by_torchrun("cases_worker.py", folder, names))
+    return shared(tmp_path_factory, "cases", lambda folder: launched("cases_worker.py", folder, names))
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +222,15 @@ def test_another_number_of_epochs_is_an_error(ranks):
     )
 
 
+def test_an_empty_shard_is_an_error_on_all_before_training(ranks):
+    *others, empty = outcomes(ranks, "empty_shard")
+    assert empty["error"] == "ValueError"
+    for other in others:
+        assert other["error"] == "RankError"
+        assert f"rank {len(others)} raised ValueError" in other["text"]
+        assert "the training loader has no batches" in other["text"]
+
+
 def test_resuming_on_some_ranks_is_an_error(ranks):
     assert "the same resumed checkpoint" in error_of_all(ranks, "resume_on_some")
 
@@ -295,16 +305,9 @@ def test_an_undeclared_cancel_of_one_rank_is_an_error_on_all_that_names_the_call
         assert "must declare may_cancel = {'batch'}" in outcome["text"]
 
 
+@pytest.mark.slow  # as the code that it tests is that of the one above
 def test_a_cancel_of_another_level_than_declared_is_an_error_on_all(tmp_path):
     found = launched("cases_worker.py", tmp_path / "x", "another_level_than_declared")
     for rank in found:
         assert rank["another_level_than_declared"]["error"] == "RankError"
         assert "CancelTrainException was raised" in rank["another_level_than_declared"]["text"]
-
-
-def test_an_empty_shard_is_an_error_on_all_before_training(tmp_path):
-    other, empty = launched("cases_worker.py", tmp_path / "x", "empty_shard")
-    assert empty["empty_shard"]["error"] == "ValueError"
-    assert other["empty_shard"]["error"] == "RankError"
-    assert "rank 1 raised ValueError" in other["empty_shard"]["text"]
-    assert "the training loader has no batches" in other["empty_shard"]["text"]
