@@ -38,7 +38,7 @@ DESIGNED = re.findall(
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
     update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates
     dropout.extreme input.scale attn.collapse data.labels gan.balance head.range loss.trivial
-    head.stuck loss.penalty embed.scale train.unfinished time.data_bound time.straggler memory.growth
+    head.stuck loss.penalty embed.scale train.unfinished data.duplicated time.data_bound time.straggler memory.growth
     wd.norms
     """,
 )

@@ -44,7 +44,8 @@ NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant 
     "param.frozen_between",  # a note, as a layer may be frozen on purpose
     "param.restored",
     "replica.diverged",
-    "time.straggler",  # which needs several processes
+    "data.duplicated",  # which needs several processes, as the next one
+    "time.straggler",
     "train.unfinished",  # a note, which a healthy training gets too
 }
 

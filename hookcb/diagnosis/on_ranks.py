@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from zlib import crc32
 
-from hookcb.core.ranks import Ranks
-from hookcb.diagnosis.evidence import Evidence, Series
+from hookcb.core.ranks import Ranks, name_ranks
+from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.verdict import Finding, Gap
 
+MIN_COMPARED, N_COMPARED = 4, 8  # inspected batches whose inputs are compared
 MAX_APART = 0.05  # relative difference between ranks of the loss of a guess, beyond which it is unknown
 SEVERITIES = "error", "warning", "info"
 
@@ -29,6 +30,36 @@ def share_losses(evidence: Evidence, ranks: Ranks) -> None:
     evidence.losses = dict(zip(evidence.losses, losses, strict=True))
     evidence.guess = _agreed(evidence.guess, ranks)
     evidence.constant = _agreed(evidence.constant, ranks)
+
+
+def compare_inputs(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
+    """Adds an observation if ranks train on the same batches, as without a DistributedSampler.
+
+    Args:
+        evidence: what this rank has recorded.
+        ranks: all ranks call this together.
+        is_replica: whether ranks train replicas, so that each needs batches of its own.
+    """
+    own = list(zip(evidence.input_std, evidence.input_rms.values, strict=False))[:N_COMPARED]
+    n = -int(ranks.max([-len(own) if is_replica else 0])[0])
+    if n < MIN_COMPARED:
+        evidence.missing["batches of all ranks"] = "the inputs of ranks were not compared"
+        return
+    evidence.observed.add("batches of all ranks")
+    by_rank = ranks.gather(own[:n])
+    same = [rank for rank, x in enumerate(by_rank) if by_rank.count(x) > 1]
+    if same:
+        evidence.observations.append(
+            Observation(
+                "data.duplicated",
+                step=0,
+                value=float(len(same)),
+                text=f"The inputs of {name_ranks(same)} have the same mean square and spread in each of the "
+                f"first {n} inspected batches: they train on the same samples, and see no more data than one.",
+                causes=("a loader without a DistributedSampler", "a sampler that does not know the rank"),
+                next_steps=("Give the training loader sampler=DistributedSampler(dataset)",),
+            )
+        )
 
 
 def findings_of_all(

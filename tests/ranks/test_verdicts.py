@@ -61,6 +61,12 @@ def test_nan_in_a_layer_of_a_rank_stops_all_in_the_same_batch(two):
     assert 6 < result["n"] < 15
 
 
+def test_ranks_with_the_same_batches_are_told(two):
+    result = verdict(two, "the_same_batches")
+    assert result["findings"][0] == ["data.duplicated", "", [], ""]
+    assert "ranks 0, 1" in result["verdict"]
+
+
 def test_a_parameter_that_moves_on_one_rank_is_named(two):
     assert verdict(two, "replicas_that_diverge")["findings"] == [["replica.diverged", "2.bias", [], ""]]
 

@@ -121,6 +121,15 @@ class MoveOne(Callback):
 
 
 @case
+def the_same_batches():
+    torch.manual_seed(5)  # in which the loader shuffles
+    x = torch.randn(320, 4)
+    learn = make()
+    learn.dls = type(learn.dls)(DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 8), None)
+    return judged(learn, 2)
+
+
+@case
 def replicas_that_diverge():
     return judged(make(), 2, [MoveOne()])
 

@@ -453,6 +453,15 @@ _row("replica.diverged", Site.OPTIMIZER, ("batches",), ("loss.*",), "error", "re
     the end of an epoch of a Learner's fit.
     """)  # fmt: skip
 
+_row("data.duplicated", Site.INPUT, ("batches",), (), "warning", "ranks with the same batches",
+    requires="batches of all ranks", subject="replicas", doc="""
+    Ranks that train replicas on the same batches.
+
+    Formula: standard deviation and root mean square of the first float input, which are bit-identical on two
+    ranks in each of the first 4 to 8 inspected batches. Ranks that shuffle the same samples, each in an order
+    of its own, are not seen.
+    """)  # fmt: skip
+
 _row("memory.graphs_kept", Site.RUN, ("batches",), ("memory.growth",), "warning", "retained graphs",
     requires="graphs of 60 losses", doc="""
     The autograd graphs of past batches stay in memory, one more with each batch.
