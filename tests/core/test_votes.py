@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from hookcb import (
@@ -165,7 +167,8 @@ def test_an_alarm_is_known_on_all_ranks_one_batch_later_and_then_forgotten():
 @pytest.mark.parametrize(
     ("seconds", "every"), [(3.0, 1), (0.025, 1), (0.024, 2), (0.0125, 2), (0.01, 4), (0.002, 16), (1e-5, 16)]
 )
-def test_fast_batches_are_voted_on_less_often_as_the_slowest_rank_says(seconds, every):
+def test_fast_batches_are_voted_on_less_often_as_the_slowest_rank_says(seconds, every, monkeypatch):
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     ranks = OtherRanks([flags()] * 15 + [flags(seconds=seconds)])
     votes = Votes(ranks)
     votes.end_batch()
@@ -178,7 +181,8 @@ def test_fast_batches_are_voted_on_less_often_as_the_slowest_rank_says(seconds, 
     assert [i for i, n in enumerate(counts, 2) if n][15:] == [i for i in range(17, 81) if i % every == 0]
 
 
-def test_a_cancel_between_votes_is_not_lost():
+def test_a_cancel_between_votes_is_not_lost(monkeypatch):
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     votes = Votes(OtherRanks([flags()] * 15 + [flags(seconds=0.01)]))
     for _ in range(16):
         votes.end_batch()
