@@ -10,7 +10,7 @@ from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.on_ranks import findings_of_all, share_losses
+from hookcb.diagnosis.on_ranks import compare_inputs, findings_of_all, share_losses
 from hookcb.diagnosis.verdict import Gap
 
 
@@ -105,6 +105,43 @@ def test_the_loss_of_a_constant_is_known_only_if_ranks_agree(numbers, agreed):
     one, other = shared(*(losses(1.0, constant=x, guess=x) for x in numbers))
     for number in (one.constant, one.guess, other.constant, other.guess):
         assert number == pytest.approx(agreed, nan_ok=True)
+
+
+def inputs(*rms):
+    return Evidence(
+        input_std=Series.of(range(len(rms)), [1.0] * len(rms)), input_rms=Series.of(range(len(rms)), rms)
+    )
+
+
+def duplicated(*evidences, is_replica=True):
+    """Text on ranks that have the same batches, "" if none have, None if they were not compared."""
+    on_ranks(lambda evidence, ranks: compare_inputs(evidence, ranks, is_replica), evidences)
+    for evidence in evidences:
+        assert evidence.observations == evidences[0].observations
+    if "batches of all ranks" not in evidences[0].observed:
+        assert "not compared" in evidences[0].missing["batches of all ranks"]
+        return None
+    assert {x.code for x in evidences[0].observations} <= {"data.duplicated"}
+    return "".join(x.text for x in evidences[0].observations)
+
+
+def test_ranks_with_the_same_batches_are_named():
+    assert "The inputs of ranks 0, 1 have" in duplicated(*(inputs(1.0, 2.0, 3.0, 4.0) for _ in range(2)))
+    some = inputs(1.0, 2.0, 3.0, 4.0), inputs(9.0, 2.0, 3.0, 4.0), inputs(1.0, 2.0, 3.0, 4.0)
+    assert "The inputs of ranks 0, 2 have" in duplicated(*some)
+
+
+def test_ranks_with_batches_of_their_own_are_fine():
+    assert duplicated(inputs(1.0, 2.0, 3.0, 4.0), inputs(1.0, 2.0, 3.0, 5.0)) == ""
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_few_inputs_are_not_compared(n):
+    assert duplicated(inputs(1.0, 2.0, 3.0, 4.0), inputs(*[1.0, 2.0, 3.0][:n])) is None
+
+
+def test_ranks_that_share_a_model_may_share_batches():
+    assert duplicated(*(inputs(1.0, 2.0, 3.0, 4.0) for _ in range(2)), is_replica=False) is None
 
 
 def found(*findings, gaps=()):
