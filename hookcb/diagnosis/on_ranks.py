@@ -55,7 +55,7 @@ def compare_inputs(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
                 step=0,
                 value=float(len(same)),
                 text=f"The inputs of {name_ranks(same)} have the same mean square and spread in each of the "
-                f"first {n} inspected batches: they train on the same samples, and see no more data than one.",
+                f"first {n} inspected batches: they train on the same samples, and see no more than one.",
                 causes=("a loader without a DistributedSampler", "a sampler that does not know the rank"),
                 next_steps=("Give the training loader sampler=DistributedSampler(dataset)",),
             )
