@@ -164,11 +164,13 @@ def small_model():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def make_learner(n_valid=51, model=None, opt=torch.optim.SGD, lr=0.1, wrap=DistributedDataParallel):
-    """A learner of a classifier, six batches an epoch; samplers repeat some samples to validate."""
+def make_learner(
+    n_valid=51, model=None, opt=torch.optim.SGD, lr=0.1, wrap=DistributedDataParallel, n_train=None
+):
+    """A learner of a classifier, by default six batches an epoch; samplers repeat samples to validate."""
     torch.manual_seed(0)
     model = wrap(model or small_model())
-    train, valid = data(24 * distributed.get_world_size()), data(n_valid, 1)
+    train, valid = data(n_train or 24 * distributed.get_world_size()), data(n_valid, 1)
     loaders = (
         DataLoader(train, 4, sampler=DistributedSampler(train)),
         DataLoader(valid, 10, sampler=DistributedSampler(valid, shuffle=False)),
