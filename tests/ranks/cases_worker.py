@@ -8,11 +8,13 @@ import signal
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import distributed, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from hookcb import (
@@ -82,7 +84,7 @@ def set_epoch_of_batch_samplers_and_datasets():
         def set_epoch(self, epoch):
             seen.append(("dataset", epoch))
 
-    learn, train = make_learner(), Shuffled(*data(48).tensors)
+    learn, train = make_learner(), Shuffled(*data(24 * WORLD).tensors)
     loader = DataLoader(train, batch_sampler=BatchSampler(Sampler(train), 4, drop_last=False))
     learn.dls = type(learn.dls)(loader, None)
     quiet_fit(learn, 2)
@@ -169,7 +171,7 @@ def lr_find_that_diverges():
     """A rank's loss explodes first; all stop there."""
     learn = make_learner(lr=0.1)
     if is_culprit():
-        train = data(48)
+        train = data(24 * WORLD)
         train.tensors[0].mul_(50)
         learn.dls = type(learn.dls)(DataLoader(train, 4, sampler=DistributedSampler(train)), None)
     with learn.no_logging(), warnings.catch_warnings(action="ignore"):
@@ -322,7 +324,9 @@ def validate_on_main_only():
 def dropout_learner():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    learn = make_learner(model=model, opt=torch.optim.Adam)
+    # which keeps the order in which gradients are summed; else it changes after the first step of a fit
+    wrap = partial(DistributedDataParallel, find_unused_parameters=True)
+    learn = make_learner(model=model, opt=torch.optim.Adam, wrap=wrap)
     torch.manual_seed(RANK + 5)
     return learn
 
@@ -459,9 +463,9 @@ def fsdp2():
         fully_shard(model)
         return model
 
-    learn = make_learner(n_train=48, n_valid=9, wrap=wrap)
+    learn = make_learner(n_valid=9, wrap=wrap)
     quiet_fit(learn, 2, cbs=EarlyStopping(patience=1, min_delta=10.0))
-    alone = make_learner(n_train=48, n_valid=9)
+    alone = make_learner(n_valid=9)
     quiet_fit(alone, 2)
     preds, targets = learn.get_preds()
     wanted, _ = alone.get_preds()

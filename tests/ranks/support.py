@@ -165,12 +165,12 @@ def small_model():
 
 
 def make_learner(
-    n_train=48, n_valid=51, model=None, opt=torch.optim.SGD, lr=0.1, wrap=DistributedDataParallel
+    n_valid=51, model=None, opt=torch.optim.SGD, lr=0.1, wrap=DistributedDataParallel, n_train=None
 ):
-    """A learner of a classifier; DistributedSamplers divide the samples, and repeat some to validate."""
+    """A learner of a classifier, by default six batches an epoch; samplers repeat samples to validate."""
     torch.manual_seed(0)
     model = wrap(model or small_model())
-    train, valid = data(n_train), data(n_valid, 1)
+    train, valid = data(n_train or 24 * distributed.get_world_size()), data(n_valid, 1)
     loaders = (
         DataLoader(train, 4, sampler=DistributedSampler(train)),
         DataLoader(valid, 10, sampler=DistributedSampler(valid, shuffle=False)),

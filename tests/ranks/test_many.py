@@ -47,21 +47,8 @@ def test_a_cancel_outside_of_batches_acts_at_once_on_all(threads):
 # ---- the cost of 1,024 ranks, in 2 epochs of 6 batches, on a group whose other ranks do not exist
 
 VOTE = 40  # bytes
-FREE = {
-    "ChannelsLast",
-    "DetectAnomaly",
-    "GradientClip",
-    "HookCallback",
-    "Log",
-}
-FREE |= {
-    "OneCycle",
-    "Progress",
-    "ReduceLROnPlateau",
-    "SamplingCallback",
-    "Schedule",
-    "WarmupCosine",
-}
+FREE = {"ChannelsLast", "DetectAnomaly", "GradientClip", "HookCallback", "Log"}
+FREE |= {"Progress", "ReduceLROnPlateau", "SamplingCallback", "Schedule"}
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +81,15 @@ def test_a_step_costs_a_vote(costs, how):
 def test_most_callbacks_communicate_nothing(costs, how):
     none, found = costs[how]["none"], costs[how]
     assert {name for name in FREE if found[name]["ops"] != none["ops"]} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_a_schedule_over_all_steps_agrees_on_their_number_once(costs, how):
+    none = costs[how]["none"]
+    for name in ("OneCycle", "WarmupCosine"):
+        assert costs[how][name]["n"] - none["n"] == 1
+        assert costs[how][name]["bytes"] - none["bytes"] == 8
 
 
 @pytest.mark.slow
