@@ -8,16 +8,19 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelValidException
-from hookcb.core.files import save_whole
 from hookcb.core.randomness import random_state
+from hookcb.training.checkpoint.folder import copy_folder, remove_folder
 from hookcb.training.checkpoint.folder_lock import FolderLock
+from hookcb.training.checkpoint.position import Position
 from hookcb.training.checkpoint.signals import StopSignals
 from hookcb.training.checkpoint.state import (
     capture,
     check_whole,
     checkpoints_in,
+    in_folder,
     loaders_of,
     remove_unfinished,
+    save_state,
 )
 from hookcb.training.monitor import check_monitor, improves, monitored, resolve_mode
 
@@ -90,6 +93,7 @@ class Checkpoint(Callback):
     def before_fit(self) -> None:
         self.best, self._unsaved, self.n_written = None, False, 0
         self._written: list[str] = []
+        self._position = Position()
         self._random: dict[str, Any] = {}
         check_monitor(self.learn, self.monitor or "train_loss")
         check_whole(self.learn)
@@ -98,10 +102,11 @@ class Checkpoint(Callback):
         self._stop.open(self.learn)
 
     def before_train(self) -> None:
+        self._position = Position()
         self._random = random_state(*loaders_of(self.learn))
 
     def after_train(self) -> None:
-        self._unsaved = False
+        self._unsaved, self._position = False, Position()
         self._random = random_state(*loaders_of(self.learn))
 
     def before_batch(self) -> None:
@@ -141,20 +146,30 @@ class Checkpoint(Callback):
                 self.after_cancel_fit()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "written": self._written, "random_of_phase": self._random}
+        state = {"best": self.best, "written": self._written, "random_of_phase": self._random}
+        in_parts = self.learn.ranks.world > 1 or self._position.samples > 0
+        return state | ({"position": self._position.saved(self.learn)} if in_parts else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = Position(*state.get("took_over", ()))
         self.best, self._written, self._random = state["best"], state["written"], state["random_of_phase"]
 
     def _write(self, phase: str, place: str = "", is_best: bool = False) -> None:
-        file_name = f"epoch-{self.epoch + 1:04d}{place}.pt"
+        suffix = "" if in_folder(self.learn) else ".pt"
+        file_name = f"epoch-{self.epoch + 1:04d}{place}{suffix}"
         self._written = [*(file for file in self._written if file != file_name), file_name]
         state, is_main = capture(self.learn, phase, self._random), self.learn.ranks.is_main
-        for file in (file_name, "best.pt") if is_best else (file_name,):
+        save_state(state, self.folder / file_name, self.learn)
+        if is_best and in_folder(self.learn):
             if is_main:
-                save_whole(state, self.folder / file)
+                copy_folder(self.folder / file_name, self.folder / f"best{suffix}")
+            self.learn.ranks.max([0])  # until it is there
+        elif is_best:
+            save_state(state, self.folder / f"best{suffix}", self.learn)
         self._unsaved, self.n_written = False, self.n_written + 1
         for old in self._written[: -self.keep]:
-            if is_main:
+            if is_main and old.endswith(".pt"):
                 (self.folder / old).unlink(missing_ok=True)
+            elif is_main:
+                remove_folder(self.folder / old)
         self._written = self._written[-self.keep :]
