@@ -147,8 +147,8 @@ class Checkpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         state = {"best": self.best, "written": self._written, "random_of_phase": self._random}
-        in_parts = self.learn.ranks.world > 1 or self._position.samples > 0
-        return state | ({"position": self._position.saved(self.learn)} if in_parts else {})
+        position = self._position.saved(self.learn) if self.learn.training else None
+        return state | ({} if position is None else {"position": position})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._position = Position(*state.get("took_over", ()))

@@ -18,9 +18,11 @@ from torch import Tensor
 from hookcb.core.files import SUFFIX, read_saved, save_whole, sync_folder, write_whole
 from hookcb.core.ranks import Ranks
 from hookcb.core.shards import is_dtensor
+from hookcb.core.text import join_names
 
 MARKER = "hookcb.json"  # written last; what it is, and sizes and checksums of the other files
 REPLACED = f".replaced{SUFFIX}"
+MAX_NAMED = 3  # damaged files in a message
 CHUNK = 1 << 24  # bytes that are read at once
 TENSORS = {"model", "opt", "grads"}  # parts of a state whose tensors all go into torch's files
 
@@ -142,9 +144,10 @@ def read_folder(folder: Path, ranks: Ranks, is_joint: bool = False) -> dict[str,
     if not damaged:
         share = list(files)[ranks.rank :: ranks.world]
         damaged = [name for name in share if _sum_of(folder / name) != files[name]]
-    n_damaged = ranks.max([len(damaged)])[0] if is_joint else len(damaged)
-    if n_damaged:
-        what = ", ".join(damaged) or "a part that another rank has read"
+    if is_joint and ranks.max([len(damaged)])[0]:
+        damaged = sorted({name for found in ranks.gather(damaged) for name in found})
+    if damaged:
+        what = join_names(damaged, MAX_NAMED)
         raise ValueError(f"{folder} is damaged: {what} is missing, or does not match its checksum")
     state: dict[str, Any] = read_saved(folder / "state.pt", torch.device("cpu"))
     return state

@@ -201,7 +201,7 @@ def _seed_rank(state: dict[str, Any], learn: TrainingState) -> None:
     seed_all(zlib.crc32(repr((drawn, state["epoch"], state["train_iter"], learn.ranks.rank)).encode()))
     n, now = len(state["ranks"]) or 1, learn.ranks.world
     warn(
-        f"{n} process{'es' if n > 1 else ''} wrote the checkpoint, and {now} continue{'' if now > 1 else 's'}: "
+        f"{n} process{'es' if n > 1 else ''} wrote it, and {now} continue{'' if now > 1 else 's'}: "
         "random numbers, as of dropout and augmentations, are others than they would have been",
         stacklevel=2,
     )
