@@ -1,4 +1,4 @@
-"""One of several ranks, or one alone, that writes or reads checkpoints: `checkpoint_worker.py FOLDER CASE,CASE`.
+"""One of several ranks that write or read checkpoints: `checkpoint_worker.py FOLDER CASE,CASE`.
 
 What several ranks have written is in FOLDER/../shared, where others read it.
 """
@@ -175,7 +175,9 @@ def go_on(name, wrap, per_batch=4):
     """Goes on in the middle of an epoch with other ranks, twice."""
     (file,) = (file for file in (SHARED / f"{name}-middle").iterdir() if "batch" in file.name)
     folder, first = own(f"go-on-{name}-{wrap}-{WORLD}"), Seen()
-    learn = fit(learner(wrap, per_batch), 2, Checkpoint(folder, every=1, keep=9), first, Stops(1, 8), resume=file)
+    learn = fit(
+        learner(wrap, per_batch), 2, Checkpoint(folder, every=1, keep=9), first, Stops(1, 8), resume=file
+    )
     n = learn.train_iter
     second = Seen()
     (own_file, *_) = (file for file in sorted(folder.iterdir()) if "batch" in file.name)
@@ -195,8 +197,14 @@ def go_on(name, wrap, per_batch=4):
 
 def resumed(wrap, batch_norm=False, health=False):
     """A fit ended in the second epoch and resumed, beside one that never ended; dropout differs by rank."""
-    folder, make = own(f"resumed-{wrap}{'-norm' * batch_norm}"), lambda: learner(wrap, dropout=0.5, batch_norm=batch_norm)
-    cbs = lambda: [EMA(0.5), *([GradientHealth()] if health else [])]
+    folder, make = (
+        own(f"resumed-{wrap}{'-norm' * batch_norm}"),
+        lambda: learner(wrap, dropout=0.5, batch_norm=batch_norm),
+    )
+
+    def cbs():
+        return [EMA(0.5), *([GradientHealth()] if health else [])]
+
     whole = fit(make(), 3, *cbs())
     fit(make(), 3, Checkpoint(folder, monitor="valid_loss"), Stops(1, 2), *cbs())
     names = sorted(os.listdir(folder))

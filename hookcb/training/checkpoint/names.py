@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookcb.core.torch_private import COMPILED_NAME, is_compile_wrapper, without_compile_wrapper
 from hookcb.hooks.modules import plain_name
@@ -44,6 +44,14 @@ def with_own_names(model: nn.Module, named: dict[str, Any], own: Iterable[str]) 
             plain = plain.removeprefix("module.")
         names[name] = table.get(plain, name if name.startswith(prefix) else prefix + name)
     return _renamed(named, names)
+
+
+def plain_weights(named: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors by names without those of wrappers, of weights whose model is not known."""
+    plain = {plain_name(name): x for name, x in named.items() if isinstance(x, Tensor)}
+    if plain and all(name.startswith("module.") for name in plain):  # of DistributedDataParallel
+        plain = {name.removeprefix("module."): x for name, x in plain.items()}
+    return plain
 
 
 def _renamed(named: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hookcb.core.console import warn
 from hookcb.core.files import read_saved
-from hookcb.core.ranks import Ranks
+from hookcb.core.ranks import ALONE, Ranks
 from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.checkpoint.folder import is_folder_of_ranks, read_folder
@@ -200,6 +200,35 @@ def load_validated(learn: Any, state: Any, file: Path, strict: bool) -> bool:
         weights |= {name: x for name, x in average.items() if name in weights}
     model.load_state_dict(weights, strict=strict)
     return True
+
+
+def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Reads the weights that a checkpoint's fit validated, or those of a file of `learn.save`, as they are.
+
+    Args:
+        path: file or folder; of a folder of checkpoints, the newest one is read.
+
+    Returns:
+        What was read, and weights by the names in it, on the CPU.
+
+    Raises:
+        FileNotFoundError, ValueError: If there is none, or it is damaged; the message names it.
+    """
+    if path.is_dir() and not is_folder_of_ranks(path):
+        if not (files := checkpoints_in(path)):
+            raise FileNotFoundError(f"there is no checkpoint in {path}")
+        path = files[-1]
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}")
+    state, nothing = read_any(path, torch.device("cpu"), ALONE), nn.Module()
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError(f"{path} is neither a checkpoint nor a file of learn.save")
+    weights = fitted(nothing, state["model"], path, "model", {})
+    for name, saved in state.get("cbs", {}).items():
+        if has_average(saved) and saved["validated"]:
+            average = fitted(nothing, saved["averaged"], path, f"cbs.{name}.averaged", {})
+            weights |= {name: x for name, x in average.items() if name in weights}
+    return path, weights
 
 
 def read_any(file: Path, device: torch.device, ranks: Ranks) -> Any:
