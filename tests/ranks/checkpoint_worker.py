@@ -181,9 +181,11 @@ def go_on(name, wrap, per_batch=4):
     n = learn.train_iter
     second = Seen()
     (own_file, *_) = (file for file in sorted(folder.iterdir()) if "batch" in file.name)
+    n_first = per_batch  # of one batch
     again = fit(learner(wrap, per_batch), 2, Checkpoint(folder), second, resume=own_file)
     return {
         "left": first.samples,
+        "n_first": n_first,
         "iters": (n, again.train_iter, len(again.recorder.losses)),
         "after_one": second.samples,
         "own_file": own_file.name,
@@ -220,9 +222,38 @@ def resumed(wrap, batch_norm=False, health=False):
         "same_moments": moments(learn) == moments(whole),
         "same_average": average,
         "same_losses": list(learn.recorder.losses) == list(whole.recorder.losses),
+        "same_health": not health or same_health(learn, whole),
         "same_buffers": digest(learn.model.buffers()) == digest(whole.model.buffers()),
         "files": [file.name for file in learn.checkpoint.files],
     }
+
+
+def same_health(learn, whole):
+    """Whether the records of the gradients are the same, those that compare with the first weights too."""
+    ours, theirs = (x.gradient_health.records.state() for x in (learn, whole))
+    return str(ours) == str(theirs)
+
+
+def health_on_four():
+    """Goes on after the second epoch of `resumed`."""
+    file = SHARED.parent / "2" / "resumed-fsdp2" / "epoch-0002"
+    learn = fit(learner("fsdp2"), 3, EMA(0.5), GradientHealth(every=1), resume=file)
+    return {"n_steps": learn.train_iter, "n_norms": len(learn.gradient_health.step_series("total_norm"))}
+
+
+def flat():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    learn = learner("plain")
+    learn.model = FullyShardedDataParallel(learn.model, device_id=torch.device("cpu"), use_orig_params=True)
+    fit(learn, 1, Checkpoint(own("flat")))
+
+
+def without_sampler():
+    (file,) = (file for file in (SHARED / "plain-middle").iterdir() if "batch" in file.name)
+    learn = learner("ddp")
+    learn.dls = type(learn.dls)(DataLoader(learn.dls.train.dataset, 4), None)
+    fit(learn, 2, resume=file)
 
 
 def damaged():
@@ -250,6 +281,9 @@ CASES = {
     "resumed_ddp_norm": lambda: resumed("ddp", batch_norm=True),
     "resumed_tp": lambda: resumed("tp"),
     "damaged": damaged,
+    "flat": flat,
+    "health_on_four": health_on_four,
+    "without_sampler": without_sampler,
 }
 for name in ("ddp", "fsdp2", "plain"):
     for wrap in ("ddp", "fsdp2", "plain"):
