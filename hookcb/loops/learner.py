@@ -411,6 +411,8 @@ class Learner(NamedLoop):
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
         """Writes the weights and the optimizer's state to `file`; never leaves a half-written file.
 
+        On several ranks, rank 0 writes. Of a sharded model it gathers all, and all ranks must call it.
+
         Returns:
             The path written.
         """
@@ -423,7 +425,7 @@ class Learner(NamedLoop):
         return save_whole(state, file) if is_main else Path(file)
 
     def _saved(self, with_opt: bool) -> dict[str, Any]:
-        """What `save` writes: by plain names on several ranks, and gathered from them."""
+        """State that `save` writes: by plain names on several ranks, and gathered from them."""
         model = self.model.state_dict()
         opt = self.opt.state_dict() if with_opt and self.opt is not None else None
         if group_of(self.model) is not None or is_sharded(self.model):
@@ -433,7 +435,8 @@ class Learner(NamedLoop):
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:
         """Reads a file of `save`, to the model's device.
 
-        From a file of `Checkpoint`, it reads the weights that were validated: those of `EMA` if attached.
+        From a file or folder of `Checkpoint`, it reads the weights that were validated: those of `EMA` if
+        attached. Any form of the model, on any number of ranks, reads what another has written.
 
         Raises:
             ValueError: If `file` is truncated or damaged, or was written by neither.

@@ -1,4 +1,4 @@
-"""Checkpoint: files from which a fit can be resumed bit-identically."""
+"""Checkpoint: files, and folders of several ranks, from which a fit can be resumed bit-identically."""
 
 from contextlib import closing
 from pathlib import Path
@@ -32,6 +32,11 @@ class Checkpoint(Callback):
     accumulated gradients, random state, data order and the state of callbacks are restored, also within an
     epoch. A loader with a `state_dict` is restored by that.
 
+    On several ranks a checkpoint is a folder, to which each writes its part by torch.distributed.checkpoint.
+    Any number of ranks, and a plain model alone, resumes what others have written. In the middle of an epoch
+    each sample that is left is still seen once; that needs a DistributedSampler. Only with as many ranks are
+    random numbers the same, and do recorded losses include those of other ranks before.
+
     A file is written after each epoch, and when a fit is cancelled between batches; it gets its name once it
     is complete on the disk. On Ctrl-C and SIGTERM the batch in progress is finished, a file is written, and
     the fit ends with KeyboardInterrupt or SystemExit(143); a second Ctrl-C ends it at once.
@@ -40,7 +45,7 @@ class Checkpoint(Callback):
         folder: created if it is missing; used by one fit at a time. Files of the same name are replaced.
         every: number of training batches after which a file is written too; by default only after epochs.
         keep: number of files of this fit to keep, the newest ones.
-        monitor: a column of the epoch's row; the file of the best epoch is kept as `best.pt`.
+        monitor: a column of the epoch's row; the file of the best epoch is kept as `best.pt`, or `best/`.
         mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".
         name: name of the callback in the learner.
 
@@ -87,7 +92,7 @@ class Checkpoint(Callback):
 
     @property
     def files(self) -> list[Path]:
-        """Checkpoints in the folder, oldest first, without `best.pt`."""
+        """Checkpoints in the folder, oldest first, without the best one."""
         return checkpoints_in(self.folder)
 
     def before_fit(self) -> None:

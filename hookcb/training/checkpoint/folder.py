@@ -157,17 +157,16 @@ def read_tensors(folder: Path, wanted: dict[str, Tensor]) -> None:
     """Reads into tensors by name, of sharded ones this rank's part; does not communicate."""
     if not wanted:
         return
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-    try:
-        with (
-            warnings.catch_warnings(action="ignore"),
-            torch.no_grad(),
-        ):  # it says that it does not communicate
-            load(wanted, storage_reader=_reader(folder), no_dist=True)
-    except CheckpointException as error:
-        raise _first_of(error, folder) from error
+    planner, reader = DefaultLoadPlanner(), _reader(folder)
+    contents = reader.read_metadata()
+    with torch.no_grad():
+        planner.set_up_planner(wanted, contents, is_coordinator=True)
+        reader.set_up_storage_reader(contents, is_coordinator=True)
+        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+        (plan,) = reader.prepare_global_plan(plans)
+        reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 def _write_tensors(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
@@ -181,8 +180,8 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> No
     writer = FileSystemWriter(folder)
 
     def call(group: Any) -> None:
-        with warnings.catch_warnings(action="ignore"):
-            save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        with warnings.catch_warnings(action="ignore"):  # that there is no group
+            save(tensors, storage_writer=writer, planner=planner, process_group=group)
 
     try:
         ranks.run(call)

@@ -13,7 +13,7 @@ PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
 
 
 def key_prefix(model: nn.Module) -> str:
-    """What the wrappers around a model put before its names: "module." of DistributedDataParallel."""
+    """Text that the wrappers around a model put before its names: "module." of DistributedDataParallel."""
     prefix = ""
     while is_compile_wrapper(model) or isinstance(model, PARALLEL):
         prefix += f"{COMPILED_NAME}." if is_compile_wrapper(model) else "module."

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from hookcb.core.randomness import saves_itself
 from hookcb.core.state import TrainingState
 
 FACTS = {"n": "samples", "seed": "as seed of its DistributedSampler", "shuffle": "as shuffle= of its sampler"}
@@ -80,9 +81,11 @@ def rest_of_epoch(position: dict[str, Any], dl: Any) -> tuple[Any, Position]:
 
 
 def _facts(dl: Any) -> dict[str, Any] | None:
-    """What fixes the order of a loader's samples; None if it has no DistributedSampler."""
+    """Facts that fix the order of a loader's samples; None if it has no DistributedSampler."""
     sampler = getattr(dl, "sampler", None)
-    if not (isinstance(dl, DataLoader) and isinstance(sampler, DistributedSampler) and dl.batch_size):
+    if not isinstance(sampler, DistributedSampler) or not isinstance(dl, DataLoader):
+        return None
+    if not dl.batch_size or saves_itself(dl):
         return None
     dataset: Any = sampler.dataset
     return {"n": len(dataset), "seed": sampler.seed, "shuffle": sampler.shuffle}

@@ -85,8 +85,10 @@ def save_state(state: dict[str, Any], file: Path, learn: TrainingState) -> None:
         return
     own = {cb.name for cb in learn.cbs if cb.has_rank_state}
     mine: dict[str, Any] = {key: state[key] for key in OF_RANK}
-    mine["buffers"] = {name: x for name, x in learn.model.named_buffers() if not is_dtensor(x)}
-    mine["grads"] = {name: x for name, x in state["grads"].items() if not is_dtensor(x)}
+    of_model = {"buffers": dict(learn.model.named_buffers()), "grads": state["grads"]}
+    for part, named in of_model.items():
+        local = {name: x for name, x in named.items() if not is_dtensor(x)}
+        mine[part] = with_plain_names(learn.model, local)
     mine["cbs"] = {name: x for name, x in state["cbs"].items() if name in own}
     common = {**state, "ranks": [rank_name(rank) for rank in range(learn.ranks.world)]}
     for part in ("model", "buffers", "grads"):
@@ -150,12 +152,13 @@ def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumera
     buffers = dict(model.named_buffers())
     for name, value in with_own_names(model, state["buffers"], buffers).items():
         _set_buffer(model, name, value)
-    for name, value in mine.get("buffers", {}).items():
+    for name, value in with_own_names(model, mine.get("buffers", {}), buffers).items():
         _set_buffer(model, name, value)
     if isinstance(learn.loss_func, nn.Module):
         learn.loss_func.load_state_dict(state["loss_func"])
     _load_opt(learn.opt, read_opt(learn.opt, state["opt"], file))
-    grads = {**fitted(model, state["grads"], file, "grads", named), **mine.get("grads", {})}
+    grads = fitted(model, state["grads"], file, "grads", named)
+    grads |= _summed_here(with_own_names(model, mine.get("grads", {}), named), named, file)
     for name, p in named.items():
         p.grad = grads[name].to(p.device) if name in grads else None
     learn.train_iter, learn.row = state["train_iter"], state["row"]
@@ -168,6 +171,20 @@ def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumera
     else:
         _seed_rank(state, learn)
     return batches
+
+
+def _summed_here(grads: dict[str, Any], params: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Gradients that this rank has accumulated for itself.
+
+    Raises:
+        ValueError: If the model is sharded now, so that ranks have no gradients for themselves.
+    """
+    if any(name in params and is_dtensor(params[name]) for name in grads):
+        raise ValueError(
+            f"{file} was written while each rank accumulated gradients of the whole model, which a sharded "
+            "one cannot continue; resume from another checkpoint"
+        )
+    return grads
 
 
 def is_same_world(state: dict[str, Any], learn: TrainingState) -> bool:
