@@ -15,7 +15,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hookcb import EMA, Callback, CancelFitException, Checkpoint, GradientHealth, Learner
+from hookcb import (
+    EMA,
+    Callback,
+    CancelFitException,
+    Checkpoint,
+    GradientAccumulation,
+    GradientHealth,
+    Learner,
+)
 from tests.ranks.support import data, join_group, run_cases
 
 RANK, WORLD = 0, 1
@@ -128,6 +136,10 @@ def own(name):
     return Path(sys.argv[1]) / name
 
 
+def names_in(folder):
+    return sorted(name for name in os.listdir(folder) if name != "in-use.lock")
+
+
 # ---- writing
 
 
@@ -143,7 +155,7 @@ def write(wrap):
         "weights": weights(learn),
         "moments": moments(learn),
         "average": average,
-        "names": sorted(os.listdir(folder)),
+        "names": names_in(folder),
         "files": sorted(os.listdir(folder / "epoch-0001")) if WORLD > 1 else [],
         "seen": seen.samples,
         "middle": weights(middle),
@@ -197,19 +209,19 @@ def go_on(name, wrap, per_batch=4):
 # ---- as one that never ended
 
 
-def resumed(wrap, batch_norm=False, health=False):
+def resumed(wrap, batch_norm=False, health=False, n=0):
     """A fit ended in the second epoch and resumed, beside one that never ended; dropout differs by rank."""
     folder, make = (
-        own(f"resumed-{wrap}{'-norm' * batch_norm}"),
+        own(f"resumed-{wrap}{'-norm' * batch_norm}{n or ''}"),
         lambda: learner(wrap, dropout=0.5, batch_norm=batch_norm),
     )
 
     def cbs():
-        return [EMA(0.5), *([GradientHealth()] if health else [])]
+        return [EMA(0.5), *[GradientHealth()] * health, *[GradientAccumulation(n)] * (n > 0)]
 
     whole = fit(make(), 3, *cbs())
     fit(make(), 3, Checkpoint(folder, monitor="valid_loss"), Stops(1, 2), *cbs())
-    names = sorted(os.listdir(folder))
+    names = names_in(folder)
     learn = make()
     torch.manual_seed(99)
     fit(learn, 3, Checkpoint(folder, monitor="valid_loss"), *cbs(), resume="latest")
@@ -217,7 +229,7 @@ def resumed(wrap, batch_norm=False, health=False):
         average = weights(learn) == weights(whole)
     return {
         "names": names,
-        "at_end": sorted(os.listdir(folder)),
+        "at_end": names_in(folder),
         "same": weights(learn) == weights(whole),
         "same_moments": moments(learn) == moments(whole),
         "same_average": average,
@@ -239,6 +251,12 @@ def health_on_four():
     file = SHARED.parent / "2" / "resumed-fsdp2" / "epoch-0002"
     learn = fit(learner("fsdp2"), 3, EMA(0.5), GradientHealth(every=1), resume=file)
     return {"n_steps": learn.train_iter, "n_norms": len(learn.gradient_health.step_series("total_norm"))}
+
+
+def others_sums(name, wrap):
+    """Goes on where others have accumulated gradients."""
+    folder = SHARED.parent / "2" / f"resumed-{name}3"
+    fit(learner(wrap), 3, EMA(0.5), GradientAccumulation(3), resume=folder / "epoch-0002-batch-000004")
 
 
 def flat():
@@ -280,6 +298,10 @@ CASES = {
     "resumed_fsdp2_norm": lambda: resumed("fsdp2", batch_norm=True),
     "resumed_ddp_norm": lambda: resumed("ddp", batch_norm=True),
     "resumed_tp": lambda: resumed("tp"),
+    "resumed_ddp_sums": lambda: resumed("ddp", n=3),
+    "resumed_fsdp2_sums": lambda: resumed("fsdp2", n=3),
+    "others_sums_ddp": lambda: others_sums("ddp", "fsdp2"),
+    "others_sums_fsdp2": lambda: others_sums("fsdp2", "ddp"),
     "damaged": damaged,
     "flat": flat,
     "health_on_four": health_on_four,

@@ -8,10 +8,11 @@ N = 96
 ALONE = ["write_plain"]
 OF_TWO = ["write_ddp", "write_fsdp2", "resumed_ddp", "resumed_fsdp2", "resumed_tp", "resumed_ddp_norm"]
 OF_TWO += ["resumed_fsdp2_norm", "damaged", "flat", "read_plain_ddp", "read_plain_fsdp2", "read_ddp_ddp"]
+OF_TWO += ["resumed_ddp_sums", "resumed_fsdp2_sums", "others_sums_ddp"]
 OF_TWO += ["read_ddp_fsdp2", "read_fsdp2_ddp", "read_fsdp2_fsdp2", "go_on_plain_fsdp2", "without_sampler"]
 OF_ONE = ["read_plain_plain", "read_ddp_plain", "read_fsdp2_plain", "go_on_ddp_plain", "go_on_fsdp2_plain"]
 OF_FOUR = ["read_plain_ddp", "read_plain_fsdp2", "read_ddp_fsdp2", "read_fsdp2_ddp", "go_on_ddp_fsdp2"]
-OF_FOUR += ["go_on_fsdp2_ddp", "health_on_four"]
+OF_FOUR += ["go_on_fsdp2_ddp", "health_on_four", "others_sums_ddp", "others_sums_fsdp2"]
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +96,7 @@ def test_no_sample_is_repeated_or_dropped_in_the_middle_of_an_epoch(launches, wo
     assert len({found["weights"] for found in ranks}) == 1
 
 
-@pytest.mark.parametrize(
-    "case", ["resumed_ddp", "resumed_fsdp2", "resumed_tp", "resumed_ddp_norm", "resumed_fsdp2_norm"]
-)
+@pytest.mark.parametrize("case", [case for case in OF_TWO if case.startswith("resumed_")])
 def test_a_resumed_fit_ends_as_one_that_never_ended(launches, case):
     for found in each(launches, "2", case):
         same = ("same", "same_moments", "same_average", "same_losses", "same_buffers", "same_health")
@@ -109,6 +108,15 @@ def test_a_resumed_fit_ends_as_one_that_never_ended(launches, case):
 def test_records_of_sharded_gradients_go_on_with_another_number_of_ranks(launches):
     for found in each(launches, "4", "health_on_four"):
         assert found == {"n_steps": 30, "n_norms": 30}
+
+
+def test_gradients_that_others_have_accumulated_are_an_error(launches):
+    for rank in launches["4"]:
+        for case in ("others_sums_ddp", "others_sums_fsdp2"):
+            text = "was written while 2 processes accumulated gradients, which 4 cannot continue"
+            assert text in rank[case]["text"]
+    for rank in launches["2"]:
+        assert "of the whole model, which a sharded one cannot continue" in rank["others_sums_ddp"]["text"]
 
 
 def test_a_damaged_folder_is_named_and_the_one_before_is_resumed(launches):
