@@ -217,7 +217,7 @@ def resumed(wrap, batch_norm=False, health=False, n=0):
     )
 
     def cbs():
-        return [EMA(0.5), *[GradientHealth()] * health, *[GradientAccumulation(n)] * (n > 0)]
+        return [EMA(0.5), *[GradientHealth()] * health, *([GradientAccumulation(n)] if n else [])]
 
     whole = fit(make(), 3, *cbs())
     fit(make(), 3, Checkpoint(folder, monitor="valid_loss"), Stops(1, 2), *cbs())
