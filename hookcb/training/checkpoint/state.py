@@ -150,9 +150,8 @@ def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumera
     model, named = learn.model, dict(learn.model.named_parameters())
     model.load_state_dict(fitted(model, state["model"], file, "model", model.state_dict()))
     buffers = dict(model.named_buffers())
-    for name, value in with_own_names(model, state["buffers"], buffers).items():
-        _set_buffer(model, name, value)
-    for name, value in with_own_names(model, mine.get("buffers", {}), buffers).items():
+    unsaved = fitted(model, state["buffers"], file, "buffers", buffers)
+    for name, value in {**unsaved, **with_own_names(model, mine.get("buffers", {}), buffers)}.items():
         _set_buffer(model, name, value)
     if isinstance(learn.loss_func, nn.Module):
         learn.loss_func.load_state_dict(state["loss_func"])
@@ -169,7 +168,7 @@ def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumera
     if is_same:
         set_random_state(state["random"], *loaders_of(learn))
     else:
-        _seed_rank(state, learn)
+        _seed_rank(state, learn, file)
     return batches
 
 
@@ -212,13 +211,13 @@ def _rest_of_epoch(learn: TrainingState, state: dict[str, Any], position: Any) -
     return enumerate(rest, began.batches), began
 
 
-def _seed_rank(state: dict[str, Any], learn: TrainingState) -> None:
+def _seed_rank(state: dict[str, Any], learn: TrainingState, file: Path) -> None:
     """Seeds the random numbers of this rank, as other ranks than before cannot go on with theirs."""
     drawn = zlib.crc32(state["random"]["torch"].numpy().tobytes())
     seed_all(zlib.crc32(repr((drawn, state["epoch"], state["train_iter"], learn.ranks.rank)).encode()))
     n, now = len(state["ranks"]) or 1, learn.ranks.world
     warn(
-        f"{n} process{'es' if n > 1 else ''} wrote it, and {now} continue{'' if now > 1 else 's'}: "
+        f"{file} was written by {n} process{'es' if n > 1 else ''} and is resumed by {now}, so "
         "random numbers, as of dropout and augmentations, are others than they would have been",
         stacklevel=2,
     )
