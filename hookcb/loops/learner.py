@@ -168,8 +168,8 @@ class Learner(NamedLoop):
             lr: learning rate from now on; by default the optimizer's, which is created with `self.lr`. A
                 resumed fit keeps its own.
             cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
-            resume: file of a `Checkpoint` to resume from, or a folder, whose newest intact file is used;
-                "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has no file.
+            resume: checkpoint of a `Checkpoint` to resume from, or a folder of them, whose newest intact one is
+                used; "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has none.
                 `Progress` shows what is resumed; it is a warning if nothing is left to train.
 
         Raises:

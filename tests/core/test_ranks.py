@@ -103,3 +103,14 @@ def test_set_sync():
         assert not set_sync(model, True)
         assert model.require_backward_grad_sync
     assert not set_sync(nn.Linear(2, 2), False)
+
+
+def test_what_communicates_by_itself_gets_no_group_alone_and_its_errors_stay_its_own():
+    assert ALONE.run(lambda group: group) is None
+
+    def fail(group):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        ALONE.run(fail)
+    assert not isinstance(caught.value, RankError)
