@@ -168,7 +168,7 @@ class Learner(NamedLoop):
             lr: learning rate from now on; by default the optimizer's, which is created with `self.lr`. A
                 resumed fit keeps its own.
             cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
-            resume: checkpoint of a `Checkpoint` to resume from, or a folder of them, whose newest intact one is
+            resume: what a `Checkpoint` has written to resume from, or its folder, whose newest intact one is
                 used; "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has none.
                 `Progress` shows what is resumed; it is a warning if nothing is left to train.
 
