@@ -5,6 +5,7 @@ What several ranks have written is in FOLDER/../shared, where others read it.
 
 import hashlib
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -93,6 +94,14 @@ class Restored(Callback):
             average = weights(learn)
         self.found = {"weights": weights(learn), "moments": moments(learn), "average": average}
         self.random = torch.rand(2).tolist()
+
+
+class Signals(Callback):
+    """Sends Ctrl-C to the last rank in a validation."""
+
+    def after_pred(self):
+        if not self.training and self.epoch == 1 and self.iter == 0 and RANK == WORLD - 1:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 class Seen(Callback):
@@ -240,6 +249,34 @@ def resumed(wrap, batch_norm=False, health=False, n=0):
     }
 
 
+def signaled(wrap):
+    """Ctrl-C in a validation, for which the parameters are gathered; then resumed."""
+    folder = own(f"signaled-{wrap}")
+    whole = fit(learner(wrap, dropout=0.5), 3, EMA(0.5))
+    try:
+        fit(learner(wrap, dropout=0.5), 3, Checkpoint(folder), Signals(), EMA(0.5))
+    except KeyboardInterrupt:
+        names = names_in(folder)
+    learn = fit(learner(wrap, dropout=0.5), 3, Checkpoint(folder), EMA(0.5), resume="latest")
+    same = weights(learn) == weights(whole) and moments(learn) == moments(whole)
+    return {"names": names, "same": same}
+
+
+class OfShards(torch.optim.SGD):
+    """Keeps plain tensors of this rank's shards."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["seen"] = torch.zeros_like(p.detach().to_local())
+        return super().step(closure)
+
+
+def plain_state():
+    learn = learner("fsdp2")
+    learn.opt_func = OfShards
+    fit(learn, 1, Checkpoint(own("plain-state")))
+
+
 def same_health(learn, whole):
     """Whether the records of the gradients are the same, those that compare with the first weights too."""
     ours, theirs = (x.gradient_health.records.state() for x in (learn, whole))
@@ -302,6 +339,8 @@ CASES = {
     "resumed_fsdp2_sums": lambda: resumed("fsdp2", n=3),
     "others_sums_ddp": lambda: others_sums("ddp", "fsdp2"),
     "others_sums_fsdp2": lambda: others_sums("fsdp2", "ddp"),
+    "signaled_fsdp2": lambda: signaled("fsdp2"),
+    "plain_state": plain_state,
     "damaged": damaged,
     "flat": flat,
     "health_on_four": health_on_four,

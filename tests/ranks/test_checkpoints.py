@@ -8,7 +8,7 @@ N = 96
 ALONE = ["write_plain"]
 OF_TWO = ["write_ddp", "write_fsdp2", "resumed_ddp", "resumed_fsdp2", "resumed_tp", "resumed_ddp_norm"]
 OF_TWO += ["resumed_fsdp2_norm", "damaged", "flat", "read_plain_ddp", "read_plain_fsdp2", "read_ddp_ddp"]
-OF_TWO += ["resumed_ddp_sums", "resumed_fsdp2_sums", "others_sums_ddp"]
+OF_TWO += ["resumed_ddp_sums", "resumed_fsdp2_sums", "others_sums_ddp", "signaled_fsdp2", "plain_state"]
 OF_TWO += ["read_ddp_fsdp2", "read_fsdp2_ddp", "read_fsdp2_fsdp2", "go_on_plain_fsdp2", "without_sampler"]
 OF_ONE = ["read_plain_plain", "read_ddp_plain", "read_fsdp2_plain", "go_on_ddp_plain", "go_on_fsdp2_plain"]
 OF_FOUR = ["read_plain_ddp", "read_plain_fsdp2", "read_ddp_fsdp2", "read_fsdp2_ddp", "go_on_ddp_fsdp2"]
@@ -108,6 +108,17 @@ def test_a_resumed_fit_ends_as_one_that_never_ended(launches, case):
 def test_records_of_sharded_gradients_go_on_with_another_number_of_ranks(launches):
     for found in each(launches, "4", "health_on_four"):
         assert found == {"n_steps": 30, "n_norms": 30}
+
+
+def test_a_signal_in_a_validation_of_a_sharded_model_is_resumed_too(launches):
+    for found in each(launches, "2", "signaled_fsdp2"):
+        assert found["same"]
+        assert found["names"] in (["epoch-0001", "epoch-0002-trained"], ["epoch-0001", "epoch-0002"])
+
+
+def test_an_optimizer_whose_state_cannot_be_divided_is_an_error(launches):
+    for rank in launches["2"]:
+        assert "OfShards has 'seen' of this rank's shard as a plain tensor" in rank["plain_state"]["text"]
 
 
 def test_gradients_that_others_have_accumulated_are_an_error(launches):

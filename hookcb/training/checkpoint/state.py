@@ -17,7 +17,7 @@ from hookcb.core.console import warn
 from hookcb.core.files import PLAIN, read_saved, save_whole
 from hookcb.core.randomness import random_state, saves_itself, seed_all, set_random_state
 from hookcb.core.ranks import is_sharded
-from hookcb.core.shards import divided_like, is_dtensor
+from hookcb.core.shards import divided_like, is_dtensor, local_part
 from hookcb.core.state import TrainingState
 from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
@@ -83,6 +83,7 @@ def save_state(state: dict[str, Any], file: Path, learn: TrainingState) -> None:
     if not in_folder(learn):
         save_whole(state, file)
         return
+    _check_divided(learn.opt)
     own = {cb.name for cb in learn.cbs if cb.has_rank_state}
     mine: dict[str, Any] = {key: state[key] for key in OF_RANK}
     of_model = {"buffers": dict(learn.model.named_buffers()), "grads": state["grads"]}
@@ -98,6 +99,22 @@ def save_state(state: dict[str, Any], file: Path, learn: TrainingState) -> None:
         for name, x in state["cbs"].items()
     }
     write_folder(common, mine, file, learn.ranks)
+
+
+def _check_divided(opt: Optimizer) -> None:
+    """Checks that what an optimizer knows of a shard is divided as its parameter is.
+
+    Raises:
+        ValueError: If it is a plain tensor, of which that of rank 0 would be saved for all.
+    """
+    for p in (p for group in opt.param_groups for p in group["params"]):
+        if is_dtensor(p) and (shape := local_part(p).shape) != p.shape:
+            for key, x in opt.state.get(p, {}).items():
+                if isinstance(x, Tensor) and not is_dtensor(x) and x.shape == shape:
+                    raise ValueError(
+                        f"{type(opt).__name__} has {key!r} of this rank's shard as a plain tensor, which a "
+                        "checkpoint cannot divide; make it with torch.zeros_like(p), as a DTensor"
+                    )
 
 
 def in_folder(learn: TrainingState) -> bool:
