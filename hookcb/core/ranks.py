@@ -203,6 +203,20 @@ class Ranks:
         item: T = pickle.loads(part.numpy().tobytes())
         return item
 
+    def run(self, call: Callable[[Any], T]) -> T:
+        """Calls a function of torch that communicates by itself, in the group on the CPU; None if alone.
+
+        Raises:
+            RankError: If a rank does not take part; the message names it.
+        """
+        self.check_failure()
+        try:
+            return call(self._control.group if self._control else None)
+        except RuntimeError as error:
+            if self._control is None:
+                raise
+            raise RankError(self.failure or self.describe_loss()) from error
+
     def until_one_ends(self, items: Iterable[T], uneven: Callable[[], None] | None = None) -> Iterator[T]:
         """Items until any rank has no more; ranks wait for each other before each of them.
 

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 import torch
 from fastcore.foundation import L
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
@@ -20,10 +18,10 @@ from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ObservedFetches
-from hookcb.core.files import check_saved, read_saved, save_whole
+from hookcb.core.files import check_saved, save_whole
 from hookcb.core.loop import stray_cancels_as_errors
-from hookcb.core.ranks import ranks_of
-from hookcb.core.shards import drop_gathered
+from hookcb.core.ranks import group_of, is_sharded, ranks_of
+from hookcb.core.shards import drop_gathered, gathered
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of
@@ -43,8 +41,9 @@ from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoc
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
-from hookcb.training.checkpoint.resume import Resume, validated_weights
-from hookcb.training.checkpoint.state import check_whole
+from hookcb.training.checkpoint.names import with_plain_names
+from hookcb.training.checkpoint.resume import Resume, load_validated, read_any
+from hookcb.training.checkpoint.state import check_whole, fitted, read_opt
 from hookcb.training.metrics import Metrics
 from hookcb.training.predictions import GatherPreds
 from hookcb.training.progress import Progress
@@ -178,8 +177,8 @@ class Learner(NamedLoop):
             lr: learning rate from now on; by default the optimizer's, which is created with `self.lr`. A
                 resumed fit keeps its own.
             cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
-            resume: file of a `Checkpoint` to resume from, or a folder, whose newest intact file is used;
-                "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has no file.
+            resume: what a `Checkpoint` has written to resume from, or its folder, whose newest intact one is
+                used; "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has none.
                 `Progress` shows what is resumed; it is a warning if nothing is left to train.
             uneven: what to do if ranks have different numbers of training batches: "error", or "stop" to
                 end each epoch with the shortest, as loaders without a length always do.
@@ -197,11 +196,12 @@ class Learner(NamedLoop):
                 self.opt.zero_grad()  # an interrupted fit may have left gradients behind
                 self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
                 self._uneven = uneven
+                asked = {"number of epochs": n_epoch, "resumed checkpoint": str(resume), "uneven": uneven}
+                self.ranks.check_alike(asked | facts_of(self, self.loss_func))
                 found = Resume.find(resume, self)
                 self._remaining = everything if found is None else partial(found.remaining, self)
                 file = None if found is None else found.file.name
-                asked = {"number of epochs": n_epoch, "resumed checkpoint": file, "uneven": uneven}
-                self.ranks.check_alike(asked | facts_of(self, self.loss_func))
+                self.ranks.check_alike({"resumed checkpoint": file})
                 try:
                     self.run_fit(self._epochs)
                 finally:
@@ -455,34 +455,48 @@ class Learner(NamedLoop):
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
         """Writes the weights and the optimizer's state to `file`; never leaves a half-written file.
 
+        On several ranks, rank 0 writes. Of a sharded model it gathers all, and all ranks must call it.
+
         Returns:
             The path written.
         """
         check_whole(self)
+        if is_sharded(self.model):
+            with self.on_all_ranks("learn.save"):
+                state, is_main = self._saved(with_opt), self.ranks.is_main
+        else:
+            state, is_main = self._saved(with_opt), ranks_of(self.model).is_main
+        return save_whole(state, file) if is_main else Path(file)
+
+    def _saved(self, with_opt: bool) -> dict[str, Any]:
+        """State that `save` writes: by plain names on several ranks, and gathered from them."""
+        model = self.model.state_dict()
         opt = self.opt.state_dict() if with_opt and self.opt is not None else None
-        if not ranks_of(self.model).is_main:
-            return Path(file)
-        return save_whole({"model": without_replicas(self.model).state_dict(), "opt": opt}, file)
+        if group_of(self.model) is not None or is_sharded(self.model):
+            model, opt = gathered(with_plain_names(self.model, model)), gathered(opt)
+        return {"model": model, "opt": opt}
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:
         """Reads a file of `save`, to the model's device.
 
-        From a file of `Checkpoint`, it reads the weights that were validated: those of `EMA` if attached.
+        From a file or folder of `Checkpoint`, it reads the weights that were validated: those of `EMA` if
+        attached. Any form of the model, on any number of ranks, reads what another has written.
 
         Raises:
             ValueError: If `file` is truncated or damaged, or was written by neither.
             RuntimeError: If its weights do not fit the model; with `strict` also if some are missing.
         """
         self._place()
-        state = read_saved(file, self._device)
-        if (weights := validated_weights(state)) is not None:
-            load_weights(self.model, weights, strict)
+        file = Path(file)
+        state = read_any(file, self._device, ranks_of(self.model))
+        if load_validated(self, state, file, strict):
             return
         check_saved(state, file, {"model", "opt"})
-        load_weights(self.model, state["model"], strict)
+        weights = fitted(self.model, state["model"], file, "model", self.model.state_dict())
+        self.model.load_state_dict(weights, strict=strict)
         if with_opt and state["opt"] is not None:
             self._prepare()
-            self.opt.load_state_dict(state["opt"])
+            self.opt.load_state_dict(read_opt(self.opt, state["opt"], file))
 
     # ---- before training
 
@@ -511,19 +525,6 @@ class Learner(NamedLoop):
         if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
             where = ", ".join(self.position("after_pred"))
             error.add_note(f"in {where}, with xb {describe(self.xb)} and yb {describe(self.yb)}")
-
-
-def without_replicas(model: nn.Module) -> nn.Module:
-    """The model in a DistributedDataParallel, whose files any process can read; else the model itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def load_weights(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
-    """Loads weights, which a model in a DistributedDataParallel or outside of one has saved, into another."""
-    model, prefix = without_replicas(model), "module."
-    if all(name.startswith(prefix) for name in weights) and weights.keys() != model.state_dict().keys():
-        consume_prefix_in_state_dict_if_present(weights, prefix)
-    model.load_state_dict(weights, strict=strict)
 
 
 def everything(level: str, items: Iterable[T]) -> Iterable[T]:

@@ -112,3 +112,14 @@ def test_alone_there_are_no_waits_to_follow():
     ALONE.follow_waits(listener)
     ALONE.leave_waits(listener)
     assert ALONE._wait_listeners == ()
+
+
+def test_what_communicates_by_itself_gets_no_group_alone_and_its_errors_stay_its_own():
+    assert ALONE.run(lambda group: group) is None
+
+    def fail(group):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        ALONE.run(fail)
+    assert not isinstance(caught.value, RankError)

@@ -99,3 +99,33 @@ def test_a_flattened_parameter_may_be_on_other_ranks_only(as_rank):
     assert shards.is_shard(weight)
     assert shards.is_divided(weight)
     assert [shards.has_no_part(p) for p in (weight, bias)] == [False, True]
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(
+    "placements",
+    [(Shard(0), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Shard(1)), (Replicate(), Replicate())],
+)
+@pytest.mark.parametrize("n_rows", [1, 5, 8])
+def test_a_whole_tensor_is_divided_as_torch_divides_it(as_rank, rank, placements, n_rows):
+    as_rank(rank, 4)
+    whole = torch.randn(n_rows, 6)
+    like = spread(whole, (2, 2), *placements)
+    ours = shards.divided_like(whole, like)
+    assert (ours.placements, ours.shape, ours.stride()) == (like.placements, like.shape, like.stride())
+    assert torch.equal(ours.to_local(), like.to_local())
+    joined = shards.joined_like(like.to_local() + 1, like)
+    assert joined.shape == like.shape
+    assert torch.equal(joined.to_local(), like.to_local() + 1)
+
+
+def test_gathered_keeps_what_is_plain_and_the_attributes_of_a_state(as_rank):
+    as_rank(0, 1)
+    x = torch.randn(3, 2)
+    state = nn.Linear(2, 2).state_dict()
+    copied = shards.gathered(state)
+    assert copied._metadata is state._metadata
+    found = shards.gathered({"a": [spread(x, (1,), Shard(0)), 5], "b": x})
+    assert torch.equal(found["a"][0], x)
+    assert found["a"][1] == 5
+    assert found["b"] is x

@@ -11,7 +11,7 @@ LOST = "the process that hosts the store through which ranks meet, usually that 
 
 
 def kill_one(folder, checkpoints, victim, delay, world):
-    """Train for very long, kill a rank `delay` seconds after training began, and wait for the others."""
+    """Train for very long, kill a rank, or all, `delay` seconds after it began, and wait for the others."""
     processes = begin("kill_worker.py", folder, checkpoints, 10**6, world=world)
     try:
         until = time.monotonic() + 60
@@ -19,7 +19,8 @@ def kill_one(folder, checkpoints, victim, delay, world):
             assert time.monotonic() < until, (folder / "0.log").read_text()[-2000:]
             time.sleep(0.02)
         time.sleep(delay)
-        processes[victim].kill()
+        for process in processes if victim is None else [processes[victim]]:
+            process.kill()
         killed_at = time.time()
     finally:
         ranks = end(processes, folder, timeout=25)
@@ -40,7 +41,7 @@ def check_killed(folder, checkpoints, victim, delay, world=2):
 
 
 def check_resumed(folder, checkpoints, world=2):
-    n_epoch = 1 + max((int(file.name[6:10]) for file in checkpoints.glob("epoch-*.pt")), default=0)
+    n_epoch = 1 + max((int(file.name[6:10]) for file in checkpoints.glob("epoch-*")), default=0)
     ranks = launched("kill_worker.py", folder, checkpoints, n_epoch, world=world)
     assert [found.get("n") for found in ranks] == [n_epoch * 6] * world, ranks[0]
     assert len({found["weights"] for found in ranks}) == 1
@@ -59,3 +60,12 @@ def test_whoever_is_killed_and_whenever(tmp_path, seed):
     victim, delay = chance.randrange(world), chance.uniform(0.0, 1.0)
     check_killed(tmp_path / "a", tmp_path / "checkpoints", victim, delay, world)
     check_resumed(tmp_path / "b", tmp_path / "checkpoints", world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_checkpoint_is_whole_or_not_there_whenever_all_are_killed(tmp_path, seed):
+    delay = random.Random(seed).uniform(0.0, 1.0)  # nearly all of which is spent writing
+    kill_one(tmp_path / "a", tmp_path / "checkpoints", None, delay, world=2)
+    check_resumed(tmp_path / "b", tmp_path / "checkpoints")
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
