@@ -7,13 +7,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from hookcb.core.fetches import FetchListener
 from hookcb.core.shards import is_fully_sharded
@@ -361,6 +362,13 @@ def is_sharded(model: nn.Module) -> bool:
         return True
     kinds = {type(m).__name__ for m in model.modules()} | {type(p).__name__ for p in model.parameters()}
     return bool(kinds & {"DTensor", "FullyShardedDataParallel"})
+
+
+def send_from_main(model: nn.Module) -> None:
+    """Gives all ranks the parameters and buffers that rank 0 has, unless they have no values yet."""
+    for x in chain(model.parameters(), model.buffers()):
+        if not (is_lazy(x) or x.is_meta):
+            distributed.broadcast(x.data, 0)
 
 
 def set_sync(model: nn.Module, is_on: bool) -> bool:

@@ -148,7 +148,8 @@ class Learner(NamedLoop):
             TypeError, ValueError: If an argument is invalid.
             RuntimeError: If a fit is running.
         """
-        return find_lr(self, start_lr, end_lr, num_it, stop_div)
+        with self.wrapped_model():
+            return find_lr(self, start_lr, end_lr, num_it, stop_div)
 
     # ---- the loop
 
@@ -175,9 +176,9 @@ class Learner(NamedLoop):
             TypeError, ValueError, RuntimeError, OSError: If it cannot train; before training starts.
         """
         self._check_idle()
-        with self.on_all_ranks("learn.fit"):
+        with self.added_cbs(cbs), self.on_all_ranks("learn.fit"):
             check_fit(n_epoch, self.dls)
-            with self.restored(), self.added_cbs(cbs):
+            with self.restored():
                 self._prepare(lr)
                 self.opt.zero_grad()  # an interrupted fit may have left gradients behind
                 self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
@@ -318,7 +319,7 @@ class Learner(NamedLoop):
         with self.restored(), self.on_all_ranks("learn.validate"), self.added_cbs(cbs), self._apart():
             self._place()
             self.row = {}
-            self._phase("validate", dl)
+            self._phase("validate", self.own_part(dl))
             return L(self.row.values())
 
     def _apart(self) -> AbstractContextManager[None]:
@@ -347,7 +348,7 @@ class Learner(NamedLoop):
                 self.validate(dl, cbs=gather)
             finally:
                 self.__dict__.pop(gather.name, None)  # the attribute would keep all predictions alive
-            return gather.results(self.ranks, own_order(self.dls.valid if dl is None else dl))
+            return gather.results(self.ranks, own_order(self.own_part(self.dls.valid if dl is None else dl)))
 
     def one_batch(self, b: Any = None) -> Tensor:
         """Trains on one batch outside a fit, with all its events, for tests and experiments.
@@ -360,7 +361,7 @@ class Learner(NamedLoop):
         """
         if self.fitting:
             raise RuntimeError("a fit is running; call one_batch outside of it")
-        with self.restored(batch=False), torch.enable_grad(), stray_cancels_as_errors():
+        with self.restored(batch=False), torch.enable_grad(), self.wrapped_model(), stray_cancels_as_errors():
             self._prepare()
             self.set_phase(training=True, dl=[next(iter(self.dls.train)) if b is None else b], n_iter=1)
             self.model.train()
