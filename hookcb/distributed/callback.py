@@ -97,6 +97,10 @@ class Distributed(Callback):
             raise ValueError("shard needs 'fsdp2', as DistributedDataParallel does not shard the model")
         if mesh is not None and mode == "ddp" and prepare is None:
             raise ValueError("mesh needs 'fsdp2' or prepare=; DistributedDataParallel uses all processes")
+        if mesh is not None and not isinstance(mesh, Mapping) and not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(
+                f"mesh must be a DeviceMesh, or sizes by name, as in {{'dp': 2, 'tp': 4}}, got {mesh!r}"
+            )
         if isinstance(mesh, Mapping) and not all(type(n) is int and n > 0 for n in mesh.values()):
             raise ValueError(f"mesh must have sizes by name, as in {{'dp': 2, 'tp': 4}}, got {mesh!r}")
         if prepare is not None and mesh is not None and not _names_of(mesh):

@@ -59,7 +59,7 @@ def trained(learn):
     quiet_fit(learn, 2)
     whole = weights(learn.model)
     preds, targets = learn.get_preds()
-    x, y = learn.dls.valid.dataset.tensors
+    _, y = learn.dls.valid.dataset.tensors
     other = DataLoader(learn.dls.valid.dataset, 7)
     return {
         "rows": rows(learn),
@@ -70,7 +70,7 @@ def trained(learn):
         "validated_other": list(learn.validate(other)),
         "n_preds_other": len(learn.get_preds(other)[0]),
         "is_own": learn.model is own,
-        "ranks": repr(learn.ranks),
+        "world": learn.ranks.world,
     }
 
 
