@@ -1,4 +1,4 @@
-"""The command line: `hookcb demo`, `hookcb diagnose` and `hookcb explain`."""
+"""The command line: `hookcb demo`, `hookcb diagnose`, `hookcb explain` and `hookcb export`."""
 
 import argparse
 import sys
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.cli.demo import train_digits
+from hookcb.cli.export import export
 from hookcb.cli.faults import Fault, fault_lines, find_fault
 from hookcb.cli.script import run_script
 from hookcb.core.console import show, show_error
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "explain":
         show(args.text, soft_wrap=True, highlight=False, markup=False)
         return 0
+    if args.command == "export":
+        return _export(args)
     if args.list_faults:
         show("\n".join(fault_lines()), soft_wrap=True, highlight=False, markup=False)
         return 0
@@ -64,6 +67,15 @@ def _demo(args: argparse.Namespace) -> int:
     show(f"validation accuracy {last['accuracy']:.1%} after {args.epochs} epochs, on digits never trained on")
     verdict = learn.diagnose()
     show(verdict.headline if verdict else verdict, soft_wrap=True)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    try:
+        show(export(args.checkpoint, args.file), soft_wrap=True, highlight=False, markup=False)
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        show_error(f"hookcb export: {error}")
+        return 1
     return 0
 
 
@@ -118,6 +130,14 @@ def _parser() -> argparse.ArgumentParser:
         "may lead to. CODE is in the first line of a finding, such as unit.dead.",
     )
     check.add_argument("text", type=_explained, metavar="CODE", help="code of a finding, such as unit.dead")
+    weights = commands.add_parser(
+        "export",
+        help="write the weights in a checkpoint as one plain file",
+        description="Write the weights that the training validated, by plain names, from a checkpoint of one "
+        "or several processes, or from a file of learn.save.",
+    )
+    weights.add_argument("checkpoint", type=Path, help="file or folder of a Checkpoint, or of several")
+    weights.add_argument("file", type=Path, help="what to write: .safetensors, or else as torch.save does")
     return parser
 
 

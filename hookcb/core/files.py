@@ -64,7 +64,7 @@ def write_whole(file: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return path
 
 
@@ -145,7 +145,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Syncs the folder, so that the new name is on disk too."""
     if os.name == "posix":  # elsewhere a folder cannot be opened
         opened = os.open(folder, os.O_RDONLY)

@@ -53,6 +53,14 @@ def set_random_state(state: dict[str, Any], *loaders: Any) -> None:
         _set_state(part, saved)
 
 
+def seed_all(seed: int) -> None:
+    """Seeds the generators of Python, NumPy if it is imported, torch, and its GPUs."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+
+
 @contextmanager
 def random_kept() -> Iterator[None]:
     """Keeps the random state in a `with` block around an import, as some packages draw numbers in theirs.

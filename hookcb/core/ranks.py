@@ -4,7 +4,7 @@ import math
 import pickle
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain, islice
@@ -186,6 +186,20 @@ class Ranks:
         parts[begin : begin + len(data)] = data
         self.wait(self.start(parts))
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(parts, sizes)]
+
+    def run(self, call: Callable[[Any], T]) -> T:
+        """Calls a function of torch that communicates by itself, in the group on the CPU; None if alone.
+
+        Raises:
+            RankError: If a rank does not take part; the message names it.
+        """
+        self.check_failure()
+        try:
+            return call(self._control.group if self._control else None)
+        except RuntimeError as error:
+            if self._control is None:
+                raise
+            raise RankError(self.failure or self.describe_loss()) from error
 
     def until_one_ends(self, items: Iterable[T]) -> Iterator[T]:
         """Items until any rank has no more; ranks wait for each other before each of them."""

@@ -1,5 +1,6 @@
 """Shards: tensors of which each rank has a part, as under FSDP and tensor parallelism."""
 
+import copy
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from hookcb.core.torch_private import is_flattened, reshard_flat
+from hookcb.core.torch_private import is_flattened, place_in, reshard_flat
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -37,6 +38,34 @@ def local_part(x: Tensor) -> Tensor:
     with torch.no_grad():  # else it is a view
         part: Tensor = x.to_local()  # type: ignore[attr-defined]
     return part.wait() if hasattr(part, "wait") else part  # of a collective that was begun
+
+
+def gathered(value: Any) -> Any:
+    """A copy with DTensors gathered from all ranks, on the CPU, a collective which all must reach."""
+    if isinstance(value, Tensor) and is_dtensor(value):
+        return value.detach().full_tensor().cpu()  # type: ignore[attr-defined]
+    if isinstance(value, dict):
+        same = copy.copy(value)
+        for key, x in value.items():
+            same[key] = gathered(x)
+        return same
+    return type(value)(map(gathered, value)) if type(value) in (list, tuple) else value
+
+
+def divided_like(x: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, which all ranks have, divided as the DTensor `like` is; does not communicate."""
+    shape, first = place_in(like.shape, like.device_mesh, like.placements)  # type: ignore[attr-defined]
+    part = x[tuple(slice(begin, begin + n) for begin, n in zip(first, shape, strict=True))]
+    return joined_like(part.to(local_part(like).device).clone(), like)
+
+
+def joined_like(part: Tensor, like: Tensor) -> Tensor:
+    """This rank's part as a DTensor that is divided as `like` is; does not communicate."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    stride = like.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=stride)
 
 
 class Part(NamedTuple):

@@ -470,3 +470,11 @@ def reshard_flat(model: nn.Module) -> None:
         if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
             handle.reshard(True)
             handle.post_reshard()
+
+
+def place_in(whole: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and first element of this rank's part of a DTensor of shape `whole`."""
+    from torch.distributed.tensor import _utils
+
+    shape, first = _utils.compute_local_shape_and_global_offset(whole, mesh, placements)
+    return tuple(shape), tuple(first)

@@ -196,6 +196,7 @@ class GradientHealth(Callback):
         """Checks that ranks have parts of the same parameters; alone, notes whose part is read."""
         divided = [param.p for param in reader.params if is_divided(param.p)]
         self.has_rank_state = bool(divided)
+        self._part = (ranks.rank, ranks.world) if divided else ()
         if not divided:
             return
         if ranks.world == 1:
@@ -297,12 +298,15 @@ class GradientHealth(Callback):
         state: dict[str, Any] = {"recorded": self.records.state()}
         if self._reader:
             state |= {"n_steps": self._n_steps, "starts": dict(self._reader.starts)}
+            state |= {"part": self._part} if self.has_rank_state else {}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.records = GradientRecords.from_state(state["recorded"])
         if self._reader:
-            self._n_steps, self._reader.starts = state["n_steps"], dict(state["starts"])
+            self._n_steps = state["n_steps"]
+            if state.get("part", ()) == self._part:  # else they are those of other elements
+                self._reader.starts.update(state["starts"])
         if self._outputs and self.records.output_stats is not None:
             self._outputs.stats = self.records.output_stats
 

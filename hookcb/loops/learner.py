@@ -15,10 +15,10 @@ from hookcb.core.batch import batch_size, describe, n_batches, split_batch
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ObservedFetches
-from hookcb.core.files import check_saved, read_saved, save_whole
+from hookcb.core.files import check_saved, save_whole
 from hookcb.core.loop import stray_cancels_as_errors
-from hookcb.core.ranks import ranks_of
-from hookcb.core.shards import drop_gathered
+from hookcb.core.ranks import group_of, is_sharded, ranks_of
+from hookcb.core.shards import drop_gathered, gathered
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of
@@ -37,8 +37,9 @@ from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoc
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
-from hookcb.training.checkpoint.resume import resumed, validated_weights
-from hookcb.training.checkpoint.state import check_whole
+from hookcb.training.checkpoint.names import with_plain_names
+from hookcb.training.checkpoint.resume import load_validated, read_any, resumed
+from hookcb.training.checkpoint.state import check_whole, fitted, read_opt
 from hookcb.training.metrics import Metrics
 from hookcb.training.predictions import GatherPreds
 from hookcb.training.progress import Progress
@@ -182,8 +183,8 @@ class Learner(NamedLoop):
                 self._prepare(lr)
                 self.opt.zero_grad()  # an interrupted fit may have left gradients behind
                 self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
-                self._remaining = resumed(resume, self) or everything
                 self.ranks.check_alike({"number of epochs": n_epoch, "resumed checkpoint": str(resume)})
+                self._remaining = resumed(resume, self) or everything
                 try:
                     self.run_fit(self._epochs)
                 finally:
@@ -411,34 +412,48 @@ class Learner(NamedLoop):
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
         """Writes the weights and the optimizer's state to `file`; never leaves a half-written file.
 
+        On several ranks, rank 0 writes. Of a sharded model it gathers all, and all ranks must call it.
+
         Returns:
             The path written.
         """
         check_whole(self)
+        if is_sharded(self.model):
+            with self.on_all_ranks("learn.save"):
+                state, is_main = self._saved(with_opt), self.ranks.is_main
+        else:
+            state, is_main = self._saved(with_opt), ranks_of(self.model).is_main
+        return save_whole(state, file) if is_main else Path(file)
+
+    def _saved(self, with_opt: bool) -> dict[str, Any]:
+        """State that `save` writes: by plain names on several ranks, and gathered from them."""
+        model = self.model.state_dict()
         opt = self.opt.state_dict() if with_opt and self.opt is not None else None
-        if not ranks_of(self.model).is_main:
-            return Path(file)
-        return save_whole({"model": self.model.state_dict(), "opt": opt}, file)
+        if group_of(self.model) is not None or is_sharded(self.model):
+            model, opt = gathered(with_plain_names(self.model, model)), gathered(opt)
+        return {"model": model, "opt": opt}
 
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:
         """Reads a file of `save`, to the model's device.
 
-        From a file of `Checkpoint`, it reads the weights that were validated: those of `EMA` if attached.
+        From a file or folder of `Checkpoint`, it reads the weights that were validated: those of `EMA` if
+        attached. Any form of the model, on any number of ranks, reads what another has written.
 
         Raises:
             ValueError: If `file` is truncated or damaged, or was written by neither.
             RuntimeError: If its weights do not fit the model; with `strict` also if some are missing.
         """
         self._place()
-        state = read_saved(file, self._device)
-        if (weights := validated_weights(state)) is not None:
-            self.model.load_state_dict(weights, strict=strict)
+        file = Path(file)
+        state = read_any(file, self._device, ranks_of(self.model))
+        if load_validated(self, state, file, strict):
             return
         check_saved(state, file, {"model", "opt"})
-        self.model.load_state_dict(state["model"], strict=strict)
+        weights = fitted(self.model, state["model"], file, "model", self.model.state_dict())
+        self.model.load_state_dict(weights, strict=strict)
         if with_opt and state["opt"] is not None:
             self._prepare()
-            self.opt.load_state_dict(state["opt"])
+            self.opt.load_state_dict(read_opt(self.opt, state["opt"], file))
 
     # ---- before training
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.ranks import is_sharded
-from hookcb.core.shards import drop_gathered, local_part
+from hookcb.core.shards import drop_gathered, is_dtensor, joined_like, local_part
 from hookcb.hooks.own import register
 
 
@@ -91,7 +90,7 @@ class EMA(Callback):
             self._averaged = _Shards(self.learn.model, average)
         else:
             self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
-        self._stepped, self.has_rank_state = False, isinstance(self._averaged, _Shards)
+        self._stepped = False
         self._masks = [
             (average, name)
             for name, x in self.learn.model.named_buffers()
@@ -170,12 +169,15 @@ class EMA(Callback):
         if self._averaged is None:
             return {}
         n_averaged = int(self._averaged.n_averaged)
-        return {"averaged": self._averages(), "n_averaged": n_averaged, "validated": self.validate}
+        averaged = self._averages()
+        if isinstance(self._averaged, _Shards):
+            averaged = self._averaged.whole(self.learn.model)
+        return {"averaged": averaged, "n_averaged": n_averaged, "validated": self.validate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._averaged is not None:
             for name, x in self._averages().items():
-                x.copy_(state["averaged"][name])
+                x.copy_(local_part(state["averaged"][name]))
             self._averaged.n_averaged.fill_(state["n_averaged"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,6 +196,14 @@ class _Shards:
         self.averages = {name: x.clone() for name, x in _named(model).items()}
         self.n_averaged = torch.zeros((), dtype=torch.long)
         self._average = average
+
+    def whole(self, model: nn.Module) -> dict[str, Tensor]:
+        """The averages as tensors that are divided as those of the model are."""
+        whole = {}
+        for name, x in _tensors(model):
+            average = self.averages[name] if self.n_averaged else local_part(x.data)
+            whole[name] = joined_like(average, x) if is_dtensor(x) else average
+        return whole
 
     def update_parameters(self, model: nn.Module) -> None:
         """Adds the weights and buffers after a step."""
@@ -224,5 +234,9 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
     Of a sharded one, this rank's part.
     """
-    names = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: local_part(x.data) for name, x in names}
+    return {name: local_part(x.data) for name, x in _tensors(model)}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import hookcb
 from hookcb.core import torch_private
-from tests.core.support import group_of_one
+from tests.core.support import fake_group, group_of_one
 
 PACKAGE = Path(hookcb.__file__).parent
 HOME = PACKAGE / "core" / "torch_private.py"
@@ -922,3 +922,13 @@ def test_is_joining():
             assert torch_private.is_joining(model)
         assert not torch_private.is_joining(model)
     assert not torch_private.is_joining(nn.Linear(2, 2))
+
+
+def test_place_in():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    with fake_group(4, rank=3):
+        mesh = init_device_mesh("cpu", (2, 2))
+        assert torch_private.place_in((5, 4), mesh, [Shard(0), Shard(1)]) == ((2, 2), (3, 2))
+        assert torch_private.place_in((5, 4), mesh, [Replicate(), Replicate()]) == ((5, 4), (0, 0))

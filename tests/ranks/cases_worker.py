@@ -340,7 +340,7 @@ def resumed():
     folder = folder_of("resumed")
     whole = quiet_fit(dropout_learner(), 3)
     quiet_fit(dropout_learner(), 3, cbs=[Checkpoint(folder), StopsInSecondEpoch()])
-    files = sorted(file.name for file in folder.glob("*.pt"))
+    files = sorted(file.name for file in folder.glob("epoch-*"))
     distributed.barrier()
     learn = dropout_learner()
     torch.manual_seed(99)
@@ -401,7 +401,7 @@ def ended_by(number):
         quiet_fit(learn, 3, cbs=[Checkpoint(folder), Signals(number)])
     except (KeyboardInterrupt, SystemExit) as error:
         ending = repr(error)
-    files = sorted(file.name for file in folder.glob("*.pt"))
+    files = sorted(file.name for file in folder.glob("epoch-*"))
     return {"ending": ending, "n": len(learn.recorder.losses), "files": files}
 
 

@@ -34,7 +34,7 @@ def main():
     began, facts = time.monotonic(), {}
     try:
         with learn.no_logging():
-            cbs = [Checkpoint(checkpoints, every=5), Begun(folder / f"{rank}.begun")]
+            cbs = [Checkpoint(checkpoints, every=1), Begun(folder / f"{rank}.begun")]
             learn.fit(n_epoch, cbs=cbs, resume="latest")
         facts = {"n": len(learn.recorder.losses), "weights": digest(learn.model)}
     except Exception as error:

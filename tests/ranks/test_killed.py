@@ -40,7 +40,7 @@ def check_killed(folder, checkpoints, victim, delay, world=2):
 
 
 def check_resumed(folder, checkpoints, world=2):
-    n_epoch = 1 + max(int(file.name[6:10]) for file in checkpoints.glob("epoch-*.pt"))
+    n_epoch = 1 + max(int(file.name[6:10]) for file in checkpoints.glob("epoch-*"))
     ranks = launched("kill_worker.py", folder, checkpoints, n_epoch, world=world)
     assert [found.get("n") for found in ranks] == [n_epoch * 48 // 4 // world] * world, ranks[0]
     assert len({found["weights"] for found in ranks}) == 1

@@ -38,6 +38,7 @@ SLOW = {"Compile", "ProfilerCallback"}
 HAS_NO_NAN = {"NanTrace", "Diagnose"}  # until they look together at a NaN that one rank has
 HAS_NO_NAN |= {"DetectAnomaly"}  # which raises at a NaN
 ALL = [cls for cls in PUBLIC if cls.__name__ not in ("Metrics", "Recorder")]  # these two are attached anyway
+OF_ONE_ROOT = {"gather_", "scatter_"}  # only one rank has a list of tensors
 PACES = (0.0, 1e-4, 1e-2)  # seconds that clocks jump
 ENDINGS = (KeyboardInterrupt, SystemExit, Exception)
 
@@ -51,17 +52,19 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.ops.append(" ".join([func.__name__.split(".")[0], *described(args)]))
+            name = func.__name__.split(".")[0]
+            self.ops.append(" ".join([name, *described(args, has_shapes=name not in OF_ONE_ROOT)]))
             if self.file is not None:  # as the process may be aborted
                 self.file.write(self.ops[-1] + "\n")
                 self.file.flush()
         return func(*args, **(kwargs or {}))
 
 
-def described(args):
+def described(args, has_shapes):
     for arg in tree_leaves(args):
         if isinstance(arg, torch.Tensor):
-            yield f"{arg.dtype}{list(arg.shape)}"
+            if has_shapes:
+                yield f"{arg.dtype}{list(arg.shape)}"
         elif isinstance(arg, str):
             yield arg
         elif isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
@@ -127,6 +130,8 @@ def sharded(model):
 
 def make(cls):
     name = cls.__name__
+    if cls is Checkpoint:
+        return Checkpoint(Path(sys.argv[1]) / "checkpoints")
     options = CHOSEN.get(name) or ARGUMENTS.get(name, [{}])
     return cls(**options[0])
 

@@ -1,4 +1,4 @@
-"""Checkpoint: files from which a fit can be resumed bit-identically."""
+"""Checkpoint: files, and folders of several ranks, from which a fit can be resumed bit-identically."""
 
 from contextlib import closing
 from pathlib import Path
@@ -8,16 +8,19 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelValidException
-from hookcb.core.files import save_whole
 from hookcb.core.randomness import random_state
+from hookcb.training.checkpoint.folder import copy_folder, remove_folder
 from hookcb.training.checkpoint.folder_lock import FolderLock
+from hookcb.training.checkpoint.position import Position
 from hookcb.training.checkpoint.signals import StopSignals
 from hookcb.training.checkpoint.state import (
     capture,
     check_whole,
     checkpoints_in,
+    in_folder,
     loaders_of,
     remove_unfinished,
+    save_state,
 )
 from hookcb.training.monitor import check_monitor, improves, monitored, resolve_mode
 
@@ -29,6 +32,11 @@ class Checkpoint(Callback):
     accumulated gradients, random state, data order and the state of callbacks are restored, also within an
     epoch. A loader with a `state_dict` is restored by that.
 
+    On several ranks a checkpoint is a folder, to which each writes its part by torch.distributed.checkpoint.
+    Any number of ranks, and a plain model alone, resumes what others have written. In the middle of an epoch
+    each sample that is left is still seen once; that needs a DistributedSampler. Only with as many ranks are
+    random numbers the same, and do recorded losses include those of other ranks before.
+
     A file is written after each epoch, and when a fit is cancelled between batches; it gets its name once it
     is complete on the disk. On Ctrl-C and SIGTERM the batch in progress is finished, a file is written, and
     the fit ends with KeyboardInterrupt or SystemExit(143); a second Ctrl-C ends it at once.
@@ -37,7 +45,7 @@ class Checkpoint(Callback):
         folder: created if it is missing; used by one fit at a time. Files of the same name are replaced.
         every: number of training batches after which a file is written too; by default only after epochs.
         keep: number of files of this fit to keep, the newest ones.
-        monitor: a column of the epoch's row; the file of the best epoch is kept as `best.pt`.
+        monitor: a column of the epoch's row; the file of the best epoch is kept as `best.pt`, or `best/`.
         mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".
         name: name of the callback in the learner.
 
@@ -84,12 +92,13 @@ class Checkpoint(Callback):
 
     @property
     def files(self) -> list[Path]:
-        """Checkpoints in the folder, oldest first, without `best.pt`."""
+        """Checkpoints in the folder, oldest first, without the best one."""
         return checkpoints_in(self.folder)
 
     def before_fit(self) -> None:
         self.best, self._unsaved, self.n_written = None, False, 0
         self._written: list[str] = []
+        self._position = Position()
         self._random: dict[str, Any] = {}
         check_monitor(self.learn, self.monitor or "train_loss")
         check_whole(self.learn)
@@ -98,10 +107,11 @@ class Checkpoint(Callback):
         self._stop.open(self.learn)
 
     def before_train(self) -> None:
+        self._position = Position()
         self._random = random_state(*loaders_of(self.learn))
 
     def after_train(self) -> None:
-        self._unsaved = False
+        self._unsaved, self._position = False, Position()
         self._random = random_state(*loaders_of(self.learn))
 
     def before_batch(self) -> None:
@@ -141,20 +151,30 @@ class Checkpoint(Callback):
                 self.after_cancel_fit()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "written": self._written, "random_of_phase": self._random}
+        state = {"best": self.best, "written": self._written, "random_of_phase": self._random}
+        position = self._position.saved(self.learn) if self.learn.training else None
+        return state | ({} if position is None else {"position": position})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = Position(*state.get("took_over", ()))
         self.best, self._written, self._random = state["best"], state["written"], state["random_of_phase"]
 
     def _write(self, phase: str, place: str = "", is_best: bool = False) -> None:
-        file_name = f"epoch-{self.epoch + 1:04d}{place}.pt"
+        suffix = "" if in_folder(self.learn) else ".pt"
+        file_name = f"epoch-{self.epoch + 1:04d}{place}{suffix}"
         self._written = [*(file for file in self._written if file != file_name), file_name]
         state, is_main = capture(self.learn, phase, self._random), self.learn.ranks.is_main
-        for file in (file_name, "best.pt") if is_best else (file_name,):
+        save_state(state, self.folder / file_name, self.learn)
+        if is_best and in_folder(self.learn):
             if is_main:
-                save_whole(state, self.folder / file)
+                copy_folder(self.folder / file_name, self.folder / f"best{suffix}")
+            self.learn.ranks.max([0])  # until it is there
+        elif is_best:
+            save_state(state, self.folder / f"best{suffix}", self.learn)
         self._unsaved, self.n_written = False, self.n_written + 1
         for old in self._written[: -self.keep]:
-            if is_main:
+            if is_main and old.endswith(".pt"):
                 (self.folder / old).unlink(missing_ok=True)
+            elif is_main:
+                remove_folder(self.folder / old)
         self._written = self._written[-self.keep :]

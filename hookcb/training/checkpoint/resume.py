@@ -6,13 +6,24 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookcb.core.console import warn
 from hookcb.core.files import read_saved
+from hookcb.core.ranks import ALONE, Ranks
 from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
-from hookcb.training.checkpoint.state import FORMAT, KEYS, check_fits, checkpoints_in, restore
+from hookcb.training.checkpoint.folder import is_folder_of_ranks, read_folder
+from hookcb.training.checkpoint.state import (
+    FORMAT,
+    KEYS,
+    check_fits,
+    check_world,
+    checkpoints_in,
+    fitted,
+    has_average,
+    restore,
+)
 from hookcb.training.progress import Progress
 
 LATEST = "latest"
@@ -35,6 +46,7 @@ class Resume:
         self.file, self._state, self._is_restored = file, state, False
         try:
             check_fits(self._state, learn)
+            check_world(self._state, learn)
         except ValueError as error:
             raise ValueError(f"{file} {error}") from None
         self.phase: str = self._state["phase"]
@@ -66,22 +78,27 @@ class Resume:
                 raise FileNotFoundError(
                     f"there is no {file}; give a file that a Checkpoint has written, or a folder of them"
                 )
-            return cls._newest(file, learn) if file.is_dir() else cls(file, _read(file), learn)
+            in_it = file.is_dir() and not is_folder_of_ranks(file)
+            return cls._newest(file, learn) if in_it else cls(file, _read(file, learn.ranks), learn)
         folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
         if not folders:
             raise ValueError(
                 "resume is 'latest', but no Checkpoint is attached; add one, cbs=Checkpoint(folder), "
                 "or give a path"
             )
-        return cls._newest(folders[0], learn) if checkpoints_in(folders[0]) else None
+        folder = folders[0]
+        learn.ranks.check_alike({f"checkpoints in {folder}": [file.name for file in checkpoints_in(folder)]})
+        return cls._newest(folder, learn) if checkpoints_in(folder) else None
 
     @classmethod
     def _newest(cls, folder: Path, learn: TrainingState) -> Self:
         """Returns the state of the newest intact file."""
         broken = []
-        for file in reversed(checkpoints_in(folder)):
+        files = checkpoints_in(folder)
+        learn.ranks.check_alike({f"checkpoints in {folder}": [file.name for file in files]})
+        for file in reversed(files):
             try:
-                state = _read(file)
+                state = _read(file, learn.ranks)
             except ValueError as error:
                 broken.append(str(error))
                 continue
@@ -110,7 +127,7 @@ class Resume:
         if level != RESTORED_AT[self.phase] or (level == "batch" and not learn.training):
             return items
         self._is_restored = True
-        batches = restore(learn, self._state)
+        batches = restore(learn, self._state, self.file)
         self._state = {}  # would keep all tensors of the checkpoint alive
         return items if batches is None else batches
 
@@ -166,16 +183,71 @@ def resumed(
     return None if found is None else partial(found.remaining, learn)
 
 
-def validated_weights(state: Any) -> dict[str, Any] | None:
-    """Weights that the fit of a checkpoint validated, also an average of `EMA`; None for another state."""
+def load_validated(learn: Any, state: Any, file: Path, strict: bool) -> bool:
+    """Loads the weights that the fit of a checkpoint validated, also an average of `EMA`.
+
+    Returns:
+        Whether it is a checkpoint; else nothing was loaded.
+    """
     if not isinstance(state, dict) or set(state) != KEYS:
-        return None
-    average: dict[str, Any] = next((x["averaged"] for x in state["cbs"].values() if x.get("validated")), {})
-    return {name: average.get(name, x) for name, x in state["model"].items()}
+        return False
+    model: nn.Module = learn.model
+    own = model.state_dict()
+    weights = fitted(model, state["model"], file, "model", own)
+    found = ((name, x["averaged"]) for name, x in state["cbs"].items() if has_average(x) and x["validated"])
+    for name, averaged in found:
+        average = fitted(model, averaged, file, f"cbs.{name}.averaged", own)
+        weights |= {name: x for name, x in average.items() if name in weights}
+    model.load_state_dict(weights, strict=strict)
+    return True
 
 
-def _read(file: Path) -> dict[str, Any]:
-    state = read_saved(file, torch.device("cpu"))
+def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Reads the weights that a checkpoint's fit validated, or those of a file of `learn.save`, as they are.
+
+    Args:
+        path: file or folder; of a folder of checkpoints, the newest one is read.
+
+    Returns:
+        What was read, and weights by the names in it, on the CPU.
+
+    Raises:
+        FileNotFoundError, ValueError: If there is none, or it is damaged; the message names it.
+    """
+    if path.is_dir() and not is_folder_of_ranks(path):
+        if not (files := checkpoints_in(path)):
+            raise FileNotFoundError(f"there is no checkpoint in {path}")
+        path = files[-1]
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}")
+    state, nothing = read_any(path, torch.device("cpu"), ALONE), nn.Module()
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise ValueError(f"{path} is neither a checkpoint nor a file of learn.save")
+    weights = fitted(nothing, state["model"], path, "model", {})
+    for name, saved in state.get("cbs", {}).items():
+        if has_average(saved) and saved["validated"]:
+            average = fitted(nothing, saved["averaged"], path, f"cbs.{name}.averaged", {})
+            weights |= {name: x for name, x in average.items() if name in weights}
+    return path, weights
+
+
+def read_any(file: Path, device: torch.device, ranks: Ranks) -> Any:
+    """Reads a file, or a folder of several ranks without its tensors.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is damaged, or another kind of file; the message names it.
+    """
+    if not file.is_dir():
+        return read_saved(file, device)
+    if not is_folder_of_ranks(file):
+        raise ValueError(f"{file} is a folder, but not a checkpoint; give one that is inside")
+    return read_folder(file, ranks)
+
+
+def _read(file: Path, ranks: Ranks) -> dict[str, Any]:
+    is_folder = is_folder_of_ranks(file)
+    state = read_folder(file, ranks, is_joint=True) if is_folder else read_saved(file, torch.device("cpu"))
     if isinstance(state, dict) and "format" in state and state["format"] != FORMAT:
         raise ValueError(
             f"{file} was written by another version of hookcb, in format {state['format']!r}, but this one "

@@ -1,6 +1,7 @@
 """The state of a fit: all that is needed to resume it bit-identically, in this process or another."""
 
 import copy
+import zlib
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from itertools import islice
@@ -12,20 +13,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.files import PLAIN
-from hookcb.core.randomness import random_state, saves_itself, set_random_state
-from hookcb.core.ranks import Ranks, is_sharded
+from hookcb.core.console import warn
+from hookcb.core.files import PLAIN, read_saved, save_whole
+from hookcb.core.randomness import random_state, saves_itself, seed_all, set_random_state
+from hookcb.core.ranks import is_sharded
+from hookcb.core.shards import divided_like, is_dtensor
 from hookcb.core.state import TrainingState
 from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
+from hookcb.training.checkpoint.folder import (
+    MARKER,
+    has_tensors,
+    rank_name,
+    read_tensors,
+    remove_unfinished_folders,
+    write_folder,
+)
+from hookcb.training.checkpoint.names import with_own_names, with_plain_names
+from hookcb.training.checkpoint.position import Position, check_position, rest_of_epoch
 
 FORMAT = 2  # version of the file format; increased by a change that older versions cannot read
 KEYS = {"format", "torch", "phase", "epoch", "iter", "n_epoch", "train_iter", "row", "model", "buffers"}
 KEYS |= {"ranks", "loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
+OF_RANK = ("random", "random_of_phase", "loaders")  # parts that differ by rank
+CPU = torch.device("cpu")
 
 
 def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
     """State of the running fit, to be saved at once, as its tensors are those in use.
+
+    On several ranks it has the names of the model without wrappers.
 
     Args:
         learn: the learner.
@@ -57,67 +74,228 @@ def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -
         "cbs": {cb.name: cb_state for cb in learn.cbs if (cb_state := cb.state_dict())},
     }
     plain: dict[str, Any] = _plain(state, "the state of the fit")
-    ranks = learn.ranks
-    plain["ranks"] = ranks.gather(_of_rank(plain, learn)) if ranks.world > 1 else []
+    plain["ranks"] = []
     return plain
 
 
-def _of_rank(state: dict[str, Any], learn: TrainingState) -> dict[str, Any]:
-    """The part of a state that differs by rank: random streams, positions of loaders, records of a shard."""
+def save_state(state: dict[str, Any], file: Path, learn: TrainingState) -> None:
+    """Writes the result of `capture`: a file, or the folder to which all ranks write."""
+    if not in_folder(learn):
+        save_whole(state, file)
+        return
     own = {cb.name for cb in learn.cbs if cb.has_rank_state}
-    mine = {key: state[key] for key in ("random", "random_of_phase", "loaders")}
-    grads = {"grads": state["grads"]} if learn.accumulating else {}
-    return mine | grads | {"cbs": {name: x for name, x in state["cbs"].items() if name in own}}
+    mine: dict[str, Any] = {key: state[key] for key in OF_RANK}
+    of_model = {"buffers": dict(learn.model.named_buffers()), "grads": state["grads"]}
+    for part, named in of_model.items():
+        local = {name: x for name, x in named.items() if not is_dtensor(x)}
+        mine[part] = with_plain_names(learn.model, local)
+    mine["cbs"] = {name: x for name, x in state["cbs"].items() if name in own}
+    common = {**state, "ranks": [rank_name(rank) for rank in range(learn.ranks.world)]}
+    for part in ("model", "buffers", "grads"):
+        common[part] = with_plain_names(learn.model, state[part])
+    common["cbs"] = {
+        name: {**x, "averaged": with_plain_names(learn.model, x["averaged"])} if has_average(x) else x
+        for name, x in state["cbs"].items()
+    }
+    write_folder(common, mine, file, learn.ranks)
 
 
-def _for_rank(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """A state with this rank's own part in it."""
-    if not state["ranks"]:
-        return state
-    mine: dict[str, Any] = state["ranks"][ranks.rank]
-    return {**state, **mine, "cbs": {**state["cbs"], **mine["cbs"]}}
+def in_folder(learn: TrainingState) -> bool:
+    """Whether a checkpoint is a folder, to which each rank writes its part."""
+    return learn.ranks.world > 1 or is_sharded(learn.model)
+
+
+def has_average(saved: Any) -> bool:
+    """Whether the state of a callback is that of an `EMA`."""
+    return isinstance(saved, dict) and isinstance(saved.get("averaged"), dict)
 
 
 def check_whole(learn: TrainingState) -> None:
-    """Checks that this process has the whole model.
+    """Checks that all of the model can be saved.
 
     Raises:
-        ValueError: If its parameters are sharded, so that one file would have only a part of them.
+        ValueError: If it has flat parameters, in which nobody else would find the weights.
     """
-    if is_sharded(learn.model):
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in learn.model.modules()):
         raise ValueError(
-            "the parameters of the model are sharded, and a file of this rank would have only its part; save "
-            "with torch.distributed.checkpoint, which has all ranks write"
+            "the parameters are parts of the flat ones of FullyShardedDataParallel, which are not saved; use "
+            "torch.distributed.fsdp.fully_shard, or save with torch.distributed.checkpoint"
         )
 
 
-def restore(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any] | None":
+def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumerate[Any] | None":
     """Restores the result of `capture`.
+
+    Args:
+        learn: the learner.
+        state: as it was read, on several ranks without the tensors.
+        file: from which it was read.
 
     Returns:
         In the middle of a training, the remaining batches with their numbers; else None.
     """
-    batches, state = None, _for_rank(state, learn.ranks)
+    batches, is_same, position = None, is_same_world(state, learn), position_in(state)
+    mine = read_saved(file / rank_name(learn.ranks.rank), CPU) if state["ranks"] and is_same else {}
+    state = {**state, **{key: mine[key] for key in OF_RANK if key in mine}}
     _start_workers(learn, state)
-    for dl, saved in zip(loaders_of(learn), state["loaders"], strict=False):
-        if saved is not None:
-            dl.load_state_dict(saved)
-    if state["phase"] == "train":
+    if is_same:
+        for dl, saved in zip(loaders_of(learn), state["loaders"], strict=False):
+            if saved is not None:
+                dl.load_state_dict(saved)
+    took_over = Position()
+    if state["phase"] == "train" and must_take_over(state, learn):
+        batches, took_over = _rest_of_epoch(learn, state, position)
+    elif state["phase"] == "train":
         batches = _batches_left(learn, state)
-    learn.model.load_state_dict(state["model"])
-    for name, value in state["buffers"].items():
-        _set_buffer(learn.model, name, value)
+    model, named = learn.model, dict(learn.model.named_parameters())
+    model.load_state_dict(fitted(model, state["model"], file, "model", model.state_dict()))
+    buffers = dict(model.named_buffers())
+    for name, value in with_own_names(model, state["buffers"], buffers).items():
+        _set_buffer(model, name, value)
+    for name, value in with_own_names(model, mine.get("buffers", {}), buffers).items():
+        _set_buffer(model, name, value)
     if isinstance(learn.loss_func, nn.Module):
         learn.loss_func.load_state_dict(state["loss_func"])
-    _load_opt(learn.opt, state["opt"])
-    for name, p in learn.model.named_parameters():
-        p.grad = state["grads"][name].to(p.device) if name in state["grads"] else None
+    _load_opt(learn.opt, read_opt(learn.opt, state["opt"], file))
+    grads = fitted(model, state["grads"], file, "grads", named)
+    grads |= _summed_here(with_own_names(model, mine.get("grads", {}), named), named, file)
+    for name, p in named.items():
+        p.grad = grads[name].to(p.device) if name in grads else None
     learn.train_iter, learn.row = state["train_iter"], state["row"]
+    cbs = state["cbs"] | mine.get("cbs", {})
     for cb in learn.cbs:
-        if cb.name in state["cbs"]:
-            cb.load_state_dict(state["cbs"][cb.name])
-    set_random_state(state["random"], *loaders_of(learn))
+        if cb.name in cbs:
+            cb.load_state_dict(_for_callback(model, cbs[cb.name], file, cb.name, took_over))
+    if is_same:
+        set_random_state(state["random"], *loaders_of(learn))
+    else:
+        _seed_rank(state, learn)
     return batches
+
+
+def _summed_here(grads: dict[str, Any], params: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Gradients that this rank has accumulated for itself.
+
+    Raises:
+        ValueError: If the model is sharded now, so that ranks have no gradients for themselves.
+    """
+    if any(name in params and is_dtensor(params[name]) for name in grads):
+        raise ValueError(
+            f"{file} was written while each rank accumulated gradients of the whole model, which a sharded "
+            "one cannot continue; resume from another checkpoint"
+        )
+    return grads
+
+
+def is_same_world(state: dict[str, Any], learn: TrainingState) -> bool:
+    """Whether as many processes have written a state as train now."""
+    return (len(state["ranks"]) or 1) == learn.ranks.world
+
+
+def must_take_over(state: dict[str, Any], learn: TrainingState) -> bool:
+    """Whether the samples left of an epoch are divided anew, as another number of ranks has begun it."""
+    position = position_in(state)
+    return not is_same_world(state, learn) or (position is not None and position["took_over"] > 0)
+
+
+def position_in(state: dict[str, Any]) -> dict[str, Any] | None:
+    """Position in the epoch in samples, as `Position.saved` gave it; None if it was not saved."""
+    of_checkpoints = (x for x in state["cbs"].values() if isinstance(x, dict) and "random_of_phase" in x)
+    found: dict[str, Any] | None = next((x["position"] for x in of_checkpoints if x.get("position")), None)
+    return found
+
+
+def _rest_of_epoch(learn: TrainingState, state: dict[str, Any], position: Any) -> tuple[Any, Position]:
+    """The batches that these ranks take of an epoch that others have begun."""
+    rest, began = rest_of_epoch(position, learn.dl)
+    learn.iter, learn.epoch_began = began.batches - 1, state["train_iter"] - began.batches
+    return enumerate(rest, began.batches), began
+
+
+def _seed_rank(state: dict[str, Any], learn: TrainingState) -> None:
+    """Seeds the random numbers of this rank, as other ranks than before cannot go on with theirs."""
+    drawn = zlib.crc32(state["random"]["torch"].numpy().tobytes())
+    seed_all(zlib.crc32(repr((drawn, state["epoch"], state["train_iter"], learn.ranks.rank)).encode()))
+    n, now = len(state["ranks"]) or 1, learn.ranks.world
+    warn(
+        f"{n} process{'es' if n > 1 else ''} wrote it, and {now} continue{'' if now > 1 else 's'}: "
+        "random numbers, as of dropout and augmentations, are others than they would have been",
+        stacklevel=2,
+    )
+
+
+def _for_callback(model: nn.Module, saved: Any, file: Path, name: str, took_over: Position) -> Any:
+    """State of a callback, with its tensors divided as the model's are."""
+    if not isinstance(saved, dict):
+        return saved
+    if has_average(saved):
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        saved = {**saved, "averaged": fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", named)}
+    if "position" in saved:
+        saved = {**saved, "took_over": (took_over.samples, took_over.batches)}
+    wanted: dict[str, Tensor] = {}
+    filled = _filled(saved, ("cbs", name), None, wanted)
+    read_tensors(file, wanted)
+    return filled
+
+
+def read_opt(opt: Optimizer, saved: dict[str, Any], file: Path) -> dict[str, Any]:
+    """State of an optimizer in a file or folder, divided as its parameters are."""
+    params = dict(enumerate(p for group in opt.param_groups for p in group["params"]))
+    wanted: dict[str, Tensor] = {}
+    states = {
+        i: _filled(x, ("opt", "state", str(i)), params.get(i), wanted) for i, x in saved["state"].items()
+    }
+    groups = _filled(saved["param_groups"], ("opt", "param_groups"), None, wanted)
+    read_tensors(file, wanted)
+    return {**saved, "state": states, "param_groups": groups}
+
+
+def fitted(
+    model: nn.Module, saved: dict[str, Any], file: Path, part: str, own: dict[str, Any]
+) -> dict[str, Any]:
+    """Tensors of a file or folder by the names of this model, divided as its own are.
+
+    Args:
+        model: the model.
+        saved: values by the names in the file.
+        file: from which they were read, on several ranks without the tensors.
+        part: of the state, such as "model".
+        own: tensors of this model by name.
+    """
+    wanted: dict[str, Tensor] = {}
+    names = with_own_names(model, {name: name for name in saved}, own)
+    filled = copy.copy(with_own_names(model, saved, own))  # not a new one, as it has attributes
+    for name, name_there in names.items():
+        filled[name] = _filled(saved[name_there], (part, name_there), own.get(name), wanted)
+    read_tensors(file, wanted)
+    return filled
+
+
+def _filled(value: Any, path: tuple[str, ...], like: Any, wanted: dict[str, Tensor]) -> Any:
+    """A copy of a saved value with tensors in place of those on "meta", to be read by the names in `wanted`.
+
+    Args:
+        value: as it was read.
+        path: its place in the state.
+        like: a tensor of this model; those of its shape are divided as it is.
+        wanted: gets the tensors to read.
+    """
+    if isinstance(value, Tensor):
+        is_divided = isinstance(like, Tensor) and is_dtensor(like) and like.shape == value.shape
+        if not value.is_meta:
+            return divided_like(value, like) if is_divided else value
+        empty = torch.empty_like(like.detach(), dtype=value.dtype) if is_divided else None
+        wanted[".".join(path)] = x = torch.empty_like(value, device="cpu") if empty is None else empty
+        return x
+    if isinstance(value, dict) and has_tensors(value):
+        filled = copy.copy(value)
+        for key, item in value.items():
+            filled[key] = _filled(item, (*path, str(key)), like, wanted)
+        return filled
+    if isinstance(value, list | tuple) and has_tensors(value):
+        return type(value)(_filled(x, (*path, str(i)), like, wanted) for i, x in enumerate(value))
+    return value
 
 
 def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
@@ -126,17 +304,14 @@ def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
     Raises:
         ValueError: If it is not; the message says what differs.
     """
-    if (n := len(state["ranks"]) or 1) != learn.ranks.world:
-        raise ValueError(
-            f"was written by {n} process{'es' if n > 1 else ''}, and can only be resumed by as many, not by "
-            f"{learn.ranks.world}: torchrun --nproc_per_node {n}"
-        )
-    current, saved = learn.model.state_dict(), state["model"]
+    current = learn.model.state_dict()
+    saved = with_own_names(learn.model, state["model"], current)
     kind = type(learn.model).__name__
     if odd := sorted(current.keys() ^ saved.keys()):
         where = f"only in {kind}" if odd[0] in current else f"not in {kind}"
         raise ValueError(f"is of another model: {odd[0]!r} is {where}, {len(odd)} names differ")
-    if foreign := [name for name in state["buffers"] if not _accepts_buffer(learn.model, name)]:
+    buffers = with_own_names(learn.model, state["buffers"], dict(learn.model.named_buffers()))
+    if foreign := [name for name in buffers if not _accepts_buffer(learn.model, name)]:
         raise ValueError(f"is of another model: {kind} has no buffer {foreign[0]!r}")
     for name, x in current.items():
         if isinstance(x, Tensor) and x.shape != saved[name].shape:
@@ -149,6 +324,22 @@ def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
         raise ValueError(
             f"has parameter groups of {saved_sizes} parameters, but this optimizer has {sizes}; "
             "create it with the same groups"
+        )
+
+
+def check_world(state: dict[str, Any], learn: TrainingState) -> None:
+    """Checks that as many processes as train now can continue what others have begun.
+
+    Raises:
+        ValueError: If they cannot; the message says why.
+    """
+    if state["phase"] == "train" and must_take_over(state, learn):
+        check_position(position_in(state), learn.dls.train)
+    if state["grads"] and not is_same_world(state, learn):
+        n = len(state["ranks"]) or 1
+        raise ValueError(
+            f"was written while {n} process{'es' if n > 1 else ''} accumulated gradients, which "
+            f"{learn.ranks.world} cannot continue; resume with as many, or from another checkpoint"
         )
 
 
@@ -185,11 +376,13 @@ def _load_opt(opt: Optimizer, state: dict[str, Any]) -> None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Files written by `Checkpoint` into a folder, oldest first, without `best.pt`."""
+    """Files and folders written by `Checkpoint` into a folder, oldest first, without the best one."""
     ages = {}
-    for file in folder.glob("epoch-*.pt"):
-        with suppress(FileNotFoundError):  # a running fit may remove old files
-            ages[file] = file.stat().st_mtime_ns, file.name
+    for file in folder.glob("epoch-*"):
+        with suppress(FileNotFoundError, NotADirectoryError):  # a running fit may remove old files
+            if file.suffix in ("", ".pt"):
+                written = file if file.suffix else file / MARKER
+                ages[file] = written.stat().st_mtime_ns, file.name
     return sorted(ages, key=ages.__getitem__)
 
 
@@ -198,6 +391,7 @@ def remove_unfinished(folder: Path) -> None:
     for kind in ("epoch-*.pt*.partial", "best.pt*.partial"):
         for left in folder.glob(kind):
             left.unlink()
+    remove_unfinished_folders(folder)
 
 
 def loaders_of(learn: Any) -> list[Any]:

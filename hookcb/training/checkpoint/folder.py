@@ -1,0 +1,287 @@
+"""Checkpoints of several ranks: folders that are whole or not there, to which each rank writes its part."""
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import warnings
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookcb.core.files import SUFFIX, read_saved, save_whole, sync_folder, write_whole
+from hookcb.core.ranks import Ranks
+from hookcb.core.shards import is_dtensor
+from hookcb.core.text import join_names
+
+MARKER = "hookcb.json"  # written last; what it is, and sizes and checksums of the other files
+REPLACED = f".replaced{SUFFIX}"
+MAX_NAMED = 3  # damaged files in a message
+CHUNK = 1 << 24  # bytes that are read at once
+TENSORS = {"model", "opt", "grads"}  # parts of a state whose tensors all go into torch's files
+
+
+def is_folder_of_ranks(path: str | Path) -> bool:
+    """Whether a path is a checkpoint of several ranks."""
+    return (Path(path) / MARKER).is_file()
+
+
+def partial_of(folder: Path) -> Path:
+    """Folder in which a checkpoint is written until it is whole."""
+    return folder.with_name(folder.name + SUFFIX)
+
+
+def write_folder(state: dict[str, Any], mine: dict[str, Any], folder: Path, ranks: Ranks) -> None:
+    """Writes a checkpoint, on all ranks; it gets its name once all of it is on disk.
+
+    Args:
+        state: what all ranks have in common, and their parts of sharded tensors.
+        mine: what only this rank has.
+        folder: replaced if it exists.
+        ranks: those that write.
+
+    Raises:
+        OSError: If it cannot be written, or the ranks do not share a file system.
+    """
+    tensors: dict[str, Tensor] = {}
+    partial = partial_of(folder)
+    rest = _without_tensors(state, (), tensors)
+    if ranks.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    ranks.max([0])  # until the folder is there
+    _write_tensors(tensors, partial, ranks)
+    name = rank_name(ranks.rank)
+    save_whole(mine, partial / name)
+    own = [partial / name, *partial.glob(f"__{ranks.rank}_*.distcp")]
+    everyone = ranks.gather({file.name: _sum_of(file) for file in own})
+    if ranks.is_main:
+        files = {name: x for theirs in everyone for name, x in theirs.items()}
+        _check_shared(partial, everyone)
+        save_whole(rest, partial / "state.pt")
+        for other in (partial / "state.pt", partial / ".metadata"):
+            files[other.name] = _sum_of(other)
+        about = {"format": state["format"], "world": ranks.world, "epoch": state["epoch"], "files": files}
+        text = json.dumps(about, indent=1).encode()
+        write_whole(partial / MARKER, lambda opened: opened.write(text))
+        put_in_place(partial, folder)
+    ranks.max([0])  # until the folder has its name
+
+
+def rank_name(rank: int) -> str:
+    """Name of the file with what only this rank has."""
+    return f"rank-{rank}.pt"
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Renames a whole folder; one of its name is removed once the new one is there."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, replaced)  # if this process is killed now, `remove_unfinished_folders` undoes it
+    os.replace(partial, folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def copy_folder(source: Path, folder: Path) -> None:
+    """Copies a checkpoint, by links to its files where the file system has them."""
+    partial = partial_of(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        shutil.copytree(source, partial, copy_function=os.link)
+    except (OSError, shutil.Error):
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial)
+    put_in_place(partial, folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a checkpoint; never leaves a part of it under its name."""
+    partial = partial_of(folder)
+    with suppress(FileNotFoundError):
+        os.replace(folder, partial)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_unfinished_folders(folder: Path) -> None:
+    """Removes what a killed process has left unfinished; only safe if no one else uses the folder."""
+    for left in folder.glob(f"*{REPLACED}"):
+        whole = left.with_name(left.name.removesuffix(REPLACED))
+        if not whole.exists():
+            os.replace(left, whole)
+    for kind in ("epoch-*", "best"):
+        for left in folder.glob(kind + SUFFIX):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def read_folder(folder: Path, ranks: Ranks, is_joint: bool = False) -> dict[str, Any]:
+    """Reads what all ranks have in common; of model, optimizer and gradients only shapes, on "meta".
+
+    Each rank compares a part of the files with their checksums.
+
+    Args:
+        folder: the checkpoint.
+        ranks: those that read.
+        is_joint: whether all of them read it now, so that they agree on whether it is whole.
+
+    Raises:
+        ValueError: If a part is missing or damaged; the message names it.
+    """
+    try:
+        about: dict[str, Any] = json.loads((folder / MARKER).read_bytes())
+        files: dict[str, list[int]] = about["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} is damaged: {MARKER} cannot be read") from error
+    damaged = [name for name, (size, _) in files.items() if _size_of(folder / name) != size]
+    if not damaged:
+        share = list(files)[ranks.rank :: ranks.world]
+        damaged = [name for name in share if _sum_of(folder / name) != files[name]]
+    if is_joint and ranks.max([len(damaged)])[0]:
+        damaged = sorted({name for found in ranks.gather(damaged) for name in found})
+    if damaged:
+        what = join_names(damaged, MAX_NAMED)
+        raise ValueError(f"{folder} is damaged: {what} is missing, or does not match its checksum")
+    state: dict[str, Any] = read_saved(folder / "state.pt", torch.device("cpu"))
+    return state
+
+
+def read_tensors(folder: Path, wanted: dict[str, Tensor]) -> None:
+    """Reads into tensors by name, of sharded ones this rank's part; does not communicate."""
+    if not wanted:
+        return
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    planner, reader = DefaultLoadPlanner(), _reader(folder)
+    contents = reader.read_metadata()
+    with torch.no_grad():
+        planner.set_up_planner(wanted, contents, is_coordinator=True)
+        reader.set_up_storage_reader(contents, is_coordinator=True)
+        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+        (plan,) = reader.prepare_global_plan(plans)
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _write_tensors(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    # a plain tensor is that of rank 0, whose buffers DistributedDataParallel gives to the others
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    writer = FileSystemWriter(folder)
+
+    def call(group: Any) -> None:
+        with warnings.catch_warnings(action="ignore"):  # that there is no group
+            save(tensors, storage_writer=writer, planner=planner, process_group=group)
+
+    try:
+        ranks.run(call)
+    except CheckpointException as error:
+        raise _first_of(error, folder) from error
+
+
+def _first_of(error: Any, folder: Path) -> OSError | ValueError:
+    """The first rank's error among those that torch has collected, as an ordinary error."""
+    rank, (cause, _) = min(error.failures.items())
+    text = f"{folder}, rank {rank}: {type(cause).__name__}: {cause}"
+    return OSError(getattr(cause, "errno", None), text) if isinstance(cause, OSError) else ValueError(text)
+
+
+def _without_tensors(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    """A copy with tensors on "meta" in place of those that are put into `tensors` by name."""
+    if isinstance(value, Tensor):
+        if not path or not (path[0] in TENSORS or is_dtensor(value)):
+            return value
+        tensors[".".join(path)] = value.detach()
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, dict):
+        same = copy.copy(value)
+        for key, item in value.items():
+            same[key] = _without_tensors(item, (*path, str(key)), tensors)
+        return same
+    if isinstance(value, list | tuple) and has_tensors(value):
+        return type(value)(_without_tensors(x, (*path, str(i)), tensors) for i, x in enumerate(value))
+    return value
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether there are tensors in a list, tuple or dict."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(x, Tensor) or has_tensors(x) for x in items)
+
+
+def _check_shared(folder: Path, everyone: list[Mapping[str, Any]]) -> None:
+    for rank, files in enumerate(everyone):
+        if lost := [name for name in files if not (folder / name).exists()]:
+            raise OSError(
+                f"{folder} of rank 0 does not have {lost[0]}, which rank {rank} has written; checkpoints of "
+                "several ranks need a folder that all of them share"
+            )
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _sum_of(file: Path) -> list[int]:
+    """Size and CRC-32 of a file."""
+    size = crc = 0
+    with file.open("rb") as opened:
+        while chunk := opened.read(CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]
+
+
+def _reader(folder: Path) -> Any:
+    """A reader of torch's files that runs no code from them; torch's own unpickles the table of contents."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with (folder / ".metadata").open("rb") as opened:
+                return _Unpickler(opened).load()
+
+    return Reader(folder)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the table of contents of torch's files, and no other objects."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Finds a class of a table of contents.
+
+        Raises:
+            UnpicklingError: If it is any other object.
+        """
+        found = super().find_class(module, name) if module.split(".")[0] in ("torch", "pathlib") else None
+        of_contents = module in (
+            "torch.distributed.checkpoint.metadata",
+            "torch.distributed.checkpoint.filesystem",
+        )
+        is_safe = (of_contents or module.startswith("pathlib")) and isinstance(found, type)
+        is_safe |= module == "torch" and (
+            found is torch.Size or isinstance(found, torch.dtype | torch.layout)
+        )
+        if not is_safe and (module, name) not in SAFE:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint")
+        return super().find_class(module, name)
+
+
+SAFE = {
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+}
