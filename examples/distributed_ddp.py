@@ -1,4 +1,4 @@
-"""Train on two processes, torchrun --nproc_per_node 2 distributed_ddp.py, or on one, python distributed_ddp.py."""
+"""Train on two processes, torchrun --nproc_per_node 2 distributed_ddp.py, or alone, by plain python."""
 
 import torch
 from torch import nn

@@ -163,11 +163,14 @@ class Callback:
         """State of this callback for the phase in progress; a nested validation has its own."""
         return self.learn.phase_state[id(self)]
 
-    def wrapping_model(self) -> AbstractContextManager[object]:
+    def wrapping_model(self, name: str) -> AbstractContextManager[object]:
         """The context of each fit, validation and prediction of a Learner, whatever its events.
 
         It is entered before the optimizer is made and the ranks are found, so a callback that replaces the
         model or the loaders does that here, and undoes it; a validation in a fit enters it a second time.
+
+        Args:
+            name: what was called, "learn.fit".
         """
         return nullcontext()
 

@@ -347,7 +347,7 @@ class Loop(TrainingState):
         if self._votes is not None:  # a validation inside a fit
             yield
             return
-        with self.wrapped_model():
+        with self.wrapped_model(name):
             self.ranks = ranks = ranks_of(self.model)
             with shared_failures(ranks, self._where):
                 ranks.join(name, None if self.fitting else MAX_WAIT)
@@ -360,12 +360,12 @@ class Loop(TrainingState):
                     self._votes = None
 
     @contextmanager
-    def wrapped_model(self) -> Iterator[None]:
+    def wrapped_model(self, name: str) -> Iterator[None]:
         """Has callbacks wrap the model in the block; see `Callback.wrapping_model`."""
         with ExitStack() as stack:
             for cb in self.cbs:
                 if cb.run:
-                    stack.enter_context(cb.wrapping_model())
+                    stack.enter_context(cb.wrapping_model(name))
             yield
 
     def _enter(self, cbs: list[Callback]) -> None:

@@ -48,6 +48,7 @@ class Ranks:
     Args:
         model: a model wrapped in DistributedDataParallel or FullyShardedDataParallel, or with sharded
             parameters; any other is trained alone.
+        group: instead of a model, the process group.
 
     Attributes:
         rank: index of this process, from 0.
@@ -60,8 +61,8 @@ class Ranks:
     (0, 1, True, [1.5])
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.group = None if model is None else group_of(model)
+    def __init__(self, model: nn.Module | None = None, *, group: Any = None) -> None:
+        self.group = group if model is None else group_of(model)
         self.rank, self.world = 0, 1
         self.is_sharded = False  # whether a forward needs all ranks
         self.failure = ""  # what is known of a rank that failed
@@ -69,9 +70,9 @@ class Ranks:
         self._run = 0
         self._marks: dict[str, object] = {}  # at which this rank was
         self._wait_listeners: tuple[FetchListener, ...] = ()
-        if model is not None and self.group is not None:
+        if self.group is not None:
             self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
-            self.is_sharded = is_sharded(model)
+            self.is_sharded = model is not None and is_sharded(model)
 
     @property
     def is_main(self) -> bool:

@@ -5,10 +5,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -16,6 +15,8 @@ from torch.optim import Optimizer
 from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
+from hookcb.core.failures import shared_failures
+from hookcb.core.ranks import MAX_WAIT, Ranks
 from hookcb.core.state import whole
 from hookcb.distributed.loaders import Share, divided, with_loaders
 from hookcb.distributed.process_group import n_processes, open_group, own_device
@@ -116,13 +117,13 @@ class Distributed(Callback):
         self._layout: list[tuple[Any, ...]] = []  # of its parameters when it was
         self._made: tuple[nn.Module, nn.Module] | None = None  # a model, and what it became for good
         self._share = Share(1, 0)
-        self._parts: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()  # of loaders, by phase
+        self._parts: list[tuple[Any, Any]] = []  # the learner's loaders, and what was made of them
         self._left: dict[str, str] = {}  # loaders that are not divided, and why
 
     # ---- around a fit
 
     @contextmanager
-    def wrapping_model(self) -> Iterator[None]:
+    def wrapping_model(self, name: str) -> Iterator[None]:
         learn: Any = self.learn
         if self._is_on or n_processes() == 1 or not _can_train(learn.model):
             yield
@@ -132,7 +133,10 @@ class Distributed(Callback):
         try:
             learn.device = own_device(device, device_of(model))
             open_group(learn.device)
-            learn.model = self._wrapped(model, learn.device)
+            ranks = Ranks(group=distributed.group.WORLD)
+            with shared_failures(ranks, lambda: "wrapping the model"):
+                ranks.join(name, MAX_WAIT)
+                learn.model = self._wrapped(model, learn.device)
             self._share = self._find_share()
             learn.dls = divided_dls = self._divided_all(dls)
             learn.own_part = self._own_part
@@ -195,8 +199,6 @@ class Distributed(Callback):
     # ---- the data
 
     def _find_share(self) -> Share:
-        from torch import distributed
-
         if self.prepare is None or self.mesh is None:
             return Share(distributed.get_world_size(), distributed.get_rank())
         share = Share(1, 0)
@@ -207,27 +209,22 @@ class Distributed(Callback):
         return share
 
     def _divided_all(self, dls: Any) -> Any:
-        self._left = {}
-        train, valid = self._part(dls.train, True), getattr(dls, "valid", None)
-        return with_loaders(dls, train, None if valid is None else self._part(valid, False))
+        """The learner's loaders, divided once, as they may have workers that stay."""
+        self._left, before = {}, self._parts
+        loaders = {"training": dls.train, "validation": getattr(dls, "valid", None)}
+        self._parts = []
+        for role, loader in loaders.items():
+            known = [
+                part for i, (other, part) in enumerate(before) if other is loader and i == len(self._parts)
+            ]
+            part, why = (known[0], "") if known else divided(loader, self._share, role == "training")
+            if why and loader is not None:
+                self._left[role] = why
+            self._parts.append((None if why else loader, part))
+        return with_loaders(dls, *(part for _, part in self._parts))
 
     def _own_part(self, loader: Any) -> Any:
-        return self._part(loader, False)
-
-    def _part(self, loader: Any, training: bool) -> Any:
-        """This process's part of a loader, made once, as it may have workers that stay."""
-        made = self._parts.get(loader, {}) if _is_weakly_referable(loader) else {}
-        if training not in made:
-            made[training], why = divided(loader, self._share, training)
-            if why:
-                self._left["training" if training else "validation"] = why
-            elif made[training] is not loader:
-                self._parts[loader] = made
-        return made[training]
-
-
-def _is_weakly_referable(x: Any) -> bool:
-    return type(x).__weakrefoffset__ > 0 and type(x).__hash__ is not None
+        return divided(loader, self._share, training=False)[0]
 
 
 def _can_train(model: nn.Module) -> bool:

@@ -149,7 +149,7 @@ class Learner(NamedLoop):
             TypeError, ValueError: If an argument is invalid.
             RuntimeError: If a fit is running.
         """
-        with self.wrapped_model():
+        with self.wrapped_model("learn.lr_find"):
             return find_lr(self, start_lr, end_lr, num_it, stop_div)
 
     # ---- the loop
@@ -362,7 +362,8 @@ class Learner(NamedLoop):
         """
         if self.fitting:
             raise RuntimeError("a fit is running; call one_batch outside of it")
-        with self.restored(batch=False), torch.enable_grad(), self.wrapped_model(), stray_cancels_as_errors():
+        wrapped = self.wrapped_model("learn.one_batch")
+        with self.restored(batch=False), torch.enable_grad(), wrapped, stray_cancels_as_errors():
             self._prepare()
             self.set_phase(training=True, dl=[next(iter(self.dls.train)) if b is None else b], n_iter=1)
             self.model.train()
@@ -422,7 +423,7 @@ class Learner(NamedLoop):
             with self.on_all_ranks("learn.save"):
                 state, is_main = self._saved(with_opt), self.ranks.is_main
         else:
-            state, is_main = self._saved(with_opt), ranks_of(self.model).is_main
+            state, is_main = self._saved(with_opt), ranks_of(self.model).is_main and self.ranks.is_main
         return save_whole(state, file) if is_main else Path(file)
 
     def _saved(self, with_opt: bool) -> dict[str, Any]:
@@ -443,8 +444,11 @@ class Learner(NamedLoop):
             ValueError: If `file` is truncated or damaged, or was written by neither.
             RuntimeError: If its weights do not fit the model; with `strict` also if some are missing.
         """
+        with self.wrapped_model("learn.load"):
+            self._load(Path(file), with_opt, strict)
+
+    def _load(self, file: Path, with_opt: bool, strict: bool) -> None:
         self._place()
-        file = Path(file)
         state = read_any(file, self._device, ranks_of(self.model))
         if load_validated(self, state, file, strict):
             return

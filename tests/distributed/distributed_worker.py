@@ -1,6 +1,9 @@
 """One of several ranks; does one case after another: `distributed_worker.py FOLDER CASE,CASE`."""
 
 import sys
+import time
+import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from hookcb import Callback, ChannelsLast, Distributed, Freeze, Learner, accuracy
+from hookcb.distributed import callback
 from tests.ranks.support import answer, data, run_cases, small_model
 
 FOLDER = Path()
@@ -167,8 +171,6 @@ def not_divided():
     learn = learner([Distributed()])
     loader = DataLoader(data(48), 4, sampler=sampler)
     learn.dls = type(learn.dls)(loader, [(torch.ones(4, 4), torch.ones(4).long())])
-    import warnings
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet_fit(learn, 1)
@@ -188,10 +190,50 @@ def prepared_wrongly():
     quiet_fit(learner([Distributed(prepare=lambda model, mesh: model)]), 1)
 
 
+def saved():
+    """Saved by main alone, or by all; read by the other kinds of model."""
+    learn = quiet_fit(learner([Distributed()]), 1)
+    file, sharded_file = FOLDER / "ddp.pt", FOLDER / "fsdp2.pt"
+    if learn.ranks.is_main:
+        learn.save(file)
+    sharded = quiet_fit(learner([Distributed("fsdp2")]), 1)
+    sharded.save(sharded_file)
+    distributed.barrier()
+    found, wanted = {}, weights(learn.model)
+    kinds = {"alone": [], "ddp": [Distributed()], "fsdp2": [Distributed("fsdp2")]}
+    for written in (file, sharded_file):
+        for kind, cbs in kinds.items():
+            torch.manual_seed(1)
+            other = learner(cbs and [type(cbs[0])(cbs[0].mode)])
+            other.load(written)
+            apart = [
+                torch.tensor(a) - torch.tensor(b) for a, b in zip(weights(other.model), wanted, strict=True)
+            ]
+            found[f"{written.stem} {kind}"] = max(float(x.abs().max()) for x in apart)
+    return found | {"names": list(torch.load(file)["model"])}
+
+
+def fails_while_wrapping():
+    def parallelize(model, mesh):
+        if distributed.get_rank() == 1:
+            raise ValueError("planted")
+        return DistributedDataParallel(model)
+
+    quiet_fit(learner([Distributed(prepare=parallelize)]), 1)
+
+
+def validate_on_main_only():
+    callback.MAX_WAIT = timedelta(seconds=2)
+    if distributed.get_rank() == 0:
+        learner([Distributed()]).validate()
+    else:
+        time.sleep(3)
+
+
 def raises_in_fit():
     class Fails(Callback):
-        def after_batch(self):
-            if self.iter == 2 and distributed.get_rank() == 1:
+        def after_train(self):  # the other rank waits where it can be freed
+            if distributed.get_rank() == 1:
                 raise ValueError("planted")
 
     learn = learner([Distributed(), Fails()])

@@ -10,13 +10,16 @@ from tests.ranks.support import launched, shared
 
 CASES = ["ddp", "ddp_in_fit", "fsdp2", "fsdp2_on_mesh", "tensor_parallel", "prepared_ddp"]
 CASES += ["seeds_that_differ", "shuffled", "frozen", "lr_find", "not_divided", "optimizer_object"]
-CASES += ["prepared_wrongly", "raises_in_fit"]
+CASES += ["prepared_wrongly", "saved", "raises_in_fit"]
+LAST = ["fails_while_wrapping", "validate_on_main_only"]  # after which ranks have not come equally far
 WORKER = "../distributed/distributed_worker.py"
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return shared(tmp_path_factory, "distributed", lambda folder: launched(WORKER, folder, ",".join(CASES)))
+    return shared(
+        tmp_path_factory, "distributed", lambda folder: launched(WORKER, folder, ",".join([*CASES, *LAST]))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +112,28 @@ def test_what_prepare_must_make_is_said(ranks):
 def test_an_exception_undoes_it_on_all(ranks):
     first, second = (rank["raises_in_fit"]["result"] for rank in ranks)
     assert [first["restored"], second["restored"]] == [True, True]
-    assert first["text"].startswith("RankError: rank 1 raised ValueError in Fails.after_batch")
+    assert first["text"].startswith("RankError: rank 1 raised ValueError in Fails.after_train")
     assert second["text"] == "ValueError: planted"
 
 
 def test_the_group_is_closed_at_the_end(ranks):
     assert [rank["exit"] for rank in ranks] == [0, 0], ranks[0]["log"][-2000:]
     assert "destroy_process_group" not in ranks[0]["log"]
+
+
+def test_saved_weights_are_read_in_any_mode(ranks):
+    found = of_all(ranks, "saved")
+    assert found.pop("names") == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert len(found) == 6
+    assert max(found.values()) < 1e-6, found
+
+
+def test_no_process_waits_for_one_that_fails_or_does_not_come(ranks):
+    first, second = (rank["fails_while_wrapping"] for rank in ranks)
+    assert (first["error"], second["error"]) == ("RankError", "ValueError")
+    assert "rank 1 raised ValueError wrapping the model: planted" in first["text"]
+    text = "learn.validate must be called on all ranks, but rank 1 did not call it"
+    assert ranks[0]["validate_on_main_only"]["text"] == text
 
 
 # ---- alone
