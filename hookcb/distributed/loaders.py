@@ -16,7 +16,7 @@ OURS = ("shuffle", "sampler", "batch_sampler")  # settings of a DataLoader that 
 
 
 class Share(NamedTuple):
-    """Which of the equal parts of all samples is that of a process."""
+    """Number of equal parts of all samples, and the one that a process has."""
 
     n_parts: int
     own: int

@@ -45,7 +45,7 @@ def sharded(
 def prepared(
     model: nn.Module, device: torch.device, prepare: Callable[[nn.Module, Any], nn.Module | None], mesh: Any
 ) -> nn.Module:
-    """What a user's function makes of a model, which all ranks give it with the weights of rank 0.
+    """Has a user's function change a model, which all ranks give it with the weights of rank 0.
 
     Raises:
         TypeError: If that is not a model of several processes.
@@ -65,5 +65,5 @@ def prepared(
 
 
 def layout(model: nn.Module) -> list[tuple[Any, ...]]:
-    """What DistributedDataParallel must know of the parameters when it is made."""
+    """Facts about the parameters that DistributedDataParallel must know when it is made."""
     return [(p.requires_grad, p.shape, p.stride()) for p in model.parameters()]
