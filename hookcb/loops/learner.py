@@ -254,7 +254,8 @@ class Learner(NamedLoop):
         for i, batch in batches:
             if n_left != 0:
                 yield i, cut(batch, n_left)
-            elif self.ranks.is_sharded:  # the other ranks need this one for their forwards
+            elif self.ranks.is_sharded or i == 0:  # the others need this rank: for their forwards, or for
+                # the buffers, which DistributedDataParallel sends in the first one
                 self.xb, self.yb = split_batch(batch, self._device, self.n_inp)
                 self.predict()
             n_left = None if n_left is None else max(0, n_left - batch_size(batch))

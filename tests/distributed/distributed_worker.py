@@ -156,6 +156,13 @@ def frozen():
     return {"same": torch.equal(before, learn.model[0].weight), "weights": weights(learn.model)}
 
 
+def batch_norm():
+    """A rank without samples to validate takes part in what DistributedDataParallel sends."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    learn = quiet_fit(learner([Distributed()], model=model, n_valid=1), 2)
+    return {"rows": rows(learn), "validated": list(learn.validate())}
+
+
 def lr_find():
     learn = learner([Distributed()])
     before = weights(learn.model)

@@ -10,7 +10,7 @@ from tests.ranks.support import launched, shared
 
 CASES = ["ddp", "ddp_in_fit", "fsdp2", "fsdp2_on_mesh", "tensor_parallel", "prepared_ddp"]
 CASES += ["seeds_that_differ", "shuffled", "frozen", "lr_find", "not_divided", "optimizer_object"]
-CASES += ["prepared_wrongly", "saved", "raises_in_fit"]
+CASES += ["prepared_wrongly", "batch_norm", "saved", "raises_in_fit"]
 LAST = ["fails_while_wrapping", "validate_on_main_only"]  # after which ranks have not come equally far
 WORKER = "../distributed/distributed_worker.py"
 
@@ -85,6 +85,11 @@ def test_training_is_shuffled_by_epoch_and_divided(ranks):
 
 def test_the_model_is_wrapped_once_its_parameters_are_frozen(ranks):
     assert of_all(ranks, "frozen")["same"]
+
+
+def test_a_rank_without_samples_to_validate_keeps_the_others_going(ranks):
+    found = of_all(ranks, "batch_norm")
+    assert_close(found["validated"], found["rows"][-1][1:])
 
 
 def test_lr_find_is_that_of_all_and_leaves_nothing(ranks):
