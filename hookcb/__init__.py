@@ -26,6 +26,7 @@ from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.one_backward import check_gradients
 from hookcb.diagnosis.verdict import Finding, Verdict
+from hookcb.distributed.callback import Distributed
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.flow import gradient_flow
 from hookcb.gradients.records import GradientRecords
@@ -97,6 +98,7 @@ __all__ = [
     "Coverage",
     "DetectAnomaly",
     "Diagnose",
+    "Distributed",
     "EarlyStopping",
     "EarlyStoppingCallback",
     "Event",

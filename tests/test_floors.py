@@ -15,7 +15,7 @@ FLOORS = [
     {"hooks"},
     {"activations", "nans", "profiling", "training"},
     {"gradients"},
-    {"diagnosis", "loggers"},
+    {"diagnosis", "distributed", "loggers"},
     {"loops"},
     {"adapters", "testing.py"},
     {"cli"},

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, getattr_static, signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
@@ -161,6 +162,17 @@ class Callback:
     def phase_state(self) -> dict[str, Any]:
         """State of this callback for the phase in progress; a nested validation has its own."""
         return self.learn.phase_state[id(self)]
+
+    def wrapping_model(self, name: str) -> AbstractContextManager[object]:
+        """The context of each fit, validation and prediction of a Learner, whatever its events.
+
+        It is entered before the optimizer is made and the ranks are found, so a callback that replaces the
+        model or the loaders does that here, and undoes it; a validation in a fit enters it a second time.
+
+        Args:
+            name: what was called, "learn.fit".
+        """
+        return nullcontext()
 
     def handler(self, event: str) -> Callable[[], object] | None:
         """The method or function that acts at `event`, or None."""

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -348,16 +348,26 @@ class Loop(TrainingState):
             self.ranks.meet(name, f" {self._where()}")
             yield
             return
-        self.ranks = ranks = ranks_of(self.model)
-        with shared_failures(ranks, self._where):
-            ranks.join(name, None if self.fitting else MAX_WAIT)
-            self._votes = Votes(ranks) if ranks.world > 1 else None
-            self.signal = 0
-            try:
-                with shown_once(ranks.rank if ranks.world > 1 else None):
-                    yield
-            finally:
-                self._votes = None
+        with self.wrapped_model(name):
+            self.ranks = ranks = ranks_of(self.model)
+            with shared_failures(ranks, self._where):
+                ranks.join(name, None if self.fitting else MAX_WAIT)
+                self._votes = Votes(ranks) if ranks.world > 1 else None
+                self.signal = 0
+                try:
+                    with shown_once(ranks.rank if ranks.world > 1 else None):
+                        yield
+                finally:
+                    self._votes = None
+
+    @contextmanager
+    def wrapped_model(self, name: str) -> Iterator[None]:
+        """Has callbacks wrap the model in the block; see `Callback.wrapping_model`."""
+        with ExitStack() as stack:
+            for cb in self.cbs:
+                if cb.run:
+                    stack.enter_context(cb.wrapping_model(name))
+            yield
 
     def _enter(self, cbs: list[Callback]) -> None:
         """Calls `before_fit` of `cbs`, if a fit is running that they have not entered yet."""

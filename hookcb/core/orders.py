@@ -16,6 +16,9 @@ FREEZE = -90
 CHANNELS_LAST = -80
 """Sets the memory layout before anything is compiled or copied."""
 
+DISTRIBUTED = -75
+"""Wraps the model once its parameters and their memory layout are set, before it is compiled."""
+
 COMPILE = -70
 """Compiles the model once its memory layout is set."""
 

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from hookcb.core.console import warn
 from hookcb.core.fetches import FetchListener
@@ -49,6 +50,7 @@ class Ranks:
     Args:
         model: a model wrapped in DistributedDataParallel or FullyShardedDataParallel, or with sharded
             parameters; any other is trained alone.
+        group: instead of a model, the process group.
 
     Attributes:
         rank: index of this process, from 0.
@@ -61,8 +63,8 @@ class Ranks:
     (0, 1, True, [1.5])
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.group = None if model is None else group_of(model)
+    def __init__(self, model: nn.Module | None = None, *, group: Any = None) -> None:
+        self.group = group if model is None else group_of(model)
         self.rank, self.world = 0, 1
         self.is_sharded = False  # whether a forward needs all ranks
         self.failure = ""  # what is known of a rank that failed
@@ -70,9 +72,9 @@ class Ranks:
         self._run, self._n_met = 0, 0
         self._marks: dict[str, object] = {}  # at which this rank was
         self._wait_listeners: tuple[FetchListener, ...] = ()
-        if model is not None and self.group is not None:
+        if self.group is not None:
             self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
-            self.is_sharded = is_sharded(model)
+            self.is_sharded = model is not None and is_sharded(model)
 
     @property
     def is_main(self) -> bool:
@@ -449,6 +451,13 @@ def is_sharded(model: nn.Module) -> bool:
         return True
     kinds = {type(m).__name__ for m in model.modules()} | {type(p).__name__ for p in model.parameters()}
     return bool(kinds & {"DTensor", "FullyShardedDataParallel"})
+
+
+def send_from_main(model: nn.Module) -> None:
+    """Gives all ranks the parameters and buffers that rank 0 has, unless they have no values yet."""
+    for x in chain(model.parameters(), model.buffers()):
+        if not (is_lazy(x) or x.is_meta):
+            distributed.broadcast(x.data, 0)
 
 
 def set_sync(model: nn.Module, is_on: bool) -> bool:

@@ -28,6 +28,11 @@ class Ordered(Protocol):
 C = TypeVar("C", bound=Ordered)
 
 
+def whole(loader: Any) -> Any:
+    """A loader itself, of which a process that trains alone has all samples."""
+    return loader
+
+
 class TrainingState:
     """State of a training: model, optimizer, batch and progress; `Loop` adds callbacks to it."""
 
@@ -53,6 +58,7 @@ class TrainingState:
         self.stop_requested = False
         self.signal = 0  # number of a signal that ends the training, 0 if none has come
         self.ranks = ALONE  # the processes that train the model together, found when a fit begins
+        self.own_part: Callable[[Any], Any] = whole  # gives the part of a loader that is for this process
         self._depth = 0
         self.row: dict[str, float] = {}  # results of this epoch, by column; any callback may add one
 

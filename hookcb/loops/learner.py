@@ -157,7 +157,8 @@ class Learner(NamedLoop):
             TypeError, ValueError: If an argument is invalid.
             RuntimeError: If a fit is running.
         """
-        return find_lr(self, start_lr, end_lr, num_it, stop_div)
+        with self.wrapped_model("learn.lr_find"):
+            return find_lr(self, start_lr, end_lr, num_it, stop_div)
 
     # ---- the loop
 
@@ -187,11 +188,11 @@ class Learner(NamedLoop):
             TypeError, ValueError, RuntimeError, OSError: If it cannot train; before training starts.
         """
         self._check_idle()
-        with self.on_all_ranks("learn.fit"):
+        with self.added_cbs(cbs), self.on_all_ranks("learn.fit"):
             check_fit(n_epoch, self.dls)
             if uneven not in UNEVEN:
                 raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r:.80}")
-            with self.restored(), self.added_cbs(cbs):
+            with self.restored():
                 self._prepare(lr)
                 self.opt.zero_grad()  # an interrupted fit may have left gradients behind
                 self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
@@ -294,7 +295,9 @@ class Learner(NamedLoop):
             if item is not None and n_left != 0:
                 yield item[0], cut(item[1], n_left)
                 n_left = None if n_left is None else max(0, n_left - batch_size(item[1]))
-            elif self.ranks.is_sharded:  # the other ranks need this one for their forwards
+            elif self.ranks.is_sharded or (item is not None and item[0] == 0):
+                # the others need this rank: for their forwards, or for the buffers, which
+                # DistributedDataParallel sends in the first one
                 if item is not None:
                     self.xb, self.yb = split_batch(item[1], self._device, self.n_inp)
                 self.predict()
@@ -360,7 +363,7 @@ class Learner(NamedLoop):
         with self.restored(), self.on_all_ranks("learn.validate"), self.added_cbs(cbs), self._apart():
             self._place()
             self.row = {}
-            self._phase("validate", dl)
+            self._phase("validate", self.own_part(dl))
             return L(self.row.values())
 
     def _apart(self) -> AbstractContextManager[None]:
@@ -385,7 +388,7 @@ class Learner(NamedLoop):
         """
         gather = GatherPreds(self.loss_func, with_input=with_input, with_loss=with_loss)
         with self.on_all_ranks("learn.get_preds"):
-            positions = own_order(self.dls.valid if dl is None else dl)
+            positions = own_order(self.own_part(self.dls.valid if dl is None else dl))
             if self.ranks.world > 1 and positions is None:
                 gather.digest = hashlib.blake2b()
             try:
@@ -405,7 +408,8 @@ class Learner(NamedLoop):
         """
         if self.fitting:
             raise RuntimeError("a fit is running; call one_batch outside of it")
-        with self.restored(batch=False), torch.enable_grad(), stray_cancels_as_errors():
+        wrapped = self.wrapped_model("learn.one_batch")
+        with self.restored(batch=False), torch.enable_grad(), wrapped, stray_cancels_as_errors():
             self._prepare()
             self.set_phase(training=True, dl=[next(iter(self.dls.train)) if b is None else b], n_iter=1)
             self.model.train()
@@ -465,7 +469,7 @@ class Learner(NamedLoop):
             with self.on_all_ranks("learn.save"):
                 state, is_main = self._saved(with_opt), self.ranks.is_main
         else:
-            state, is_main = self._saved(with_opt), ranks_of(self.model).is_main
+            state, is_main = self._saved(with_opt), ranks_of(self.model).is_main and self.ranks.is_main
         return save_whole(state, file) if is_main else Path(file)
 
     def _saved(self, with_opt: bool) -> dict[str, Any]:
@@ -486,8 +490,11 @@ class Learner(NamedLoop):
             ValueError: If `file` is truncated or damaged, or was written by neither.
             RuntimeError: If its weights do not fit the model; with `strict` also if some are missing.
         """
+        with self.wrapped_model("learn.load"):
+            self._load(Path(file), with_opt, strict)
+
+    def _load(self, file: Path, with_opt: bool, strict: bool) -> None:
         self._place()
-        file = Path(file)
         state = read_any(file, self._device, ranks_of(self.model))
         if load_validated(self, state, file, strict):
             return

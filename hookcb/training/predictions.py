@@ -78,7 +78,8 @@ class GatherPreds(Callback):
         results = tuple(concat(list(items)) for items in zip(*batches, strict=True))
         if ranks.world == 1 or order is None:
             return results
-        places = torch.tensor([i for *_, theirs in parts for i in theirs]).argsort()
+        owners = {i: place for place, i in enumerate(i for *_, theirs in parts for i in theirs)}
+        places = torch.tensor([owners[i] for i in sorted(owners)])  # once, if several ranks have the sample
         return tuple(map_tensors(lambda x: x[places], item) for item in results)
 
     def _add_to_digest(self, x: torch.Tensor) -> torch.Tensor:

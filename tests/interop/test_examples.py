@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.support import free_port
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 # what each prints, besides a table
@@ -31,6 +33,8 @@ REPORTS = {
         "gradients in the last of 24",
         "before_step: 24 times",
     ],
+    "distributed_ddp": ["valid_loss", "HEALTHY"],
+    "distributed_fsdp2": ["valid_loss", "gradients in the last of 46"],
 }
 
 
@@ -38,17 +42,31 @@ def test_there_is_a_report_for_each_example():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*REPORTS}
 
 
-@pytest.mark.parametrize("name", REPORTS)
-def test_an_example_runs_and_prints_its_report(name, tmp_path):
+def run(name, folder, *launcher):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     offline = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     env = os.environ | offline | {"PYTHONPATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, EXAMPLES / f"{name}.py"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, *launcher, EXAMPLES / f"{name}.py"]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    printed = re.sub(r"\s+", " ", done.stdout)
+    assert not [*folder.iterdir()]  # nothing is left behind
+    return re.sub(r"\s+", " ", done.stdout)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_an_example_runs_and_prints_its_report(name, tmp_path):
+    printed = run(name, tmp_path)
     assert [part for part in REPORTS[name] if part not in printed] == []
-    assert not [*tmp_path.iterdir()]  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("name", "report"),
+    [("distributed_ddp", ["HEALTHY"]), ("distributed_fsdp2", ["gradients in the last of 24"])],
+)
+def test_an_example_of_several_processes_prints_once(name, report, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    printed = run(name, tmp_path, *launcher, "--master-port", free_port())
+    assert [part for part in ["valid_loss", *report] if printed.count(part) != 1] == []
 
 
 @pytest.mark.parametrize("name", REPORTS)

@@ -83,7 +83,7 @@ def by_torchrun(worker, folder, *args, world=2, timeout=90):
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     command += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    command += [str(Path(__file__).with_name(worker)), str(folder), *map(str, args)]
+    command += [str(Path(__file__).parent / worker), str(folder), *map(str, args)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with open(folder / "torchrun.log", "wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)

@@ -1,0 +1,1 @@
+"""`Distributed`: one training on several processes."""

@@ -1,0 +1,263 @@
+"""Distributed: one training on several processes, from the same script."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from hookcb.core import orders
+from hookcb.core.callback import Callback
+from hookcb.core.console import warn
+from hookcb.core.failures import shared_failures
+from hookcb.core.ranks import MAX_WAIT, Ranks
+from hookcb.core.state import whole
+from hookcb.distributed.loaders import Share, divided, with_loaders
+from hookcb.distributed.process_group import n_processes, open_group, own_device
+from hookcb.distributed.wrap import is_wrapped, layout, prepared, replicated, sharded
+from hookcb.hooks.modules import Where, device_of
+
+MODES = ("ddp", "fsdp2")
+NOT_OPTIONS = ("self", "module", "mesh", "device_mesh", "device_ids", "output_device", "dim", "process_group")
+DATA_PARALLEL = "dp"  # how names of dimensions of a mesh begin along which samples are divided
+
+
+class Distributed(Callback):
+    """Trains on all processes that torchrun has started; a process alone trains as without it.
+
+    Give it to the Learner, so that `validate`, `get_preds`, `lr_find`, `save` and `load` have it too:
+    `torchrun --nproc_per_node 2 train.py`. It opens the process group unless you have, and closes it when the
+    process ends. A model on a GPU, or given to a machine with one for each process, goes to the GPU of its
+    process; it is wrapped with the weights of rank 0.
+
+    - "ddp": DistributedDataParallel for the length of a fit, validation or prediction; then `learn.model` is
+      your own object again.
+    - "fsdp2": `fully_shard`, in place: parameters stay shards (DTensors) after the fit, and `learn.save`
+      gathers them. Make the optimizer from a class, as parameters are replaced.
+    - `prepare`: your own function, such as `parallelize_module` for tensor parallelism; called once.
+
+    Each process gets a part of the samples of a DataLoader that has the sampler of `shuffle=True` or
+    `shuffle=False`; `batch_size` is that of one process. A loader with a DistributedSampler stays as it is,
+    and so does any other, with a warning: there, you divide the samples. A model that is wrapped already
+    stays as it is.
+
+    Args:
+        mode: "ddp" or "fsdp2".
+        shard: with "fsdp2", the modules that are gathered one at a time, such as
+            `nn.TransformerEncoderLayer`: a type, a predicate, a glob on names, or several of these; without
+            it, the whole model is gathered for each forward.
+        prepare: called as `prepare(model, mesh)`; returns the model, or changes it and returns None.
+        mesh: with "fsdp2" or `prepare`, a DeviceMesh, or the sizes of its dimensions by name,
+            `{"dp": 2, "tp": 4}`. With `prepare`, samples are divided along dimensions whose names begin with
+            "dp"; processes along others get the same. Without a mesh, among all processes.
+        name: name of the callback in the learner.
+        **options: options of DistributedDataParallel, such as `find_unused_parameters`, or of `fully_shard`,
+            such as `mp_policy`.
+
+    Raises:
+        TypeError, ValueError: If an argument is invalid, or not one of the mode.
+
+    >>> from hookcb import Distributed, synth_learner
+    >>> learn = synth_learner(cbs=Distributed())
+    >>> with learn.no_logging():
+    ...     learn.fit(1)
+    >>> learn.ranks
+    Ranks(rank=0, world=1)
+    """
+
+    order = orders.DISTRIBUTED
+    run_lr_find = False  # the model is wrapped around it
+
+    def __init__(
+        self,
+        mode: str = "ddp",
+        *,
+        shard: Where | Iterable[Where] | None = None,
+        prepare: Callable[[nn.Module, Any], nn.Module | None] | None = None,
+        mesh: Any = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(name=name)
+        if mode not in MODES:
+            raise ValueError(
+                f"mode must be 'ddp' or 'fsdp2', got {mode!r}; for another way to parallelize, give prepare="
+            )
+        if prepare is not None and not callable(prepare):
+            raise TypeError(f"prepare must be a function (model, mesh) -> model, got {prepare!r:.80}")
+        if prepare is not None and (mode != "ddp" or shard is not None or options):
+            given = f"mode={mode!r}" if mode != "ddp" else next(iter(options), "shard")
+            raise ValueError(f"{given} is not used if there is prepare=; do in it what the model needs")
+        if shard is not None and mode != "fsdp2":
+            raise ValueError("shard needs 'fsdp2', as DistributedDataParallel does not shard the model")
+        if mesh is not None and mode == "ddp" and prepare is None:
+            raise ValueError("mesh needs 'fsdp2' or prepare=; DistributedDataParallel uses all processes")
+        if mesh is not None and not isinstance(mesh, Mapping) and not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(
+                f"mesh must be a DeviceMesh, or sizes by name, as in {{'dp': 2, 'tp': 4}}, got {mesh!r}"
+            )
+        if isinstance(mesh, Mapping) and not all(type(n) is int and n > 0 for n in mesh.values()):
+            raise ValueError(f"mesh must have sizes by name, as in {{'dp': 2, 'tp': 4}}, got {mesh!r}")
+        if prepare is not None and mesh is not None and not _names_of(mesh):
+            raise ValueError(
+                "the mesh has no names of its dimensions, which say which processes get the same samples; "
+                "make it with mesh_dim_names, or give sizes by name, mesh={'dp': 2, 'tp': 4}"
+            )
+        _check_options(mode, options)
+        self.mode, self.shard, self.prepare, self.mesh, self.options = mode, shard, prepare, mesh, options
+        self._is_on = False  # while the model is wrapped
+        self._whole: nn.Module | None = None  # the user's model, while it is replicated
+        self._wrapper: nn.Module | None = None  # what is the learner's model instead of the user's
+        self._layout: list[tuple[Any, ...]] = []  # of its parameters when it was
+        self._made: tuple[nn.Module, nn.Module] | None = None  # a model, and what it became for good
+        self._share = Share(1, 0)
+        self._parts: list[tuple[Any, Any]] = []  # the learner's loaders, and what was made of them
+        self._left: dict[str, str] = {}  # loaders that are not divided, and why
+
+    # ---- around a fit
+
+    @contextmanager
+    def wrapping_model(self, name: str) -> Iterator[None]:
+        learn: Any = self.learn
+        if self._is_on or n_processes() == 1 or not _can_train(learn.model):
+            yield
+            return
+        model, dls, device, divided_dls = learn.model, learn.dls, learn.device, None
+        self._is_on = True
+        try:
+            learn.device = own_device(device, device_of(model))
+            open_group(learn.device)
+            ranks = Ranks(group=distributed.group.WORLD)
+            with shared_failures(ranks, lambda: "wrapping the model"):
+                ranks.join(name, MAX_WAIT)
+                learn.model = self._wrapped(model, learn.device)
+            self._share = self._find_share()
+            learn.dls = divided_dls = self._divided_all(dls)
+            learn.own_part = self._own_part
+            yield
+        finally:
+            learn.device, learn.own_part = device, whole
+            if learn.dls is divided_dls:  # else it was replaced meanwhile
+                learn.dls = dls
+            if learn.model is self._wrapper:
+                learn.model = model
+            self._is_on, self._whole, self._wrapper = False, None, None
+
+    def before_fit(self) -> None:
+        if n_processes() == 1:
+            return
+        if not self._is_on:
+            raise RuntimeError(
+                "Distributed wraps the model before a fit of a Learner begins; give it to the Learner, "
+                "Learner(…, cbs=[Distributed()]), or to its fit"
+            )
+        if self._whole is not None and layout(self._whole) != self._layout:  # another callback has changed it
+            self.learn.model = self._replicated(self._whole, device_of(self._whole))
+        if self._left:
+            each = "; ".join(f"the {role} loader, as {why}" for role, why in self._left.items())
+            warn(
+                f"Distributed does not divide {each}: each process takes all that its loader yields; "
+                "if that is the same on all of them, divide it yourself, as with a DistributedSampler"
+            )
+
+    # ---- the model
+
+    def _wrapped(self, model: nn.Module, device: torch.device) -> nn.Module:
+        if self._made is not None and self._made[0] is model:
+            self._wrapper = self._made[1]
+            return self._wrapper
+        if is_wrapped(model):
+            return model
+        if self.mode == "ddp" and self.prepare is None:
+            return self._replicated(model, device)
+        if isinstance(getattr(self.learn, "opt_func", None), Optimizer):
+            raise TypeError(
+                "opt_func is an optimizer of the whole model, whose parameters are replaced by shards; "
+                f"give its class, or a function, opt_func={type(self.opt).__name__}"
+            )
+        if isinstance(self.mesh, Mapping):
+            self.mesh = _make_mesh(self.mesh, device)
+        if self.prepare is not None:
+            made = prepared(model, device, self.prepare, self.mesh)
+        else:
+            mesh = self.mesh or _make_mesh({"dp": n_processes()}, device)
+            made = sharded(model, self.shard, mesh, self.options)
+        self._made, self._wrapper = (model, made), made
+        return made
+
+    def _replicated(self, model: nn.Module, device: torch.device) -> nn.Module:
+        made = replicated(model, device, self.options)
+        self._whole, self._layout, self._wrapper = model, layout(model), made
+        return made
+
+    # ---- the data
+
+    def _find_share(self) -> Share:
+        if self.prepare is None or self.mesh is None:
+            return Share(distributed.get_world_size(), distributed.get_rank())
+        share = Share(1, 0)
+        for dim in _names_of(self.mesh):
+            if dim.startswith(DATA_PARALLEL):
+                n = self.mesh[dim].size()
+                share = Share(share.n_parts * n, share.own * n + self.mesh.get_local_rank(dim))
+        return share
+
+    def _divided_all(self, dls: Any) -> Any:
+        """The learner's loaders, divided once, as they may have workers that stay."""
+        self._left, before = {}, self._parts
+        loaders = {"training": dls.train, "validation": getattr(dls, "valid", None)}
+        self._parts = []
+        for role, loader in loaders.items():
+            known = [
+                part for i, (other, part) in enumerate(before) if other is loader and i == len(self._parts)
+            ]
+            part, why = (known[0], "") if known else divided(loader, self._share, role == "training")
+            if why and loader is not None:
+                self._left[role] = why
+            self._parts.append((None if why else loader, part))
+        return with_loaders(dls, *(part for _, part in self._parts))
+
+    def _own_part(self, loader: Any) -> Any:
+        return divided(loader, self._share, training=False)[0]
+
+
+def _can_train(model: nn.Module) -> bool:
+    """Whether a model has anything to train, and shapes; if not, the Learner says what to do."""
+    params = list(model.parameters())
+    return any(p.requires_grad for p in params) and not any(map(is_lazy, params))
+
+
+def _names_of(mesh: Any) -> tuple[str, ...]:
+    return tuple(mesh) if isinstance(mesh, Mapping) else tuple(mesh.mesh_dim_names or ())
+
+
+def _make_mesh(sizes: Mapping[str, int], device: torch.device) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _check_options(mode: str, options: dict[str, Any]) -> None:
+    """Checks that torch has the options.
+
+    Raises:
+        TypeError: If it lacks one; the message names a similar one.
+    """
+    if not options:
+        return
+    if mode == "ddp":
+        function: Callable[..., Any] = DistributedDataParallel
+    else:
+        from torch.distributed.fsdp import fully_shard as function
+    possible = [key for key in inspect.signature(function).parameters if key not in NOT_OPTIONS]
+    for key in options:
+        if key not in possible:
+            close = difflib.get_close_matches(key, possible, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(possible)}"
+            raise TypeError(f"{function.__name__} has no option {key!r} that can be given here; {hint}")
