@@ -49,10 +49,11 @@ def test_with_each_callback_all_ranks_take_part_in_the_same_collectives(tmp_path
     assert plain.count("allreduce_") > 20  # DDP's own are seen, too
 
 
-def test_a_callback_that_communicates_by_its_own_clock_is_caught(tmp_path):
-    launched("trace_worker.py", tmp_path / "x", "clock", "0/1")
+@pytest.mark.parametrize(("how", "shape"), [("sharded,diagnosis", "float64[56]"), ("loss", "float64[4]")])
+def test_a_callback_that_communicates_when_its_own_rank_says_so_is_caught(tmp_path, how, shape):
+    launched("trace_worker.py", tmp_path / "x", how, "0/1")
     a, b = ((tmp_path / "x" / f"{rank}.ops").read_text().splitlines() for rank in range(2))
-    looks = [sum("float32[3]" in op for op in ops) for ops in (a, b)]
+    looks = [[i for i, op in enumerate(ops) if shape in op] for ops in (a, b)]
     assert looks[0] != looks[1]
     assert a != b
 
@@ -67,8 +68,9 @@ def test_with_each_callback_more_or_sharded_ranks_take_part_in_the_same(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4"])
-def test_with_each_pair_of_callbacks_all_ranks_take_part_in_the_same(tmp_path_factory, part):
-    check(*traced(tmp_path_factory, "pairs", part, timeout=280))
+@pytest.mark.parametrize("how", ["pairs", "pairs,sharded"])
+def test_with_each_pair_of_callbacks_all_ranks_take_part_in_the_same(tmp_path_factory, how, part):
+    check(*traced(tmp_path_factory, how, part, timeout=280))
 
 
 @pytest.mark.slow
