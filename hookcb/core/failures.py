@@ -85,7 +85,8 @@ def _is_from_others(error: BaseException) -> bool:
 def _watch(ranks: Ranks, where: Callable[[], str], ended: threading.Event) -> None:
     while not ended.wait(max(POLL, ranks.world * 5e-4)):  # at most 2,000 looks a second of all together
         try:
-            failure = ranks.answer_alarm()
+            if failure := ranks.answer_alarm():
+                ranks.are_all_at("known")  # the rank that failed may wait for that
         except RuntimeError:  # the store is gone, and the next collective says so
             return
         if failure:

@@ -376,7 +376,7 @@ class Ranks:
             self.are_all_at("known")
             until = time.monotonic() + MAX_FAREWELL
             while self._control is not None and self.is_main and time.monotonic() < until:
-                if self._control.store.add(f"{self._run}/known", 0) >= self.world - 1:
+                if self.are_all_at("known"):
                     return
                 time.sleep(self.pause)
 
@@ -387,6 +387,8 @@ class Ranks:
 
     def describe_loss(self) -> str:
         """Why a collective has failed or timed out: a rank that failed, or the ranks that no longer run."""
+        if self.failure:  # the store may be gone
+            return self.failure
         try:
             if self._control is not None:
                 self._control.store.set(f"{self._run}/alarm", "")

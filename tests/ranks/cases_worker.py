@@ -421,26 +421,30 @@ def sigterm():
 
 
 class Raises(Callback):
-    def __init__(self, lingers):
+    def __init__(self, culprit, lingers=False):
         super().__init__()
-        self.lingers = lingers
+        self.culprit, self.lingers = culprit, lingers
 
     def after_pred(self):
-        if self.iter == 2 and is_culprit():
+        if self.iter == 2 and self.culprit == RANK:
             raise ValueError("my error")
 
     def after_fit(self):
-        if is_culprit() and self.lingers:
+        if self.culprit == RANK and self.lingers:
             time.sleep(60)
 
 
 def raises():
-    quiet_fit(make_learner(), 2, cbs=Raises(lingers=False))
+    quiet_fit(make_learner(), 2, cbs=Raises(culprit=1))
+
+
+def main_raises():
+    quiet_fit(make_learner(), 2, cbs=Raises(culprit=0))
 
 
 def raises_and_lingers():
     failures.GRACE, failures.POLL = 0.5, 0.1
-    quiet_fit(make_learner(), 2, cbs=Raises(lingers=True))
+    quiet_fit(make_learner(), 2, cbs=Raises(culprit=1, lingers=True))
 
 
 def undeclared_cancel():

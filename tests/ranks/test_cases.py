@@ -285,6 +285,16 @@ def test_ranks_end_at_once_if_one_raises_and_say_what_it_was(tmp_path):
     assert other["raises"]["seconds"] < TIMEOUT
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_say_what_it_was_also_if_the_one_that_raised_hosted_the_store(tmp_path, world):
+    culprit, *others = launched("cases_worker.py", tmp_path / "x", "main_raises", world=world)
+    assert culprit["main_raises"]["error"] == "ValueError"
+    for other in others:
+        assert other["main_raises"]["error"] == "RankError"
+        assert other["main_raises"]["text"].startswith("rank 0 raised ValueError in Raises.after_pred")
+        assert other["main_raises"]["seconds"] < TIMEOUT
+
+
 def test_a_rank_that_raised_and_lingers_does_not_hold_the_others(tmp_path):
     other, _ = launched("cases_worker.py", tmp_path / "x", "raises_and_lingers", only=1)
     assert other["exit"] == 1
