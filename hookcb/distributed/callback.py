@@ -170,9 +170,9 @@ class Distributed(Callback):
         self._follow_changes()  # parameters may be trained from this epoch on
 
     def _follow_changes(self) -> None:
-        """Wraps the model anew if another callback has changed which parameters are trained, or their layout.
+        """Wraps the model anew if other callbacks have changed which parameters are trained, or their layout.
 
-        DistributedDataParallel averages gradients of those that were trained when it was made, and of no others.
+        DistributedDataParallel averages only gradients of parameters that were trained when it was made.
         """
         if (model := self._whole) is None:
             return
