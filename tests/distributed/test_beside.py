@@ -1,4 +1,4 @@
-"""Other callbacks and all kinds of data beside `Distributed`: what one process gives with the same batches."""
+"""Callbacks and loaders beside `Distributed` give what one process gives with the same batches."""
 
 import json
 import math
