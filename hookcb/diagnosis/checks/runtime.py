@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Series
@@ -86,7 +87,7 @@ def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
         more = f"{found.share:.0%} more work at most" if found.is_chronic else "not always the same one"
         yield Passed(f"{name} ({more})", found.share, MAX_EXCESS)
         return
-    yield finding(
+    late = finding(
         "time.straggler",
         "warning",
         value=found.share,
@@ -100,6 +101,7 @@ def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
             "Give its shard as much work as the others have",
         ),
     )
+    yield replace(late, ranks=(found.rank,))
 
 
 def _causes_of_lag(phase: str) -> tuple[str, ...]:
