@@ -17,7 +17,7 @@ PATIENCE = 20.0  # seconds in which processes end after Ctrl-C
 
 def own_rank() -> int:
     """Number of this process among those that torchrun has started; 0 if it is alone."""
-    return int(os.environ["RANK"]) if n_processes() > 1 else 0
+    return int(os.environ.get("RANK", 0)) if n_processes() > 1 else 0
 
 
 def run_on_ranks(n: int, argv: Sequence[str]) -> int:

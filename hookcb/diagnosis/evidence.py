@@ -194,6 +194,7 @@ class Evidence:
         validation: loss of the last validation, NaN if there was none.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
+        rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
         input_columns: RMS of each column of a table, in the first inspected batches; else empty.
         batch_hashes: hashes of inputs and targets of the first batches of epochs, on several ranks; None if
             unknown.
@@ -241,6 +242,7 @@ class Evidence:
     n_targets: int = 1
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
+    rms_of_others: float = math.nan
     input_columns: list[list[float]] = field(default_factory=list)
     batch_hashes: list[list[tuple[int | None, int | None]]] = field(default_factory=list)
     random_states: list[int] = field(default_factory=list)

@@ -8,6 +8,7 @@ from zlib import crc32
 
 from hookcb.core.ranks import Ranks, name_ranks
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
+from hookcb.diagnosis.trends import median
 from hookcb.diagnosis.verdict import Finding, Gap
 
 MIN_COMPARED, N_COMPARED = 4, 8  # batches that are compared
@@ -34,7 +35,7 @@ def share_losses(evidence: Evidence, ranks: Ranks) -> None:
 
 
 def compare_batches(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
-    """Adds observations if ranks have the same batches or random numbers, or if the batches of one repeat.
+    """Adds observations if ranks have the same batches or random numbers, or the batches of one repeat.
 
     Args:
         evidence: what this rank has recorded.
@@ -59,6 +60,20 @@ def compare_batches(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
         evidence.observations += _observe_repeats(repeated, evidence, ranks.rank)
     if n_drawn >= MIN_COMPARED:
         evidence.observations += _observe_same_numbers(states)
+
+
+def share_inputs(evidence: Evidence, ranks: Ranks) -> None:
+    """Sets the spread of the inputs to that on all ranks, as that of activations is, and compares their scale.
+
+    Their root mean squares stay those of this rank, as a rank may have inputs on another scale.
+    """
+    steps, rms = evidence.input_std.steps, median(evidence.input_rms.values)
+    if _differ([len(steps), sum(steps)], ranks):
+        return
+    log = math.log(rms) if rms > 0 else math.nan
+    total, *squares = ranks.sum([log, *(x * x for x in evidence.input_std.values)])
+    evidence.input_std = Series(steps, [math.sqrt(x / ranks.world) for x in squares])
+    evidence.rms_of_others = math.exp((total - log) / (ranks.world - 1))
 
 
 def _alike(by_rank: Sequence[Any]) -> list[int]:

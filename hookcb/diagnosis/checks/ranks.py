@@ -16,8 +16,8 @@ def rescaled_gradients(evidence: Evidence) -> Iterator[Result]:
 
     Exact: norm of a parameter's gradient as the optimizer gets it / norm after the backward, which is one
     over the number of ranks, or that number, within 0.001, in each of four inspected steps or more. A note
-    for optimizers like Adam, which undo the factor. A loss, a hook or a communication hook that divides by the
-    number of ranks before or in the backward cannot be told from a smaller learning rate, and is not seen.
+    for optimizers like Adam, which undo the factor. A loss, a hook or a communication hook that divides by
+    the number of ranks before or in the backward cannot be told from a smaller learning rate: it is not seen.
     A GradScaler's gradients are not compared.
 
     Source: PyTorch, DistributedDataParallel, which averages gradients over ranks.

@@ -51,7 +51,7 @@ def _observe_others(buffers: Sequence[tuple[str, Tensor]], loop: Any) -> Iterato
     first, ranks = apart
     yield Observation(
         "replica.buffers",
-        names[first].rpartition(".")[0],
+        param=names[first],
         step=loop.train_iter,
         value=float(len(ranks)),
         text=f"Buffer {names[first]} differs on {name_ranks(ranks)} from that of {others_of(ranks)}, and "
