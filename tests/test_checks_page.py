@@ -33,13 +33,13 @@ DESIGNED = re.findall(
     input.constant label.out_of_range label.single_class label.broadcast label.form label.scaled
     loss.of_values model.linear_stack dropout.scores
     param.frozen_between label.copies_input label.padding mask.future mask.blind embed.single_index
-    accum.divisor data.duplicated
+    accum.divisor data.duplicated data.repeated data.same_order random.duplicated grad.rescaled
 
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
     update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates
     dropout.extreme input.scale attn.collapse data.labels gan.balance head.range loss.trivial
     head.stuck loss.penalty embed.scale train.unfinished time.data_bound time.straggler memory.growth
-    wd.norms
+    wd.norms replica.buffers
     """,
 )
 OF_THE_MACHINE = {"time.data_bound", "memory.growth"}

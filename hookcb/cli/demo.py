@@ -14,6 +14,8 @@ from hookcb.cli.faults import Fault, Setup
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
 from hookcb.diagnosis.callback import Diagnose
+from hookcb.distributed.callback import Distributed
+from hookcb.distributed.process_group import n_processes
 from hookcb.gradients.callback import GradientHealth
 from hookcb.loops.data import Loaders
 from hookcb.loops.learner import Learner
@@ -91,6 +93,8 @@ def train_digits(
 ) -> Learner:
     """Trains for one cycle, on a GPU if there is one, with `Diagnose` and the callbacks that it reads.
 
+    Under torchrun, all of its processes train together.
+
     Args:
         model: see `build_model`.
         epochs: number of epochs, including those before a resume.
@@ -112,8 +116,16 @@ def train_digits(
     setup = Setup(digits(seed=seed), build_model(model), torch.optim.AdamW, lr=1e-2)
     if fault is not None:
         fault.plant(setup)
-    device = "cuda" if torch.cuda.is_available() else None
-    learn = Learner(setup.dls, setup.model, F.cross_entropy, setup.opt_func, metrics=accuracy, device=device)
+    device = "cuda" if torch.cuda.device_count() >= max(1, n_processes()) else None
+    learn = Learner(
+        setup.dls,
+        setup.model,
+        F.cross_entropy,
+        setup.opt_func,
+        metrics=accuracy,
+        cbs=[Distributed()] if n_processes() > 1 else [],
+        device=device,
+    )
     cbs: list[Callback] = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth()]
     if not resume:  # in a resumed fit the others have the records from its beginning, but Diagnose does not
         cbs.append(Diagnose(show=False))

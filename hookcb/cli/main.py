@@ -3,7 +3,7 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +12,12 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.cli.demo import train_digits
 from hookcb.cli.export import export
 from hookcb.cli.faults import Fault, fault_lines, find_fault
+from hookcb.cli.ranks import own_rank, run_on_ranks
 from hookcb.cli.script import run_script
 from hookcb.core.console import show, show_error
+from hookcb.core.ranks import RankError
 from hookcb.diagnosis.explain import explain
+from hookcb.distributed.process_group import n_processes
 
 PICTURE = "activations.png"
 TRACE = "trace.json"
@@ -26,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit code: 0, or 1 if the demo cannot run, for example because a package is missing; for `diagnose`
-        see `run_script`. An invalid option exits with 2 at once.
+        see `run_script`, for `demo --ranks` see `run_on_ranks`. An invalid option exits with 2 at once.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(given)
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list_faults:
         show("\n".join(fault_lines()), soft_wrap=True, highlight=False, markup=False)
         return 0
+    if args.ranks > 1 and n_processes() == 1:
+        return run_on_ranks(args.ranks, given)
     return _demo(args)
 
 
@@ -49,9 +54,11 @@ def _demo(args: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "ERROR", UserWarning)  # the verdict is shown at the end
             learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume, trace, args.fault)
-    except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
+    except (ModuleNotFoundError, FileNotFoundError, RankError, ValueError) as error:
         show_error(f"hookcb {args.command}: {error}")  # as argparse does
         return 1
+    if own_rank():
+        return 0  # rank 0 shows what all of them have
     if args.fault is not None:
         show(f"planted fault: {args.fault.about}", soft_wrap=True, highlight=False)
         show(learn.diagnose(), soft_wrap=True)
@@ -102,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--model", choices=["mlp", "cnn"], default="cnn", help="what to train")
-    demo.add_argument("--epochs", type=_positive, default=10, help="passes over the training digits")
+    demo.add_argument("--epochs", type=_count("epochs"), default=10, help="passes over the training digits")
     demo.add_argument(
         "--resume", action="store_true", help="continue from the last checkpoint in hookcb-demo/"
     )
@@ -112,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=_seed, default=0, help="seed of the weights, split and order of batches")
     demo.add_argument(
         "--fault", type=_fault, metavar="NAME", help="plant a fault, and show the verdict on it"
+    )
+    demo.add_argument(
+        "--ranks", type=_count("ranks"), default=1, metavar="N", help="train on N processes, by torchrun"
     )
     demo.add_argument("--list-faults", action="store_true", help="list the faults, and exit")
     script = commands.add_parser(
@@ -161,10 +171,13 @@ def _file(path: str) -> str:
     return path
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"epochs must be a whole number, 1 or more, got {text!r}")
-    return int(text)
+def _count(what: str) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{what} must be a whole number, 1 or more, got {text!r}")
+        return int(text)
+
+    return count
 
 
 def _seed(text: str) -> int:

@@ -9,10 +9,11 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from hookcb.cli.model_tracker import ModelTracker
+from hookcb.cli.ranks import INTERRUPTED, own_rank
 from hookcb.core.console import safe_console, show, show_error
+from hookcb.distributed.process_group import n_processes
 
 OURS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "diagnosis"))  # hidden in tracebacks
-INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 
 
 def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
@@ -30,15 +31,22 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
     Returns:
         Exit code: 0 if all models are healthy; 1 if one is suspect or sick, if one has an optimizer but no
         training of it was seen, if nothing was trained, or if the script raised; the script's own if that is
-        not 0; 130 after Ctrl-C.
+        not 0; 130 after Ctrl-C. Under torchrun, the verdicts of rank 0 decide: the others show theirs if they
+        are their own and not healthy, and exit with the code of the script.
     """
     tracker = ModelTracker()
     code, has_failed = _run(os.fspath(path), list(args), tracker)
     shown = tracker.verdicts()
     for title, verdict, _ in shown:
+        is_shared = f"{n_processes()} ranks" in verdict.looked
+        if own_rank() and (is_shared or verdict):
+            continue  # rank 0 shows the same, or is healthy too
+        of = f", on rank {own_rank()} of {n_processes()}" if n_processes() > 1 and not is_shared else ""
         until = ", until the script failed" if has_failed else ""
-        show(f"\n{title}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
+        show(f"\n{title}{of}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
         show(verdict, soft_wrap=True)
+    if own_rank():
+        return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
     for note in [*([] if shown else [_no_training_in(path)]), *tracker.notes]:
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
     counted = [verdict for _, verdict, counts in shown if counts]

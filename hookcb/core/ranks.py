@@ -462,6 +462,12 @@ def send_from_main(model: nn.Module) -> None:
             distributed.broadcast(x.data, 0)
 
 
+def without_replicas(model: nn.Module) -> nn.Module:
+    """The model of which a DistributedDataParallel keeps replicas; any other as it is."""
+    inside: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return inside
+
+
 def set_sync(model: nn.Module, is_on: bool) -> bool:
     """Has a DistributedDataParallel reduce gradients in its next backwards, or not.
 

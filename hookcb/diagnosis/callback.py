@@ -15,7 +15,7 @@ from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.on_ranks import compare_inputs, share_losses
+from hookcb.diagnosis.on_ranks import compare_batches, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
 from hookcb.diagnosis.recorder import EvidenceRecorder, is_external
@@ -117,7 +117,8 @@ class Diagnose(EvidenceRecorder):
         own = [finding for finding in judge(evidence).findings if finding.code == "loss.trivial"]
         evidence.notes.append(f"{ranks.world} ranks")
         share_losses(evidence, ranks)
-        compare_inputs(evidence, ranks, can_compare(self.learn))
+        share_inputs(evidence, ranks)
+        compare_batches(evidence, ranks, can_compare(self.learn))
         return judge(evidence, ranks, own)
 
     def _is_quiet(self) -> bool:

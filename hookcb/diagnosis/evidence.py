@@ -149,6 +149,7 @@ class Observation:
         text: message of the finding.
         causes, next_steps: see `Finding`.
         severity: severity of the finding, "" for the default of its code.
+        ranks: ranks that it is about, if it is not about this one.
     """
 
     code: str
@@ -160,6 +161,7 @@ class Observation:
     causes: tuple[str, ...] = ()
     next_steps: tuple[str, ...] = ()
     severity: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -192,7 +194,13 @@ class Evidence:
         validation: loss of the last validation, NaN if there was none.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
+        rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
         input_columns: RMS of each column of a table, in the first inspected batches; else empty.
+        batch_hashes: hashes of inputs and targets of the first batches of epochs, on several ranks; None if
+            unknown.
+        random_states: hashes of random states from which numbers were drawn in a forward, on several ranks.
+        reduced: parameter whose gradient was read after the backward, and its norm, on several ranks.
+        world: number of ranks.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
         slowest_rank: the rank with most work of its own, if several were compared.
@@ -234,7 +242,12 @@ class Evidence:
     n_targets: int = 1
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
+    rms_of_others: float = math.nan
     input_columns: list[list[float]] = field(default_factory=list)
+    batch_hashes: list[list[tuple[int | None, int | None]]] = field(default_factory=list)
+    random_states: list[int] = field(default_factory=list)
+    reduced: tuple[str, Series] = field(default_factory=lambda: ("", Series()))
+    world: int = 1
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
     slowest_rank: Straggler | None = None

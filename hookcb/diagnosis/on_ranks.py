@@ -1,15 +1,17 @@
 """One verdict of several ranks: what belongs to the training is averaged, what ranks find is put together."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from zlib import crc32
 
 from hookcb.core.ranks import Ranks, name_ranks
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
+from hookcb.diagnosis.trends import median
 from hookcb.diagnosis.verdict import Finding, Gap
 
-MIN_COMPARED, N_COMPARED = 4, 8  # inspected batches whose inputs are compared
+MIN_COMPARED, N_COMPARED = 4, 8  # batches that are compared
 MAX_APART = 0.05  # relative difference between ranks of the loss of a guess, beyond which it is unknown
 SEVERITIES = "error", "warning", "info"
 
@@ -32,33 +34,98 @@ def share_losses(evidence: Evidence, ranks: Ranks) -> None:
     evidence.constant = _agreed(evidence.constant, ranks)
 
 
-def compare_inputs(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
-    """Adds an observation if ranks train on the same batches, as without a DistributedSampler.
+def compare_batches(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
+    """Adds observations if ranks have the same batches or random numbers, or the batches of one repeat.
 
     Args:
         evidence: what this rank has recorded.
         ranks: all ranks call this together.
         is_replica: whether ranks train replicas, so that each needs batches of its own.
     """
-    own = list(zip(evidence.input_std, evidence.input_rms.values, strict=False))[:N_COMPARED]
-    n = -int(ranks.max([-len(own) if is_replica else 0])[0])
-    if n < MIN_COMPARED:
-        evidence.missing["batches of all ranks"] = "the inputs of ranks were not compared"
+    hashes = [batch for epoch in evidence.batch_hashes for batch in epoch if batch[0] is not None]
+    n, n_drawn = (
+        -int(x) for x in ranks.max([-len(own) * is_replica for own in (hashes, evidence.random_states)])
+    )
+    evidence.observed |= {"batches of all ranks"} if n >= MIN_COMPARED else set()
+    evidence.observed |= {"random numbers of all ranks"} if n_drawn >= MIN_COMPARED else set()
+    evidence.missing["batches of all ranks"] = "the batches of ranks were not compared"
+    evidence.missing["random numbers of all ranks"] = "no random numbers were drawn in the forward"
+    if max(n, n_drawn) < MIN_COMPARED:
         return
-    evidence.observed.add("batches of all ranks")
-    by_rank = ranks.gather(own[:n])
-    same = [rank for rank, x in enumerate(by_rank) if by_rank.count(x) > 1]
-    if same:
-        evidence.observations.append(
-            Observation(
-                "data.duplicated",
-                step=0,
-                value=float(len(same)),
-                text=f"The inputs of {name_ranks(same)} have the same mean square and spread in each of the "
-                f"first {n} inspected batches: they train on the same samples, and see no more than one.",
-                causes=("a loader without a DistributedSampler", "a sampler that does not know the rank"),
-                next_steps=("Give the training loader sampler=DistributedSampler(dataset)",),
-            )
+    n_repeated = max(len(epoch) - len(set(epoch)) for epoch in [*evidence.batch_hashes, []])
+    own = [x for x, _ in hashes[:n][:N_COMPARED]], evidence.random_states[:n_drawn][:N_COMPARED]
+    batches, states, repeated = zip(*ranks.gather((*own, n_repeated)), strict=True)
+    if n >= MIN_COMPARED:
+        evidence.observations += _observe_same_batches(batches)
+        evidence.observations += _observe_repeats(repeated, evidence, ranks.rank)
+    if n_drawn >= MIN_COMPARED:
+        evidence.observations += _observe_same_numbers(states)
+
+
+def share_inputs(evidence: Evidence, ranks: Ranks) -> None:
+    """Sets the spread of the inputs to that on all ranks, as that of activations is, and compares their scale.
+
+    Their root mean squares stay those of this rank, as a rank may have inputs on another scale.
+    """
+    steps, rms = evidence.input_std.steps, median(evidence.input_rms.values)
+    if _differ([len(steps), sum(steps)], ranks):
+        return
+    log = math.log(rms) if rms > 0 else math.nan
+    total, *squares = ranks.sum([log, *(x * x for x in evidence.input_std.values)])
+    evidence.input_std = Series(steps, [math.sqrt(x / ranks.world) for x in squares])
+    evidence.rms_of_others = math.exp((total - log) / (ranks.world - 1))
+
+
+def _alike(by_rank: Sequence[Any]) -> list[int]:
+    """Ranks that have what another one has, too."""
+    return [rank for rank, x in enumerate(by_rank) if by_rank.count(x) > 1]
+
+
+def _observe_same_batches(batches: Sequence[Any]) -> Iterator[Observation]:
+    if same := _alike(batches):
+        yield Observation(
+            "data.duplicated",
+            step=0,
+            value=float(len(same)),
+            text=f"The inputs of {name_ranks(same)} are the same in each of the first {len(batches[0])} "
+            "batches: they train on the same samples, and see no more than one.",
+            causes=("a loader without a DistributedSampler", "a sampler that does not know the rank"),
+            next_steps=("Give the training loader sampler=DistributedSampler(dataset)",),
+            ranks=tuple(same),
+        )
+
+
+def _observe_repeats(n_repeated: Sequence[int], evidence: Evidence, rank: int) -> Iterator[Observation]:
+    """Observes on a rank that its own batches repeat, unless all ranks do so, as in overfitting a batch."""
+    n = max(map(len, evidence.batch_hashes), default=0)
+    if 2 * n_repeated[rank] >= n and not all(2 * x >= n for x in n_repeated):
+        yield Observation(
+            "data.repeated",
+            step=0,
+            value=float(n_repeated[rank]),
+            text=f"{n_repeated[rank]} of the first {n} batches of an epoch have come before in it, on "
+            f"rank {rank} of {len(n_repeated)}; those of other ranks do not repeat.",
+            causes=(
+                "a shard with few samples that is read again and again",
+                "a reader that does not advance",
+            ),
+            next_steps=("Print the indices or files that this rank reads",),
+            ranks=(rank,),
+        )
+
+
+def _observe_same_numbers(states: Sequence[Any]) -> Iterator[Observation]:
+    if same := _alike(states):
+        yield Observation(
+            "random.duplicated",
+            step=0,
+            value=float(len(same)),
+            text=f"{name_ranks(same).capitalize()} draw the same random numbers in the forward, as for "
+            f"dropout, in each of {len(states[0])} inspected batches: their masks or noise are no more "
+            "diverse than those of one rank.",
+            causes=("the same seed on all ranks",),
+            next_steps=("Call torch.manual_seed(seed + rank) once the model is made",),
+            ranks=tuple(same),
         )
 
 
@@ -95,7 +162,8 @@ def _merged(by_rank: dict[int, Finding], world: int) -> Finding:
     """The earliest of findings that are alike."""
     first = min(by_rank.values(), key=lambda finding: -1 if finding.step is None else finding.step)
     worst = min((finding.severity for finding in by_rank.values()), key=SEVERITIES.index)
-    return replace(first, severity=worst, ranks=() if len(by_rank) == world else tuple(by_rank))
+    ranks = first.ranks or tuple(by_rank)
+    return replace(first, severity=worst, ranks=() if len(ranks) == world else ranks, n_ranks=world)
 
 
 def _later_gaps(by_rank: Sequence[Sequence[Gap]]) -> Iterable[Gap]:

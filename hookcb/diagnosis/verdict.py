@@ -48,6 +48,7 @@ class Finding:
         kind: type and size of the layer, `Linear 64→64`.
         last_step: number of the training batch at which it was last seen.
         ranks: ranks that found it, empty if all did.
+        n_ranks: number of ranks; 0 in the verdict of one process.
 
     >>> from hookcb import Finding
     >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
@@ -69,6 +70,7 @@ class Finding:
     kind: str = ""
     last_step: int | None = None
     ranks: tuple[int, ...] = ()
+    n_ranks: int = 0
 
     def __post_init__(self) -> None:
         # the same NaN object everywhere, so that copies of a finding compare equal
@@ -89,8 +91,14 @@ class Finding:
         """Severity, code, layer or parameter, steps and ranks, in one line."""
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
         where = f"{_plain_text(self.layer)}{kind}" if self.layer else _plain_text(self.param)
-        on = f"on {name_ranks(self.ranks)}" if self.ranks else ""
+        on = f"on {self.on_ranks}" if self.ranks else ""
         return "  ".join(part for part in (self.severity.upper(), self.code, where, self._when, on) if part)
+
+    @property
+    def on_ranks(self) -> str:
+        """The ranks that found it: "rank 1 of 8"; "" if all did."""
+        of = f" of {self.n_ranks}" if self.n_ranks else ""
+        return f"{name_ranks(self.ranks)}{of}" if self.ranks else ""
 
     @property
     def _when(self) -> str:
@@ -263,7 +271,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 
 def _summary(finding: Finding) -> str:
     where = _plain_text(finding.layer or finding.param)
-    on = f" on {name_ranks(finding.ranks)}" if finding.ranks else ""
+    on = f" on {finding.on_ranks}" if finding.ranks else ""
     return f"{finding.code}{f' in {where}' if where else ''}{on}"
 
 

@@ -16,8 +16,9 @@ from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.failures import shared_failures
-from hookcb.core.ranks import MAX_WAIT, Ranks
+from hookcb.core.ranks import MAX_SHOWN, MAX_WAIT, Ranks
 from hookcb.core.state import whole
+from hookcb.core.text import join_names
 from hookcb.distributed.loaders import Share, divided, with_loaders
 from hookcb.distributed.process_group import n_processes, open_group, own_device
 from hookcb.distributed.wrap import is_wrapped, layout, prepared, replicated, sharded
@@ -157,14 +158,28 @@ class Distributed(Callback):
                 "Distributed wraps the model before a fit of a Learner begins; give it to the Learner, "
                 "Learner(…, cbs=[Distributed()]), or to its fit"
             )
-        if self._whole is not None and layout(self._whole) != self._layout:  # another callback has changed it
-            self.learn.model = self._replicated(self._whole, device_of(self._whole))
+        self._follow_changes()
         if self._left:
             each = "; ".join(f"the {role} loader, as {why}" for role, why in self._left.items())
             warn(
                 f"Distributed does not divide {each}: each process takes all that its loader yields; "
                 "if that is the same on all of them, divide it yourself, as with a DistributedSampler"
             )
+
+    def before_train(self) -> None:
+        self._follow_changes()  # parameters may be trained from this epoch on
+
+    def _follow_changes(self) -> None:
+        """Wraps the model anew if other callbacks have changed which parameters are trained, or their layout.
+
+        DistributedDataParallel averages only gradients of parameters that were trained when it was made.
+        """
+        if (model := self._whole) is None:
+            return
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        self.learn.ranks.check_alike({"frozen parameters": join_names(frozen, MAX_SHOWN) or "none"})
+        if layout(model) != self._layout:
+            self.learn.model = self._replicated(model, device_of(model))
 
     # ---- the model
 

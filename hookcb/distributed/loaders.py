@@ -49,6 +49,11 @@ def divided(loader: Any, share: Share, training: bool) -> tuple[Any, str]:
     part: Any = DistributedSampler(loader.dataset, *share, shuffle=shuffle)
     names = [name for name in inspect.signature(type(loader)).parameters if name not in OURS]
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    for name in (
+        "batch_size",
+        "drop_last",
+    ):  # of a batch sampler that was given, the loader does not have them
+        settings[name] = getattr(batch_sampler, name)
     try:
         return type(loader)(**settings, sampler=part), ""
     except (TypeError, ValueError) as error:  # a class with arguments of its own
@@ -64,8 +69,8 @@ def _obstacle(loader: Any, sampler: Any) -> str:
         return "it has no batch_size" if loader.batch_sampler is None else f"it has the batch sampler {kind}"
     if type(sampler) not in (RandomSampler, SequentialSampler):
         return f"it has the sampler {type(sampler).__name__}"
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset)):
-        return "its RandomSampler draws with replacement, or not all samples"
+    if len(sampler) != len(loader.dataset) or getattr(sampler, "replacement", False):
+        return f"its {type(sampler).__name__} draws with replacement, or not all samples"
     return ""
 
 

@@ -408,8 +408,8 @@ class Learner(NamedLoop):
         """
         if self.fitting:
             raise RuntimeError("a fit is running; call one_batch outside of it")
-        wrapped = self.wrapped_model("learn.one_batch")
-        with self.restored(batch=False), torch.enable_grad(), wrapped, stray_cancels_as_errors():
+        on_ranks = self.on_all_ranks("learn.one_batch")
+        with self.restored(batch=False), torch.enable_grad(), on_ranks, stray_cancels_as_errors():
             self._prepare()
             self.set_phase(training=True, dl=[next(iter(self.dls.train)) if b is None else b], n_iter=1)
             self.model.train()
@@ -430,11 +430,15 @@ class Learner(NamedLoop):
     def summary(self, *xb: Any, depth: int | None = None) -> Summary:
         """Summary of the model's modules, optimizer, loss and callbacks; see `module_summary`.
 
+        If the model is sharded, all ranks must call it; shapes of outputs are those on this rank.
+
         Args:
             *xb: inputs for the model, by default those of the first training batch.
             depth: number of levels of modules to show, by default all.
         """
-        return module_summary(self, *xb, depth=depth)
+        on_ranks = self.on_all_ranks("learn.summary") if is_sharded(self.model) else nullcontext()
+        with on_ranks:
+            return module_summary(self, *xb, depth=depth)
 
     @contextmanager
     def no_logging(self) -> Iterator[None]:

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
+from hookcb.core.ranks import without_replicas
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.evidence import Evidence
@@ -78,8 +78,7 @@ def diagnose(
         raise TypeError(f"opt must be an instance of a torch optimizer, or None, got {opt!r:.80}")
     given = _batches(batch)
     batches = [given[i % len(given)] for i in range(steps or PASSES)]
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # which needs no other rank
+    model = without_replicas(model)  # which needs no other rank
     learn = Learner(batches, model, loss_func, opt or torch.optim.SGD, n_inp=n_inp)
     with preserve_state(model, opt=opt):
         watching = Diagnose("ignore", budget=1.0, show=False, name=NAME)

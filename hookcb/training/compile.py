@@ -66,6 +66,8 @@ class Compile(Callback):
             _compile(self.model, self.options)
 
     def before_train(self) -> None:
+        if self._on and not is_compiled(self.model):  # Distributed has wrapped it anew
+            _compile(self.model, self.options)
         # code compiled in an earlier fit may be reused, without the hooks added since (pytorch#117758)
         if self._on and not self._hooked and _has_hooks(self.model):
             self._hooked = True

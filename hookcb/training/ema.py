@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
-from hookcb.core.ranks import is_sharded
+from hookcb.core.ranks import is_sharded, without_replicas
 from hookcb.core.shards import drop_gathered, is_dtensor, joined_like, local_part
 from hookcb.hooks.own import register
 
@@ -40,7 +40,8 @@ class EMA(Callback):
 
     Attributes:
         model: the averaged model, in eval mode; each fit creates a new one. It has the same names as the
-            trained model, so `learn.model.load_state_dict(learn.ema.model.state_dict())` works.
+            trained model, so `learn.model.load_state_dict(learn.ema.model.state_dict())` works. Of a
+            DistributedDataParallel, it is a copy of the model inside.
 
     Raises:
         AttributeError: If there is no averaged model, before the first fit, and for a sharded model.
@@ -81,19 +82,24 @@ class EMA(Callback):
         model: nn.Module = self._averaged.module
         return model
 
+    @property
+    def _trained(self) -> nn.Module:
+        return without_replicas(self.learn.model)
+
     def before_fit(self) -> None:
         others = [cb for cb in self.learn.cbs if isinstance(cb, EMA) and cb is not self]
         if self.validate and any(cb.validate for cb in others):
             raise ValueError("a fit can validate only one average; give the other EMA validate=False")
         average = partial(_average, decay=self.decay)
-        if is_sharded(self.learn.model):
-            self._averaged = _Shards(self.learn.model, average)
+        trained = self._trained
+        if is_sharded(trained):
+            self._averaged = _Shards(trained, average)
         else:
-            self._averaged = AveragedModel(self.learn.model, multi_avg_fn=average, use_buffers=True).eval()
+            self._averaged = AveragedModel(trained, multi_avg_fn=average, use_buffers=True).eval()
         self._stepped = False
         self._masks = [
             (average, name)
-            for name, x in self.learn.model.named_buffers()
+            for name, x in trained.named_buffers()
             if x.is_floating_point() and not local_part(x).isfinite().all()
             for average in [self._averages()[name]]
         ]
@@ -107,13 +113,13 @@ class EMA(Callback):
     def after_step(self) -> None:
         if self._stepped and self._averaged is not None:
             self._stepped = False
-            self._averaged.update_parameters(self.learn.model)
+            self._averaged.update_parameters(self._trained)
             for average, name in self._masks:
-                average.copy_(local_part(self.learn.model.get_buffer(name)))
+                average.copy_(local_part(self._trained.get_buffer(name)))
 
     def before_validate(self) -> None:
         if self.validate and self._averaged is not None and self.learn.fitting and not self.learn.is_nested:
-            self._apply(self.learn.model)
+            self._apply(self._trained)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
@@ -125,6 +131,7 @@ class EMA(Callback):
         if self._plain:  # it does, in a validation
             yield
             return
+        model = without_replicas(model)
         self._apply(model)
         try:
             yield
@@ -149,7 +156,7 @@ class EMA(Callback):
 
     def _end_validation(self) -> None:
         if self._plain:  # else a watched model may be gone
-            self._restore(self.learn.model)
+            self._restore(self._trained)
 
     after_cancel_epoch = after_cancel_fit = _end_validation  # after_validate is not called then
 
@@ -171,7 +178,7 @@ class EMA(Callback):
         n_averaged = int(self._averaged.n_averaged)
         averaged = self._averages()
         if isinstance(self._averaged, _Shards):
-            averaged = self._averaged.whole(self.learn.model)
+            averaged = self._averaged.whole(self._trained)
         return {"averaged": averaged, "n_averaged": n_averaged, "validated": self.validate}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

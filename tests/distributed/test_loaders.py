@@ -49,6 +49,12 @@ def test_its_settings_stay():
     assert part.dataset is loader.dataset
 
 
+def test_a_batch_sampler_gives_the_batch_size():
+    loader = DataLoader(data(11), batch_sampler=BatchSampler(RandomSampler(range(11)), 2, drop_last=True))
+    part, why = divided(loader, SECOND, training=True)
+    assert (part.batch_size, part.drop_last, part.sampler.shuffle, len(part), why) == (2, True, True, 3, "")
+
+
 def test_validation_has_the_order_of_the_data():
     part, _ = divided(DataLoader(data(5), 2, shuffle=True), SECOND, training=False)
     assert list(part.sampler) == [1, 3, 0]
@@ -70,6 +76,7 @@ def test_a_distributed_sampler_stays():
         (lambda: DataLoader(Stream(), 2), "its dataset Stream is iterable"),
         (lambda: DataLoader(data(4), 2, sampler=SubsetRandomSampler([0, 1])), "sampler SubsetRandomSampler"),
         (lambda: DataLoader(data(4), 2, sampler=RandomSampler(data(4), True)), "draws with replacement"),
+        (lambda: DataLoader(data(4), 2, sampler=SequentialSampler(range(3))), "its SequentialSampler"),
         (lambda: DataLoader(data(4), batch_size=None), "no batch_size"),
         (
             lambda: DataLoader(data(4), batch_sampler=[[0, 1], [2, 3]]),

@@ -35,7 +35,10 @@ REPORTS = {
     ],
     "distributed_ddp": ["valid_loss", "HEALTHY"],
     "distributed_fsdp2": ["valid_loss", "gradients in the last of 46"],
+    "distributed_lightning": ["rank 0 of 2: HEALTHY", "rank 1 of 2: HEALTHY"],  # Lightning starts the other
+    "distributed_hf": ["rank 0 of 1: HEALTHY"],
 }
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
 
 
 def test_there_is_a_report_for_each_example():
@@ -64,9 +67,16 @@ def test_an_example_runs_and_prints_its_report(name, tmp_path):
     [("distributed_ddp", ["HEALTHY"]), ("distributed_fsdp2", ["gradients in the last of 24"])],
 )
 def test_an_example_of_several_processes_prints_once(name, report, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    printed = run(name, tmp_path, *launcher, "--master-port", free_port())
+    printed = run(name, tmp_path, *TORCHRUN, "--master-port", free_port())
     assert [part for part in ["valid_loss", *report] if printed.count(part) != 1] == []
+
+
+@pytest.mark.parametrize("name", ["distributed_lightning", "distributed_hf"])
+def test_in_other_trainers_each_process_has_its_own_view(name, tmp_path):
+    printed = run(name, tmp_path, *TORCHRUN, "--master-port", free_port())
+    for rank in (0, 1):
+        assert printed.count(f"rank {rank} of 2: HEALTHY") == 1
+        assert printed.count(f"numbers are those of rank {rank} of 2, from its batches") == 1
 
 
 @pytest.mark.parametrize("name", REPORTS)

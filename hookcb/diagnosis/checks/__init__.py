@@ -13,6 +13,7 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     dead_units,
     layers,
     unused,
+    ranks,
     loss,
     guessing,
     step_size,

@@ -13,6 +13,7 @@ from hookcb.diagnosis.trends import MAX_SATURATED, finite, format_factor, median
 MAX_RMS = 30.0
 LEARNS = 0.5  # of the loss of a constant
 N_FIRST = 3  # records
+MAX_TIMES_OTHERS = 10.0  # of the inputs of other ranks
 MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of units
 
 
@@ -30,6 +31,8 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     above a fifth of a weight, a first loss above three times that of guessing, or saturated or dead units; a
     loss that ends no better than that of a constant; or inputs to a recurrent layer, as saturated gates are
     not seen. A note if the loss ends below half of that of a constant, as the model learns all the same.
+    On several ranks, ten times those of the other ranks are such a harm, and no note: a batch norm may hide
+    the scale in training, but a validation uses the statistics of one rank.
 
     Of 110 healthy trainings, those with such a harm have inputs of 9.2 at most, and tables have columns of
     1.6. Columns of 69,000 before a batch norm do no harm.
@@ -45,7 +48,7 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
         yield Passed(f"scale of the inputs (root mean square {rms:.2g})", rms, MAX_RMS)
         return
     subject = f"Column {column} of the inputs has" if column else "The inputs have"
-    learns = loss_of_constant(evidence)[1] < LEARNS
+    learns = loss_of_constant(evidence)[1] < LEARNS and not _is_apart(evidence)
     yield finding(
         "input.scale",
         "info" if learns else "error",
@@ -71,6 +74,11 @@ def _scale(evidence: Evidence) -> tuple[float, str]:
     return top, str(columns.index(top))
 
 
+def _is_apart(evidence: Evidence) -> bool:
+    """Whether the inputs of this rank are on another scale than those of the others."""
+    return median(evidence.input_rms.values) > MAX_TIMES_OTHERS * evidence.rms_of_others
+
+
 def _harm(evidence: Evidence) -> str:
     """Harm that large inputs have done, "" if none was seen."""
     params = [p for p in evidence.params.values() if p.is_weight]
@@ -88,5 +96,7 @@ def _harm(evidence: Evidence) -> str:
         return "they saturate units"
     if any(p.dead > MAX_DEAD for p in params):
         return "some units get no gradient"
+    if _is_apart(evidence):
+        return f"those of other ranks have one of {evidence.rms_of_others:.3g}"
     is_trivial = loss_of_constant(evidence)[1] > MAX_OF_CONSTANT
     return "the model is no better than a constant prediction" if is_trivial else ""

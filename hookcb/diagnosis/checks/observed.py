@@ -61,6 +61,7 @@ def _finding(
         first.next_steps,
         kind=_about(evidence, first),
         last_step=max(steps, default=None),
+        ranks=first.ranks,
     )
 
 
@@ -453,13 +454,56 @@ _row("replica.diverged", Site.OPTIMIZER, ("batches",), ("loss.*",), "error", "re
     the end of an epoch of a Learner's fit.
     """)  # fmt: skip
 
+_row("replica.buffers", Site.OPTIMIZER, ("batches",), ("loss.*",), "warning", "buffers that differ",
+    requires="buffers of each replica", subject="buffers", exact=False, doc="""
+    Buffers of DistributedDataParallel's replicas that differ, if it has `broadcast_buffers=False`.
+
+    Formula: 64-bit hashes of the saved buffers, compared between ranks at the end of an epoch. Running
+    statistics of batch norms differ by chance: a note. A warning if they are far apart: the median over
+    channels of the distance of the mean from that of the other ranks, in standard deviations, or of the
+    difference of the logarithms of the standard deviations. Limit: 0.5. With `broadcast_buffers=True`, all
+    replicas have those of rank 0 at each forward, and are not compared.
+
+    Source: PyTorch, DistributedDataParallel, `broadcast_buffers`; Ioffe & Szegedy, "Batch Normalization",
+    2015, for the statistics that a model is validated with.
+    """)  # fmt: skip
+
 _row("data.duplicated", Site.INPUT, ("batches",), (), "warning", "ranks with the same batches",
     requires="batches of all ranks", subject="replicas", doc="""
     Ranks that train replicas on the same batches.
 
-    Formula: standard deviation and root mean square of the first float input, which are bit-identical on two
-    ranks in each of the first 4 to 8 inspected batches. Ranks that shuffle the same samples, each in an order
-    of its own, are not seen.
+    Formula: 64-bit hashes of the inputs, of 4,096 elements of each tensor at most, which are the same on two
+    ranks in each of the first 4 to 8 batches. Ranks that shuffle the same samples, each in an order of its
+    own, are not seen.
+    """)  # fmt: skip
+
+_row("data.repeated", Site.INPUT, ("batches",), ("loss.*",), "warning", "a rank whose batches repeat",
+    requires="batches of all ranks", subject="replicas", doc="""
+    A rank whose batches repeat within an epoch, though those of other ranks do not.
+
+    Formula: hashes of inputs and targets of the first 20 batches of an epoch, in the first four epochs. Half
+    or more of them have come before.
+    """)  # fmt: skip
+
+_row("data.same_order", Site.INPUT, ("batches",), (), "warning", "epochs in the same order",
+    requires="order of two epochs", subject="replicas", doc="""
+    Epochs with the same batches in the same order, as if `set_epoch` of a DistributedSampler is not called.
+
+    Formula: hashes of the inputs, or of the targets if inputs are augmented, of the first 4 to 20 batches,
+    which all differ, are the same in each of the first two to four epochs. A warning if the loader has a
+    DistributedSampler that shuffles; else a note, as the order may be meant. Not checked in one process.
+
+    Source: PyTorch, torch.utils.data.distributed.DistributedSampler, on `set_epoch`.
+    """)  # fmt: skip
+
+_row("random.duplicated", Site.MODULES, ("batches",), (), "info", "ranks with the same random numbers",
+    requires="random numbers of all ranks", subject="replicas", doc="""
+    Replicas that draw the same random numbers, for dropout or noise: a note.
+
+    Exact: the state of torch's generator on the device of the model, which is the same on two ranks before
+    the forward, and another after it, in each of 4 to 8 inspected batches.
+
+    Source: PyTorch, "Reproducibility", on torch.manual_seed.
     """)  # fmt: skip
 
 _row("memory.graphs_kept", Site.RUN, ("batches",), ("memory.growth",), "warning", "retained graphs",

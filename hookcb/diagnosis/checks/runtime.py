@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Series
@@ -16,7 +17,7 @@ N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches
 N_MEMORY_WARM_UP, MIN_MEMORY_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
 MAX_GROWTH, N_SIGMAS = 1e6, 1.96  # bytes per step; standard errors of a 95 % confidence interval
 MIN_PART = 0.15  # of the growth, in each half: a single larger batch makes a jump rather than a slope
-MIN_BLOCKS = 3  # of steps in which ranks are compared
+MIN_BLOCKS, MAX_CHANCE = 5, 0.05  # of steps; probability of ranks that take turns
 MAX_BYTES = 1e18  # more cannot be real
 
 
@@ -68,9 +69,10 @@ def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
     """One rank that all the others wait for.
 
     Formula: mean own work of the slowest rank in a step - median of that of the others / mean step, over
-    three blocks of up to 100 steps or more; the same rank must be the slowest in more than half of them.
-    Limit: 0.1, and 1 ms. Own work is the time in data, forward, loss, callbacks and optimizer: in the
-    backward, in which gradients are averaged, ranks wait for each other; with sharded parameters or
+    five blocks of up to 100 steps or more; the same rank must be the slowest in so many of them that it
+    happens to one of two equal ranks with a probability below 5 %, as in 5 of 5 or 7 of 8. Limit: 0.1, and
+    3 ms, as for `time.data_bound`. Own work is the time in data, forward, loss, callbacks and optimizer: in
+    the backward, in which gradients are averaged, ranks wait for each other; with sharded parameters or
     SyncBatchNorm also in the forward, which does not count then. A rank that takes longer only there cannot
     be told. A Learner's fit of DistributedDataParallel or of sharded parameters is judged, no other loop.
 
@@ -81,12 +83,13 @@ def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
     if found is None or found.n_blocks < MIN_BLOCKS:
         yield Skipped(f"ranks were compared in fewer than {MIN_BLOCKS} blocks of steps")
         return
-    if not (found.share > MAX_EXCESS and found.excess >= MIN_EXCESS and found.is_chronic):
+    is_chronic = _chance(found.n_slowest, found.n_blocks) < MAX_CHANCE
+    if not (found.share > MAX_EXCESS and found.excess >= MIN_EXCESS and is_chronic):
         name = "a rank that the others wait for"
-        more = f"{found.share:.0%} more work at most" if found.is_chronic else "not always the same one"
+        more = f"{found.share:.0%} more work at most" if is_chronic else "not always the same one"
         yield Passed(f"{name} ({more})", found.share, MAX_EXCESS)
         return
-    yield finding(
+    late = finding(
         "time.straggler",
         "warning",
         value=found.share,
@@ -100,6 +103,12 @@ def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
             "Give its shard as much work as the others have",
         ),
     )
+    yield replace(late, ranks=(found.rank,))
+
+
+def _chance(k: int, n: int) -> float:
+    """Probability that a fair coin shows heads in `k` or more of `n` throws."""
+    return float(sum(math.comb(n, i) for i in range(k, n + 1)) / 2**n)
 
 
 def _causes_of_lag(phase: str) -> tuple[str, ...]:

@@ -1,13 +1,14 @@
 """Compares the parameters of DistributedDataParallel replicas."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookcb.core.ranks import name_ranks
+from hookcb.core.ranks import Ranks, name_ranks
 from hookcb.diagnosis.evidence import Observation
+from hookcb.hooks.modules import plain_name
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 CHUNK = 1 << 20  # elements that are read at a time
@@ -26,24 +27,22 @@ def observe_replicas(loop: Any) -> Iterator[Observation]:
     """Compares all parameters and learning rates between ranks, by hashes; called on all of them."""
     if not can_compare(loop):
         return
-    names, own = _hashes(loop.model)
+    names, own = hashes((name, p) for name, p in loop.model.named_parameters() if is_shared(loop.model, name))
     for group in loop.opt.param_groups if loop.opt is not None else ():
         names.append("")
         own.append(float(group["lr"]))
-    extremes = loop.ranks.max([*own, *(-x for x in own)])
-    differs = [high != -low for high, low in zip(extremes[: len(own)], extremes[len(own) :], strict=True)]
-    if not any(differs):
+    found = ranks_apart(own, loop.ranks)
+    if found is None:
         return
-    by_rank = loop.ranks.gather(own)
-    apart = [rank for rank, x in enumerate(by_rank) if x != by_rank[0]]
-    name = names[differs.index(True)]
+    name, apart = names[found[0]], found[1]
     what = f"Parameter {name}" if name else "The learning rate"
     yield Observation(
         "replica.diverged",
         param=name,
         step=loop.train_iter,
         value=float(len(apart)),
-        text=f"{what} differs on {name_ranks(apart)} from that of rank 0; replicas must be identical.",
+        text=f"{what} differs on {name_ranks(apart)} from that of {others_of(apart)}; replicas must be "
+        "identical.",
         causes=("parameters that are changed outside the optimizer, or on one rank only",)
         if name
         else ("a schedule that follows a number of its rank only",),
@@ -52,27 +51,58 @@ def observe_replicas(loop: Any) -> Iterator[Observation]:
             if name
             else "Have the schedule follow numbers that are the same on all ranks, such as learn.recorder's",
         ),
+        ranks=tuple(apart),
     )
 
 
+def ranks_apart(own: Sequence[float], ranks: Ranks) -> tuple[int, list[int]] | None:
+    """Index of the first number that differs between ranks, and the ranks that are not like most of them.
+
+    If there is no majority, these are the ranks that are not like rank 0. None if no number differs.
+    """
+    extremes = ranks.max([*own, *(-x for x in own)])
+    n = len(own)
+    differs = [high != -low for high, low in zip(extremes[:n], extremes[n:], strict=True)]
+    if not any(differs):
+        return None
+    first = differs.index(True)
+    by_rank = ranks.gather(own[first])
+    usual = max(by_rank, key=lambda x: (by_rank.count(x), x == by_rank[0]))
+    return first, [rank for rank, x in enumerate(by_rank) if x != usual]
+
+
+def others_of(apart: Sequence[int]) -> str:
+    """What ranks are compared with."""
+    return "rank 0" if 0 not in apart else "most ranks"
+
+
+def is_shared(model: nn.Module, name: str) -> bool:
+    """Whether DistributedDataParallel keeps a parameter or buffer alike; some may be left out on purpose."""
+    ignored: Any = getattr(model, "parameters_to_ignore", ())
+    return name.removeprefix("module.") not in ignored
+
+
 @torch.no_grad()
-def _hashes(model: nn.Module) -> tuple[list[str], list[float]]:
-    """Names of the parameters, each twice, and the halves of a 64-bit hash of its bits."""
-    named = [(name, p.detach()) for name, p in model.named_parameters() if p.layout is torch.strided]
+def hashes(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], list[float]]:
+    """Names of tensors, each twice, and the halves of a 64-bit hash of their bits."""
+    named = [
+        (plain_name(name.removeprefix("module.")), x.detach())
+        for name, x in tensors
+        if x.layout is torch.strided and x.element_size() in INTEGERS
+    ]
     if not named:
         return [], []
-    hashes = torch.stack([_hash(p).cpu() for _, p in named]).tolist()
-    halves = [float(half) for x in hashes for half in ((x >> 32) & HALF, x & HALF)]
-    names = [name.removeprefix("module.") for name, _ in named]
-    return [name for name in names for _ in range(2)], halves
+    found = torch.stack([hash_bits(x).cpu() for _, x in named]).tolist()
+    halves = [float(half) for x in found for half in ((x >> 32) & HALF, x & HALF)]
+    return [name for name, _ in named for _ in range(2)], halves
 
 
-def _hash(p: Tensor) -> Tensor:
+def hash_bits(x: Tensor) -> Tensor:
     """Sum of the elements' bits, each multiplied by a number that depends on its place; it wraps around."""
-    bits = p.contiguous().view(INTEGERS[p.element_size()]).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=p.device)
+    bits = x.contiguous().view(INTEGERS[x.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
     for begin in range(0, len(bits), CHUNK):
         part = bits[begin : begin + CHUNK].long() + 1
-        places = torch.arange(begin + 1, begin + len(part) + 1, device=p.device)
+        places = torch.arange(begin + 1, begin + len(part) + 1, device=x.device)
         total += (part * (places * FACTOR)).sum()
     return total

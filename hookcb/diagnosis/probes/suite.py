@@ -29,6 +29,7 @@ from hookcb.diagnosis.probes.batch import (
     observe_refusal,
     observe_scaled_labels,
 )
+from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, observe_dropout_in_eval
@@ -48,12 +49,13 @@ from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
+from hookcb.diagnosis.probes.samples import BatchHash, BatchHashes, RandomStates, has_epochs, observe_order
 from hookcb.diagnosis.probes.step import ClearedGradients, LostUpdates, StaleGradients, observe_accumulation
 from hookcb.diagnosis.probes.targets import Targets, compares_output
 from hookcb.diagnosis.probes.tokens import Relation, observe_tokens
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.hand_steps import StepByHand
-from hookcb.hooks.modules import ModelGoneError
+from hookcb.hooks.modules import ModelGoneError, device_of
 from hookcb.hooks.params import find_params
 from hookcb.nans.replay import Autocast, autocasts
 from hookcb.records.store import StatStore
@@ -126,6 +128,12 @@ class Probes:
         self._has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
         self._first_param: nn.Parameter | None = None
         self._ended = math.nan
+        # what only ranks compare; None for a process that trains alone
+        is_replica, self._world = can_compare(loop), loop.ranks.world
+        self._hashes = BatchHashes() if is_replica else None
+        self._random = RandomStates() if is_replica else None
+        self._reduced = Curve() if is_replica else None
+        self._loader: Any = None  # of the last epoch that has ended
         self.guarded(self._observe_model, loop)
 
     def guarded(self, function: Callable[..., object], *args: Any) -> None:
@@ -163,8 +171,12 @@ class Probes:
         self._n_samples = batch_size((*loop.yb, loop.xb))
         self.n_examples += self._n_samples
         self._norms.begin_batch(loop.train_iter, self._n_samples)
+        if self._hashes is not None:
+            self._hashes.add(loop.iter, loop.xb, loop.yb)
         if looking:
             self.layers.begin_record(loop.train_iter)
+            if self._random is not None:
+                self._random.begin_batch(device_of(loop.model))
             numbers = input_numbers(loop.xb)
             if numbers is not None:
                 self._observed.add("inputs")
@@ -194,6 +206,8 @@ class Probes:
         if looking or loop.train_iter % PENALTY_EVERY == 0:
             self.guarded(self._add_penalty, loop)
         if looking:
+            if self._random is not None:
+                self._random.end_loss(device_of(loop.model))
             self.targets.add_batch(yb)
             self.guarded(self._add_stuck_share, loop, node, yb)
         if self._follows_factor(loop, node):
@@ -278,6 +292,8 @@ class Probes:
         if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
             return
         grad = None if self._first_param is None else self._first_param.grad
+        if grad is not None and looking and self._reduced is not None:
+            self._reduced.add(loop.train_iter, detached_scalar(grad.norm()))
         if grad is not None and grad.is_cpu and not math.isfinite(float(grad.detach().sum())):
             self._find_origin(loop, "A gradient is not finite", gradient=True)
 
@@ -354,8 +370,12 @@ class Probes:
         """Compares replicas; time until the next batch does not count as waiting for data."""
         self._ended = math.nan
         self._observe(observe_replicas, loop)
+        self._observe(observe_buffers, loop)
         if can_compare(loop):
             self._observed.add("replicas at the end of an epoch")
+            self._loader = loop.dl  # read at the end of the fit, when the epoch of its sampler is known
+        if has_own_buffers(loop):
+            self._observed.add("buffers of each replica")
 
     # ---- all of it
 
@@ -400,11 +420,28 @@ class Probes:
         for name, moved in self._motion.moved().items():
             if name in evidence.params:
                 evidence.params[name].has_moved = moved
+        self._add_ranks(evidence)
         evidence.stepped = [places[key] for key in self.stepped]
         evidence.observed = self._observed | self._late_observed(rows)
         evidence.notes += self.notes
         evidence.observations = [*self.observations, *self._late_observations(steps, rows)]
         return evidence
+
+    def _add_ranks(self, evidence: Evidence) -> None:
+        """Adds what ranks compare."""
+        evidence.world = self._world
+        if self._hashes is not None and self._random is not None and self._reduced is not None:
+            evidence.batch_hashes = list(map(list, self._epochs_hashed()))
+            evidence.random_states = self._random.drawn()
+            names = (name for name, p, _ in self._params if p is self._first_param)
+            evidence.reduced = next(names, ""), self._reduced.series()
+        evidence.missing["order of two epochs"] = "fewer than two epochs of four batches were trained"
+        evidence.absent["buffers"] = "rank 0 sends its buffers to all replicas"
+        if "buffers of each replica" in self._observed:
+            del evidence.absent["buffers"]
+
+    def _epochs_hashed(self) -> list[list[BatchHash]]:
+        return [] if self._hashes is None else self._hashes.epochs()
 
     def _add_losses_of_targets(self, evidence: Evidence) -> None:
         if self.graph is not None and (len(evidence.penalty) or not self.graph.has_penalty):
@@ -429,6 +466,7 @@ class Probes:
             "cleared gradients": self.cleared.has_found,
             "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,
             "weights around a step": self.lost_updates.has_looked,
+            "order of two epochs": has_epochs(self._epochs_hashed()),
             "graphs of 60 losses": self.retained.has_looked,
         }
         return {name for name, is_there in seen.items() if is_there}
@@ -497,6 +535,7 @@ class Probes:
         yield from self._motion.observations(self.n_steps, self._n_backward)
         yield from self.retained.observations()
         yield from self.targets.observe_single_class(self._graph_of_one())
+        yield from observe_order(self._epochs_hashed(), self._loader)
 
     def try_to_overfit(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
         """Tries to overfit a batch at the end of the fit; True if that adds an observation."""

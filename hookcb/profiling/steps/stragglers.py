@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hookcb.core.console import printable
 from hookcb.core.ranks import Ranks
 from hookcb.core.text import duration
+from hookcb.hooks.modules import device_of
 from hookcb.profiling.steps.clock import PhaseInside, StepClock
 from hookcb.profiling.steps.times import STEP_PHASES
 from hookcb.records.printing import Printed
@@ -23,7 +24,7 @@ from hookcb.records.tables import Column, fitted
 BLOCK = 100  # steps of all ranks that are compared at once
 MIN_BLOCK = 10  # fewer, at the end of an epoch, are not compared
 MAX_EXCESS = 0.1  # share of a step by which a rank may have more work than the others usually have
-MIN_EXCESS = 1e-3  # seconds; less is the noise of a machine
+MIN_EXCESS = 3e-3  # seconds; less is the noise of a machine
 OWN, WAITING = "own work", "other"  # hookcb's waits for other ranks are a phase of their own
 BEFORE_FORWARD = ("data", "optimizer", "callbacks")  # work since ranks have last waited for each other
 
@@ -81,6 +82,7 @@ class RankTimes(Printed):
         hosts: names of the machines of all ranks.
         waiting: phases of the model in which ranks wait for each other.
         waits_for_main: whether the others wait for rank 0 when the forward begins.
+        main_waits: whether rank 0 then waits for them, too.
 
     Attributes:
         n_blocks: number of blocks.
@@ -88,9 +90,16 @@ class RankTimes(Printed):
         n_slowest: for each rank, in how many blocks it was the slowest.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], waiting: Sequence[str], waits_for_main: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        waiting: Sequence[str],
+        waits_for_main: bool,
+        main_waits: bool = False,
+    ) -> None:
         self.rank, self.hosts, self.waiting = rank, tuple(hosts), tuple(waiting)
-        self._waits_for_main = waits_for_main
+        self._waits_for_main, self._main_waits = waits_for_main, main_waits
         self.n_blocks = self.n_steps = 0
         self.n_slowest = [0] * len(self.hosts)
         self._sums = torch.zeros(len(self.hosts), len(STEP_PHASES), dtype=torch.float64)
@@ -111,7 +120,9 @@ class RankTimes(Printed):
         if self._waits_for_main:
             before = seconds[:, [STEP_PHASES.index(phase) for phase in BEFORE_FORWARD]].sum(1)
             forward = seconds[:, STEP_PHASES.index("forward")]
-            forward -= torch.minimum((before[0] - before).clamp_min(0.0), forward)
+            # on a CPU, rank 0 waits for the others too, until they take its buffers
+            late = before.max() if self._main_waits else before[0]
+            forward -= torch.minimum((late - before).clamp_min(0.0), forward)
         steps = int(n.max())
         self._sums += seconds * steps
         self._whole += float(whole) * steps
@@ -154,7 +165,8 @@ class RankTimes(Printed):
         waits = f"ranks wait for each other in {where}: what a rank takes longer only there cannot be told"
         found = self.straggler
         if found is None:
-            least = f"no rank usually has {MAX_EXCESS:.0%} of a step, and 1 ms, more work than the others"
+            limit = f"{MAX_EXCESS:.0%} of a step, and {duration(MIN_EXCESS)}"
+            least = f"no rank usually has {limit}, more work than the others"
             return [least if self.n_blocks else f"ranks are compared after {MIN_BLOCK} steps", waits]
         return [str(found), waits]
 
@@ -210,7 +222,8 @@ class RankGather:
         in_forward = waits_in_forward(ranks, model)
         waiting = ("forward", "backward") if in_forward == "all" else ("backward",)
         hosts = ranks.gather(socket.gethostname())
-        self.times = RankTimes(ranks.rank, hosts, waiting, in_forward == "main")
+        on_cpu = device_of(model).type == "cpu"
+        self.times = RankTimes(ranks.rank, hosts, waiting, in_forward == "main", on_cpu)
         self._sums = [0.0] * (len(STEP_PHASES) + 1)
         self._n_batches = 0  # since the last block
         self._pending: tuple[Any, Tensor] | None = None

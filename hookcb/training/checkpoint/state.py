@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hookcb.core.console import warn
 from hookcb.core.files import PLAIN, read_saved, save_whole
 from hookcb.core.randomness import random_state, saves_itself, seed_all, set_random_state
-from hookcb.core.ranks import is_sharded
+from hookcb.core.ranks import is_sharded, without_replicas
 from hookcb.core.shards import divided_like, is_dtensor, local_part
 from hookcb.core.state import TrainingState
 from hookcb.core.torch_private import buffers_of
@@ -94,8 +94,9 @@ def save_state(state: dict[str, Any], file: Path, learn: TrainingState) -> None:
     common = {**state, "ranks": [rank_name(rank) for rank in range(learn.ranks.world)]}
     for part in ("model", "buffers", "grads"):
         common[part] = with_plain_names(learn.model, state[part])
+    averaged = without_replicas(learn.model)
     common["cbs"] = {
-        name: {**x, "averaged": with_plain_names(learn.model, x["averaged"])} if has_average(x) else x
+        name: {**x, "averaged": with_plain_names(averaged, x["averaged"])} if has_average(x) else x
         for name, x in state["cbs"].items()
     }
     write_folder(common, mine, file, learn.ranks)
@@ -245,6 +246,7 @@ def _for_callback(model: nn.Module, saved: Any, file: Path, name: str, took_over
     if not isinstance(saved, dict):
         return saved
     if has_average(saved):
+        model = without_replicas(model)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         saved = {**saved, "averaged": fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", named)}
     if "position" in saved:
