@@ -156,6 +156,24 @@ def frozen():
     return {"same": torch.equal(before, learn.model[0].weight), "weights": weights(learn.model)}
 
 
+def thawed_in_training():
+    class Thaws(Callback):
+        def before_batch(self):
+            self.learn.model.requires_grad_()
+
+    learn = learner([Distributed(), Thaws()])
+    learn.model[0].requires_grad_(False)
+    quiet_fit(learn, 1)
+
+
+def frozen_on_one():
+    class Freezes(Callback):
+        def before_epoch(self):
+            self.learn.model.module[2 * distributed.get_rank()].requires_grad_(False)
+
+    quiet_fit(learner([Distributed(), Freezes()]), 1)
+
+
 def batch_norm():
     """A rank without samples to validate takes part in what DistributedDataParallel sends."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))

@@ -10,7 +10,8 @@ from tests.ranks.support import launched, shared
 
 CASES = ["ddp", "ddp_in_fit", "fsdp2", "fsdp2_on_mesh", "tensor_parallel", "prepared_ddp"]
 CASES += ["seeds_that_differ", "shuffled", "frozen", "lr_find", "not_divided", "optimizer_object"]
-CASES += ["prepared_wrongly", "batch_norm", "saved", "raises_in_fit"]
+CASES += ["prepared_wrongly", "batch_norm", "saved", "raises_in_fit", "thawed_in_training"]
+CASES += ["frozen_on_one"]
 LAST = ["fails_while_wrapping", "validate_on_main_only"]  # after which ranks have not come equally far
 WORKER = "../distributed/distributed_worker.py"
 
@@ -85,6 +86,18 @@ def test_training_is_shuffled_by_epoch_and_divided(ranks):
 
 def test_the_model_is_wrapped_once_its_parameters_are_frozen(ranks):
     assert of_all(ranks, "frozen")["same"]
+
+
+def test_layers_that_thaw_in_the_middle_of_an_epoch_are_an_error(ranks):
+    for rank in ranks:
+        assert rank["thawed_in_training"]["error"] == "RuntimeError"
+        assert "do it in before_fit or before_epoch" in rank["thawed_in_training"]["text"]
+
+
+def test_all_ranks_freeze_the_same_layers(ranks):
+    for rank in ranks:
+        text = "rank 0 has 0.weight, 0.bias; rank 1 has 2.weight, 2.bias"
+        assert rank["frozen_on_one"]["text"] == f"all ranks need the same frozen parameters, but {text}"
 
 
 def test_a_rank_without_samples_to_validate_keeps_the_others_going(ranks):

@@ -21,6 +21,6 @@ PLACES = {  # of rank 1; what its traceback says, or rank 0 if it has none
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_fails_ends_all_with_an_exit_code(place, tmp_path):
     mode, text = PLACES[place]
-    first, _ = by_torchrun("../distributed/failing_worker.py", tmp_path / "x", mode, place)
+    first, _ = by_torchrun("failing_worker.py", tmp_path / "x", mode, place)
     assert first["exit"] == 1
     assert text in first["log"]
