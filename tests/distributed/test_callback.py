@@ -12,7 +12,8 @@ CASES = ["ddp", "ddp_in_fit", "fsdp2", "fsdp2_on_mesh", "tensor_parallel", "prep
 CASES += ["seeds_that_differ", "shuffled", "frozen", "lr_find", "not_divided", "optimizer_object"]
 CASES += ["prepared_wrongly", "batch_norm", "saved", "raises_in_fit", "thawed_in_training"]
 CASES += ["frozen_on_one"]
-LAST = ["fails_while_wrapping", "validate_on_main_only"]  # after which ranks have not come equally far
+# after which ranks have not come equally far
+LAST = ["fails_while_wrapping", "validate_on_main_only", "summary_on_main_only"]
 WORKER = "../distributed/distributed_worker.py"
 
 
@@ -150,8 +151,9 @@ def test_no_process_waits_for_one_that_fails_or_does_not_come(ranks):
     first, second = (rank["fails_while_wrapping"] for rank in ranks)
     assert (first["error"], second["error"]) == ("RankError", "ValueError")
     assert "rank 1 raised ValueError wrapping the model: planted" in first["text"]
-    text = "learn.validate must be called on all ranks, but rank 1 did not call it"
-    assert ranks[0]["validate_on_main_only"]["text"] == text
+    for name in ("summary", "validate"):
+        text = f"learn.{name} must be called on all ranks, but rank 1 did not call it"
+        assert ranks[0][f"{name}_on_main_only"]["text"] == text
 
 
 # ---- alone
