@@ -169,6 +169,14 @@ class Distributed(Callback):
     def before_train(self) -> None:
         self._follow_changes()  # parameters may be trained from this epoch on
 
+    def after_train(self) -> None:
+        if self._whole is not None and layout(self._whole) != self._layout:
+            raise RuntimeError(
+                "parameters were frozen, unfrozen or reshaped after the training of an epoch began; do it "
+                "in before_fit or before_epoch, as DistributedDataParallel averages only gradients of those "
+                "that were trained then"
+            )
+
     def _follow_changes(self) -> None:
         """Wraps the model anew if other callbacks have changed which parameters are trained, or their layout.
 

@@ -17,7 +17,7 @@ from hookcb import Callback, ChannelsLast, Distributed, Freeze, Learner, accurac
 from hookcb.distributed import callback
 from tests.ranks.support import answer, data, run_cases, small_model
 
-FOLDER = Path()
+FOLDER, SHARDED = Path(), []
 
 
 def learner(cbs=(), n_train=48, n_valid=51, model=None, shuffle=False, size=4, opt=torch.optim.SGD):
@@ -97,7 +97,8 @@ def ddp_in_fit():
 
 
 def fsdp2():
-    return trained(learner([Distributed("fsdp2", shard=nn.Linear)]))
+    SHARDED.append(learner([Distributed("fsdp2", shard=nn.Linear)]))
+    return trained(SHARDED[0])
 
 
 def fsdp2_on_mesh():
@@ -154,6 +155,24 @@ def frozen():
     before = learn.model[0].weight.clone()
     quiet_fit(learn, 2)
     return {"same": torch.equal(before, learn.model[0].weight), "weights": weights(learn.model)}
+
+
+def thawed_in_training():
+    class Thaws(Callback):
+        def before_batch(self):
+            self.learn.model.requires_grad_()
+
+    learn = learner([Distributed(), Thaws()])
+    learn.model[0].requires_grad_(False)
+    quiet_fit(learn, 1)
+
+
+def frozen_on_one():
+    class Freezes(Callback):
+        def before_epoch(self):
+            self.learn.model.module[2 * distributed.get_rank()].requires_grad_(False)
+
+    quiet_fit(learner([Distributed(), Freezes()]), 1)
 
 
 def batch_norm():
@@ -235,6 +254,12 @@ def validate_on_main_only():
         learner([Distributed()]).validate()
     else:
         time.sleep(3)
+
+
+def summary_on_main_only():
+    callback.MAX_WAIT = timedelta(seconds=1)
+    if distributed.get_rank() == 0:
+        SHARDED[0].summary()
 
 
 def raises_in_fit():

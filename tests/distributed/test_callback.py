@@ -10,8 +10,10 @@ from tests.ranks.support import launched, shared
 
 CASES = ["ddp", "ddp_in_fit", "fsdp2", "fsdp2_on_mesh", "tensor_parallel", "prepared_ddp"]
 CASES += ["seeds_that_differ", "shuffled", "frozen", "lr_find", "not_divided", "optimizer_object"]
-CASES += ["prepared_wrongly", "batch_norm", "saved", "raises_in_fit"]
-LAST = ["fails_while_wrapping", "validate_on_main_only"]  # after which ranks have not come equally far
+CASES += ["prepared_wrongly", "batch_norm", "saved", "raises_in_fit", "thawed_in_training"]
+CASES += ["frozen_on_one"]
+# after which ranks have not come equally far
+LAST = ["fails_while_wrapping", "validate_on_main_only", "summary_on_main_only"]
 WORKER = "../distributed/distributed_worker.py"
 
 
@@ -87,6 +89,18 @@ def test_the_model_is_wrapped_once_its_parameters_are_frozen(ranks):
     assert of_all(ranks, "frozen")["same"]
 
 
+def test_layers_that_thaw_in_the_middle_of_an_epoch_are_an_error(ranks):
+    for rank in ranks:
+        assert rank["thawed_in_training"]["error"] == "RuntimeError"
+        assert "do it in before_fit or before_epoch" in rank["thawed_in_training"]["text"]
+
+
+def test_all_ranks_freeze_the_same_layers(ranks):
+    for rank in ranks:
+        text = "rank 0 has 0.weight, 0.bias; rank 1 has 2.weight, 2.bias"
+        assert rank["frozen_on_one"]["text"] == f"all ranks need the same frozen parameters, but {text}"
+
+
 def test_a_rank_without_samples_to_validate_keeps_the_others_going(ranks):
     found = of_all(ranks, "batch_norm")
     assert_close(found["validated"], found["rows"][-1][1:])
@@ -137,8 +151,9 @@ def test_no_process_waits_for_one_that_fails_or_does_not_come(ranks):
     first, second = (rank["fails_while_wrapping"] for rank in ranks)
     assert (first["error"], second["error"]) == ("RankError", "ValueError")
     assert "rank 1 raised ValueError wrapping the model: planted" in first["text"]
-    text = "learn.validate must be called on all ranks, but rank 1 did not call it"
-    assert ranks[0]["validate_on_main_only"]["text"] == text
+    for name in ("summary", "validate"):
+        text = f"learn.{name} must be called on all ranks, but rank 1 did not call it"
+        assert ranks[0][f"{name}_on_main_only"]["text"] == text
 
 
 # ---- alone

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from tests.distributed import beside_worker, data_cases
+from tests.ranks import beside_worker, data_worker
 from tests.ranks.support import launched, shared
 
-WORKER = "../distributed/beside_worker.py"
+WORKER = "beside_worker.py"
 CHANGED = {  # what is worth a part of the default run
     "ddp": ["accumulation_and_clip", "ema", "thawed", "compiled_thawed", "one_batch", "resumed"],
     "fsdp2": [
@@ -34,8 +34,8 @@ def names_of(cases):
 
 
 BRIEF = [f"{mode}/{name}" for mode, names in CHANGED.items() for name in names]
-BRIEF += names_of([*data_cases.COMPARED, *data_cases.ALIKE, *data_cases.REFUSED])
-ON_TWO = [name for name in ON_TWO if name not in BRIEF] + names_of(data_cases.WITH_WORKERS)
+BRIEF += names_of([*data_worker.COMPARED, *data_worker.ALIKE, *data_worker.REFUSED])
+ON_TWO = [name for name in ON_TWO if name not in BRIEF] + names_of(data_worker.WITH_WORKERS)
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +83,13 @@ def check_as_alone(ranks, name, folder):
     mode, case = name.split("/")
     first, *others = results(ranks, name)
     assert [other for other in others if apart(first, other, 0.0)] == []
-    of_modules = getattr(beside_worker, case, None) or getattr(data_cases, case)
+    of_modules = getattr(beside_worker, case, None) or getattr(data_worker, case)
     n_parts = len(ranks) // 2 if mode in ("tp", "hybrid") else len(ranks)
     alone = beside_worker.bound("alone", n_parts, folder, of_modules)()
     assert apart(first, json.loads(json.dumps(alone)), 2e-3 if case in HALF else 1e-5) == []
 
 
-COMPARED = [name for name in BRIEF if name not in names_of([*data_cases.ALIKE, *data_cases.REFUSED])]
+COMPARED = [name for name in BRIEF if name not in names_of([*data_worker.ALIKE, *data_worker.REFUSED])]
 
 
 @pytest.mark.filterwarnings("ignore")  # of what the cases do
@@ -112,7 +112,7 @@ def test_four_processes_on_a_mesh_give_what_one_gives(four, name, tmp_path):
     check_as_alone(four, name, tmp_path)
 
 
-@pytest.mark.parametrize("name", names_of(data_cases.ALIKE))
+@pytest.mark.parametrize("name", names_of(data_worker.ALIKE))
 def test_both_end_alike(brief, name):
     first, second = results(brief, name)
     assert first == second
@@ -120,7 +120,7 @@ def test_both_end_alike(brief, name):
         assert first["validated"] == pytest.approx(first["rows"][-1][1:])
 
 
-@pytest.mark.parametrize("name", names_of(data_cases.REFUSED))
+@pytest.mark.parametrize("name", names_of(data_worker.REFUSED))
 def test_no_data_is_an_error_of_all(brief, name):
     role = "validation" if "validation" in name else "training"
     for rank in brief:

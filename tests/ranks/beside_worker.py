@@ -43,8 +43,8 @@ from hookcb import (
     read_jsonl,
 )
 from hookcb.core.ranks import without_replicas
-from tests.distributed import data_cases
 from tests.distributed.distributed_worker import quiet_fit, rows, weights
+from tests.ranks import data_worker
 from tests.ranks.support import data, join_group, run_cases, small_model
 
 MODE, WORLD = "alone", 1  # how a case trains, and on how many ranks; alone, whose batches it has
@@ -433,7 +433,7 @@ def bound(mode, world, folder, case):
 def main():
     folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
     _, world = join_group()
-    known = {**vars(data_cases), **globals()}
+    known = {**vars(data_worker), **globals()}
     cases = {}
     for name in names:
         mode, case = name.split("/")
