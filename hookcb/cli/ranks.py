@@ -59,7 +59,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _summary(lines: Sequence[str], n: int) -> str:
-    """What processes have written: our own messages, each once, or else the last lines."""
+    """Messages of ours in what processes have written, each once; if there is none, its last lines."""
     ours = list(dict.fromkeys(line for line in lines if line.startswith(PREFIX)))
     if ours:
         return "\n".join(ours)
