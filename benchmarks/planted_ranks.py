@@ -207,7 +207,7 @@ def scaled(s: Setup) -> None:
 
 @fault("labels shuffled on a rank", "loss.trivial", "data.labels", "loss.flat")
 def shuffled(s: Setup) -> None:
-    s.n_epoch = 6  # as loss.trivial needs 200 batches
+    s.n_epoch = 3 * s.world  # as loss.trivial needs 200 batches
     if s.is_faulty:
         order = torch.randperm(len(s.y), generator=torch.Generator().manual_seed(s.seed))
         s.y = s.y.flatten()[torch.randperm(s.y.numel())].view_as(s.y) if s.y.ndim > 1 else s.y[order]
