@@ -145,6 +145,7 @@ def main():
             "sent buffers": buffers(rank, True, lambda m: m.scale.add_(1)),
             "a buffer": buffers(rank, change=lambda m: m.scale.add_(1)),
             "a cache": buffers(rank, change=lambda m: m.cache.resize_(5)),
+            "a buffer more": buffers(rank, change=lambda m: m.register_buffer("new", torch.ones(1))),
             "near statistics": buffers(rank, change=lambda m: m.norm.running_mean.add_(0.1)),
             "a far mean": buffers(rank, change=lambda m: m.norm.running_mean.add_(0.6)),
             "a far variance": buffers(rank, change=lambda m: m.norm.running_var.mul_(9)),

@@ -10,7 +10,7 @@ def ranks(tmp_path_factory):
     return replicas(tmp_path_factory)
 
 
-@pytest.mark.parametrize("what", ["equal buffers", "sent buffers", "a cache"])
+@pytest.mark.parametrize("what", ["equal buffers", "sent buffers", "a cache", "a buffer more"])
 def test_buffers_that_are_alike_or_sent_or_not_saved_are_fine(ranks, what):
     assert [r[what] for r in ranks] == [[], []]
 
