@@ -1,6 +1,7 @@
 """Runs the command line on several processes, and shows their one result."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from hookcb.distributed.process_group import n_processes
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 MAX_LINES = 20  # of what failed processes have written
 PREFIX = "hookcb "  # of our own messages
+OF_TORCHRUN = re.compile(r"[EWI]\d{4} ")  # beginning of its messages: the level and the date
 PATIENCE = 20.0  # seconds in which processes end after Ctrl-C
 
 
@@ -43,7 +45,7 @@ def run_on_ranks(n: int, argv: Sequence[str]) -> int:
             _end(process)
         if code:
             errors.seek(0)
-            show_error(_summary(errors.read().splitlines(), n))
+            show_error(summary(errors.read().splitlines(), n))
     return code
 
 
@@ -58,9 +60,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _summary(lines: Sequence[str], n: int) -> str:
-    """What processes have written: our own messages, each once, or else the last lines."""
-    ours = list(dict.fromkeys(line for line in lines if line.startswith(PREFIX)))
-    if ours:
+def summary(lines: Sequence[str], n: int) -> str:
+    """Messages of ours in what processes have written, each once; if there is none, its last lines.
+
+    The report of torchrun, which follows, is left out.
+    """
+    end = next((i for i, line in enumerate(lines) if OF_TORCHRUN.match(line) and line[0] == "E"), None)
+    written = [line for line in lines[:end] if not OF_TORCHRUN.match(line)]
+    if ours := list(dict.fromkeys(line for line in written if line.startswith(PREFIX))):
         return "\n".join(ours)
-    return "\n".join([*lines[-MAX_LINES:], f"hookcb: torchrun failed on {n} processes; see above"])
+    return "\n".join([*written[-MAX_LINES:], f"hookcb: torchrun failed on {n} processes; see above"])

@@ -111,6 +111,9 @@ def _absent(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple
             yield subject, f"there is no {name}"
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield "replicas", "there are no replicas of the model"
+        yield "buffers", "there are no replicas of the model"
+    elif model.broadcast_buffers:
+        yield "buffers", "rank 0 sends its buffers to all replicas"
     if not any(p.dtype in LOW_PRECISION and p.ndim > 1 for p in model.parameters()):
         yield "low precision", "there are no weights in low precision"
     if len(optimizers) < 2:

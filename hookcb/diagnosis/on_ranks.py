@@ -63,7 +63,7 @@ def compare_batches(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
 
 
 def share_inputs(evidence: Evidence, ranks: Ranks) -> None:
-    """Sets the spread of the inputs to that on all ranks, as that of activations is, and compares their scale.
+    """Sets the spread of the inputs to that on all ranks, as activations are merged; compares their scale.
 
     Their root mean squares stay those of this rank, as a rank may have inputs on another scale.
     """

@@ -10,7 +10,7 @@ from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.on_ranks import compare_inputs, findings_of_all, share_losses
+from hookcb.diagnosis.on_ranks import compare_batches, findings_of_all, share_inputs, share_losses
 from hookcb.diagnosis.verdict import Gap
 
 
@@ -107,41 +107,96 @@ def test_the_loss_of_a_constant_is_known_only_if_ranks_agree(numbers, agreed):
         assert number == pytest.approx(agreed, nan_ok=True)
 
 
-def inputs(*rms):
-    return Evidence(
-        input_std=Series.of(range(len(rms)), [1.0] * len(rms)), input_rms=Series.of(range(len(rms)), rms)
-    )
+def hashed(*inputs, targets=None, drawn=()):
+    """Evidence of batches with these hashes, in one epoch."""
+    targets = range(len(inputs)) if targets is None else targets
+    return Evidence(batch_hashes=[list(zip(inputs, targets, strict=True))], random_states=list(drawn))
 
 
-def duplicated(*evidences, is_replica=True):
-    """Text on ranks that have the same batches, "" if none have, None if they were not compared."""
-    on_ranks(lambda evidence, ranks: compare_inputs(evidence, ranks, is_replica), evidences)
-    for evidence in evidences:
-        assert evidence.observations == evidences[0].observations
-    if "batches of all ranks" not in evidences[0].observed:
-        assert "not compared" in evidences[0].missing["batches of all ranks"]
-        return None
-    assert {x.code for x in evidences[0].observations} <= {"data.duplicated"}
-    return "".join(x.text for x in evidences[0].observations)
+def compared(*evidences, is_replica=True):
+    """Code, text and ranks of what is observed on each rank."""
+    on_ranks(lambda evidence, ranks: compare_batches(evidence, ranks, is_replica), evidences)
+    assert all(evidence.observed == evidences[0].observed for evidence in evidences)
+    return [[(x.code, x.text, x.ranks) for x in evidence.observations] for evidence in evidences]
 
 
 def test_ranks_with_the_same_batches_are_named():
-    assert "The inputs of ranks 0, 1 have" in duplicated(*(inputs(1.0, 2.0, 3.0, 4.0) for _ in range(2)))
-    some = inputs(1.0, 2.0, 3.0, 4.0), inputs(9.0, 2.0, 3.0, 4.0), inputs(1.0, 2.0, 3.0, 4.0)
-    assert "The inputs of ranks 0, 2 have" in duplicated(*some)
+    one, other = compared(*(hashed(1, 2, 3, 4) for _ in range(2)))
+    assert one == other
+    assert one[0][1].startswith("The inputs of ranks 0, 1 are the same in each of the first 4 batches")
+    ((code, text, ranks),) = compared(hashed(1, 2, 3, 4), hashed(9, 2, 3, 4), hashed(1, 2, 3, 4))[0]
+    assert (code, ranks) == ("data.duplicated", (0, 2))
+    assert "The inputs of ranks 0, 2 are" in text
 
 
 def test_ranks_with_batches_of_their_own_are_fine():
-    assert duplicated(inputs(1.0, 2.0, 3.0, 4.0), inputs(1.0, 2.0, 3.0, 5.0)) == ""
+    evidence = hashed(1, 2, 3, 4)
+    assert compared(evidence, hashed(1, 2, 3, 5)) == [[], []]
+    assert "batches of all ranks" in evidence.observed
 
 
 @pytest.mark.parametrize("n", [0, 3])
-def test_few_inputs_are_not_compared(n):
-    assert duplicated(inputs(1.0, 2.0, 3.0, 4.0), inputs(*[1.0, 2.0, 3.0][:n])) is None
+def test_few_batches_are_not_compared(n):
+    evidence = hashed(1, 2, 3, 4)
+    assert compared(evidence, hashed(*range(n))) == [[], []]
+    assert not evidence.observed
+    assert "not compared" in evidence.missing["batches of all ranks"]
 
 
 def test_ranks_that_share_a_model_may_share_batches():
-    assert duplicated(*(inputs(1.0, 2.0, 3.0, 4.0) for _ in range(2)), is_replica=False) is None
+    assert compared(*(hashed(1, 2, 3, 4) for _ in range(2)), is_replica=False) == [[], []]
+
+
+def test_inputs_without_tensors_are_unknown():
+    assert compared(*(hashed(*[None] * 4) for _ in range(2))) == [[], []]
+
+
+def test_a_rank_whose_batches_repeat_finds_it_itself():
+    one, other = compared(hashed(1, 2, 3, 4), hashed(5, 6, 5, 6, targets=(0, 1, 0, 1)))
+    assert one == []
+    ((code, text, ranks),) = other
+    assert (code, ranks) == ("data.repeated", (1,))
+    assert "2 of the first 4 batches of an epoch have come before in it, on rank 1 of 2" in text
+
+
+def test_a_batch_that_all_ranks_repeat_is_meant():
+    assert compared(hashed(*[1] * 4, targets=[0] * 4), hashed(*[2] * 4, targets=[0] * 4)) == [[], []]
+
+
+def test_the_same_inputs_with_other_targets_do_not_repeat():
+    assert compared(hashed(1, 1, 1, 1), hashed(1, 2, 3, 4)) == [[], []]
+
+
+def test_ranks_that_draw_the_same_numbers_are_named():
+    one, _ = compared(*(hashed(n, n, n, n, drawn=(5, 6, 7, 8)) for n in range(2)))
+    ((code, text, _),) = one
+    assert code == "random.duplicated"
+    assert text.startswith("Ranks 0, 1 draw the same random numbers in the forward")
+    assert compared(hashed(drawn=(5, 6, 7, 8)), hashed(drawn=(5, 6, 7, 9))) == [[], []]
+    assert compared(hashed(drawn=(5, 6, 7)), hashed(drawn=(5, 6, 7))) == [[], []]
+
+
+def scaled(*rms):
+    return Evidence(input_std=Series.of(range(len(rms)), rms), input_rms=Series.of(range(len(rms)), rms))
+
+
+def test_inputs_are_compared_with_those_of_the_others():
+    evidences = scaled(1.0, 1.0), scaled(1.0, 1.0), scaled(100.0, 100.0)
+    on_ranks(share_inputs, evidences)
+    assert [evidence.rms_of_others for evidence in evidences] == pytest.approx([10.0, 10.0, 1.0])
+    merged = math.sqrt((1 + 1 + 1e4) / 3)
+    assert all(evidence.input_std.values == pytest.approx([merged] * 2) for evidence in evidences)
+    assert evidences[2].input_rms.values == [100.0, 100.0]
+
+
+def test_inputs_that_are_unknown_are_not_compared():
+    evidences = scaled(1.0), scaled()
+    on_ranks(share_inputs, evidences)
+    assert evidences[0].input_std.values == [1.0]
+    assert math.isnan(evidences[0].rms_of_others)
+    evidences = scaled(), scaled()
+    on_ranks(share_inputs, evidences)
+    assert math.isnan(evidences[0].rms_of_others)
 
 
 def found(*findings, gaps=()):
@@ -167,7 +222,7 @@ def test_what_some_ranks_have_found_names_them():
     finding = Finding("input.scale", "warning", step=0)
     (one,), _, _ = found([], [finding], [finding])
     assert one.ranks == (1, 2)
-    assert one.head.endswith("step 0  on ranks 1, 2")
+    assert one.head.endswith("step 0  on ranks 1, 2 of 3")
 
 
 def test_the_worst_severity_counts():

@@ -182,7 +182,7 @@ def ends_early():
 def diagnosis():
     learn = make_learner(n_train=400, model=net(Lags(1)))
     with learn.no_logging():
-        learn.fit(1, cbs=Diagnose(show=False, on_sick="ignore"))
+        learn.fit(2, cbs=Diagnose(show=False, on_sick="ignore"))
     found = [f for f in learn.diagnose().findings if f.code == "time.straggler"]
     return {"messages": [f.message for f in found], "timer": type(learn.step_timer).__name__}
 

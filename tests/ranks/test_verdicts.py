@@ -38,7 +38,7 @@ def test_a_healthy_training_is_healthy_on_all_ranks_and_bit_identical(two):
 def test_inputs_on_a_bad_scale_name_their_rank_first(two):
     result = verdict(two, "inputs_of_one_rank")
     assert result["findings"][0] == ["input.scale", "", [1], ""]
-    assert "input.scale on rank 1" in result["headline"]
+    assert "input.scale on rank 1 of 2" in result["headline"]
     assert len(result["warnings"]) == 1
 
 
@@ -68,7 +68,7 @@ def test_ranks_with_the_same_batches_are_told(two):
 
 
 def test_a_parameter_that_moves_on_one_rank_is_named(two):
-    assert verdict(two, "replicas_that_diverge")["findings"] == [["replica.diverged", "2.bias", [], ""]]
+    assert verdict(two, "replicas_that_diverge")["findings"] == [["replica.diverged", "2.bias", [1], ""]]
 
 
 def test_a_function_is_called_with_the_verdict_on_main_alone(two):

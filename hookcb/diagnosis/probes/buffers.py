@@ -45,6 +45,9 @@ def observe_buffers(loop: Any) -> Iterator[Observation]:
 
 def _observe_others(buffers: Sequence[tuple[str, Tensor]], loop: Any) -> Iterator[Observation]:
     names, own = hashes(buffers)
+    most, least = loop.ranks.max([len(own), -len(own)])
+    if most != -least:  # some were made on one rank only, as a cache may be
+        return
     apart = ranks_apart(own, loop.ranks)
     if apart is None:
         return

@@ -13,6 +13,7 @@ from hookcb.hooks.modules import plain_name
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 CHUNK = 1 << 20  # elements that are read at a time
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that each bit changes the product
+SHIFT = 29  # brings the upper bits, which depend on most of an element, to the lower ones
 HALF = 0xFFFFFFFF  # of 64 bits; a float64 holds that exactly
 
 
@@ -72,7 +73,7 @@ def ranks_apart(own: Sequence[float], ranks: Ranks) -> tuple[int, list[int]] | N
 
 
 def others_of(apart: Sequence[int]) -> str:
-    """What ranks are compared with."""
+    """Name of the ranks that these are compared with."""
     return "rank 0" if 0 not in apart else "most ranks"
 
 
@@ -98,11 +99,14 @@ def hashes(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], list[float
 
 
 def hash_bits(x: Tensor) -> Tensor:
-    """Sum of the elements' bits, each multiplied by a number that depends on its place; it wraps around."""
+    """Sum of numbers that each depend on the bits of an element and on its place; it wraps around."""
     bits = x.contiguous().view(INTEGERS[x.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for begin in range(0, len(bits), CHUNK):
         part = bits[begin : begin + CHUNK].long() + 1
         places = torch.arange(begin + 1, begin + len(part) + 1, device=x.device)
-        total += (part * (places * FACTOR)).sum()
+        part ^= places * FACTOR
+        part *= FACTOR
+        part ^= part >> SHIFT  # else small numbers in another order would often have the same sum
+        total += (part * FACTOR).sum()
     return total

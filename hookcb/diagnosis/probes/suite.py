@@ -436,9 +436,6 @@ class Probes:
             names = (name for name, p, _ in self._params if p is self._first_param)
             evidence.reduced = next(names, ""), self._reduced.series()
         evidence.missing["order of two epochs"] = "fewer than two epochs of four batches were trained"
-        evidence.absent["buffers"] = "rank 0 sends its buffers to all replicas"
-        if "buffers of each replica" in self._observed:
-            del evidence.absent["buffers"]
 
     def _epochs_hashed(self) -> list[list[BatchHash]]:
         return [] if self._hashes is None else self._hashes.epochs()

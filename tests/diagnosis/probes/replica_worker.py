@@ -1,8 +1,11 @@
 """One of two processes; writes what it saw of their replicas to a file. Run by test_replicas.py."""
 
+import json
 import os
 import sys
 import traceback
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hookcb.core.ranks import ranks_of
+from hookcb.diagnosis.probes.buffers import observe_buffers
 from hookcb.diagnosis.probes.replicas import observe_replicas
 
 
@@ -19,12 +23,12 @@ def replica():
     return nn.parallel.DistributedDataParallel(net)
 
 
-def look(model, lr=0.1):
+def look(model, lr=0.1, observe=observe_replicas):
     ranks = ranks_of(model)
     ranks.join("look")
     opt = torch.optim.SGD(model.parameters(), lr=lr)
     loop = SimpleNamespace(model=model, ranks=ranks, opt=opt, train_iter=7)
-    return [(s.code, s.step, s.value, s.param, s.text) for s in observe_replicas(loop)]
+    return [(s.code, s.step, s.value, s.param, s.text) for s in observe(loop)]
 
 
 def train(model, rank, n=3):
@@ -85,6 +89,35 @@ def buffers_differ(rank):
     return look(model)
 
 
+def left_out(rank):
+    net = nn.Linear(3, 2)
+    net.own = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["own"])
+    return look(nn.parallel.DistributedDataParallel(net))
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+def buffers(rank, sends=False, change=None):
+    """What is observed of the buffers, once `change` was made on rank 1; without the step."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its successor is new
+        model = nn.parallel.DistributedDataParallel(Buffered(), broadcast_buffers=sends)
+    if rank == 1 and change is not None:
+        change(model.module)
+    loop = SimpleNamespace(model=model, ranks=ranks_of(model), train_iter=7)
+    loop.ranks.join("look")
+    seen = observe_buffers(loop)
+    return [(x.code, x.layer or x.param, round(x.value, 2), x.severity, x.ranks) for x in seen]
+
+
 def no_replica(rank):
     torch.manual_seed(rank)
     return look(nn.Linear(3, 2))
@@ -107,10 +140,20 @@ def main():
             "low precision": low_precision(rank),
             "buffers differ": buffers_differ(rank),
             "no replica": no_replica(rank),
+            "left out": left_out(rank),
+            "equal buffers": buffers(rank),
+            "sent buffers": buffers(rank, True, lambda m: m.scale.add_(1)),
+            "a buffer": buffers(rank, change=lambda m: m.scale.add_(1)),
+            "a cache": buffers(rank, change=lambda m: m.cache.resize_(5)),
+            "a buffer more": buffers(rank, change=lambda m: m.register_buffer("new", torch.ones(1))),
+            "near statistics": buffers(rank, change=lambda m: m.norm.running_mean.add_(0.1)),
+            "a far mean": buffers(rank, change=lambda m: m.norm.running_mean.add_(0.6)),
+            "a far variance": buffers(rank, change=lambda m: m.norm.running_var.mul_(9)),
+            "one channel": buffers(rank, change=lambda m: m.norm.running_mean[:1].add_(100)),
         }
     except Exception:
         results = {"error": traceback.format_exc()}
-    torch.save(results, f"{folder}/{rank}.pt")
+    Path(folder, f"{rank}.pt").write_text(json.dumps(results))
     if "error" not in results:
         dist.barrier()
     sys.stdout.flush()

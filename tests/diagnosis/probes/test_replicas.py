@@ -1,28 +1,21 @@
 """Replicas in two processes that are alike, and that are not."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 from hookcb.core.ranks import ALONE
 from hookcb.diagnosis.probes.replicas import observe_replicas
-from tests.support import run_ranks
+from tests.diagnosis.probes.support import replicas
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("replicas")
-    files = run_ranks(Path(__file__).with_name("replica_worker.py"), folder)
-    results = [torch.load(f) for f in files]
-    assert "error" not in results[0], results[0]["error"]
-    assert "error" not in results[1], results[1]["error"]
-    return results
+    return replicas(tmp_path_factory)
 
 
-@pytest.mark.parametrize("what", ["alike", "low precision", "buffers differ", "no replica"])
+@pytest.mark.parametrize("what", ["alike", "low precision", "buffers differ", "no replica", "left out"])
 def test_replicas_with_the_same_parameters_are_fine(ranks, what):
     assert [r[what] for r in ranks] == [[], []]
 

@@ -1,0 +1,161 @@
+"""`hookcb demo --ranks` trains on several processes and shows one verdict; scripts under torchrun, too."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hookcb.cli.main import main
+from hookcb.cli.ranks import own_rank, run_on_ranks, summary
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+LOOP = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from torch import nn
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+torch.manual_seed(0)
+net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)))
+opt = torch.optim.SGD(net.parameters(), lr=float(sys.argv[1]))
+rng = torch.Generator().manual_seed(dist.get_rank())
+for i in range(40):
+    x = torch.randn(16, 8, generator=rng)
+    nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long()).backward()
+    opt.step()
+    opt.zero_grad()
+    if i == 30 and dist.get_rank() == int(sys.argv[2]):
+        raise ValueError("my error")
+dist.destroy_process_group()
+"""
+LEARNER = """
+import sys, torch
+from torch import nn
+from hookcb import Distributed, Learner
+torch.manual_seed(0)
+x = torch.randn(640, 8)
+data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+loaders = torch.utils.data.DataLoader(data, 8, shuffle=True), None
+learn = Learner(loaders, net, nn.functional.cross_entropy, torch.optim.SGD, lr=float(sys.argv[1]),
+                cbs=Distributed())
+learn.fit(2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def test_the_demo_on_two_ranks_shows_one_verdict_that_names_the_rank(capfd):
+    assert main(["demo", "--ranks", "2", "--epochs", "2", "--fault", "nan-input"]) == 0
+    shown, errors = capfd.readouterr()
+    assert len(re.findall(r"^SICK  input\.nonfinite on rank [01] of 2", shown, re.MULTILINE)) == 1
+    assert len(re.findall(r"^ +1  ", shown, re.MULTILINE)) == 1  # the row of the second epoch
+    assert shown.count("planted fault: one pixel") == 1
+    assert errors == ""
+
+
+@pytest.mark.slow
+def test_what_ranks_cannot_do_is_said_once(capfd):
+    assert main(["demo", "--ranks", "2", "--resume"]) == 1
+    shown, errors = capfd.readouterr()
+    assert shown == ""
+    assert errors.count("hookcb demo: ") == 1
+
+
+@pytest.mark.slow
+def test_an_error_of_torchrun_is_shown(capfd):
+    assert run_on_ranks(2, ["unknown"]) == 1
+    errors = capfd.readouterr().err
+    assert "hookcb" in errors
+    assert "invalid choice: 'unknown'" in errors
+
+
+@pytest.mark.slow
+def test_interrupting_ends_all_processes(tmp_path):
+    command = [sys.executable, "-m", "hookcb.cli.main", "demo", "--ranks", "2", "--epochs", "100000"]
+    with open("out", "w") as out:
+        process = subprocess.Popen(command, stdout=out, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    until = time.monotonic() + 60
+    while "0:00" not in Path("out").read_text() and time.monotonic() < until:
+        time.sleep(0.2)
+    assert children_in(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert not children_in(tmp_path)
+
+
+def children_in(folder):
+    """Ids of the processes that work in a folder, but for this one."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").resolve() == folder.resolve() and entry.name != str(os.getpid()):
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_ranks_must_be_a_number(number, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--ranks", number])
+    assert f"ranks must be a whole number, 1 or more, got {number!r}" in capsys.readouterr().err
+
+
+def test_a_process_alone_is_rank_0():
+    assert own_rank() == 0
+
+
+def test_our_own_messages_are_shown_once_and_others_as_they_end():
+    assert summary(["Traceback", "hookcb demo: no", "hookcb demo: no", "E1123 x"], 2) == "hookcb demo: no"
+    lines = [f"line {i}" for i in range(100)]
+    assert summary(lines, 2).splitlines()[0] == "line 80"
+    assert summary(lines, 2).endswith("torchrun failed on 2 processes; see above")
+    assert "line 79" in summary(["W1123 a warning", *lines[:80], "E1123 failed", "Traceback", *lines[80:]], 2)
+
+
+# ---- hookcb diagnose under torchrun
+
+
+def diagnosed(script, *args):
+    Path("train.py").write_text(script)
+    command = [sys.executable, *TORCHRUN, "-m", "hookcb.cli.main", "diagnose", "train.py", *args]
+    environment = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+
+
+def statuses(done):
+    return re.findall(r"^(HEALTHY|SUSPECT|SICK)", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_verdict_of_all_ranks_is_shown_once_and_decides_the_exit_code():
+    healthy, sick = diagnosed(LEARNER, "0.1"), diagnosed(LEARNER, "1000")
+    assert (healthy.returncode, statuses(healthy)) == (0, ["HEALTHY"])
+    assert (sick.returncode, statuses(sick)) == (1, ["SICK"])
+
+
+@pytest.mark.slow
+def test_verdicts_of_single_ranks_name_them_and_rank_0_decides():
+    healthy, sick = diagnosed(LOOP, "0.1", "-1"), diagnosed(LOOP, "1000", "-1")
+    assert (healthy.returncode, statuses(healthy)) == (0, ["HEALTHY"])
+    assert "on rank 0 of 2" in healthy.stdout
+    assert (sick.returncode, statuses(sick)) == (1, ["SICK", "SICK"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_that_fails_makes_the_exit_code(rank):
+    done = diagnosed(LOOP, "0.1", rank)
+    assert done.returncode == 1
+    assert "my error" in done.stderr
