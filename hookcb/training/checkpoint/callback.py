@@ -9,7 +9,7 @@ from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelValidException
 from hookcb.core.randomness import random_state
-from hookcb.training.checkpoint.folder import copy_folder, remove_folder
+from hookcb.training.checkpoint.folder import copy_folder, open_shared, remove_folder
 from hookcb.training.checkpoint.folder_lock import FolderLock
 from hookcb.training.checkpoint.position import Position
 from hookcb.training.checkpoint.signals import StopSignals
@@ -55,7 +55,8 @@ class Checkpoint(Callback):
 
     Raises:
         TypeError, ValueError: If an argument is invalid; `monitor` when the fit begins, or LookupError.
-        RuntimeError, OSError: When the fit begins, if `folder` is in use, or cannot be written to.
+        RuntimeError, OSError: When the fit begins, if `folder` is in use, or cannot be written to; a
+            RankError, on all ranks, if only some can write to it, or they do not share it.
 
     >>> from tempfile import mkdtemp
     >>> from hookcb import Checkpoint, synth_learner
@@ -102,8 +103,10 @@ class Checkpoint(Callback):
         self._random: dict[str, Any] = {}
         check_monitor(self.learn, self.monitor or "train_loss")
         check_whole(self.learn)
-        if self.learn.ranks.is_main and self._lock.open(self.folder):
-            remove_unfinished(self.folder)
+        if self.learn.ranks.world > 1:
+            open_shared(self.folder, self.learn.ranks, self._open)
+        else:
+            self._open()
         self._stop.open(self.learn)
 
     def before_train(self) -> None:
@@ -158,6 +161,10 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._position = Position(*state.get("took_over", ()))
         self.best, self._written, self._random = state["best"], state["written"], state["random_of_phase"]
+
+    def _open(self) -> None:
+        if self._lock.open(self.folder):
+            remove_unfinished(self.folder)
 
     def _write(self, phase: str, place: str = "", is_best: bool = False) -> None:
         suffix = "" if in_folder(self.learn) else ".pt"
