@@ -62,7 +62,7 @@ def learner(wrap, per_batch=4, dropout=0.0, batch_norm=False):
     x, y = data(N).tensors
     train = TensorDataset(x, y, torch.arange(N))
     alone = {"num_replicas": 1, "rank": 0} if WORLD == 1 or wrap == "tp" else {}
-    per_batch *= 2 if wrap == "tp" else 1  # as many batches as of two ranks, which vote on all of the first 16
+    per_batch *= 2 if wrap == "tp" else 1  # ranks vote on all of the first 16
     loader = DataLoader(train, per_batch, sampler=DistributedSampler(train, **alone))
     valid = DataLoader(TensorDataset(x[:16], y[:16], torch.arange(16)), 8)
     torch.manual_seed(RANK + 7)

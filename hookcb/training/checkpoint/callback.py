@@ -9,7 +9,12 @@ from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelValidException
 from hookcb.core.randomness import random_state
-from hookcb.training.checkpoint.folder import copy_folder, open_shared, remove_folder
+from hookcb.training.checkpoint.folder import (
+    copy_folder,
+    is_folder_of_ranks,
+    open_shared,
+    remove_folder,
+)
 from hookcb.training.checkpoint.folder_lock import FolderLock
 from hookcb.training.checkpoint.position import Position
 from hookcb.training.checkpoint.signals import StopSignals
@@ -174,10 +179,13 @@ class Checkpoint(Callback):
         save_state(state, self.folder / file_name, self.learn)
         if is_best and in_folder(self.learn):
             if is_main:
-                copy_folder(self.folder / file_name, self.folder / f"best{suffix}")
+                copy_folder(self.folder / file_name, self.folder / "best")
+                (self.folder / "best.pt").unlink(missing_ok=True)  # of one process before
             self.learn.ranks.max([0])  # until it is there
         elif is_best:
-            save_state(state, self.folder / f"best{suffix}", self.learn)
+            save_state(state, self.folder / "best.pt", self.learn)
+            if is_folder_of_ranks(self.folder / "best"):  # of several ranks before
+                remove_folder(self.folder / "best")
         self._unsaved, self.n_written = False, self.n_written + 1
         for old in self._written[: -self.keep]:
             if is_main and old.endswith(".pt"):

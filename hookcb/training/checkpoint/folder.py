@@ -33,6 +33,16 @@ def is_folder_of_ranks(path: str | Path) -> bool:
     return (Path(path) / MARKER).is_file()
 
 
+def check_not_part(file: Path) -> None:
+    """Checks that a file is not one of those in a checkpoint of several ranks.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if is_folder_of_ranks(file.parent):
+        raise ValueError(f"{file} is a part of a checkpoint of several ranks; give its folder, {file.parent}")
+
+
 def partial_of(folder: Path) -> Path:
     """Folder in which a checkpoint is written until it is whole."""
     return folder.with_name(folder.name + SUFFIX)
