@@ -25,9 +25,11 @@ def export(checkpoint: Path, file: Path) -> str:
         What was written, for the user.
 
     Raises:
-        FileNotFoundError, ValueError: If there is no checkpoint, or it is damaged.
+        OSError, ValueError: If there is no checkpoint, it is damaged, or `file` cannot be written.
         ModuleNotFoundError: If safetensors is needed and not installed.
     """
+    if file.is_dir():
+        raise IsADirectoryError(f"{file} is a folder; give the name of the file to write")
     if file.suffix == SAFE and find_spec("safetensors") is None:
         raise ModuleNotFoundError(f"{SAFE} needs a package; pip install safetensors, or give a name in .pt")
     found, weights = read_whole_weights(checkpoint)

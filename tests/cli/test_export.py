@@ -51,6 +51,19 @@ def test_what_is_no_checkpoint_is_an_error_that_names_it(tmp_path, capsys, place
     assert not (tmp_path / "weights.pt").exists()
 
 
+@pytest.mark.parametrize("part", ["state.pt", "__0_0.distcp"])
+def test_a_part_of_a_checkpoint_is_an_error_that_names_the_whole(tmp_path, capsys, part):
+    state = {"format": 2, "epoch": 1, "model": {"a": torch.ones(2)}, "cbs": {}}
+    write_folder(state, {}, tmp_path / "epoch-0001", ALONE)
+    assert main(["export", str(tmp_path / "epoch-0001" / part), str(tmp_path / "weights.pt")]) == 1
+    assert f"give its folder, {tmp_path / 'epoch-0001'}" in capsys.readouterr().err
+
+
+def test_a_folder_to_write_to_is_an_error(learn, tmp_path, capsys):
+    assert main(["export", str(tmp_path / "runs"), str(tmp_path)]) == 1
+    assert f"{tmp_path} is a folder; give the name of the file to write" in capsys.readouterr().err
+
+
 def test_without_safetensors_it_says_how_to_get_it(learn, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hookcb.cli.export.find_spec", lambda name: None)
     assert main(["export", str(tmp_path / "runs"), str(tmp_path / "weights.safetensors")]) == 1

@@ -62,6 +62,7 @@ def learner(wrap, per_batch=4, dropout=0.0, batch_norm=False):
     x, y = data(N).tensors
     train = TensorDataset(x, y, torch.arange(N))
     alone = {"num_replicas": 1, "rank": 0} if WORLD == 1 or wrap == "tp" else {}
+    per_batch *= 2 if wrap == "tp" else 1  # ranks vote on all of the first 16
     loader = DataLoader(train, per_batch, sampler=DistributedSampler(train, **alone))
     valid = DataLoader(TensorDataset(x[:16], y[:16], torch.arange(16)), 8)
     torch.manual_seed(RANK + 7)
@@ -215,6 +216,15 @@ def go_on(name, wrap, per_batch=4):
     }
 
 
+def chain(wrap, *stops):
+    """Goes on with the newest of a folder to which each launch writes."""
+    seen = Seen()
+    saving = Checkpoint(SHARED / "chain", monitor="train_loss")
+    learn = fit(learner(wrap), 1, saving, seen, *stops, resume="latest")
+    bests = [name for name in ("best", "best.pt") if (SHARED / "chain" / name).exists()]
+    return {"seen": seen.samples[0], "n": learn.train_iter, "bests": bests}
+
+
 # ---- as one that never ended
 
 
@@ -339,6 +349,9 @@ CASES = {
     "resumed_fsdp2_sums": lambda: resumed("fsdp2", n=3),
     "others_sums_ddp": lambda: others_sums("ddp", "fsdp2"),
     "others_sums_fsdp2": lambda: others_sums("fsdp2", "ddp"),
+    "chain_ddp": lambda: chain("ddp", Stops(0, 2)),
+    "chain_plain": lambda: chain("plain", Stops(0, 9)),
+    "chain_fsdp2": lambda: chain("fsdp2"),
     "signaled_fsdp2": lambda: signaled("fsdp2"),
     "plain_state": plain_state,
     "damaged": damaged,

@@ -208,9 +208,12 @@ def no_validation():
 
 
 def checkpoint_of_some():
-    folder = FOLDER / f"of-{RANK}"
-    fit(make_learner(), 1, cbs=Checkpoint(folder))
-    fit(make_learner(), 2, cbs=Checkpoint(folder), resume="latest")
+    fit(make_learner(), 1, cbs=Checkpoint(FOLDER / f"of-{RANK}"))
+
+
+def checkpoint_unwritable():
+    (FOLDER / "file").touch()
+    fit(make_learner(), 1, cbs=Checkpoint(FOLDER / ("file" if RANK else "folder") / "below"))
 
 
 def diagnose_on_some():

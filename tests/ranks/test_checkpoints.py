@@ -10,9 +10,12 @@ OF_TWO = ["write_ddp", "write_fsdp2", "resumed_ddp", "resumed_fsdp2", "resumed_t
 OF_TWO += ["resumed_fsdp2_norm", "damaged", "flat", "read_plain_ddp", "read_plain_fsdp2", "read_ddp_ddp"]
 OF_TWO += ["resumed_ddp_sums", "resumed_fsdp2_sums", "others_sums_ddp", "signaled_fsdp2", "plain_state"]
 OF_TWO += ["read_ddp_fsdp2", "read_fsdp2_ddp", "read_fsdp2_fsdp2", "go_on_plain_fsdp2", "without_sampler"]
+OF_TWO += ["chain_ddp"]
 OF_ONE = ["read_plain_plain", "read_ddp_plain", "read_fsdp2_plain", "go_on_ddp_plain", "go_on_fsdp2_plain"]
+OF_ONE += ["chain_plain"]
 OF_FOUR = ["read_plain_ddp", "read_plain_fsdp2", "read_ddp_fsdp2", "read_fsdp2_ddp", "go_on_ddp_fsdp2"]
 OF_FOUR += ["go_on_fsdp2_ddp", "health_on_four", "others_sums_ddp", "others_sums_fsdp2"]
+OF_FOUR += ["chain_fsdp2"]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,13 @@ def test_no_sample_is_repeated_or_dropped_in_the_middle_of_an_epoch(launches, wo
     until = [sample for found in ranks for sample in found["left"]["1"][: found["n_first"]]]
     assert sorted(before + until + again) == list(range(N))
     assert len({found["weights"] for found in ranks}) == 1
+
+
+def test_an_epoch_of_two_ranks_then_one_then_four_has_each_sample_once(launches):
+    chain = [("2", "chain_ddp"), ("1", "chain_plain"), ("4", "chain_fsdp2")]
+    found = [each(launches, launch, case) for launch, case in chain]
+    assert sorted(sample for ranks in found for rank in ranks for sample in rank["seen"]) == list(range(N))
+    assert found[-1][0]["bests"] == ["best"]
 
 
 @pytest.mark.parametrize("case", [case for case in OF_TWO if case.startswith("resumed_")])

@@ -21,7 +21,8 @@ ERRORS = {
     "other_option": "the same GradientAccumulation(n=…), but rank 0 has 2; rank 1 has 4",
     "other_metrics": "the same metrics, but rank 0 has ['accuracy']; rank 1 has []",
     "no_validation": "the same validation loader, but rank 0 has one; rank 1 has none",
-    "checkpoint_of_some": "the same resumed checkpoint, but rank 0 has epoch-0001.pt; rank 1 has None",
+    "checkpoint_of_some": "the same shared folder for checkpoints, but rank 0 has /",
+    "checkpoint_unwritable": "the same shared folder for checkpoints, but rank 0 has /",
     "diagnose_on_some": "the same callbacks, but rank 0 has ['Recorder', 'Metrics', 'EarlyStopping']; rank 1",
 }
 LAST = ["dataset_in_a_worker", "fit_and_validate", "again_after_a_failure", "validate_on_main_inside"]
@@ -99,6 +100,14 @@ def test_what_differs_is_an_error_before_training_that_says_who_has_what(ranks, 
     for outcome in outcomes(ranks, name):
         assert outcome.get("error") == "RankError", outcome
         assert "all ranks need " + ERRORS[name] in outcome["text"]
+
+
+def test_a_folder_that_ranks_do_not_share_or_cannot_write_to_is_named(ranks):
+    for outcome in outcomes(ranks, "checkpoint_of_some"):
+        assert outcome["text"].endswith("of-1, which rank 0 does not see")
+    for outcome in outcomes(ranks, "checkpoint_unwritable"):
+        assert "; rank 1 has /" in outcome["text"]
+        assert "below, but NotADirectoryError: " in outcome["text"]
 
 
 def test_after_an_error_all_ranks_can_train_again(ranks):

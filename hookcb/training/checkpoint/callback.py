@@ -9,7 +9,12 @@ from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelValidException
 from hookcb.core.randomness import random_state
-from hookcb.training.checkpoint.folder import copy_folder, remove_folder
+from hookcb.training.checkpoint.folder import (
+    copy_folder,
+    is_folder_of_ranks,
+    open_shared,
+    remove_folder,
+)
 from hookcb.training.checkpoint.folder_lock import FolderLock
 from hookcb.training.checkpoint.position import Position
 from hookcb.training.checkpoint.signals import StopSignals
@@ -55,7 +60,8 @@ class Checkpoint(Callback):
 
     Raises:
         TypeError, ValueError: If an argument is invalid; `monitor` when the fit begins, or LookupError.
-        RuntimeError, OSError: When the fit begins, if `folder` is in use, or cannot be written to.
+        RuntimeError, OSError: When the fit begins, if `folder` is in use, or cannot be written to; a
+            RankError, on all ranks, if only some can write to it, or they do not share it.
 
     >>> from tempfile import mkdtemp
     >>> from hookcb import Checkpoint, synth_learner
@@ -102,8 +108,10 @@ class Checkpoint(Callback):
         self._random: dict[str, Any] = {}
         check_monitor(self.learn, self.monitor or "train_loss")
         check_whole(self.learn)
-        if self.learn.ranks.is_main and self._lock.open(self.folder):
-            remove_unfinished(self.folder)
+        if self.learn.ranks.world > 1:
+            open_shared(self.folder, self.learn.ranks, self._open)
+        else:
+            self._open()
         self._stop.open(self.learn)
 
     def before_train(self) -> None:
@@ -159,6 +167,10 @@ class Checkpoint(Callback):
         self._position = Position(*state.get("took_over", ()))
         self.best, self._written, self._random = state["best"], state["written"], state["random_of_phase"]
 
+    def _open(self) -> None:
+        if self._lock.open(self.folder):
+            remove_unfinished(self.folder)
+
     def _write(self, phase: str, place: str = "", is_best: bool = False) -> None:
         suffix = "" if in_folder(self.learn) else ".pt"
         file_name = f"epoch-{self.epoch + 1:04d}{place}{suffix}"
@@ -167,10 +179,13 @@ class Checkpoint(Callback):
         save_state(state, self.folder / file_name, self.learn)
         if is_best and in_folder(self.learn):
             if is_main:
-                copy_folder(self.folder / file_name, self.folder / f"best{suffix}")
+                copy_folder(self.folder / file_name, self.folder / "best")
+                (self.folder / "best.pt").unlink(missing_ok=True)  # of one process before
             self.learn.ranks.max([0])  # until it is there
         elif is_best:
-            save_state(state, self.folder / f"best{suffix}", self.learn)
+            save_state(state, self.folder / "best.pt", self.learn)
+            if is_folder_of_ranks(self.folder / "best"):  # of several ranks before
+                remove_folder(self.folder / "best")
         self._unsaved, self.n_written = False, self.n_written + 1
         for old in self._written[: -self.keep]:
             if is_main and old.endswith(".pt"):

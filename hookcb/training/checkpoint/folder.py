@@ -7,10 +7,11 @@ import pickle
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -32,9 +33,66 @@ def is_folder_of_ranks(path: str | Path) -> bool:
     return (Path(path) / MARKER).is_file()
 
 
+def check_not_part(file: Path) -> None:
+    """Checks that a file is not one of those in a checkpoint of several ranks.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if is_folder_of_ranks(file.parent):
+        raise ValueError(f"{file} is a part of a checkpoint of several ranks; give its folder, {file.parent}")
+
+
 def partial_of(folder: Path) -> Path:
     """Folder in which a checkpoint is written until it is whole."""
     return folder.with_name(folder.name + SUFFIX)
+
+
+def open_shared(folder: Path, ranks: Ranks, open_main: Callable[[], None]) -> None:
+    """Checks, on all ranks, that they share a folder and can write to it.
+
+    Each creates a file there of a name that no file system can have cached, and rank 0 looks for all of them.
+
+    Args:
+        folder: created if it is missing.
+        ranks: those that will write to it.
+        open_main: called first, on rank 0.
+
+    Raises:
+        RankError: On all ranks; the message says what each of them has.
+        OSError: If nobody can write to it.
+    """
+    failure = _failure_of(open_main) if ranks.is_main else None
+    token = ranks.of_main(lambda: uuid4().hex)  # only now, as `open_main` removes such files
+    seen = [folder / f"shared-{token}-{rank}{SUFFIX}" for rank in range(ranks.world)]
+    try:
+        failure = failure or _failure_of(lambda: _create(seen[ranks.rank]))
+        failed = ranks.gather(failure is not None)
+        unseen = ranks.of_main(
+            lambda: [] if any(failed) else [rank for rank, file in enumerate(seen) if not file.exists()]
+        )
+    finally:
+        with suppress(OSError):
+            seen[ranks.rank].unlink()
+    if unseen or any(failed):
+        why = f", but {type(failure).__name__}: {failure}" if failure is not None else ""
+        why += ", which rank 0 does not see" * (ranks.rank in unseen)
+        ranks.check_alike({"shared folder for checkpoints": f"{folder}{why}"})
+    if failure is not None:
+        raise failure
+
+
+def _create(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+
+
+def _failure_of(call: Callable[[], None]) -> OSError | None:
+    try:
+        call()
+    except OSError as error:
+        return error
+    return None
 
 
 def write_folder(state: dict[str, Any], mine: dict[str, Any], folder: Path, ranks: Ranks) -> None:
@@ -47,7 +105,7 @@ def write_folder(state: dict[str, Any], mine: dict[str, Any], folder: Path, rank
         ranks: those that write.
 
     Raises:
-        OSError: If it cannot be written, or the ranks do not share a file system.
+        OSError: If it cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     partial = partial_of(folder)
@@ -63,7 +121,6 @@ def write_folder(state: dict[str, Any], mine: dict[str, Any], folder: Path, rank
     everyone = ranks.gather({file.name: _sum_of(file) for file in own})
     if ranks.is_main:
         files = {name: x for theirs in everyone for name, x in theirs.items()}
-        _check_shared(partial, everyone)
         save_whole(rest, partial / "state.pt")
         for other in (partial / "state.pt", partial / ".metadata"):
             files[other.name] = _sum_of(other)
@@ -116,6 +173,8 @@ def remove_unfinished_folders(folder: Path) -> None:
         whole = left.with_name(left.name.removesuffix(REPLACED))
         if not whole.exists():
             os.replace(left, whole)
+    for left in folder.glob(f"shared-*{SUFFIX}"):
+        left.unlink()
     for kind in ("epoch-*", "best"):
         for left in folder.glob(kind + SUFFIX):
             if left.is_dir():
@@ -217,15 +276,6 @@ def has_tensors(value: Any) -> bool:
     """Whether there are tensors in a list, tuple or dict."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return any(isinstance(x, Tensor) or has_tensors(x) for x in items)
-
-
-def _check_shared(folder: Path, everyone: list[Mapping[str, Any]]) -> None:
-    for rank, files in enumerate(everyone):
-        if lost := [name for name in files if not (folder / name).exists()]:
-            raise OSError(
-                f"{folder} of rank 0 does not have {lost[0]}, which rank {rank} has written; checkpoints of "
-                "several ranks need a folder that all of them share"
-            )
 
 
 def _size_of(file: Path) -> int:

@@ -12,7 +12,7 @@ from hookcb.core.files import read_saved
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
-from hookcb.training.checkpoint.folder import is_folder_of_ranks, read_folder
+from hookcb.training.checkpoint.folder import check_not_part, is_folder_of_ranks, read_folder
 from hookcb.training.checkpoint.state import (
     FORMAT,
     KEYS,
@@ -230,6 +230,7 @@ def read_any(file: Path, device: torch.device, ranks: Ranks) -> Any:
         ValueError: If it is damaged, or another kind of file; the message names it.
     """
     if not file.is_dir():
+        check_not_part(file)
         return read_saved(file, device)
     if not is_folder_of_ranks(file):
         raise ValueError(f"{file} is a folder, but not a checkpoint; give one that is inside")
@@ -238,6 +239,7 @@ def read_any(file: Path, device: torch.device, ranks: Ranks) -> Any:
 
 def _read(file: Path, ranks: Ranks) -> dict[str, Any]:
     is_folder = is_folder_of_ranks(file)
+    check_not_part(file)
     state = read_folder(file, ranks, is_joint=True) if is_folder else read_saved(file, torch.device("cpu"))
     if isinstance(state, dict) and "format" in state and state["format"] != FORMAT:
         raise ValueError(

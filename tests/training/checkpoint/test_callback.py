@@ -170,6 +170,15 @@ def test_the_best_epoch_stays_as_best(tmp_path, mode, values, best):
     assert "best.pt" not in [file.name for file in saving.files]
 
 
+@pytest.mark.parametrize("is_of_ranks", [True, False])
+def test_the_best_replaces_that_of_several_ranks_but_no_other_folder(tmp_path, is_of_ranks):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / ("hookcb.json" if is_of_ranks else "mine")).touch()
+    fit(plain(), 1, cbs=Checkpoint(tmp_path, monitor="train_loss"))
+    assert (tmp_path / "best.pt").exists()
+    assert (tmp_path / "best").exists() == (not is_of_ranks)
+
+
 def test_the_best_stays_when_its_epoch_has_gone(tmp_path):
     train(plain, 4, Checkpoint(tmp_path, monitor="score", keep=1), monitored([9, 1, 2, 3]))
     assert names(tmp_path) == ["best.pt", "epoch-0004.pt"]
