@@ -10,7 +10,14 @@ MIN_STEPS = 4
 ROUNDING = 1e-3  # relative difference of two norms that are rounded
 
 
-@check("grad.rescaled", site=Site.GRADIENTS, needs=("gradients",), exact=True, subject="replicas")
+@check(
+    "grad.rescaled",
+    site=Site.GRADIENTS,
+    needs=("gradients",),
+    exact=True,
+    leads_to=("loss.*", "update.*"),
+    subject="replicas",
+)
 def rescaled_gradients(evidence: Evidence) -> Iterator[Result]:
     """Gradients that are averaged or summed over ranks once more after DistributedDataParallel's backward.
 
