@@ -50,7 +50,7 @@ class Net(nn.Module):
         self.far, self.odd = nn.Identity(), nn.Identity()
         self.emb, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
         self.w1, self.act, self.w2 = nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)
-        self.head = nn.Linear(6, 3)
+        self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of tokens, `(B, L)`."""
