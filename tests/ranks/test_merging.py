@@ -1,0 +1,37 @@
+"""Statistics that ranks merge are those of the whole tensors."""
+
+import pytest
+
+from benchmarks.merging import measured
+
+EXACT = 1e-12
+LIMITS = {
+    # a mean of 1e6 is known to 1e-10, and so is the spread of 0.3 around it, with one process too
+    "output std, offset": 1e-9,
+    # not exact yet: from Σw² - n·mean², which cancels where weights are nearly equal, as in LayerNorm
+    "weight weight_std": 1e-7,
+}
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request):
+    return measured(request.param)
+
+
+def test_they_are_those_of_an_oracle(ranks):
+    found = {
+        (way, stat): (value, rank[way]["worst"].get(stat))
+        for rank in ranks
+        for way in rank
+        for stat, value in rank[way]["off"].items()
+        if way.endswith("float64") and value > LIMITS.get(stat, EXACT)
+    }
+    assert found == {}
+
+
+def test_a_look_sends_sums_and_maxima_once_and_gathers_nothing(ranks):
+    for way, found in ranks[0].items():
+        n_looks = 1 if way.startswith("DDP") else 2  # of outputs, and of parameters that are divided
+        sent = [op for op, n in found["sent"] if n > 2]  # the loss of the epoch has two
+        assert sent == ["SUM", "MAX"] * n_looks, way
+        assert found["gathers"] == 0
