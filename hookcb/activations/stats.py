@@ -164,7 +164,8 @@ def _in_rows(rows: Tensor) -> Parts:
         low[again], high[again], others = _finite(hard)
         nonfinite[again] = others.to(nonfinite.dtype)
         hard = hard.double()
-        scale = scale_of(hard, 1)
+        size = scale_of(hard, 1)
+        scale = size / torch.frexp(size).mantissa  # a power of two, by which a division is exact
         hard = hard.div_(scale)
         center = hard.mean(1, keepdim=True)
         mean[again] = (center * scale)[:, 0]

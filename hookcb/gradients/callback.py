@@ -299,6 +299,7 @@ class GradientHealth(Callback):
         state: dict[str, Any] = {"recorded": self.records.state()}
         if self._reader:
             state |= {"n_steps": self._n_steps, "starts": dict(self._reader.starts)}
+            state |= {"pivots": dict(self._reader.pivots)} if self._reader.pivots else {}
             state |= {"part": self._part} if self.has_rank_state else {}
         return state
 
@@ -306,6 +307,7 @@ class GradientHealth(Callback):
         self.records = GradientRecords.from_state(state["recorded"])
         if self._reader:
             self._n_steps = state["n_steps"]
+            self._reader.pivots.update(state.get("pivots", {}))
             if state.get("part", ()) == self._part:  # else they are those of other elements
                 self._reader.starts.update(state["starts"])
         if self._outputs and self.records.output_stats is not None:

@@ -93,10 +93,12 @@ class GradientReader:
 
     Attributes:
         starts: tracked elements of each parameter before its first step, by name.
+        pivots: mean of each sharded parameter at its first step, by name; the same on all ranks.
     """
 
     def __init__(self, params: Sequence[Param], ranks: Ranks = ALONE) -> None:
         self.starts: dict[str, Tensor] = {}
+        self.pivots: dict[str, Tensor] = {}
         self._ranks, self._sharded = ranks, frozenset[str]()
         self._shards: ShardReader | None = None
         self._left_out: dict[str, str] = {}
@@ -123,7 +125,8 @@ class GradientReader:
         self.params = [param for param in params if is_readable(param.p)]
         sharded = [param for param in self.params if is_shard(param.p)]
         self._sharded = frozenset(param.name for param in sharded)
-        self._shards = ShardReader(sharded, sizes or {}, self.starts, self._ranks) if sharded else None
+        tables = self.starts, self.pivots, self._ranks
+        self._shards = ShardReader(sharded, sizes or {}, *tables) if sharded else None
         odd = [param for param in params if not is_readable(param.p)]
         self._left_out |= {param.name: type(param.p).__name__ for param in odd}
         self._buffers: dict[torch.device, list[Tensor]] = {}

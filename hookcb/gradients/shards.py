@@ -25,7 +25,7 @@ from hookcb.hooks.params import Param
 Columns = dict[str, Tensor]  # statistics of a step, (1, n_columns), by name of the parameter
 
 OF_GRADIENT = 7  # sums over a gradient: elements, squares, magnitudes, NaN and inf, zero rows, rows, clipped
-OF_WEIGHTS = 7  # sums over weights: elements, Σw, Σw², and Σ² of those before, change, at the start, drift
+OF_WEIGHTS = 7  # sums over weights: elements, Σ and Σ² around the pivot, and Σ² of those before, change, at the start, drift
 
 
 @dataclass(slots=True)
@@ -58,13 +58,20 @@ class ShardReader:
         params: sharded parameters.
         sizes: numbers of elements on all ranks together, by id, of parameters that do not tell it.
         starts: tracked elements of each parameter before its first step, by name; it is added to.
+        pivots: mean of the weights of each parameter at its first step, by name, around which sums keep their
+            digits; it is added to.
         ranks: the ranks that share their sums; alone, as under `watch`, statistics are those of the part.
     """
 
     def __init__(
-        self, params: Sequence[Param], sizes: dict[int, int], starts: dict[str, Tensor], ranks: Ranks
+        self,
+        params: Sequence[Param],
+        sizes: dict[int, int],
+        starts: dict[str, Tensor],
+        pivots: dict[str, Tensor],
+        ranks: Ranks,
     ) -> None:
-        self.params, self._starts, self._ranks = params, starts, ranks
+        self.params, self._starts, self._pivots, self._ranks = params, starts, pivots, ranks
         self._is_merged = ranks.world > 1
         self.numels = {id(p): sizes.get(id(p), p.numel()) for _, p, _ in params}
         # of parameters that are divided along other dimensions than the first: a flag for each row
@@ -109,12 +116,12 @@ class ShardReader:
         """
         for i, g in capture.unsummed.items():
             capture.grads[i][-1] = _of_gradient(self._read(g, 1.0))[0][1]
-        weights = []
+        weights, pivots = [], self._agree_on_pivots()
         for (name, p, _), before in zip(self.params, capture.before, strict=True):
             now, start = _tracked(p), self._starts.get(name)
             if start is None or len(start) != len(now):
                 start = self._starts[name] = before
-            weights.append(_of_weights(p, before, now, start.to(now)))
+            weights.append(_of_weights(p, self._pivots[name], before, now, start.to(now)))
         rows = [row + own for row, own in zip(capture.grads, weights, strict=True)]
         sums = self._on_device([x for row in rows for x in row])
         maxs = torch.cat([self._on_device(capture.abs_max), *capture.rows])
@@ -123,12 +130,23 @@ class ShardReader:
             n_grad = sums.view(len(rows), -1)[:, 0].tolist()
             with_grad = {name for (name, *_), n in zip(self.params, n_grad, strict=True) if n}
             capture.names = [name for name in capture.names if name in with_grad]
-        by_param = self._columns(sums.view(len(rows), -1), maxs, skipped)
+        by_param = self._columns(sums.view(len(rows), -1), maxs, pivots, skipped)
         return {
             name: column[None]
             for (name, *_), column in zip(self.params, by_param, strict=True)
             if name in capture.names
         }
+
+    def _agree_on_pivots(self) -> Tensor:
+        """The pivots of all parameters; of new ones, ranks share their sums of weights."""
+        if not all(name in self._pivots for name, *_ in self.params):
+            weights = [_weights(p, _tracked(p)) for _, p, _ in self.params]
+            sums = self._on_device([x for w in weights for x in (float(w.numel()), _number(w.sum()))])
+            self._ranks.share(sums, sums.new_zeros(1))
+            means = (sums[1::2] / sums[::2]).nan_to_num(posinf=0.0, neginf=0.0)
+            for (name, *_), mean in zip(self.params, means, strict=True):
+                self._pivots.setdefault(name, mean)
+        return torch.stack([self._pivots[name].to(self.device) for name, *_ in self.params])
 
     def _read(self, g: Tensor, scale: Number) -> Tensor | None:
         """This rank's part of a gradient; None if it cannot be read, or summed."""
@@ -145,17 +163,17 @@ class ShardReader:
         whole = [x if isinstance(x, Tensor) else torch.full((), x, device=self.device) for x in numbers]
         return torch.stack([moved(x, self.device) for x in whole])
 
-    def _columns(self, sums: Tensor, maxs: Tensor, skipped: Number) -> Tensor:
+    def _columns(self, sums: Tensor, maxs: Tensor, pivots: Tensor, skipped: Number) -> Tensor:
         """Statistics from sums and maxima, in the order of `GRAD_STATS`, and mean |gradient|."""
         n_grad, squares, size, nonfinite, zero_rows, n_rows, clipped = sums[:, :OF_GRADIENT].unbind(1)
-        n_weights, total, of_weights, before, change, start, drift = sums[:, OF_GRADIENT:].unbind(1)
+        n_weights, total, around, before, change, start, drift = sums[:, OF_GRADIENT:].unbind(1)
         n = n_weights
         if self._is_merged:  # replicas count once: each of them has added the same
             n = torch.tensor([*self.numels.values()], dtype=sums.dtype, device="cpu").to(sums.device)
-            copies, of_weights, total = n_grad / n, of_weights * n / n_weights, total * n / n_weights
+            copies, around, total = n_grad / n, around * n / n_weights, total * n / n_weights
             squares, clipped, size = squares / copies, clipped / copies, size / copies
             nonfinite = (nonfinite / copies).round()
-        norm, used, mean = squares.sqrt(), clipped.sqrt(), total / n
+        norm, used, off = squares.sqrt(), clipped.sqrt(), total / n
         made = torch.as_tensor(skipped, device=norm.device) == 0
         abs_max, *flags = torch.split(maxs, [len(n), *filter(None, self._n_rows)])
         abs_max = abs_max.where(abs_max.isfinite(), math.nan)
@@ -163,10 +181,11 @@ class ShardReader:
         for i, n_flags in enumerate(self._n_rows):
             if n_flags:
                 zeros[i] = 1 - next(left).mean()
-        variance = (of_weights - n * mean.square()).clamp(min=0) / (n - 1)
+        variance = (around - n * off.square()).clamp(min=0) / (n - 1)
+        of_weights = around + pivots * (2 * total + n * pivots)
         ratios = [_ratio(change, before), _ratio(drift, start)]
         values = [norm, used.where(made, math.nan), norm / n.sqrt(), abs_max, nonfinite, zeros]
-        values += [of_weights.sqrt(), mean, variance.sqrt(), *ratios, size / n]
+        values += [of_weights.clamp(min=0).sqrt(), pivots + off, variance.sqrt(), *ratios, size / n]
         return torch.stack(values, 1).to(self._dtype)
 
 
@@ -203,17 +222,23 @@ def _of_gradient(x: Tensor | None) -> tuple[list[Number], Number, Tensor]:
     return [float(x.numel()), squares, size, summary.nonfinite, zeros, n, squares], largest, rows
 
 
-def _of_weights(p: Tensor, before: Tensor, now: Tensor, start: Tensor) -> list[Number]:
+def _of_weights(p: Tensor, pivot: Tensor, before: Tensor, now: Tensor, start: Tensor) -> list[Number]:
     """Sums over a part of the weights, all of them up to a size, and over tracked ones."""
-    part, n = local_part(p.detach()), float(local_part(p.detach()).numel())
+    n = float(local_part(p.detach()).numel())
     if not n:
         return [0.0] * OF_WEIGHTS
-    whole = plain_gradient(part) if n <= WHOLE else None
-    weights = now if whole is None else widened(whole if whole.layout is torch.strided else whole.values())
-    share = n / weights.numel()
-    of_all = [weights.sum() * share, weights.square().sum() * share]
+    off = _weights(p, now) - pivot.to(now)
+    share = n / off.numel()
+    of_all = [off.sum() * share, off.square().sum() * share]
     tracked = [x.square().sum() * (n / len(now)) for x in (before, now - before, start, now - start)]
     return [n, *map(_number, [*of_all, *tracked])]
+
+
+def _weights(p: Tensor, tracked: Tensor) -> Tensor:
+    """This rank's part of the weights, in the widest dtype; of a large one, the tracked elements."""
+    part = local_part(p.detach())
+    whole = plain_gradient(part) if part.numel() <= WHOLE else None
+    return tracked if whole is None else widened(whole if whole.layout is torch.strided else whole.values())
 
 
 def _tracked(p: Tensor) -> Tensor:

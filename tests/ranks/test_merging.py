@@ -5,12 +5,7 @@ import pytest
 from benchmarks.merging import measured
 
 EXACT = 1e-12
-LIMITS = {
-    # a mean of 1e6 is known to 1e-10, and so is the spread of 0.3 around it, with one process too
-    "output std, offset": 1e-9,
-    # not exact yet: from Σw² - n·mean², which cancels where weights are nearly equal, as in LayerNorm
-    "weight weight_std": 1e-7,
-}
+LIMITS = {"output std, offset": 1e-9}  # ranks share means, which a float64 of 1e6 has to 1e-10
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
