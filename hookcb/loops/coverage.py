@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
+from hookcb.distributed.callback import Distributed
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.nans.trace import NanTrace
 from hookcb.training.accumulate import GradientAccumulation
@@ -26,6 +27,7 @@ REFUSED: Mapping[type[Callback], str] = {
     RateCallback: "step a torch scheduler in your loop",
     Checkpoint: "save model and optimizer in your loop",
     Compile: "compile the model before you watch it",
+    Distributed: "wrap the model before you watch it",
     ChannelsLast: "use x.to(memory_format=torch.channels_last) in your loop",
     Freeze: "set requires_grad of the parameters in your loop",
     Metrics: "compute them in your loop, which has the targets",

@@ -1515,6 +1515,7 @@ REFUSED = {
     "ChannelsLast": ({}, "channels_last"),
     "Freeze": ({"where": "0"}, "requires_grad"),
     "Metrics": ({"metrics": hookcb.accuracy}, "in your loop"),
+    "Distributed": ({}, "before you watch"),
     "NanTrace": ({}, "DetectAnomaly"),
     "EMA": ({}, "validate=False"),
 }
