@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.activations.stats import LAYER_STATS, WHOLE, histogram, summarize
+from hookcb.activations.stats import LAYER_STATS, ROW, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
 
-MAX_ELEMENTS = 64 * WHOLE  # elements of all layers that wait to be reduced: 16 MB
+MAX_ELEMENTS = 64 * ROW  # elements of all layers that wait to be reduced: 16 MB
 MAX_BATCHES = 64  # batches that wait to be reduced
-MAX_REDUCED = 4 * WHOLE  # elements reduced together: 1 MB, which a CPU's cache holds
+MAX_REDUCED = 4 * ROW  # elements reduced together: 1 MB, which a CPU's cache holds
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
@@ -109,7 +109,7 @@ class OutputBuffer:
             for _, alike in groupby(outputs, reduced_with):
                 group = list(alike)
                 n = group[0].elements.numel()
-                at_once = 1 if n > WHOLE else MAX_REDUCED // max(1, n)
+                at_once = 1 if n > ROW else MAX_REDUCED // max(1, n)
                 for i in range(0, len(group), at_once):
                     self._put(phase, name, group[i : i + at_once])
 

@@ -51,7 +51,7 @@ class ActivationStats(HookCallback):
         hist_range: range of the histograms of all layers; by default each layer has its own, that of the
             first recorded batch extended by half on both sides.
         sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
-            and histogram every one up to 65,536, above that 4,096 (standard error of a share ≤ 0.8 %).
+            and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %).
             An int uses that many elements at most, for all; None uses every one for all, for which large
             outputs are copied until the batch ends.
         keep: maximum number of records; of more every second, fourth … is kept, and the newest.
