@@ -20,6 +20,8 @@ Sample = int | None | Literal["auto"]
 
 def has_stats(x: object) -> bool:
     """Whether `x` is a tensor that `layer_stats` can describe: dense, real, with values in memory."""
+    if type(x) is Tensor and x.dtype is torch.float32 and x.layout is torch.strided:  # the usual case
+        return not (x.is_nested or x.is_meta)
     return (
         isinstance(x, Tensor)
         and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -240,7 +242,8 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
 
     Args:
         rows: `(R, n)`, float32 or float64.
-        low: lower edge of the range, in the unit of `rows`; a 0-d tensor on its device, or a float.
+        low: lower edge of the range, in the unit of `rows`; a float, or a tensor on its device, 0-d or
+            `(R, 1)`.
         high: upper edge.
         bins: number of bins.
 
