@@ -45,8 +45,8 @@ STEPS = {
     "resnet": (10, 1),
     "transformer": (10, 2),
 }  # a turn: hookcb, peers
-AUTO = "every element; 4,096 for shares in outputs above 65,536"
-ALSO_HIST = "every element; 4,096 for shares and bins in outputs above 65,536"
+AUTO = "every element; 4,096 for shares in outputs above 8,192"
+ALSO_HIST = "every element; 4,096 for shares and bins in outputs above 8,192"
 
 OURS: dict[str, tuple[Callable[[], list[Callback]], str]] = {
     "hookcb without callbacks": (list, ""),

@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookcb.activations.stats import LAYER_STATS, WHOLE, histogram, summarize
+from hookcb.activations.stats import LAYER_STATS, ROW, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
 
-MAX_ELEMENTS = 64 * WHOLE  # elements of all layers that wait to be reduced: 16 MB
+MAX_ELEMENTS = 64 * ROW  # elements of all layers that wait to be reduced: 16 MB
 MAX_BATCHES = 64  # batches that wait to be reduced
-MAX_REDUCED = 4 * WHOLE  # elements reduced together: 1 MB, which a CPU's cache holds
+MAX_REDUCED = 4 * ROW  # elements reduced together: 1 MB, which a CPU's cache holds
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
+
+
+Key = tuple[str, str]  # phase and name of a layer
 
 
 class Output(NamedTuple):
@@ -70,8 +72,8 @@ class OutputBuffer:
         self.stores, self.eps, self.bins, self.hist_range = stores, eps, bins, hist_range
         # new for each batch: compiled code would be compiled anew each time a list has grown
         self.batch: dict[str, list[Output]] = {}
-        self.ranges: dict[tuple[str, str], Tensor] = {}
-        self._waiting: dict[tuple[str, str], list[Waiting]] = {}  # by phase and name
+        self.ranges: dict[Key, Tensor] = {}
+        self._waiting: dict[Key, list[Waiting]] = {}
         self._n_batches = self._n_elements = 0
 
     def drop_batch(self) -> None:
@@ -103,34 +105,47 @@ class OutputBuffer:
         return named
 
     def reduce(self) -> None:
-        """Puts the statistics of all waiting outputs into the stores."""
+        """Puts the statistics of waiting outputs into the stores; all of one shape are reduced together."""
         waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, {}, 0, 0
-        for (phase, name), outputs in waiting.items():
-            for _, alike in groupby(outputs, reduced_with):
-                group = list(alike)
-                n = group[0].elements.numel()
-                at_once = 1 if n > WHOLE else MAX_REDUCED // max(1, n)
-                for i in range(0, len(group), at_once):
-                    self._put(phase, name, group[i : i + at_once])
+        alike: dict[tuple[Any, ...], list[tuple[Key, Waiting]]] = {}
+        for key, outputs in waiting.items():
+            for output in outputs:
+                alike.setdefault(reduced_with(output), []).append((key, output))
+        for (shape, *_), group in alike.items():
+            n = math.prod(shape)
+            at_once = 1 if n > ROW else MAX_REDUCED // max(1, n)
+            for i in range(0, len(group), at_once):
+                self._put(group[i : i + at_once])
 
-    def _put(self, phase: str, name: str, outputs: Sequence[Waiting]) -> None:
-        records, elements, exact = zip(*outputs, strict=True)
+    def _put(self, group: Sequence[tuple[Key, Waiting]]) -> None:
+        elements, exact = [output.elements for _, output in group], [output.exact for _, output in group]
         # a single one needs no copy
-        rows = elements[0][None] if len(records) == 1 else torch.stack(elements)
-        rows = rows.reshape(len(records), -1)
-        values = summarize(rows, None if exact[0] is None else torch.cat(exact), self.eps)
+        rows = (elements[0] if len(group) == 1 else torch.stack(elements)).reshape(len(group), -1)
+        known = [moments for moments in exact if moments is not None]
+        values = summarize(rows, torch.cat(known) if known else None, self.eps)
+        first: dict[Key, int] = {}  # row of each layer
+        for i, (key, _) in enumerate(group):
+            first.setdefault(key, i)
+        ends = [*list(first.values())[1:], len(group)]
         if self.bins:
-            counts = self._counts((phase, name), rows, values)
+            counts = self._counts(first, ends, rows, values)
             values = torch.cat([values, counts.to(values.dtype)], 1)
-        self.stores[phase].put(name, list(records), values)
+        for ((phase, name), begin), end in zip(first.items(), ends, strict=True):
+            records = [output.record for _, output in group[begin:end]]
+            self.stores[phase].put(name, records, values[begin:end])
 
-    def _counts(self, key: tuple[str, str], rows: Tensor, values: Tensor) -> Tensor:
-        if key not in self.ranges:
-            given = self.hist_range
-            self.ranges[key] = range_around(values[0, LOW], values[0, HIGH]) if given is None else pair(given)
-        self.ranges[key] = self.ranges[key].to(rows.device, widest(rows.device), non_blocking=True)
-        low, high = self.ranges[key].unbind()
-        return histogram(rows, low, high, self.bins)
+    def _counts(self, first: Mapping[Key, int], ends: Sequence[int], rows: Tensor, values: Tensor) -> Tensor:
+        device, dtype = rows.device, widest(rows.device)
+        for key, i in first.items():
+            if key not in self.ranges:
+                given = self.hist_range
+                self.ranges[key] = (
+                    range_around(values[i, LOW], values[i, HIGH]) if given is None else pair(given)
+                )
+            self.ranges[key] = self.ranges[key].to(device, dtype, non_blocking=True)
+        n = [end - begin for begin, end in zip(first.values(), ends, strict=True)]
+        edges = torch.cat([self.ranges[key].expand(k, 2) for key, k in zip(first, n, strict=True)])
+        return histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
 
     def range_of(self, phase: str, name: str) -> tuple[float, float]:
         """Range of a layer's histograms; NaN before its first record."""

@@ -51,7 +51,7 @@ class ActivationStats(HookCallback):
         hist_range: range of the histograms of all layers; by default each layer has its own, that of the
             first recorded batch extended by half on both sides.
         sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
-            and histogram every one up to 65,536, above that 4,096 (standard error of a share ≤ 0.8 %).
+            and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %).
             An int uses that many elements at most, for all; None uses every one for all, for which large
             outputs are copied until the batch ends.
         keep: maximum number of records; of more every second, fourth … is kept, and the newest.
@@ -178,16 +178,16 @@ class ActivationStats(HookCallback):
             self._awaited = []
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
-        kind, output = plain_class(m).__name__, seen[-1]
-        if id(m) not in self._names:
+        name, output = self._names.get(id(m)), seen[-1]
+        if type(output) is Tensor and not self._is_sharded and name is not None:  # the usual case
+            self.records.take(name, output, type(m).__name__)
+            return
+        kind = plain_class(m).__name__
+        if name is None:
             self.left_out[f"a copy of {kind}"] = "as nn.DataParallel makes them of the layers"
             return
-        name = self.layer_name(m)
         if (self._options.get("pre") or not self.is_forward) and len(output) == 1:
             output = output[0]
-        if type(output) is Tensor and not self._is_sharded:  # the usual case, without a walk
-            self.records.take(name, output, kind)
-            return
         for path, x in list(parts(output, name)) or [(name, output)]:
             if self._is_sharded and isinstance(x, Tensor):
                 self._take_part(path, x, m, seen[0])

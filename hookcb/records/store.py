@@ -166,7 +166,7 @@ class StatStore:
         is_run = kept[-1] - kept[0] == len(kept) - 1  # a slice takes half the time
         if queued.values.dtype is torch.float64 and values.dtype is torch.float32:
             values = self._values[queued.name] = values.double()
-        values[slice(kept[0], kept[-1] + 1) if is_run else kept] = queued.values[taken]
+        values[slice(kept[0], kept[-1] + 1) if is_run else kept] = queued.values[taken].to(values.dtype)
         if kept[-1] == len(self.infos) - 1:
             self._newest.add(queued.name)
 

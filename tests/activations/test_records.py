@@ -375,7 +375,7 @@ def test_a_foreign_or_truncated_file_is_refused_by_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("sample", "said"),
-    [("auto", "above 65,536 elements: from 4,096"), (100, "from 100 elements of each output"), (None, "")],
+    [("auto", "above 8,192 elements: from 4,096"), (100, "from 100 elements of each output"), (None, "")],
 )
 def test_the_report_says_where_it_saw_a_sample_only(sample, said):
     stats = ActivationStats(sample=sample)

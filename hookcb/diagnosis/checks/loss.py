@@ -1,7 +1,8 @@
 """Checks of the loss: its first value, whether it falls, rises or jumps, and whether it is negative."""
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import (
@@ -287,10 +288,26 @@ def _spikes(loss: Series) -> list[tuple[int, float, float]]:
     """Step and loss of each spike, and the loss up to which it would have been noise."""
     spikes = []
     steps, values = loss.steps[-N_LATEST:], loss.values[-N_LATEST:]
-    for i in range(SPIKE_BEFORE, len(values)):
-        if not values[i - 1] < values[i] < math.inf:
-            continue
-        middle, sigma = spread(values[max(0, i - SPIKE_WINDOW) : i])
-        if values[i] > (limit := middle + SPIKE * max(sigma, 1e-3 * abs(middle))):
-            spikes.append((steps[i], values[i], limit))
+    in_order: list[float] = []  # the finite ones of the window
+    for i, value in enumerate(values):
+        if i >= SPIKE_BEFORE and values[i - 1] < value < math.inf and value > _least(in_order):
+            middle, sigma = spread(in_order)
+            if value > (limit := middle + SPIKE * max(sigma, 1e-3 * abs(middle))):
+                spikes.append((steps[i], value, limit))
+        if math.isfinite(value):
+            insort(in_order, value)
+        if i >= SPIKE_WINDOW and math.isfinite(old := values[i - SPIKE_WINDOW]):
+            del in_order[bisect_left(in_order, old)]
     return spikes
+
+
+def _least(in_order: Sequence[float]) -> float:
+    """A number that is quickly found, and not above the limit of a spike.
+
+    The median absolute deviation is at least the smaller distance from the median to a quartile.
+    """
+    n = len(in_order)
+    if not n:
+        return math.inf
+    lower, upper = in_order[(n - 1) // 2], in_order[n // 2]
+    return lower + SPIKE * min(in_order[-1 - n // 4] - upper, lower - in_order[n // 4])
