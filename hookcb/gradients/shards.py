@@ -212,7 +212,7 @@ def _of_gradient(x: Tensor | None) -> tuple[list[Number], Number, Tensor]:
     rows = summary.rows
     elements = x if x.layout is torch.strided else x.values()
     squares = _number(widened(rows).square().sum())
-    size = _number(torch.linalg.vector_norm(elements, 1))
+    size = _number(elements.abs().sum())
     zeros, n = (_number((rows == 0).sum()), float(len(rows))) if x.ndim > 1 else (0.0, 0.0)
     low, high = summary.low, summary.high
     if isinstance(low, Tensor) and isinstance(high, Tensor):
