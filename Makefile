@@ -40,9 +40,10 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/watch.py
 	$(BIN)/python benchmarks/diagnosis.py
 
-# every planted fault and every control, five seeds, with the rules of three other tools
+# every planted fault and every control, five seeds, with the rules of three other tools; then those of two ranks
 planted: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/planted
+	$(BIN)/python benchmarks/planted_ranks.py
 
 # faulty programs of the kinds that people ask about, and the same programs repaired
 real: $(VENV)/.installed-dev

@@ -54,6 +54,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
+@pytest.mark.slow
 def test_the_demo_on_two_ranks_shows_one_verdict_that_names_the_rank(capfd):
     assert main(["demo", "--ranks", "2", "--epochs", "2", "--fault", "nan-input"]) == 0
     shown, errors = capfd.readouterr()

@@ -4,6 +4,8 @@ import pytest
 
 from tests.ranks.support import launched, shared
 
+pytestmark = pytest.mark.slow
+
 N = 96
 ALONE = ["write_plain"]
 OF_TWO = ["write_ddp", "write_fsdp2", "resumed_ddp", "resumed_fsdp2", "resumed_tp", "resumed_ddp_norm"]

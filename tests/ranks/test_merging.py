@@ -4,11 +4,13 @@ import pytest
 
 from benchmarks.merging import measured
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-12
 LIMITS = {"output std, offset": 1e-9}  # ranks share means, which a float64 of 1e6 has to 1e-10
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, 4])
 def ranks(request):
     return measured(request.param)
 
