@@ -25,7 +25,8 @@ from hookcb.hooks.params import Param
 Columns = dict[str, Tensor]  # statistics of a step, (1, n_columns), by name of the parameter
 
 OF_GRADIENT = 7  # sums over a gradient: elements, squares, magnitudes, NaN and inf, zero rows, rows, clipped
-OF_WEIGHTS = 7  # sums over weights: elements, Σ and Σ² around the pivot, and Σ² of those before, change, at the start, drift
+# sums over weights: elements, Σ and Σ² around the pivot, and Σ² of those before, change, at the start, drift
+OF_WEIGHTS = 7
 
 
 @dataclass(slots=True)
