@@ -163,6 +163,32 @@ class Observation:
 
 
 @dataclass(slots=True)
+class Spent:
+    """Seconds of a mean batch by what they are spent on, without the first batches and the inspected ones.
+
+    Attributes:
+        n: number of batches, 0 if none was timed.
+        phases: seconds by phase: "data" (fetches), "forward", "loss", "backward", "optimizer", "between"
+            (all of the user's code between these), "validation", "epoch" (between epochs, and the start of a
+            loader), "garbage collection".
+        callbacks: seconds by name of the callback.
+        lines: seconds by line of the user's loop; a part of "loss" and "between".
+        fetches: likewise, by line that fetches batches from something other than a DataLoader.
+    """
+
+    n: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    callbacks: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, float] = field(default_factory=dict)
+    fetches: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> float:
+        """Seconds of a mean batch."""
+        return sum(self.phases.values()) + sum(self.callbacks.values())
+
+
+@dataclass(slots=True)
 class Evidence:
     """Everything that was recorded about a training.
 
@@ -195,6 +221,8 @@ class Evidence:
         input_columns: RMS of each column of a table, in the first inspected batches; else empty.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
+        spent: what the time of a mean batch is spent on.
+        sizes: number of elements in the inputs of each inspected batch.
         slowest_rank: the rank with most work of its own, if several were compared.
         memory: bytes in use after each step, if known.
         stepped: index of the optimizer that made each recorded step, if known.
@@ -237,6 +265,8 @@ class Evidence:
     input_columns: list[list[float]] = field(default_factory=list)
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
+    spent: Spent = field(default_factory=Spent)
+    sizes: Series = field(default_factory=Series)
     slowest_rank: Straggler | None = None
     memory: Series = field(default_factory=Series)
     stepped: list[int] = field(default_factory=list)

@@ -103,7 +103,7 @@ class Probes:
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.cleared = ClearedGradients()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
-        self.penalty, self.stuck = Curve(), Curve()
+        self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
         self._norms = NormProbe(loop.model)
         self._tables = AddedTables()
@@ -165,6 +165,8 @@ class Probes:
         self._norms.begin_batch(loop.train_iter, self._n_samples)
         if looking:
             self.layers.begin_record(loop.train_iter)
+            size = sum(x.numel() for _, x in parts(loop.xb) if isinstance(x, Tensor))
+            self.sizes.add(loop.train_iter, float(size))
             numbers = input_numbers(loop.xb)
             if numbers is not None:
                 self._observed.add("inputs")
@@ -375,7 +377,7 @@ class Probes:
         evidence.penalty, evidence.stuck = self.penalty.series(), self.stuck.series()
         self.guarded(self._add_losses_of_targets, evidence)
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()
-        evidence.memory = self.memory.series()
+        evidence.memory, evidence.sizes = self.memory.series(), self.sizes.series()
         self._add_sources(evidence)
         evidence.n_steps = self.n_steps
         evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in self.optimizers.values())

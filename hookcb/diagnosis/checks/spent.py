@@ -1,0 +1,142 @@
+"""Checks of what the time is spent on, other than waiting: callbacks, lines of a loop, and growing batches."""
+
+from collections.abc import Iterator
+
+from hookcb.core.time_split import EPOCH, GARBAGE, VALIDATION
+from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import median, ratio
+
+MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
+MAX_OPTIMIZER = 0.6  # share; a third is usual for Adam on small batches
+MAX_GARBAGE = 0.15  # share; automatic collections usually take 0.01
+MIN_BATCHES = 15  # timed ones
+MIN_GROWTH = 2.0  # of a batch and of its time, from the first third of the training to the last
+MIN_LOOKS = 9  # at the size of a batch
+NAMES = {  # of phases that are not part of a step
+    VALIDATION: "validation",
+    EPOCH: "the time between epochs and the start of the loader",
+    "optimizer": "the optimizer's step",
+}
+CHECKPOINTS, LOGS = "Checkpoint", "Log"  # callbacks whose work has a name
+
+
+@check("time.other", site=Site.RUN, needs=("time",))
+def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
+    """Time that is spent neither in the model nor in waiting for data, by what it is spent on.
+
+    Formula: mean seconds a batch in a callback, in validation, in a line of the loop or between epochs / mean
+    seconds of a batch, without the first five batches and those that are inspected closely. Limit: 0.3, and
+    1 ms; 0.6 for the optimizer's step. It is a note, as the work may be wanted. Lines of a loop that hookcb
+    does not run are timed if a fifth of the time or more is spent between its steps; of a trainer it is the
+    user's functions that it calls.
+
+    Source: the limit is a choice, the same as that of `time.data_bound`.
+    """
+    spent = evidence.spent
+    if spent.n < MIN_BATCHES:
+        yield Skipped(f"fewer than {MIN_BATCHES} batches were timed outside of inspections")
+        return
+    places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
+    places += [(f"{name} in the loop", seconds, MAX_OTHER) for name, seconds in spent.lines.items()]
+    for phase, name in NAMES.items():
+        limit = MAX_OPTIMIZER if phase == "optimizer" else MAX_OTHER
+        places.append((name, spent.phases.get(phase, 0.0), limit))
+    slow = [(place, x, limit) for place, x, limit in places if x > limit * spent.whole and x >= MIN_OTHER]
+    if not slow:
+        most = max((x for _, x, limit in places if limit == MAX_OTHER), default=0.0)
+        share = ratio(most, spent.whole)
+        yield Passed(f"time spent on other things than the model ({share:.0%} at most)", share, MAX_OTHER)
+    for place, seconds, limit in slow:
+        share = ratio(seconds, spent.whole)
+        yield finding(
+            "time.other",
+            "info",
+            at=place,
+            value=share,
+            limit=limit,
+            message=f"{share:.0%} of the time goes to {place}: {1e3 * seconds:.1f} of "
+            f"{1e3 * spent.whole:.1f} ms per batch, on average (limit {limit:.0%}).",
+            causes=("work that is done more often than needed", "work that waits for a disk or a network"),
+            next_steps=("Do it less often, or in another thread or process",),
+        )
+
+
+@check("time.garbage", site=Site.RUN, needs=("time",))
+def garbage_collections(evidence: Evidence) -> Iterator[Result]:
+    """Python's garbage collector, which looks through all objects again and again.
+
+    Formula: mean seconds a batch in collections of older generations / mean seconds of a batch. Limit: 0.15,
+    and 1 ms.
+
+    Source: Python's `gc` module: a full collection visits each object that may be part of a cycle.
+    """
+    spent = evidence.spent
+    if spent.n < MIN_BATCHES:
+        yield Skipped(f"fewer than {MIN_BATCHES} batches were timed outside of inspections")
+        return
+    seconds = spent.phases.get(GARBAGE, 0.0)
+    share = ratio(seconds, spent.whole)
+    if not (share > MAX_GARBAGE and seconds >= MIN_OTHER):
+        yield Passed(f"garbage collections ({share:.1%} of the time)", share, MAX_GARBAGE)
+        return
+    yield finding(
+        "time.garbage",
+        "warning",
+        value=share,
+        limit=MAX_GARBAGE,
+        message=f"Garbage collections take {share:.0%} of the time: {1e3 * seconds:.1f} of "
+        f"{1e3 * spent.whole:.1f} ms per batch, on average (limit {MAX_GARBAGE:.0%}).",
+        causes=("calls of gc.collect() in the loop", "millions of Python objects, as in a dataset of lists"),
+        next_steps=(
+            "Call gc.freeze() once the data is loaded, or keep it in tensors or arrays",
+            "Remove gc.collect() from the loop",
+        ),
+    )
+
+
+@check("time.growing", site=Site.RUN, needs=("time",))
+def growing_batches(evidence: Evidence) -> Iterator[Result]:
+    """Batches that grow, and steps that take longer and longer with them.
+
+    Formula: median number of elements in the inputs of the last third of the inspected batches / that of the
+    first third, and the same ratio of the time of a batch without its fetch, over all batches. Limit: 2, for
+    both. It is a note, as a schedule may have it so.
+    """
+    sizes = evidence.sizes.values
+    waits = dict(evidence.waits)
+    seconds = [x - waits.get(step, 0.0) for step, x in evidence.batches]
+    if len(sizes) < MIN_LOOKS or len(seconds) < 2 * MIN_BATCHES:
+        yield Skipped(f"fewer than {2 * MIN_BATCHES} batches were timed")
+        return
+    size, before = _thirds(sizes)
+    now, earlier = _thirds(seconds)
+    grown, slower = ratio(size, before), ratio(now, earlier)
+    if min(grown, slower) < MIN_GROWTH or now - earlier < MIN_OTHER:
+        yield Passed(f"growing batches (×{min(grown, slower):.1f})", min(grown, slower), MIN_GROWTH)
+        return
+    yield finding(
+        "time.growing",
+        "info",
+        when=evidence.sizes,
+        value=min(grown, slower),
+        limit=MIN_GROWTH,
+        message=f"Batches grow, from {before:,.0f} to {size:,.0f} elements, and take {slower:.1f} times as "
+        f"long: {1e3 * now:.1f} ms instead of {1e3 * earlier:.1f} ms (limit {MIN_GROWTH:g}).",
+        causes=("inputs that are appended to those of earlier batches", "samples that are sorted by length"),
+        next_steps=("Print the shape of the inputs in each batch",),
+    )
+
+
+def _thirds(values: list[float]) -> tuple[float, float]:
+    """Medians of the last and of the first third."""
+    n = len(values) // 3
+    return median(values[-n:]), median(values[:n])
+
+
+def _kind(callback: str) -> str:
+    """What a callback does, and its name."""
+    if callback.startswith(CHECKPOINTS):
+        return f"checkpoints ({callback})"
+    return f"logging ({callback})" if callback.startswith(LOGS) else f"the callback {callback}"

@@ -1,0 +1,69 @@
+"""What the time of a training is spent on: phases, callbacks, and lines of the user's loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+from hookcb.core.time_split import BETWEEN, TimeSplit
+from hookcb.diagnosis.evidence import Spent
+from hookcb.diagnosis.probes.lines import LineTimes
+
+N_WARM_UP, MIN_BATCHES = 5, 5  # batches left out, in which memory is allocated; and timed before lines are
+OF_USER = (BETWEEN, "loss")  # phases in which code of the user runs, in a loop of theirs
+MIN_SHARE, MIN_SECONDS = 0.2, 1e-3  # of a mean batch, spent in these, from which lines are worth a look
+MAX_GAPS = 600  # times that lines are traced, about three a batch
+PREFIX = "callback "  # of the names of callbacks
+
+
+class SpentTime:
+    """Splits the time of a training, and traces lines of the user's loop if much is spent between the steps.
+
+    Args:
+        label: returns the name of a callback after `PREFIX`, or "" for those of the diagnosis itself.
+        is_external: whether hookcb does not run the loop, so that lines of it can be slow.
+    """
+
+    def __init__(self, label: Callable[[Any], str], is_external: bool) -> None:
+        self.split, self.lines = TimeSplit(label, N_WARM_UP), LineTimes()
+        self._is_external, self._is_tracing = is_external, False
+
+    def end_batch(self) -> None:
+        """Decides after an inspected batch whether to trace lines."""
+        split = self.split
+        if not self._is_external or split.n < MIN_BATCHES:
+            return
+        seconds = sum(split.seconds[phase] for phase in OF_USER)
+        is_slow = seconds > max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
+        self._is_tracing = is_slow and self.lines.n < MAX_GAPS
+        split.phase_begins = self._phase_begins if self._is_tracing else None
+        if not self._is_tracing:
+            self.lines.end()
+
+    def _phase_begins(self, phase: str) -> None:
+        self.lines.end()
+        if phase in OF_USER:
+            self.lines.begin()
+
+    def close(self) -> None:
+        """Stops listening and tracing."""
+        self.split.phase_begins = None
+        self.split.close()
+        self.lines.end()
+
+    def spent(self) -> Spent:
+        """Seconds in a mean batch."""
+        split = self.split
+        if not split.n:
+            return Spent()
+        mean = {name: seconds / split.n for name, seconds in split.seconds.items() if name}
+        spent = Spent(
+            split.n,
+            phases={name: x for name, x in mean.items() if not name.startswith(PREFIX)},
+            callbacks={name.removeprefix(PREFIX): x for name, x in mean.items() if name.startswith(PREFIX)},
+        )
+        if traced := self.lines.places():
+            of_user = sum(mean.get(phase, 0.0) for phase in OF_USER)
+            scale = of_user / sum(traced.values())
+            spent.lines = {name: scale * x for name, x in traced.items() if name not in self.lines.is_fetch}
+            for name in traced.keys() & self.lines.is_fetch:
+                spent.fetches[name] = scale * traced[name]
+        return spent
