@@ -223,6 +223,8 @@ class Evidence:
         batches: seconds from the end of the previous batch to the end of this one.
         spent: what the time of a mean batch is spent on.
         sizes: number of elements in the inputs of each inspected batch.
+        layer_seconds: median seconds of a forward by layer, without the modules that it calls.
+        layer_work: its work in multiply-adds, see `layer_times.work_of`.
         slowest_rank: the rank with most work of its own, if several were compared.
         memory: bytes in use after each step, if known.
         stepped: index of the optimizer that made each recorded step, if known.
@@ -267,6 +269,8 @@ class Evidence:
     batches: Series = field(default_factory=Series)
     spent: Spent = field(default_factory=Spent)
     sizes: Series = field(default_factory=Series)
+    layer_seconds: dict[str, float] = field(default_factory=dict)
+    layer_work: dict[str, float] = field(default_factory=dict)
     slowest_rank: Straggler | None = None
     memory: Series = field(default_factory=Series)
     stepped: list[int] = field(default_factory=list)

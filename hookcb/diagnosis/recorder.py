@@ -104,9 +104,9 @@ class EvidenceRecorder(SamplingCallback):
     def before_batch(self) -> None:
         super().before_batch()
         self._is_forward = self.is_looking and self.training
-        if self._spent is not None and self.training:
-            self._spent.split.leaves_out = self.is_looking
         self._probe(Probes.begin_batch)
+        if self._spent is not None and self._probes is not None and self.training:
+            self._spent.split.leaves_out = self.is_looking or self._probes.layer_times.is_timing
 
     def after_pred(self) -> None:
         if self.is_looking or self._is_external:  # an external loop may never report its loss

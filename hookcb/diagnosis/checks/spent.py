@@ -10,6 +10,7 @@ from hookcb.diagnosis.trends import median, ratio
 
 MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
 MAX_OPTIMIZER = 0.6  # share; a third is usual for Adam on small batches
+MIN_LAYER, MAX_EXCESS = 0.4, 10.0  # share of the forward, and multiple of its share of the work
 MAX_GARBAGE = 0.15  # share; automatic collections usually take 0.01
 MIN_BATCHES = 15  # timed ones
 MIN_GROWTH = 2.0  # of a batch and of its time, from the first third of the training to the last
@@ -60,6 +61,50 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
             f"{1e3 * spent.whole:.1f} ms per batch, on average (limit {limit:.0%}).",
             causes=("work that is done more often than needed", "work that waits for a disk or a network"),
             next_steps=("Do it less often, or in another thread or process",),
+        )
+
+
+@check("time.layer", site=Site.RUN, needs=("time",))
+def slow_layer(evidence: Evidence) -> Iterator[Result]:
+    """A layer that takes far more time for its work than the other layers.
+
+    Formula: (seconds of its forward / its work) / (seconds of the others / their work); work is in
+    multiply-adds, of which an element of a result counts as 16. Limit: 10, for a layer that takes 0.4 of the
+    forward, and 1 ms.
+    It is a note, as there may be no other way to compute it. Median of 3 to 6 batches that follow inspected
+    ones; modules that a layer calls do not count. On a GPU it is the time of the processor. Nothing is timed
+    once anything is compiled.
+
+    Source: Williams et al., "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
+    2009, bounds the time of a kernel by its operations and its bytes; the limits are choices.
+    """
+    seconds, work = evidence.layer_seconds, evidence.layer_work
+    whole, whole_work = sum(seconds.values()), sum(work.values())
+    if not seconds or not whole_work:
+        yield Skipped("the forwards of layers were not timed")
+        return
+    large = {
+        name: ratio(x / max(1.0, work.get(name, 0.0)), (whole - x) / max(1.0, whole_work - work.get(name, 0.0)))
+        for name, x in seconds.items()
+        if x > MIN_LAYER * whole
+    }
+    slow = {name: x for name, x in large.items() if x > MAX_EXCESS and seconds[name] >= MIN_OTHER}
+    if not slow:
+        most = max(large.values(), default=0.0)
+        yield Passed(f"a layer that takes more time than its work (×{most:.1f})", most, MAX_EXCESS)
+        return
+    for name, x in slow.items():
+        share = seconds[name] / whole
+        yield finding(
+            "time.layer",
+            "info",
+            at=evidence.layers.get(name, name),
+            value=x,
+            limit=MAX_EXCESS,
+            message=f"{name or 'The model itself'} takes {share:.0%} of the forward, {1e3 * seconds[name]:.1f} of {1e3 * whole:.1f} "
+            f"ms, for {work.get(name, 0.0) / whole_work:.1%} of the work (limit ×{MAX_EXCESS:g}).",
+            causes=("a Python loop over samples, steps or elements", "a wait for a device, as by .item()"),
+            next_steps=("Compute it for the whole batch at once, in few operations", "Profile this layer"),
         )
 
 
