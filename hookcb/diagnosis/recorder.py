@@ -105,8 +105,9 @@ class EvidenceRecorder(SamplingCallback):
         super().before_batch()
         self._is_forward = self.is_looking and self.training
         self._probe(Probes.begin_batch)
-        if self._spent is not None and self._probes is not None and self.training:
-            self._spent.split.leaves_out = self.is_looking or self._probes.layer_times.is_timing
+        spent, probes = self._spent, self._probes
+        if spent is not None and probes is not None and self.training:
+            spent.split.leaves_out = self.is_looking or probes.layer_times.is_timing or spent.is_tracing
 
     def after_pred(self) -> None:
         if self.is_looking or self._is_external:  # an external loop may never report its loss
@@ -144,8 +145,8 @@ class EvidenceRecorder(SamplingCallback):
         self._is_forward = False
         if self._probes and self.training:
             self._probe(Probes.end_batch)
-            if self._spent is not None and self.is_looking:
-                self._probes.guarded(self._spent.end_batch)
+            if self._spent is not None:
+                self._probes.guarded(self._spent.end_batch, self.is_looking)
 
     def before_validate(self) -> None:
         """Does nothing; but for the handlers of these two events, the loop's clock would not see them."""

@@ -9,17 +9,17 @@ from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import median, ratio
 
 MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
-MAX_OPTIMIZER = 0.6  # share; a third is usual for Adam on small batches
+MAX_OWN = 0.6  # share of the optimizer or the loss; a third is usual for Adam on small batches
 MIN_LAYER, MAX_EXCESS = 0.4, 10.0  # share of the forward, and multiple of its share of the work
 MAX_GARBAGE = 0.15  # share; automatic collections usually take 0.01
-MIN_BATCHES = 15  # timed ones
+MIN_BATCHES = 10  # timed ones
 MIN_GROWTH = 2.0  # of a batch and of its time, from the first third of the training to the last
 MIN_LOOKS = 9  # at the size of a batch
 NAMES = {  # of phases that are not part of a step
     VALIDATION: "validation",
     EPOCH: "the time between epochs and the start of the loader",
-    "optimizer": "the optimizer's step",
 }
+OWN = {"optimizer": "the optimizer's step", "loss": "the loss function"}
 CHECKPOINTS, LOGS = "Checkpoint", "Log"  # callbacks whose work has a name
 
 
@@ -29,7 +29,7 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
 
     Formula: mean seconds a batch in a callback, in validation, in a line of the loop or between epochs / mean
     seconds of a batch, without the first five batches and those that are inspected closely. Limit: 0.3, and
-    1 ms; 0.6 for the optimizer's step. It is a note, as the work may be wanted. Lines of a loop that hookcb
+    1 ms; 0.6 for the optimizer's step and the loss. It is a note, as the work may be wanted. Lines of a loop that hookcb
     does not run are timed if a fifth of the time or more is spent between its steps; of a trainer it is the
     user's functions that it calls.
 
@@ -42,8 +42,10 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
     places += [(f"{name} in the loop", seconds, MAX_OTHER) for name, seconds in spent.lines.items()]
     for phase, name in NAMES.items():
-        limit = MAX_OPTIMIZER if phase == "optimizer" else MAX_OTHER
-        places.append((name, spent.phases.get(phase, 0.0), limit))
+        places.append((name, spent.phases.get(phase, 0.0), MAX_OTHER))
+    for phase, name in OWN.items():
+        if phase == "optimizer" or not spent.lines:  # else it is one of them
+            places.append((name, spent.phases.get(phase, 0.0), MAX_OWN))
     slow = [(place, x, limit) for place, x, limit in places if x > limit * spent.whole and x >= MIN_OTHER]
     if not slow:
         most = max((x for _, x, limit in places if limit == MAX_OTHER), default=0.0)
@@ -152,8 +154,8 @@ def growing_batches(evidence: Evidence) -> Iterator[Result]:
     sizes = evidence.sizes.values
     waits = dict(evidence.waits)
     seconds = [x - waits.get(step, 0.0) for step, x in evidence.batches]
-    if len(sizes) < MIN_LOOKS or len(seconds) < 2 * MIN_BATCHES:
-        yield Skipped(f"fewer than {2 * MIN_BATCHES} batches were timed")
+    if len(sizes) < MIN_LOOKS or len(seconds) < 3 * MIN_BATCHES:
+        yield Skipped(f"fewer than {3 * MIN_BATCHES} batches were timed")
         return
     size, before = _thirds(sizes)
     now, earlier = _thirds(seconds)

@@ -7,10 +7,11 @@ from hookcb.core.time_split import BETWEEN, TimeSplit
 from hookcb.diagnosis.evidence import Spent
 from hookcb.diagnosis.probes.lines import LineTimes
 
-N_WARM_UP, MIN_BATCHES = 5, 5  # batches left out, in which memory is allocated; and timed before lines are
+N_WARM_UP, MIN_BATCHES = 5, 10  # batches left out, in which memory is allocated; and timed before lines are
 OF_USER = (BETWEEN, "loss")  # phases in which code of the user runs, in a loop of theirs
 MIN_SHARE, MIN_SECONDS = 0.2, 1e-3  # of a mean batch, spent in these, from which lines are worth a look
 MAX_GAPS = 600  # times that lines are traced, about three a batch
+BLOCK = 7  # batches that are traced, and then not; a prime, as what is slow may come every tenth batch
 PREFIX = "callback "  # of the names of callbacks
 
 
@@ -24,19 +25,24 @@ class SpentTime:
 
     def __init__(self, label: Callable[[Any], str], is_external: bool) -> None:
         self.split, self.lines = TimeSplit(label, N_WARM_UP), LineTimes()
-        self._is_external, self._is_tracing = is_external, False
+        self._is_external, self._n_batches, self._has_slow_gaps = is_external, 0, False
 
-    def end_batch(self) -> None:
-        """Decides after an inspected batch whether to trace lines."""
-        split = self.split
-        if not self._is_external or split.n < MIN_BATCHES:
+    @property
+    def is_tracing(self) -> bool:
+        """Whether lines are traced in the current batch, which takes longer then."""
+        return self.split.phase_begins is not None
+
+    def end_batch(self, looking: bool) -> None:
+        """Decides whether to trace lines until the next batch ends; after inspected ones, whether at all."""
+        if not self._is_external:
             return
-        seconds = sum(split.seconds[phase] for phase in OF_USER)
-        is_slow = seconds > max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
-        self._is_tracing = is_slow and self.lines.n < MAX_GAPS
-        split.phase_begins = self._phase_begins if self._is_tracing else None
-        if not self._is_tracing:
-            self.lines.end()
+        split, self._n_batches = self.split, self._n_batches + 1
+        if looking and split.n >= MIN_BATCHES:
+            seconds = sum(split.seconds[phase] for phase in OF_USER)
+            least = max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
+            self._has_slow_gaps = seconds > least and self.lines.n < MAX_GAPS
+        is_due = self._has_slow_gaps and self._n_batches // BLOCK % 2 == 0
+        split.phase_begins = self._phase_begins if is_due else None
 
     def _phase_begins(self, phase: str) -> None:
         self.lines.end()
