@@ -62,7 +62,9 @@ def ragged(seed: int, cbs: Callbacks) -> Run:
 @control(TIME_CONTROLS, "wide activations between narrow layers", target=0.9)
 def wide_activations(seed: int, cbs: Callbacks) -> Run:
     """Functions of elements take most of the time, as they have to."""
-    model = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Softmax(1), nn.LayerNorm(1024), nn.Linear(1024, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 1024), nn.GELU(), nn.Softmax(1), nn.LayerNorm(1024), nn.Linear(1024, 10)
+    )
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
 
 

@@ -174,6 +174,7 @@ class Spent:
         callbacks: seconds by name of the callback.
         lines: seconds by line of the user's loop; a part of "loss" and "between".
         fetches: likewise, by line that fetches batches from something other than a DataLoader.
+        steps: likewise, by line that calls the model, its backward or an optimizer.
     """
 
     n: int = 0
@@ -181,6 +182,7 @@ class Spent:
     callbacks: dict[str, float] = field(default_factory=dict)
     lines: dict[str, float] = field(default_factory=dict)
     fetches: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
 
     @property
     def whole(self) -> float:

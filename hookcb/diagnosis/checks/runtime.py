@@ -13,7 +13,7 @@ from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS
 
 MAX_WAITING, MAX_WAITING_WARNING = 0.3, 0.6  # share of a batch's time
 MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothing can be gained
-MIN_MEAN = 1e-3  # seconds, if most batches come at once and some are slow
+MIN_MEAN = 2e-3  # seconds, if most batches come at once and some are slow
 MIN_SLOW, MIN_SLOWDOWN = 3, 10.0  # slow batches, and multiple of the median from which one is slow
 N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches after these
 N_MEMORY_WARM_UP, MIN_MEMORY_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
@@ -28,9 +28,9 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     """Training that waits for its batches, for each of them or for some.
 
     Formula: median time to fetch a batch / median time from the end of one batch to the end of the next,
-    without the first five; or the same with means, if three batches or more take ten times the median. Limit:
-    0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those below
-    1 ms. A Learner fetches its batches itself. In any other loop the fetches of a DataLoader are seen, and
+    without the first five; or the same with means, if three batches or more take ten times the median to fetch,
+    and are delayed by more than the rest of the batches, as on a busy machine. Limit: 0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those below
+    2 ms. A Learner fetches its batches itself. In any other loop the fetches of a DataLoader are seen, and
     other fetches if a quarter of the time is spent between the steps, as the time of a `for` statement.
     Whatever else the loop does between its steps does not count as waiting.
 
@@ -51,17 +51,35 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
         return
     wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
     share, some = ratio(wait, whole), ""
-    slow = [x for x, _ in pairs if x > MIN_SLOWDOWN * wait]
-    mean_wait, mean_whole = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
-    is_bound = share > MAX_WAITING and wait >= MIN_WAIT
-    if not is_bound and len(slow) >= MIN_SLOW and mean_wait >= MIN_MEAN:
-        share, wait, whole = ratio(mean_wait, mean_whole), mean_wait, mean_whole
-        is_bound = share > MAX_WAITING
-        some = f" One batch in {len(pairs) / len(slow):.0f} takes {1e3 * median(slow):.0f} ms to fetch."
-    if not is_bound:
+    if not (share > MAX_WAITING and wait >= MIN_WAIT) and (slow := _slow_batches(evidence)) is not None:
+        wait, whole, some = slow
+        share = ratio(wait, whole)
+    if not (share > MAX_WAITING and (wait >= MIN_WAIT or some)):
         yield Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
         return
     yield _data_bound(evidence, share, f"{1e3 * wait:.0f} of {1e3 * whole:.0f} ms per batch", some)
+
+
+def _slow_batches(evidence: Evidence) -> tuple[float, float, str] | None:
+    """Mean seconds of fetches and of batches, and what to say, if some fetches take long and the rest not."""
+    waits, inspected = dict(evidence.waits), set(evidence.sizes.steps)
+    pairs = [
+        (waits[step], x)
+        for step, x in list(evidence.batches)[N_WARM_UP:]
+        if step in waits and step not in inspected and math.isfinite(waits[step]) and math.isfinite(x)
+    ]
+    if len(pairs) < MIN_BATCHES:
+        return None
+    usual = median(wait for wait, _ in pairs)
+    usual_rest = median(x - wait for wait, x in pairs)
+    slow = [wait for wait, _ in pairs if wait > MIN_SLOWDOWN * usual]
+    delay = math.fsum(wait - usual for wait in slow)
+    delay_of_rest = math.fsum(max(0.0, x - wait - usual_rest) for wait, x in pairs)  # as on a busy machine
+    mean_wait, mean = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    if len(slow) < MIN_SLOW or mean_wait < MIN_MEAN or delay < delay_of_rest:
+        return None
+    text = f" One batch in {len(pairs) / len(slow):.0f} takes {1e3 * median(slow):.0f} ms to fetch."
+    return mean_wait, mean, text
 
 
 def _slow_fetches(evidence: Evidence) -> Result:

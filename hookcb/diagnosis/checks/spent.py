@@ -29,7 +29,8 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
 
     Formula: mean seconds a batch in a callback, in validation, in a line of the loop or between epochs / mean
     seconds of a batch, without the first five batches and those that are inspected closely. Limit: 0.3, and
-    1 ms; 0.6 for the optimizer's step and the loss. It is a note, as the work may be wanted. Lines of a loop that hookcb
+    1 ms; 0.6 for the optimizer's step, the loss and lines
+    that call the model. It is a note, as the work may be wanted. Lines of a loop that hookcb
     does not run are timed if a fifth of the time or more is spent between its steps; of a trainer it is the
     user's functions that it calls.
 
@@ -41,10 +42,11 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
         return
     places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
     places += [(f"{name} in the loop", seconds, MAX_OTHER) for name, seconds in spent.lines.items()]
+    places += [(f"{name} in the loop", seconds, MAX_OWN) for name, seconds in spent.steps.items()]
     for phase, name in NAMES.items():
         places.append((name, spent.phases.get(phase, 0.0), MAX_OTHER))
     for phase, name in OWN.items():
-        if phase == "optimizer" or not spent.lines:  # else it is one of them
+        if phase == "optimizer" or not spent.steps:  # else it is in one of these lines
             places.append((name, spent.phases.get(phase, 0.0), MAX_OWN))
     slow = [(place, x, limit) for place, x, limit in places if x > limit * spent.whole and x >= MIN_OTHER]
     if not slow:
@@ -86,7 +88,9 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
         yield Skipped("the forwards of layers were not timed")
         return
     large = {
-        name: ratio(x / max(1.0, work.get(name, 0.0)), (whole - x) / max(1.0, whole_work - work.get(name, 0.0)))
+        name: ratio(
+            x / max(1.0, work.get(name, 0.0)), (whole - x) / max(1.0, whole_work - work.get(name, 0.0))
+        )
         for name, x in seconds.items()
         if x > MIN_LAYER * whole
     }

@@ -99,9 +99,7 @@ class LayerTimes:
         """Median seconds of a forward by layer; empty before enough batches were timed."""
         if self._n_timed < MIN_TIMED:
             return {}
-        return {
-            name: statistics.median(x) for name, x in self._seconds.items() if 2 * len(x) > self._n_timed
-        }
+        return {name: statistics.median(x) for name, x in self._seconds.items() if 2 * len(x) > self._n_timed}
 
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+Line = tuple[CodeType, int]  # a function and its line, 0 for the function as a whole
 PACKAGES = (
     *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[2]),
@@ -25,20 +26,24 @@ class LineTimes:
     else is traced already, as in a debugger.
 
     Attributes:
-        is_fetch: places of `for` statements, in which batches are fetched; known once `places` is called.
+        fetches: places of `for` statements, in which batches are fetched; known once `places` is called.
+        steps: places that call the model, its backward or an optimizer; likewise.
         n: number of gaps that were traced.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.is_fetch: set[str] = set()
+        self.fetches: set[str] = set()
+        self.steps: set[str] = set()
+        self._begins: set[Line] = set()
         self.n = 0
         self._thread = threading.get_ident()
         self._frames: list[FrameType] = []  # in which lines are traced
-        self._at: tuple[CodeType, int] | None = None  # the line in progress
+        self._at: Line | None = None  # the line in progress
         self._called: FrameType | None = None  # the function in progress that a package has called
         self._since = 0.0
-        self._raw: defaultdict[tuple[CodeType, int], float] = defaultdict(float)
+        self._raw: defaultdict[Line, float] = defaultdict(float)
+        self._calls: defaultdict[Line, int] = defaultdict(int)  # made by a line; each takes longer if traced
         self._own = self._trace, self._trace_line  # one object each, to know them again
 
     def begin(self) -> None:
@@ -53,6 +58,7 @@ class LineTimes:
             frame = frame.f_back
         if self._frames:
             self._at = self._frames[0].f_code, self._frames[0].f_lineno
+            self._begins.add(self._at)
             self._since = time.perf_counter()
             sys.settrace(self._own[0])
 
@@ -69,17 +75,24 @@ class LineTimes:
         self._frames, self._called = [], None
         self.n += 1
 
-    def places(self) -> dict[str, float]:
-        """Seconds by place, `train.py:41, log(loss)` or `train.py:12, on_batch_end()`."""
+    def places(self, untraced: float) -> dict[str, float]:
+        """Seconds by place, `train.py:41, log(loss)` or `train.py:12, on_batch_end()`.
+
+        Args:
+            untraced: seconds that all of it would have taken; what exceeds them is the cost of tracing, which
+                is proportional to the number of calls.
+        """
+        self.steps = {place_of(*line) for line in self._begins}
         found: defaultdict[str, float] = defaultdict(float)
+        excess = max(0.0, sum(self._raw.values()) - untraced) / max(1, sum(self._calls.values()))
         for (code, line), seconds in self._raw.items():
             name = place_of(code, line)
-            found[name] += seconds
+            found[name] += max(0.0, seconds - excess * self._calls[code, line])
             if line and linecache.getline(code.co_filename, line).lstrip().startswith(("for ", "async for ")):
-                self.is_fetch.add(name)
+                self.fetches.add(name)
         return dict(found)
 
-    def _move(self, at: tuple[CodeType, int] | None) -> None:
+    def _move(self, at: Line | None) -> None:
         now = time.perf_counter()
         if self._at is not None:
             self._raw[self._at] += now - self._since
@@ -87,6 +100,8 @@ class LineTimes:
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Called when a function is called; follows the outermost one of the user in a package's call."""
+        if self._at is not None:
+            self._calls[self._at] += 1
         caller = frame.f_back
         is_outer = self._called is None and is_of_user(frame.f_code.co_filename)
         if is_outer and caller is not None and not is_of_user(caller.f_code.co_filename):
@@ -109,7 +124,7 @@ class LineTimes:
             self._move(self._line_above(frame))
         return self._own[1]
 
-    def _line_above(self, frame: FrameType) -> tuple[CodeType, int] | None:
+    def _line_above(self, frame: FrameType) -> Line | None:
         """Line of the traced function that is in progress when `frame` returns."""
         above = frame.f_back
         while above is not None and above.f_trace is not self._own[1]:

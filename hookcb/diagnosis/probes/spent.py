@@ -26,6 +26,7 @@ class SpentTime:
     def __init__(self, label: Callable[[Any], str], is_external: bool) -> None:
         self.split, self.lines = TimeSplit(label, N_WARM_UP), LineTimes()
         self._is_external, self._n_batches, self._has_slow_gaps = is_external, 0, False
+        self._n_traced = 0
 
     @property
     def is_tracing(self) -> bool:
@@ -37,6 +38,7 @@ class SpentTime:
         if not self._is_external:
             return
         split, self._n_batches = self.split, self._n_batches + 1
+        self._n_traced += self.is_tracing
         if looking and split.n >= MIN_BATCHES:
             seconds = sum(split.seconds[phase] for phase in OF_USER)
             least = max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
@@ -66,10 +68,11 @@ class SpentTime:
             phases={name: x for name, x in mean.items() if not name.startswith(PREFIX)},
             callbacks={name.removeprefix(PREFIX): x for name, x in mean.items() if name.startswith(PREFIX)},
         )
-        if traced := self.lines.places():
-            of_user = sum(mean.get(phase, 0.0) for phase in OF_USER)
-            scale = of_user / sum(traced.values())
-            spent.lines = {name: scale * x for name, x in traced.items() if name not in self.lines.is_fetch}
-            for name in traced.keys() & self.lines.is_fetch:
-                spent.fetches[name] = scale * traced[name]
+        of_user = sum(mean.get(phase, 0.0) for phase in OF_USER)
+        traced = self.lines.places(of_user * self._n_traced)
+        if whole := sum(traced.values()):
+            scale = of_user / whole
+            for name, seconds in traced.items():
+                kind = spent.fetches if name in self.lines.fetches else spent.lines
+                (spent.steps if name in self.lines.steps else kind)[name] = scale * seconds
         return spent
