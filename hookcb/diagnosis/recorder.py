@@ -146,7 +146,7 @@ class EvidenceRecorder(SamplingCallback):
         if self._probes and self.training:
             self._probe(Probes.end_batch)
             if self._spent is not None:
-                self._probes.guarded(self._spent.end_batch, self.is_looking)
+                self._probes.guarded(self._spent.end_batch)
 
     def before_validate(self) -> None:
         """Does nothing; but for the handlers of these two events, the loop's clock would not see them."""

@@ -28,10 +28,11 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     """Training that waits for its batches, for each of them or for some.
 
     Formula: median time to fetch a batch / median time from the end of one batch to the end of the next,
-    without the first five; or the same with means, if three batches or more take ten times the median to fetch,
-    and are delayed by more than the rest of the batches, as on a busy machine. Limit: 0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those below
-    2 ms. A Learner fetches its batches itself. In any other loop the fetches of a DataLoader are seen, and
-    other fetches if a quarter of the time is spent between the steps, as the time of a `for` statement.
+    without the first five; or the same with means, if three batches or more take ten times the median to
+    fetch, and these delays are longer than those of the rest of the batches, as on a busy machine. Limit:
+    0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those
+    below 2 ms. A Learner fetches its batches itself. In any other loop the fetches of a DataLoader are seen,
+    and other fetches if a fifth of the time is spent between the steps, as the time of a `for` statement.
     Whatever else the loop does between its steps does not count as waiting.
 
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
@@ -100,7 +101,8 @@ def _data_bound(evidence: Evidence, share: float, text: str, more: str) -> Findi
         when=(evidence.batches.steps[N_WARM_UP], evidence.batches.steps[-1]),
         value=share,
         limit=MAX_WAITING,
-        message=f"Training waits for batches {share:.0%} of the time: {text} (limit {MAX_WAITING:.0%}).{more}",
+        message=f"Training waits for batches {share:.0%} of the time: {text} "
+        f"(limit {MAX_WAITING:.0%}).{more}",
         causes=("samples that are slow to load or transform", "no worker processes, or too few"),
         next_steps=(
             "Give the DataLoader num_workers=4 and persistent_workers=True",

@@ -1,4 +1,4 @@
-"""Checks of what the time is spent on, other than waiting: callbacks, lines of a loop, and growing batches."""
+"""Checks of what the time is spent on: callbacks, lines of a loop, one layer, and growing batches."""
 
 from collections.abc import Iterator
 
@@ -87,10 +87,9 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
     if not seconds or not whole_work:
         yield Skipped("the forwards of layers were not timed")
         return
+    rest = {name: max(1.0, whole_work - work.get(name, 0.0)) for name in seconds}
     large = {
-        name: ratio(
-            x / max(1.0, work.get(name, 0.0)), (whole - x) / max(1.0, whole_work - work.get(name, 0.0))
-        )
+        name: ratio(x / max(1.0, work.get(name, 0.0)), (whole - x) / rest[name])
         for name, x in seconds.items()
         if x > MIN_LAYER * whole
     }
@@ -107,8 +106,9 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
             at=evidence.layers.get(name, name),
             value=x,
             limit=MAX_EXCESS,
-            message=f"{name or 'The model itself'} takes {share:.0%} of the forward, {1e3 * seconds[name]:.1f} of {1e3 * whole:.1f} "
-            f"ms, for {work.get(name, 0.0) / whole_work:.1%} of the work (limit ×{MAX_EXCESS:g}).",
+            message=f"{name or 'The model itself'} takes {share:.0%} of the forward, "
+            f"{1e3 * seconds[name]:.1f} of {1e3 * whole:.1f} ms, "
+            f"for {work.get(name, 0.0) / whole_work:.1%} of the work (limit ×{MAX_EXCESS:g}).",
             causes=("a Python loop over samples, steps or elements", "a wait for a device, as by .item()"),
             next_steps=("Compute it for the whole batch at once, in few operations", "Profile this layer"),
         )
@@ -187,7 +187,7 @@ def _thirds(values: list[float]) -> tuple[float, float]:
 
 
 def _kind(callback: str) -> str:
-    """What a callback does, and its name."""
+    """Work of a callback, and its name."""
     if callback.startswith(CHECKPOINTS):
         return f"checkpoints ({callback})"
     return f"logging ({callback})" if callback.startswith(LOGS) else f"the callback {callback}"

@@ -201,7 +201,7 @@ class OpHooks:
         model: nn.Module,
         acts: Callable[[], bool],
         in_loop_thread: Callable[[], bool],
-        count: Count,
+        count: Count | None = None,
     ) -> None:
         self._acts, self._count, self.step = acts, count, 0
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}

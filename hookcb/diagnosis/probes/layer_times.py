@@ -107,7 +107,7 @@ def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     given = {x.untyped_storage().data_ptr() for _, x in parts(args) if has_storage(x)}
     results = [x for _, x in parts(output) if has_storage(x)]
     results = [x for x in results if x.untyped_storage().data_ptr() not in given]  # a view is no work
-    return multiply_adds(op, args, results) + ELEMENT * sum(x.numel() for x in results)
+    return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
 
 
 def has_storage(x: Any) -> bool:

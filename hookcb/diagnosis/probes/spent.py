@@ -1,4 +1,4 @@
-"""What the time of a training is spent on: phases, callbacks, and lines of the user's loop."""
+"""Time of a training by phases, callbacks, and lines of the user's loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,13 +33,13 @@ class SpentTime:
         """Whether lines are traced in the current batch, which takes longer then."""
         return self.split.phase_begins is not None
 
-    def end_batch(self, looking: bool) -> None:
-        """Decides whether to trace lines until the next batch ends; after inspected ones, whether at all."""
+    def end_batch(self) -> None:
+        """Decides whether to trace lines until the next batch ends."""
         if not self._is_external:
             return
         split, self._n_batches = self.split, self._n_batches + 1
         self._n_traced += self.is_tracing
-        if looking and split.n >= MIN_BATCHES:
+        if self._n_batches % BLOCK == 0 and split.n >= MIN_BATCHES:
             seconds = sum(split.seconds[phase] for phase in OF_USER)
             least = max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
             self._has_slow_gaps = seconds > least and self.lines.n < MAX_GAPS
