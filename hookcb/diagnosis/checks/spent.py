@@ -154,6 +154,8 @@ def growing_batches(evidence: Evidence) -> Iterator[Result]:
     Formula: median number of elements in the inputs of the last third of the inspected batches / that of the
     first third, and the same ratio of the time of a batch without its fetch, over all batches. Limit: 2, for
     both. It is a note, as a schedule may have it so.
+
+    Source: the limit is a choice; a busy machine slows down a training without growing batches.
     """
     sizes = evidence.sizes.values
     waits = dict(evidence.waits)
