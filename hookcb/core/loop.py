@@ -1,6 +1,7 @@
 """Loop: the state of a training, its callbacks, and the emission of events; contains no iteration."""
 
 import difflib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -25,7 +26,7 @@ from hookcb.core.failures import blame, shared_failures
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.ranks import MAX_WAIT, ranks_of
 from hookcb.core.state import C, TrainingState
-from hookcb.core.time_split import TimeSplit
+from hookcb.core.time_split import Marks, TimeSplit
 from hookcb.core.votes import Votes
 
 DOING: dict[str, str] = {  # what happens after an event
@@ -290,9 +291,10 @@ class Loop(TrainingState):
 
     def _call(self, event: str, handlers: Handlers) -> None:
         cancels: list[CancelException] = []
-        table, self._event, clock = self._table, event, self._clock_at(event)
-        if clock is not None:
-            clock.begin_callbacks()
+        table, self._event, clock = self._table, event, self.clock
+        if clock is not None and not self.training and (event in BATCH_EVENTS or self.is_nested):
+            clock = None  # a validation counts as a whole
+        marks: Marks = [] if clock is None else clock.begin_callbacks()
         for cb, handler in handlers:
             if self._table is not table and not is_among(cb, self.cbs):
                 continue  # an earlier callback has removed it
@@ -305,9 +307,9 @@ class Loop(TrainingState):
                 error.add_note(", ".join([f"in {label_of(cb)}.{event}", *self.position(event)]))
                 raise
             if clock is not None:
-                clock.end_callback(cb)
+                marks.append((cb, time.perf_counter()))
         if clock is not None:
-            clock.begin_phase(event)
+            clock.end_callbacks(event, marks)
         if self._votes is not None:
             acting = [cb for cb, _ in handlers]
             if cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in acting):
@@ -315,11 +317,6 @@ class Loop(TrainingState):
                 self.signal = self._votes.agreed_signal
         if cancels:
             raise outermost(cancels)
-
-    def _clock_at(self, event: str) -> TimeSplit | None:
-        """The clock, if it splits the time at this event; a validation counts as a whole."""
-        is_inside = not self.training and (event in BATCH_EVENTS or self.is_nested)
-        return None if is_inside else self.clock
 
     # ---- a fit
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from hookcb.core.events import Event
@@ -25,6 +26,8 @@ AFTER: Mapping[str, str] = {  # the phase that begins after an event
     Event.BEFORE_VALIDATE: VALIDATION,
     Event.AFTER_VALIDATE: EPOCH,
 }
+Marks = list[tuple[Any, float]]  # callbacks, and when each has acted; first None, and when they began
+NEGLIGIBLE = 5e-5  # seconds of all callbacks at an event, which then belong to none
 MIN_GENERATION = 1  # collections of the youngest objects take 0.1 ms, every few steps
 
 
@@ -45,12 +48,12 @@ class TimeSplit:
 
     >>> from hookcb.core.time_split import TimeSplit
     >>> split = TimeSplit(lambda cb: cb, n_warm_up=0)
-    >>> split.begin_phase("before_batch")
-    >>> split.begin_callbacks()
-    >>> split.end_callback("Log")
-    >>> split.begin_phase("after_batch")
-    >>> split.n, sorted(split.seconds)
-    (1, ['Log', 'epoch', 'forward'])
+    >>> for event in ("before_batch", "after_pred", "after_batch"):
+    ...     marks = split.begin_callbacks()
+    ...     marks.append(("Log", marks[0][1] + 1.0))
+    ...     split.end_callbacks(event, marks)
+    >>> split.n, split.seconds["Log"] > 2.9
+    (1, True)
     """
 
     def __init__(self, label: Callable[[Any], str], n_warm_up: int) -> None:
@@ -63,6 +66,7 @@ class TimeSplit:
         self._now: defaultdict[str, float] = defaultdict(float)  # of the batch in progress
         self._phase, self._since = EPOCH, time.perf_counter()
         self._before_fetch, self._collecting_since = EPOCH, self._since
+        self._collections: list[tuple[float, float]] | None = None  # while callbacks act: ends and seconds
         self._thread = threading.get_ident()
         gc.callbacks.append(self._at_collection)
 
@@ -71,29 +75,37 @@ class TimeSplit:
         if self._at_collection in gc.callbacks:
             gc.callbacks.remove(self._at_collection)
 
-    def begin_callbacks(self) -> None:
-        """Ends the phase, as callbacks are about to act."""
-        now = time.perf_counter()
-        self._now[self._phase] += now - self._since
-        self._since = now
+    def begin_callbacks(self) -> Marks:
+        """Ends the phase, as callbacks are about to act.
+
+        Returns:
+            A list, to which each callback is appended with the time when it has acted.
+        """
         if self.phase_begins is not None:
             self.phase_begins("")
+        self._collections = []
+        return [(None, time.perf_counter())]
 
-    def end_callback(self, cb: Any) -> None:
-        """Adds the time since the last call to a callback."""
-        now = time.perf_counter()
-        if (name := self._labels.get(id(cb))) is None:
-            name = self._labels[id(cb)] = self._label(cb)
-        self._now[name] += now - self._since
-        self._since = now
-
-    def begin_phase(self, event: str) -> None:
-        """Begins the phase after an event."""
+    def end_callbacks(self, event: str, marks: Marks) -> None:
+        """Begins the phase after an event, at which callbacks have acted."""
+        (_, began), (_, ended) = marks[0], marks[-1]
+        self._now[self._phase] += began - self._since
+        if ended - began > NEGLIGIBLE:
+            self._add_callbacks(marks)
+        self._since, self._collections = ended, None
         self._phase = AFTER.get(event, self._phase)
         if event == Event.AFTER_BATCH:
             self._end_batch()
         if self.phase_begins is not None:
             self.phase_begins(self._phase)
+
+    def _add_callbacks(self, marks: Marks) -> None:
+        """Adds the time of each callback, without garbage collections in it."""
+        for (_, began), (cb, ended) in pairwise(marks):
+            if (name := self._labels.get(id(cb))) is None:
+                name = self._labels[id(cb)] = self._label(cb)
+            collected = sum(seconds for at, seconds in self._collections or () if began <= at <= ended)
+            self._now[name] += ended - began - collected
 
     def begin(self) -> None:
         """Begins a fetch; the first one of an epoch also starts the loader."""
@@ -126,6 +138,10 @@ class TimeSplit:
         now = time.perf_counter()
         if stage == "start":
             self._collecting_since = now
+            return
+        seconds = now - self._collecting_since
+        self._now[GARBAGE] += seconds
+        if self._collections is None:
+            self._since += seconds
         else:
-            self._now[GARBAGE] += now - self._collecting_since
-            self._since += now - self._collecting_since
+            self._collections.append((now, seconds))
