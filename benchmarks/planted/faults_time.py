@@ -26,7 +26,7 @@ def place(function: Callable[..., Any], text: str) -> str:
     """How a finding names the line of a function that begins with `text`."""
     lines, first = inspect.getsourcelines(function)
     found = next(i for i, line in enumerate(lines) if line.strip().startswith(text))
-    return f"{Path(__file__).name}:{first + found}, {lines[found].strip()} in the loop"
+    return f"{Path(__file__).name}:{first + found}, {lines[found].strip()}"
 
 
 class SomeSlow(TensorDataset):

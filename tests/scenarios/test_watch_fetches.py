@@ -18,6 +18,13 @@ from tests.support import SLEEP, Clock, fit, make_batches, make_learner, make_mo
 TORCHS_OWN = _BaseDataLoaderIter.__next__
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """As in a process of its own, whatever other tests have compiled."""
+    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()

@@ -41,8 +41,8 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {MIN_BATCHES} batches were timed outside of inspections")
         return
     places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
-    places += [(f"{name} in the loop", seconds, MAX_OTHER) for name, seconds in spent.lines.items()]
-    places += [(f"{name} in the loop", seconds, MAX_OWN) for name, seconds in spent.steps.items()]
+    places += [(line, seconds, MAX_OTHER) for line, seconds in spent.lines.items()]
+    places += [(line, seconds, MAX_OWN) for line, seconds in spent.steps.items()]
     for phase, name in NAMES.items():
         places.append((name, spent.phases.get(phase, 0.0), MAX_OTHER))
     for phase, name in OWN.items():
@@ -165,8 +165,11 @@ def growing_batches(evidence: Evidence) -> Iterator[Result]:
         return
     size, before = _thirds(sizes)
     now, earlier = _thirds(seconds)
+    if not before:
+        yield Skipped("the inputs of batches were not seen")
+        return
     grown, slower = ratio(size, before), ratio(now, earlier)
-    if min(grown, slower) < MIN_GROWTH or now - earlier < MIN_OTHER:
+    if not (grown >= MIN_GROWTH and slower >= MIN_GROWTH and now - earlier >= MIN_OTHER):
         yield Passed(f"growing batches (×{min(grown, slower):.1f})", min(grown, slower), MIN_GROWTH)
         return
     yield finding(

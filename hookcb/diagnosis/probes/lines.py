@@ -10,6 +10,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from hookcb.core.torch_private import compile_counts
+
 Line = tuple[CodeType, int]  # a function and its line, 0 for the function as a whole
 PACKAGES = (
     *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -23,7 +25,8 @@ class LineTimes:
 
     A trace function is set while it `runs`, from `begin` to `end`. It sees the lines of those functions, and
     which function of the user a package calls, as a trainer calls a callback. Nothing is traced if something
-    else is traced already, as in a debugger.
+    else is traced already, as in a debugger, or if anything was compiled, as dynamo would compile the trace
+    function too.
 
     Attributes:
         fetches: places of `for` statements, in which batches are fetched; known once `places` is called.
@@ -32,7 +35,6 @@ class LineTimes:
     """
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.fetches: set[str] = set()
         self.steps: set[str] = set()
         self._begins: set[Line] = set()
@@ -48,7 +50,7 @@ class LineTimes:
 
     def begin(self) -> None:
         """Begins to trace, if nothing else does and this is the thread of the loop."""
-        if sys.gettrace() is not None or threading.get_ident() != self._thread:
+        if sys.gettrace() is not None or threading.get_ident() != self._thread or compile_counts("frames"):
             return
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:

@@ -44,7 +44,7 @@ def test_callbacks_are_told_apart(kind, name, place):
 
 def test_a_line_that_calls_the_model_may_take_more_than_others():
     phases = STEP | {"between": 0.008}
-    assert codes(time_elsewhere, spent(phases=phases, lines={"a.py:1": 0.008})) == ["a.py:1 in the loop"]
+    assert codes(time_elsewhere, spent(phases=phases, lines={"a.py:1": 0.008})) == ["a.py:1"]
     assert codes(time_elsewhere, spent(phases=phases, steps={"a.py:1": 0.008})) == []
 
 

@@ -11,6 +11,13 @@ from hookcb.diagnosis.probes.layer_times import FIRST, MAX_TIMED, MIN_TIMED, Lay
 from tests.support import Clock, fit, make_learner, make_model
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """As in a process of its own, whatever other tests have compiled."""
+    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
@@ -112,3 +119,8 @@ def test_diagnose_counts_the_work_of_each_layer():
     linear = [name for name, m in learn.model.named_modules() if isinstance(m, nn.Linear)]
     assert all(evidence.layer_work[name] > 0 for name in linear)
     assert set(evidence.layer_seconds) == {name for name, _ in learn.model.named_modules()}
+
+
+def test_no_hooks_are_added_once_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {"total": 1})
+    assert timed(make_model()).seconds() == {}

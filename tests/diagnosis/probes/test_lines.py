@@ -12,6 +12,13 @@ from hookcb.diagnosis.probes.lines import LineTimes, is_of_user
 from tests.support import Clock
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """As in a process of its own, whatever other tests have compiled."""
+    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
@@ -121,3 +128,10 @@ def test_files_of_packages_are_not_of_the_user():
     assert not is_of_user(torch.__file__)
     assert not is_of_user(loop.__file__)
     assert not is_of_user(time.__spec__.origin or "<frozen>") or time.__spec__.origin == "built-in"
+
+
+def test_nothing_is_traced_once_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {"total": 1})
+    lines = LineTimes()
+    lines.begin()
+    assert sys.gettrace() is None
