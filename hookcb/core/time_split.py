@@ -43,6 +43,7 @@ class TimeSplit:
 
     Attributes:
         seconds: seconds in all `n` batches, by phase and by name of the callback.
+        largest: the two largest of these in one batch; a busy machine may have stopped the process in them.
         leaves_out: whether the batch in progress is left out.
         phase_begins: called with each phase that begins, and with "" if callbacks act.
 
@@ -58,6 +59,7 @@ class TimeSplit:
 
     def __init__(self, label: Callable[[Any], str], n_warm_up: int) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.largest: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.n, self.leaves_out = 0, False
         self.phase_begins: Callable[[str], object] | None = None
         self._label = label
@@ -129,6 +131,10 @@ class TimeSplit:
         elif not self.leaves_out:
             for name, seconds in self._now.items():
                 self.seconds[name] += seconds
+                two = self.largest[name]
+                if seconds > two[0]:
+                    two[0] = seconds
+                    two.sort()
             self.n += 1
         self._now.clear()
 

@@ -166,6 +166,9 @@ class Observation:
 class Spent:
     """Seconds of a mean batch by what they are spent on, without the first batches and the inspected ones.
 
+    Of each, the two batches that take longest are left out too, as a busy machine may have caused them; but
+    not of validations and the time between epochs.
+
     Attributes:
         n: number of batches, 0 if none was timed.
         phases: seconds by phase: "data" (fetches), "forward", "loss", "backward", "optimizer", "between"

@@ -45,6 +45,7 @@ class LineTimes:
         self._called: FrameType | None = None  # the function in progress that a package has called
         self._since = 0.0
         self._raw: defaultdict[Line, float] = defaultdict(float)
+        self._largest: defaultdict[Line, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._calls: defaultdict[Line, int] = defaultdict(int)  # made by a line; each takes longer if traced
         self._own = self._trace, self._trace_line  # one object each, to know them again
 
@@ -78,7 +79,7 @@ class LineTimes:
         self.n += 1
 
     def places(self, untraced: float) -> dict[str, float]:
-        """Seconds by place, `train.py:41, log(loss)` or `train.py:12, on_batch_end()`.
+        """Seconds by place, `train.py:41, log(loss)` or `train.py:12, on_end()`, without the two longest.
 
         Args:
             untraced: seconds that all of it would have taken; what exceeds them is the cost of tracing, which
@@ -86,8 +87,9 @@ class LineTimes:
         """
         self.steps = {place_of(*line) for line in self._begins}
         found: defaultdict[str, float] = defaultdict(float)
-        excess = max(0.0, sum(self._raw.values()) - untraced) / max(1, sum(self._calls.values()))
-        for (code, line), seconds in self._raw.items():
+        steady = {line: seconds - sum(self._largest[line]) for line, seconds in self._raw.items()}
+        excess = max(0.0, sum(steady.values()) - untraced) / max(1, sum(self._calls.values()))
+        for (code, line), seconds in steady.items():
             name = place_of(code, line)
             found[name] += max(0.0, seconds - excess * self._calls[code, line])
             if line and linecache.getline(code.co_filename, line).lstrip().startswith(("for ", "async for ")):
@@ -98,6 +100,10 @@ class LineTimes:
         now = time.perf_counter()
         if self._at is not None:
             self._raw[self._at] += now - self._since
+            two = self._largest[self._at]
+            if now - self._since > two[0]:
+                two[0] = now - self._since
+                two.sort()
         self._at, self._since = at, now
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hookcb.core.time_split import BETWEEN, TimeSplit
+from hookcb.core.time_split import BETWEEN, EPOCH, VALIDATION, TimeSplit
 from hookcb.diagnosis.evidence import Spent
 from hookcb.diagnosis.probes.lines import LineTimes
 
@@ -57,12 +57,17 @@ class SpentTime:
         self.split.close()
         self.lines.end()
 
+    def _steady(self, name: str) -> float:
+        """Seconds without the two largest, which may be the machine's; a validation may be rare."""
+        whole = self.split.seconds[name]
+        return whole if name in (VALIDATION, EPOCH) else whole - sum(self.split.largest[name])
+
     def spent(self) -> Spent:
         """Seconds in a mean batch."""
         split = self.split
         if not split.n:
             return Spent()
-        mean = {name: seconds / split.n for name, seconds in split.seconds.items() if name}
+        mean = {name: self._steady(name) / split.n for name in split.seconds if name}
         spent = Spent(
             split.n,
             phases={name: x for name, x in mean.items() if not name.startswith(PREFIX)},

@@ -41,18 +41,18 @@ def slept(lines):
 
 def test_each_line_has_its_time(clock):
     lines = LineTimes()
-    for _ in range(3):
+    for _ in range(5):
         lines.begin()
         clock.sleep()
         clock.sleep(2000)
         lines.end()
-    assert slept(lines) == {"clock.sleep()": 3, "clock.sleep(2000)": 6}
-    assert lines.n == 3
+    assert slept(lines) == {"clock.sleep()": 3, "clock.sleep(2000)": 6}  # without the two longest
+    assert lines.n == 5
 
 
 def test_a_fetch_from_anything_is_the_line_of_its_for_statement(clock):
     def batches():
-        for i in range(3):
+        for i in range(5):
             clock.sleep()
             yield i
 
@@ -61,7 +61,7 @@ def test_a_fetch_from_anything_is_the_line_of_its_for_statement(clock):
         lines.end()
         lines.begin()
     lines.end()
-    assert slept(lines) == {"for _ in batches():": 2}  # that before the first was not traced
+    assert slept(lines) == {"for _ in batches():": 2}  # without the first, which was not traced
     assert [name for name in lines.fetches if "in batches()" in name]
 
 
@@ -71,9 +71,10 @@ def test_the_function_that_a_package_calls_is_named(clock):
         return x
 
     lines = LineTimes()
-    lines.begin()
-    map_tensors(on_batch_end, [torch.ones(1), torch.ones(1)])  # a function of this package
-    lines.end()
+    for _ in range(2):
+        lines.begin()
+        map_tensors(on_batch_end, [torch.ones(1), torch.ones(1)])  # a function of this package
+        lines.end()
     ((name, seconds),) = slept(lines).items()
     assert name.endswith("on_batch_end()")
     assert seconds == 2
@@ -86,9 +87,10 @@ def test_a_line_that_calls_a_function_has_its_time(clock):
         work()
 
     lines = LineTimes()
-    lines.begin()
-    step()
-    lines.end()
+    for _ in range(3):
+        lines.begin()
+        step()
+        lines.end()
     assert slept(lines) == {"step()": 5}
 
 
@@ -97,12 +99,13 @@ def test_the_cost_of_tracing_is_taken_from_the_lines_with_many_calls(clock):
         clock.now += 0.1  # the cost of tracing, ten times
 
     lines = LineTimes()
-    lines.begin()
-    [call() for _ in range(10)]
-    clock.now += 1.0
-    lines.end()
+    for _ in range(3):
+        lines.begin()
+        [call() for _ in range(10)]
+        clock.now += 1.0
+        lines.end()
     found = {name.partition(", ")[2]: x for name, x in lines.places(1.0).items()}
-    assert found["clock.now += 1.0"] == pytest.approx(1.0, abs=0.01)
+    assert found["clock.now += 1.0"] == pytest.approx(1.0, abs=0.01)  # without the two longest
     assert sum(found.values()) < 1.2
 
 
