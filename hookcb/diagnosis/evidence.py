@@ -228,7 +228,7 @@ class Evidence:
         batches: seconds from the end of the previous batch to the end of this one.
         spent: what the time of a mean batch is spent on.
         sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
-        layer_seconds: median seconds of a forward by layer, without the modules that it calls.
+        layer_seconds: least seconds of a forward by layer, without the modules that it calls.
         layer_work: its work in multiply-adds, see `layer_times.work_of`.
         slowest_rank: the rank with most work of its own, if several were compared.
         memory: bytes in use after each step, if known.

@@ -74,7 +74,7 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
     Formula: (seconds of its forward / its work) / (seconds of the others / their work); work is in
     multiply-adds, of which an element of a result counts as 16. Limit: 10, for a layer that takes 0.4 of the
     forward, and 1 ms.
-    It is a note, as there may be no other way to compute it. Median of 3 to 6 batches that follow inspected
+    It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
     ones; modules that a layer calls do not count. On a GPU it is the time of the processor. Nothing is timed
     once anything is compiled.
 

@@ -1,6 +1,5 @@
 """Time of each layer's forward beside its work: multiply-adds and elements."""
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -96,10 +95,10 @@ class LayerTimes:
         self.work[layer] += work_of(func.overloadpacket.__name__, args, output)
 
     def seconds(self) -> dict[str, float]:
-        """Median seconds of a forward by layer; empty before enough batches were timed."""
+        """Least seconds of a forward by layer, as a busy machine adds to them; empty before enough were timed."""
         if self._n_timed < MIN_TIMED:
             return {}
-        return {name: statistics.median(x) for name, x in self._seconds.items() if 2 * len(x) > self._n_timed}
+        return {name: min(x) for name, x in self._seconds.items() if 2 * len(x) > self._n_timed}
 
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
