@@ -95,7 +95,7 @@ class LayerTimes:
         self.work[layer] += work_of(func.overloadpacket.__name__, args, output)
 
     def seconds(self) -> dict[str, float]:
-        """Least seconds of a forward by layer, as a busy machine adds to them; empty if too few were timed."""
+        """Least seconds of a forward by layer; a busy machine adds to them; empty if too few were timed."""
         if self._n_timed < MIN_TIMED:
             return {}
         return {name: min(x) for name, x in self._seconds.items() if 2 * len(x) > self._n_timed}
