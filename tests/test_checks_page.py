@@ -39,10 +39,18 @@ DESIGNED = re.findall(
     update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates
     dropout.extreme input.scale attn.collapse data.labels gan.balance head.range loss.trivial
     head.stuck loss.penalty embed.scale train.unfinished time.data_bound time.straggler memory.growth
+    time.other time.layer time.garbage time.growing
     wd.norms replica.buffers
     """,
 )
-OF_THE_MACHINE = {"time.data_bound", "memory.growth"}
+OF_THE_MACHINE = {
+    "time.data_bound",
+    "time.other",
+    "time.layer",
+    "time.garbage",
+    "time.growing",
+    "memory.growth",
+}
 NOTES = {"train.unfinished", "wd.norms"}  # of a healthy training too
 CODES = set(CHECKS)
 STATISTICAL = [check for check in CHECKS.values() if not check.exact]

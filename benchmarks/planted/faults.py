@@ -6,5 +6,13 @@ from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
 from faults_numbers import NUMBER_FAULTS
 from faults_optim import OPTIM_FAULTS
+from faults_time import TIME_FAULTS
 
-FAULTS: list[Case] = [*LAYER_FAULTS, *OPTIM_FAULTS, *DATA_FAULTS, *NUMBER_FAULTS, *LANGUAGE_FAULTS]
+FAULTS: list[Case] = [
+    *LAYER_FAULTS,
+    *OPTIM_FAULTS,
+    *DATA_FAULTS,
+    *NUMBER_FAULTS,
+    *LANGUAGE_FAULTS,
+    *TIME_FAULTS,
+]

@@ -7,6 +7,7 @@ from more_controls_nets import NET_CONTROLS
 from more_controls_runtime import RUNTIME_CONTROLS
 from more_controls_steps import STEP_CONTROLS
 from stranger_controls import STRANGER_CONTROLS
+from time_controls import TIME_CONTROLS
 
 MORE_CONTROLS: list[Case] = [
     *NET_CONTROLS,
@@ -15,4 +16,5 @@ MORE_CONTROLS: list[Case] = [
     *RUNTIME_CONTROLS,
     *STRANGER_CONTROLS,
     *LANGUAGE_CONTROLS,
+    *TIME_CONTROLS,
 ]

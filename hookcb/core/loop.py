@@ -1,6 +1,7 @@
 """Loop: the state of a training, its callbacks, and the emission of events; contains no iteration."""
 
 import difflib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -25,6 +26,7 @@ from hookcb.core.failures import blame, shared_failures
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.ranks import MAX_WAIT, ranks_of
 from hookcb.core.state import C, TrainingState
+from hookcb.core.time_split import Marks, TimeSplit
 from hookcb.core.votes import Votes
 
 DOING: dict[str, str] = {  # what happens after an event
@@ -57,6 +59,7 @@ class Loop(TrainingState):
         self._event = ""  # the last event at which callbacks acted
         self._entered: list[Callback] | None = None  # in a fit: callbacks whose before_fit was called
         self._votes: Votes | None = None
+        self.clock: TimeSplit | None = None  # splits the time of a training, while one is diagnosed
         self.build_dispatch()
         self.add_cbs(cbs)
 
@@ -80,7 +83,9 @@ class Loop(TrainingState):
             self._table = self._tables[self.training]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_table", "_tables")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_table", "_tables")} | {
+            "clock": None
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -286,7 +291,10 @@ class Loop(TrainingState):
 
     def _call(self, event: str, handlers: Handlers) -> None:
         cancels: list[CancelException] = []
-        table, self._event = self._table, event
+        table, self._event, clock = self._table, event, self.clock
+        if clock is not None and not self.training and (event in BATCH_EVENTS or self.is_nested):
+            clock = None  # a validation counts as a whole
+        marks: Marks = [] if clock is None else clock.begin_callbacks()
         for cb, handler in handlers:
             if self._table is not table and not is_among(cb, self.cbs):
                 continue  # an earlier callback has removed it
@@ -298,6 +306,10 @@ class Loop(TrainingState):
             except BaseException as error:
                 error.add_note(", ".join([f"in {label_of(cb)}.{event}", *self.position(event)]))
                 raise
+            if clock is not None:
+                marks.append((cb, time.perf_counter()))
+        if clock is not None:
+            clock.end_callbacks(event, marks)
         if self._votes is not None:
             acting = [cb for cb, _ in handlers]
             if cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in acting):

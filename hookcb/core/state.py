@@ -150,6 +150,7 @@ class TrainingState:
         def agree_on_alarm(self, noticed: bool) -> bool: ...  # noqa: D102
 
         cbs: list[Any]
+        clock: Any  # splits the time of a training, while one is diagnosed
         # only a Learner has these
         dls: Any
         loss_func: Any

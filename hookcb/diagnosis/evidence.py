@@ -165,6 +165,37 @@ class Observation:
 
 
 @dataclass(slots=True)
+class Spent:
+    """Seconds of a mean batch by what they are spent on, without the first batches and the inspected ones.
+
+    Of each, the two batches that take longest are left out too, as a busy machine may have caused them; but
+    not of validations and the time between epochs.
+
+    Attributes:
+        n: number of batches, 0 if none was timed.
+        phases: seconds by phase: "data" (fetches), "forward", "loss", "backward", "optimizer", "between"
+            (all of the user's code between these), "validation", "epoch" (between epochs, and the start of a
+            loader), "garbage collection".
+        callbacks: seconds by name of the callback.
+        lines: seconds by line of the user's loop; a part of "loss" and "between".
+        fetches: likewise, by line that fetches batches from something other than a DataLoader.
+        steps: likewise, by line that calls the model, its backward or an optimizer.
+    """
+
+    n: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    callbacks: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, float] = field(default_factory=dict)
+    fetches: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> float:
+        """Seconds of a mean batch."""
+        return sum(self.phases.values()) + sum(self.callbacks.values())
+
+
+@dataclass(slots=True)
 class Evidence:
     """Everything that was recorded about a training.
 
@@ -203,6 +234,10 @@ class Evidence:
         world: number of ranks.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
+        spent: what the time of a mean batch is spent on.
+        sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
+        layer_seconds: least seconds of a forward by layer, without the modules that it calls.
+        layer_work: its work in multiply-adds, see `layer_times.work_of`.
         slowest_rank: the rank with most work of its own, if several were compared.
         memory: bytes in use after each step, if known.
         stepped: index of the optimizer that made each recorded step, if known.
@@ -250,6 +285,10 @@ class Evidence:
     world: int = 1
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
+    spent: Spent = field(default_factory=Spent)
+    sizes: Series = field(default_factory=Series)
+    layer_seconds: dict[str, float] = field(default_factory=dict)
+    layer_work: dict[str, float] = field(default_factory=dict)
     slowest_rank: Straggler | None = None
     memory: Series = field(default_factory=Series)
     stepped: list[int] = field(default_factory=list)

@@ -9,10 +9,12 @@ from torch import nn
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
+from hookcb.core.loop import label_of
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.probes.spent import PREFIX, SpentTime
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.gradients.callback import GradientHealth
@@ -46,6 +48,7 @@ class EvidenceRecorder(SamplingCallback):
         self.budget = budget
         self._evidence: Evidence | None = None  # of the last fit that ended
         self._probes: Probes | None = None  # while a fit runs
+        self._spent: SpentTime | None = None  # likewise
         self._attached: list[AttachedStats | AttachedHealth | AttachedTimer] = []
 
     def before_fit(self) -> None:
@@ -65,7 +68,19 @@ class EvidenceRecorder(SamplingCallback):
         if self.learn.ranks.world > 1 and not any(isinstance(cb, StepTimer) for cb in self.learn.cbs):
             self._attached.append(AttachedTimer(self, timer))
         self.learn.follow_fetches(self._probes.fetches)
+        self._split_time()
         self.learn.add_cbs(self._attached)
+
+    def _split_time(self) -> None:
+        """Begins to split the time of the training."""
+        self._spent = SpentTime(self._label, self._is_external)
+        if self.learn.clock is None:  # else a second `Diagnose` does
+            self.learn.clock = self._spent.split
+            self.learn.follow_fetches(self._spent.split)
+
+    def _label(self, cb: Any) -> str:
+        is_own = cb is self or any(cb is x for x in self._attached)
+        return "" if is_own else f"{PREFIX}{label_of(cb)}"
 
     def wants(self, i: int) -> bool:
         """Whether batch `i` is inspected; decided once for all batches of a step."""
@@ -90,6 +105,9 @@ class EvidenceRecorder(SamplingCallback):
         super().before_batch()
         self._is_forward = self.is_looking and self.training
         self._probe(Probes.begin_batch)
+        spent, probes = self._spent, self._probes
+        if spent is not None and probes is not None and self.training:
+            spent.split.leaves_out = self.is_looking or probes.layer_times.is_timing or spent.is_tracing
 
     def after_pred(self) -> None:
         if self.is_looking or self._is_external:  # an external loop may never report its loss
@@ -127,6 +145,13 @@ class EvidenceRecorder(SamplingCallback):
         self._is_forward = False
         if self._probes and self.training:
             self._probe(Probes.end_batch)
+            if self._spent is not None:
+                self._probes.guarded(self._spent.end_batch)
+
+    def before_validate(self) -> None:
+        """Does nothing; but for the handlers of these two events, the loop's clock would not see them."""
+
+    after_validate = before_validate
 
     def after_train(self) -> None:
         self._probe(Probes.end_epoch)
@@ -136,11 +161,20 @@ class EvidenceRecorder(SamplingCallback):
         if self._probes is not None:
             self._probes.close()
             self.learn.leave_fetches(self._probes.fetches)
+            self._end_split()
             self._evidence, self._probes = evidence, None
         attached, self._attached = self._attached, []
         for cb in attached:
             cb.owner = None  # its records can be read without the owner
         self.learn.remove_cbs([cb for cb in attached if any(cb is x for x in self.learn.cbs)])
+
+    def _end_split(self) -> None:
+        spent, self._spent = self._spent, None
+        if spent is not None:
+            spent.close()
+            self.learn.leave_fetches(spent.split)
+            if self.learn.clock is spent.split:
+                self.learn.clock = None
 
     def evidence(self) -> Evidence:
         """Evidence recorded so far in this fit, or in the last one.
@@ -160,6 +194,8 @@ class EvidenceRecorder(SamplingCallback):
             probed.notes += [note] if (note := self.learn.facts.of_rank) else []
         evidence = gather([*self._attached, *self.learn.cbs], self._frame, probed)
         evidence.looks = self._schedule.rule
+        if self._spent is not None:
+            evidence.spent = self._spent.spent()
         return evidence
 
     def _probe(self, handler: Callable[[Probes, Any, bool], object]) -> None:
@@ -174,7 +210,7 @@ class EvidenceRecorder(SamplingCallback):
         """Does nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_probes": None, "_attached": []}
+        return super().__getstate__() | {"_probes": None, "_spent": None, "_attached": []}
 
 
 class Attached:

@@ -18,6 +18,13 @@ from tests.support import SLEEP, Clock, fit, make_batches, make_learner, make_mo
 TORCHS_OWN = _BaseDataLoaderIter.__next__
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """As in a process of its own, whatever other tests have compiled."""
+    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
@@ -76,6 +83,11 @@ def data_bound(w):
 
 def test_a_loop_that_works_between_its_steps_is_not_data_bound(clock):
     w = trained(make_batches(40), Diagnose(show=False), own=lambda step: clock.sleep())
+    assert data_bound(w) == "fine"
+
+
+def test_fetches_from_other_sources_are_unknown_if_little_happens_between_steps(clock):
+    w = trained(make_batches(40), Diagnose(show=False))
     assert data_bound(w) == "unknown"
     assert any(
         "time.data_bound (the fetch of a batch was seen before 0 of" in x for x in w.diagnose().coverage
@@ -94,13 +106,16 @@ def test_a_slow_loader_is_told_by_its_share_of_the_time(clock, sleeps, told):
     assert data_bound(w) == told
 
 
-def test_batches_of_a_generator_are_not_judged(clock):
+@pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
+def test_the_fetches_of_a_generator_are_timed_as_a_line_of_the_loop(clock):
     def generate():
         for batch in make_batches(40):
             clock.sleep()
             yield batch
 
-    assert data_bound(trained(generate(), Diagnose(show=False))) == "unknown"
+    w = trained(generate(), Diagnose(show=False))
+    assert data_bound(w) == "error"
+    assert "for step, (x, y) in enumerate(batches):" in w.diagnose().primary.message
 
 
 @pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")

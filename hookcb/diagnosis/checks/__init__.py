@@ -20,6 +20,7 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     weight_decay,
     optimizer,
     runtime,
+    spent,
     nonfinite,
     observed,
     frozen,

@@ -8,11 +8,14 @@ from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import median, ratio
+from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.memory.growth import fit_line
 from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS
 
 MAX_WAITING, MAX_WAITING_WARNING = 0.3, 0.6  # share of a batch's time
 MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothing can be gained
+MIN_MEAN = 2e-3  # seconds, if most batches come at once and some are slow
+MIN_SLOW, MIN_SLOWDOWN = 3, 10.0  # slow batches, and multiple of the median from which one is slow
 N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches after these
 N_MEMORY_WARM_UP, MIN_MEMORY_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
 MAX_GROWTH, N_SIGMAS = 1e6, 1.96  # bytes per step; standard errors of a 95 % confidence interval
@@ -23,13 +26,15 @@ MAX_BYTES = 1e18  # more cannot be real
 
 @check("time.data_bound", site=Site.RUN, needs=("time",))
 def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
-    """Training that waits for its batches.
+    """Training that waits for its batches, for each of them or for some.
 
     Formula: median time to fetch a batch / median time from the end of one batch to the end of the next,
-    without the first five. Limit: 0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is
-    nothing to gain. A Learner fetches its batches itself. In any other loop only the fetches of a DataLoader
-    are seen: whatever else the loop does between its steps does not count as waiting, and batches from other
-    sources are not judged.
+    without the first five; or the same with means, if three batches or more take ten times the median to
+    fetch, and these delays are longer than those of the rest of the batches, as on a busy machine. Limit:
+    0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those
+    below 2 ms. A Learner fetches its batches itself. In any other loop the fetches of a DataLoader are seen,
+    and other fetches if a fifth of the time is spent between the steps, as the time of a `for` statement.
+    Whatever else the loop does between its steps does not count as waiting.
 
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
@@ -40,22 +45,65 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {N_WARM_UP + MIN_BATCHES} batches were timed")
         return
     n_fetched = sum(wait > 0 for wait, _ in pairs)
+    if 2 * n_fetched <= len(pairs) and evidence.spent.fetches:
+        yield _slow_fetches(evidence)
+        return
     if 2 * n_fetched <= len(pairs):
         yield Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
         return
     wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
-    share = ratio(wait, whole)
-    if not (share > MAX_WAITING and wait >= MIN_WAIT):
+    share, some = ratio(wait, whole), ""
+    if not (share > MAX_WAITING and wait >= MIN_WAIT) and (slow := _slow_batches(evidence)) is not None:
+        wait, whole, some = slow
+        share = ratio(wait, whole)
+    if not (share > MAX_WAITING and (wait >= MIN_WAIT or some)):
         yield Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
         return
-    yield finding(
+    yield _data_bound(evidence, share, f"{1e3 * wait:.0f} of {1e3 * whole:.0f} ms per batch", some)
+
+
+def _slow_batches(evidence: Evidence) -> tuple[float, float, str] | None:
+    """Mean seconds of fetches and of batches, and what to say, if some fetches take long and the rest not."""
+    waits, inspected = dict(evidence.waits), set(evidence.sizes.steps)
+    pairs = [
+        (waits[step], x)
+        for step, x in list(evidence.batches)[N_WARM_UP:]
+        if step in waits and step not in inspected and math.isfinite(waits[step]) and math.isfinite(x)
+    ]
+    if len(pairs) < MIN_BATCHES:
+        return None
+    usual = median(wait for wait, _ in pairs)
+    usual_rest = median(x - wait for wait, x in pairs)
+    slow = [wait for wait, _ in pairs if wait > MIN_SLOWDOWN * usual]
+    delay = math.fsum(wait - usual for wait in slow)
+    delay_of_rest = math.fsum(max(0.0, x - wait - usual_rest) for wait, x in pairs)  # as on a busy machine
+    mean_wait, mean = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    if len(slow) < MIN_SLOW or mean_wait < MIN_MEAN or delay < delay_of_rest:
+        return None
+    text = f" One batch in {len(pairs) / len(slow):.0f} takes {1e3 * median(slow):.0f} ms to fetch."
+    return mean_wait, mean, text
+
+
+def _slow_fetches(evidence: Evidence) -> Result:
+    """Verdict on the fetches that were seen as lines of the loop."""
+    spent = evidence.spent
+    wait, line = math.fsum(spent.fetches.values()), max(spent.fetches, key=spent.fetches.__getitem__)
+    share = ratio(wait, spent.whole)
+    if not (share > MAX_WAITING and wait >= MIN_WAIT):
+        return Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
+    text = f"{1e3 * wait:.0f} of {1e3 * spent.whole:.0f} ms per batch"
+    return _data_bound(evidence, share, text, f" They are fetched in {line}.")
+
+
+def _data_bound(evidence: Evidence, share: float, text: str, more: str) -> Finding:
+    return finding(
         "time.data_bound",
         "error" if share > MAX_WAITING_WARNING else "warning",
         when=(evidence.batches.steps[N_WARM_UP], evidence.batches.steps[-1]),
         value=share,
         limit=MAX_WAITING,
-        message=f"Training waits for batches {share:.0%} of the time: {1e3 * wait:.0f} of {1e3 * whole:.0f} "
-        f"ms per batch (limit {MAX_WAITING:.0%}).",
+        message=f"Training waits for batches {share:.0%} of the time: {text} "
+        f"(limit {MAX_WAITING:.0%}).{more}",
         causes=("samples that are slow to load or transform", "no worker processes, or too few"),
         next_steps=(
             "Give the DataLoader num_workers=4 and persistent_workers=True",

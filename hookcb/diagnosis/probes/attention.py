@@ -24,6 +24,9 @@ MAX_LOW_HEADS = 0.5  # share of the heads
 TANH, SIGMOID = 0.97, 0.03  # saturated above this magnitude, and within this distance of 0 or 1
 
 
+Count = Callable[[str, Any, tuple[Any, ...], Any], object]
+
+
 class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Measures attention weights as they are computed, in one forward of the model; sees embeddings too.
 
@@ -32,6 +35,7 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         record: is called with the layer's name, attention weights `(…, queries, keys)`, and the positions of
             these queries in a sequence that attends to itself, None if it attends to another one.
         embedded: is called with the layer's name, the number of rows, the indices, and the index of padding.
+        count: is called with the layer's name, each operation, its arguments and its result; None for none.
     """
 
     def __init__(
@@ -39,9 +43,10 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         layer: Callable[[], str],
         record: Callable[[str, Tensor, Tensor | None], object],
         embedded: Callable[[str, int, Tensor, int], object],
+        count: Count | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._record, self._embedded = layer, record, embedded
+        self._layer, self._record, self._embedded, self._count = layer, record, embedded, count
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -50,6 +55,8 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        if self._count is not None:
+            self._count(self._layer(), func, args, out)
         if name in ("_softmax", "_safe_softmax"):
             self._measure_softmax(out, args[1])
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
@@ -177,6 +184,7 @@ class OpHooks:
         model: model to measure.
         acts: whether to measure a call that begins.
         in_loop_thread: whether the training makes the call, and not another thread.
+        count: is called with each operation of the first call that is measured, see `OpProbe`.
 
     Attributes:
         step: number of the current batch.
@@ -193,8 +201,9 @@ class OpHooks:
         model: nn.Module,
         acts: Callable[[], bool],
         in_loop_thread: Callable[[], bool],
+        count: Count | None = None,
     ) -> None:
-        self._acts, self.step = acts, 0
+        self._acts, self._count, self.step = acts, count, 0
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
         self.blind: dict[str, list[tuple[int, Tensor]]] = {}
         self.tokens = Tokens()
@@ -221,7 +230,8 @@ class OpHooks:
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
-            probe = OpProbe(self._layer, self._record, self.tokens.add_indices)
+            count = None if self.has_looked else self._count
+            probe = OpProbe(self._layer, self._record, self.tokens.add_indices, count)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 

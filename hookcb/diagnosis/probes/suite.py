@@ -36,6 +36,7 @@ from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, obse
 from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
+from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
@@ -105,8 +106,9 @@ class Probes:
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.cleared = ClearedGradients()
         self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
-        self.penalty, self.stuck = Curve(), Curve()
-        self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread)
+        self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
+        self.layer_times = LayerTimes(loop.model, lambda: loop.in_loop_thread)
+        self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, self.layer_times.add_work)
         self._norms = NormProbe(loop.model)
         self._tables = AddedTables()
         self.optimizers: dict[int, Optimizer] = {}
@@ -157,6 +159,7 @@ class Probes:
     def close(self) -> None:
         """Removes all hooks."""
         self._ops.remove()
+        self.layer_times.end_forward()
         self._resident.close()
 
     # ---- a batch
@@ -166,6 +169,7 @@ class Probes:
         self._under_way = None
         waited, self._ops.step = self.fetches.take(), loop.train_iter
         self._ops.tokens.begin_batch()
+        self.layer_times.begin_batch(loop.model, self.n_batches, looking)
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
         self._n_samples = batch_size((*loop.yb, loop.xb))
@@ -177,6 +181,8 @@ class Probes:
             self.layers.begin_record(loop.train_iter)
             if self._random is not None:
                 self._random.begin_batch(device_of(loop.model))
+            size = sum(x.numel() for _, x in parts(loop.xb) if isinstance(x, Tensor))
+            self.sizes.add(loop.train_iter, float(size))
             numbers = input_numbers(loop.xb)
             if numbers is not None:
                 self._observed.add("inputs")
@@ -276,7 +282,8 @@ class Probes:
             self.observations.append(find_origin(batch, noticed, gradient, loop.train_iter, self._autocasts))
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
-        """Reads the gradients that are left from earlier steps."""
+        """Ends the time of the forward, and reads the gradients that are left from earlier steps."""
+        self.layer_times.end_forward()
         if self.n_steps < N_DENSE:
             self.stale.before_backward()
 
@@ -312,6 +319,7 @@ class Probes:
 
     def drop_batch(self, loop: Any, looking: bool) -> None:
         """Discards the current batch, which was cancelled and gives no gradients."""
+        self.layer_times.end_forward()
         self.n_examples -= self._n_samples
         self._n_samples = 0
 
@@ -395,7 +403,7 @@ class Probes:
         evidence.penalty, evidence.stuck = self.penalty.series(), self.stuck.series()
         self.guarded(self._add_losses_of_targets, evidence)
         evidence.waits, evidence.batches = self.wait.series(), self.length.series()
-        evidence.memory = self.memory.series()
+        evidence.memory, evidence.sizes = self.memory.series(), self.sizes.series()
         self._add_sources(evidence)
         evidence.n_steps = self.n_steps
         evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in self.optimizers.values())
@@ -404,6 +412,7 @@ class Probes:
                 "the loop updates its weights without an optimizer, at an unknown learning rate"
             )
         self.layers.add_to(evidence.layers, frame.about)
+        evidence.layer_seconds, evidence.layer_work = self.layer_times.seconds(), dict(self.layer_times.work)
         steps = [info.step for info in self._inputs.infos]
         rows = self._inputs.series("x").tolist()
         evidence.input_std = Series.of(steps, [row[0] for row in rows])

@@ -1,0 +1,197 @@
+"""Checks of what the time is spent on: callbacks, lines of a loop, one layer, and growing batches."""
+
+from collections.abc import Iterator
+
+from hookcb.core.time_split import EPOCH, GARBAGE, VALIDATION
+from hookcb.diagnosis.checks.finding import finding
+from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import median, ratio
+
+MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
+MAX_OWN = 0.6  # share of the optimizer or the loss; a third is usual for Adam on small batches
+MIN_LAYER, MAX_EXCESS = 0.4, 10.0  # share of the forward, and multiple of its share of the work
+MAX_GARBAGE = 0.15  # share; automatic collections usually take 0.01
+MIN_BATCHES = 10  # timed ones
+MIN_GROWTH = 2.0  # of a batch and of its time, from the first third of the training to the last
+MIN_LOOKS = 9  # at the size of a batch
+NAMES = {  # of phases that are not part of a step
+    VALIDATION: "validation",
+    EPOCH: "the time between epochs and the start of the loader",
+}
+OWN = {"optimizer": "the optimizer's step", "loss": "the loss function"}
+CHECKPOINTS, LOGS = "Checkpoint", "Log"  # callbacks whose work has a name
+
+
+@check("time.other", site=Site.RUN, needs=("time",))
+def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
+    """Time that is spent neither in the model nor in waiting for data, by what it is spent on.
+
+    Formula: mean seconds a batch in a callback, in validation, in a line of the loop or between epochs / mean
+    seconds of a batch, without the first five batches, those that are inspected closely, and the two that
+    take longest. Limit: 0.3, and 1 ms; 0.6 for the optimizer's step, the loss and lines that call the model.
+    It is a note, as the work may be wanted. Lines of a loop that hookcb does not run are timed if a fifth of
+    the time or more is spent between its steps; of a trainer it is the user's functions that it calls.
+
+    Source: the limit is a choice, the same as that of `time.data_bound`.
+    """
+    spent = evidence.spent
+    if spent.n < MIN_BATCHES:
+        yield Skipped(f"fewer than {MIN_BATCHES} batches were timed outside of inspections")
+        return
+    places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
+    places += [(line, seconds, MAX_OTHER) for line, seconds in spent.lines.items()]
+    places += [(line, seconds, MAX_OWN) for line, seconds in spent.steps.items()]
+    for phase, name in NAMES.items():
+        places.append((name, spent.phases.get(phase, 0.0), MAX_OTHER))
+    for phase, name in OWN.items():
+        if phase == "optimizer" or not spent.steps:  # else it is in one of these lines
+            places.append((name, spent.phases.get(phase, 0.0), MAX_OWN))
+    slow = [(place, x, limit) for place, x, limit in places if x > limit * spent.whole and x >= MIN_OTHER]
+    if not slow:
+        most = max((x for _, x, limit in places if limit == MAX_OTHER), default=0.0)
+        share = ratio(most, spent.whole)
+        yield Passed(f"time spent on other things than the model ({share:.0%} at most)", share, MAX_OTHER)
+    for place, seconds, limit in slow:
+        share = ratio(seconds, spent.whole)
+        yield finding(
+            "time.other",
+            "info",
+            at=place,
+            value=share,
+            limit=limit,
+            message=f"{share:.0%} of the time goes to {place}: {1e3 * seconds:.1f} of "
+            f"{1e3 * spent.whole:.1f} ms per batch, on average (limit {limit:.0%}).",
+            causes=("work that is done more often than needed", "work that waits for a disk or a network"),
+            next_steps=("Do it less often, or in another thread or process",),
+        )
+
+
+@check("time.layer", site=Site.RUN, needs=("time",))
+def slow_layer(evidence: Evidence) -> Iterator[Result]:
+    """A layer that takes far more time for its work than the other layers.
+
+    Formula: (seconds of its forward / its work) / (seconds of the others / their work); work is in
+    multiply-adds, of which an element of a result counts as 16. Limit: 10, for a layer that takes 0.4 of the
+    forward, and 1 ms.
+    It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
+    ones; modules that a layer calls do not count. On a GPU it is the time of the processor. Nothing is timed
+    once anything is compiled.
+
+    Source: Williams et al., "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
+    2009, bounds the time of a kernel by its operations and its bytes; the limits are choices.
+    """
+    seconds, work = evidence.layer_seconds, evidence.layer_work
+    whole, whole_work = sum(seconds.values()), sum(work.values())
+    if not seconds or not whole_work:
+        yield Skipped("the forwards of layers were not timed")
+        return
+    rest = {name: max(1.0, whole_work - work.get(name, 0.0)) for name in seconds}
+    large = {
+        name: ratio(x / max(1.0, work.get(name, 0.0)), (whole - x) / rest[name])
+        for name, x in seconds.items()
+        if x > MIN_LAYER * whole
+    }
+    slow = {name: x for name, x in large.items() if x > MAX_EXCESS and seconds[name] >= MIN_OTHER}
+    if not slow:
+        most = max(large.values(), default=0.0)
+        yield Passed(f"a layer that takes more time than its work (×{most:.1f})", most, MAX_EXCESS)
+        return
+    for name, x in slow.items():
+        share = seconds[name] / whole
+        yield finding(
+            "time.layer",
+            "info",
+            at=evidence.layers.get(name, name),
+            value=x,
+            limit=MAX_EXCESS,
+            message=f"{name or 'The model itself'} takes {share:.0%} of the forward, "
+            f"{1e3 * seconds[name]:.1f} of {1e3 * whole:.1f} ms, "
+            f"for {work.get(name, 0.0) / whole_work:.1%} of the work (limit ×{MAX_EXCESS:g}).",
+            causes=("a Python loop over samples, steps or elements", "a wait for a device, as by .item()"),
+            next_steps=("Compute it for the whole batch at once, in few operations", "Profile this layer"),
+        )
+
+
+@check("time.garbage", site=Site.RUN, needs=("time",))
+def garbage_collections(evidence: Evidence) -> Iterator[Result]:
+    """Python's garbage collector, which looks through all objects again and again.
+
+    Formula: mean seconds a batch in collections of older generations / mean seconds of a batch. Limit: 0.15,
+    and 1 ms.
+
+    Source: Python's `gc` module: a full collection visits each object that may be part of a cycle.
+    """
+    spent = evidence.spent
+    if spent.n < MIN_BATCHES:
+        yield Skipped(f"fewer than {MIN_BATCHES} batches were timed outside of inspections")
+        return
+    seconds = spent.phases.get(GARBAGE, 0.0)
+    share = ratio(seconds, spent.whole)
+    if not (share > MAX_GARBAGE and seconds >= MIN_OTHER):
+        yield Passed(f"garbage collections ({share:.1%} of the time)", share, MAX_GARBAGE)
+        return
+    yield finding(
+        "time.garbage",
+        "warning",
+        value=share,
+        limit=MAX_GARBAGE,
+        message=f"Garbage collections take {share:.0%} of the time: {1e3 * seconds:.1f} of "
+        f"{1e3 * spent.whole:.1f} ms per batch, on average (limit {MAX_GARBAGE:.0%}).",
+        causes=("calls of gc.collect() in the loop", "millions of Python objects, as in a dataset of lists"),
+        next_steps=(
+            "Call gc.freeze() once the data is loaded, or keep it in tensors or arrays",
+            "Remove gc.collect() from the loop",
+        ),
+    )
+
+
+@check("time.growing", site=Site.RUN, needs=("time",))
+def growing_batches(evidence: Evidence) -> Iterator[Result]:
+    """Batches that grow, and steps that take longer and longer with them.
+
+    Formula: median number of elements in the inputs of the last third of the inspected batches / that of the
+    first third, and the same ratio of the time of a batch without its fetch, over all batches. Limit: 2, for
+    both. It is a note, as a schedule may have it so.
+
+    Source: the limit is a choice; a busy machine slows down a training without growing batches.
+    """
+    sizes = evidence.sizes.values
+    waits = dict(evidence.waits)
+    seconds = [x - waits.get(step, 0.0) for step, x in evidence.batches]
+    if len(sizes) < MIN_LOOKS or len(seconds) < 3 * MIN_BATCHES:
+        yield Skipped(f"fewer than {3 * MIN_BATCHES} batches were timed")
+        return
+    size, before = _thirds(sizes)
+    now, earlier = _thirds(seconds)
+    if not before:
+        yield Skipped("the inputs of batches were not seen")
+        return
+    grown, slower = ratio(size, before), ratio(now, earlier)
+    if not (grown >= MIN_GROWTH and slower >= MIN_GROWTH and now - earlier >= MIN_OTHER):
+        yield Passed(f"growing batches (×{min(grown, slower):.1f})", min(grown, slower), MIN_GROWTH)
+        return
+    yield finding(
+        "time.growing",
+        "info",
+        when=evidence.sizes,
+        value=min(grown, slower),
+        limit=MIN_GROWTH,
+        message=f"Batches grow, from {before:,.0f} to {size:,.0f} elements, and take {slower:.1f} times as "
+        f"long: {1e3 * now:.1f} ms instead of {1e3 * earlier:.1f} ms (limit {MIN_GROWTH:g}).",
+        causes=("inputs that are appended to those of earlier batches", "samples that are sorted by length"),
+        next_steps=("Print the shape of the inputs in each batch",),
+    )
+
+
+def _thirds(values: list[float]) -> tuple[float, float]:
+    """Medians of the last and of the first third."""
+    n = len(values) // 3
+    return median(values[-n:]), median(values[:n])
+
+
+def _kind(callback: str) -> str:
+    """Work of a callback, and its name."""
+    if callback.startswith(CHECKPOINTS):
+        return f"checkpoints ({callback})"
+    return f"logging ({callback})" if callback.startswith(LOGS) else f"the callback {callback}"

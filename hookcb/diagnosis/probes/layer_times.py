@@ -1,0 +1,136 @@
+"""Time of each layer's forward beside its work: multiply-adds and elements."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.core.batch import parts
+from hookcb.core.torch_private import compile_counts
+from hookcb.hooks.hook import Hook
+from hookcb.hooks.modules import is_compiled, named_modules
+
+FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
+MIN_TIMED = 3
+ELEMENT = 16  # multiply-adds that take as long as an element of a result, which is read and written
+
+
+class LayerTimes:
+    """Times the forwards of all modules in a few batches, each without the modules that it calls.
+
+    The batches are those after an inspected one, so that nothing else is measured between the layers. Hooks
+    are on the modules only in them. Nothing is timed in a process that has compiled anything, as new hooks
+    would compile it again.
+
+    Args:
+        model: the model.
+        in_loop_thread: whether the training makes a call, and not another thread.
+
+    Attributes:
+        work: work in a forward by name of the layer, see `work_of`.
+    """
+
+    def __init__(self, model: nn.Module, in_loop_thread: Callable[[], bool]) -> None:
+        self._names = {id(m): name for name, m in named_modules(model).items()}
+        self._in_loop_thread = in_loop_thread
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self._now: defaultdict[str, float] = defaultdict(float)
+        self._running: list[str] = []
+        self._since = 0.0
+        self._hooks: list[Hook] = []
+        self._n_timed, self._is_after_look = 0, False
+        self.work: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether layers are timed in the current batch."""
+        return bool(self._hooks)
+
+    def begin_batch(self, model: nn.Module, step: int, looking: bool) -> None:
+        """Puts hooks on the modules if the batch before this one was inspected, and this one is not."""
+        self.end_forward()
+        is_due = self._is_after_look and not looking and step >= FIRST and self._n_timed < MAX_TIMED
+        self._is_after_look = looking
+        if not is_due or compile_counts("frames") or any(map(is_compiled, model.modules())):
+            return
+        for m in named_modules(model).values():
+            if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
+                gate = self._in_loop_thread
+                self._hooks.append(Hook(m, self._begin, pre=True, detach=False, gate=gate))
+                self._hooks.append(Hook(m, self._end, prepend=True, detach=False, gate=gate))
+
+    def _begin(self, m: nn.Module, args: Any) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self._now[self._running[-1]] += now - self._since
+        self._running.append(self._names[id(m)])
+        self._since = time.perf_counter()
+
+    def _end(self, m: nn.Module, args: Any, output: Any) -> None:
+        now, name = time.perf_counter(), self._names[id(m)]
+        if name in self._running:
+            self._now[name] += now - self._since
+            while self._running.pop() != name:  # those whose forward has raised
+                pass
+            self._since = time.perf_counter()
+
+    def end_forward(self) -> None:
+        """Removes the hooks, at the latest before the backward, which may run forwards again."""
+        if not self._hooks:
+            return
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._n_timed += 1
+        for name, seconds in self._now.items():
+            self._seconds[name].append(seconds)
+        self._now.clear()
+        self._running.clear()
+
+    def add_work(self, layer: str, func: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Adds the work of an operation in the first inspected forward."""
+        self.work[layer] += work_of(func.overloadpacket.__name__, args, output)
+
+    def seconds(self) -> dict[str, float]:
+        """Least seconds of a forward by layer; a busy machine adds to them; empty if too few were timed."""
+        if self._n_timed < MIN_TIMED:
+            return {}
+        return {name: min(x) for name, x in self._seconds.items() if 2 * len(x) > self._n_timed}
+
+
+def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
+    """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
+    given = {x.untyped_storage().data_ptr() for _, x in parts(args) if has_storage(x)}
+    results = [x for _, x in parts(output) if has_storage(x)]
+    results = [x for x in results if x.untyped_storage().data_ptr() not in given]  # a view is no work
+    return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
+
+
+def has_storage(x: Any) -> bool:
+    """Whether this is a tensor in memory, and not a sparse one."""
+    return isinstance(x, Tensor) and x.layout is torch.strided
+
+
+def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> float:
+    """Multiply-adds of an operation; 0 for one that is not a product.
+
+    torch.utils.flop_counter knows more of them, but its import takes half a second.
+    """
+    if op in ("mm", "bmm"):
+        return float(args[0].numel() * args[1].shape[-1])
+    if op in ("addmm", "baddbmm"):
+        return float(args[1].numel() * args[2].shape[-1])
+    if op == "convolution":
+        is_transposed = bool(args[6])
+        return float((args[0] if is_transposed else results[0]).numel() * prod(args[1].shape[1:]))
+    if op.startswith("_scaled_dot_product"):
+        return float(2 * args[0].numel() * args[1].shape[-2])
+    if op == "mkldnn_rnn_layer":
+        return float(prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel()))
+    if op in ("_cudnn_rnn", "_thnn_fused_lstm_cell"):
+        weights = args[1] if isinstance(args[1], list | tuple) else ()
+        return float(prod(args[0].shape[:-1]) * sum(x.numel() for x in weights))
+    return 0.0

@@ -1,0 +1,126 @@
+"""Layers are timed in a few batches, each without the layers that it calls, beside their work."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from hookcb import Diagnose
+from hookcb.diagnosis.probes.layer_times import FIRST, MAX_TIMED, MIN_TIMED, LayerTimes, work_of
+from tests.support import Clock, fit, make_learner, make_model
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """As in a process of its own, whatever other tests have compiled."""
+    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+class Sleeps(nn.Module):
+    def __init__(self, clock, inner=None):
+        super().__init__()
+        self.clock, self.inner = clock, inner or nn.Identity()
+
+    def forward(self, x):
+        self.clock.sleep()
+        x = self.inner(x)
+        self.clock.sleep()
+        return x
+
+
+def timed(model, n=MIN_TIMED):
+    times = LayerTimes(model, lambda: True)
+    for step in range(FIRST, FIRST + 2 * n):
+        times.begin_batch(model, step, looking=step % 2 == 0)
+        model(torch.zeros(2, 3))
+    times.end_forward()
+    return times
+
+
+def test_a_layer_is_timed_without_those_it_calls(clock):
+    model = nn.Sequential(Sleeps(clock, Sleeps(clock)), nn.Linear(3, 3))
+    seconds = {name: round(x / 1000) for name, x in timed(model).seconds().items()}
+    assert seconds == {"0": 2, "0.inner": 2, "0.inner.inner": 0, "1": 0, "": 0}
+
+
+def test_hooks_are_there_only_in_a_few_batches_that_follow_inspected_ones(clock):
+    model = make_model()
+    times = LayerTimes(model, lambda: True)
+    with_hooks = []
+    for step in range(60):
+        times.begin_batch(model, step, looking=step % 3 == 0)
+        if times.is_timing:
+            with_hooks.append(step)
+            assert model._forward_pre_hooks
+        times.end_forward()
+        assert not model._forward_pre_hooks
+        assert not model._forward_hooks
+    assert with_hooks == [7 + 3 * i for i in range(MAX_TIMED)]
+
+
+def test_a_forward_that_raises_leaves_the_times_in_order(clock):
+    class Fails(nn.Module):
+        def forward(self, x):
+            if self.training:
+                raise KeyError("of the user")
+            return x
+
+    model = nn.Sequential(Fails(), Sleeps(clock))
+    times = LayerTimes(model, lambda: True)
+    times.begin_batch(model, FIRST, looking=True)
+    times.begin_batch(model, FIRST + 1, looking=False)
+    with pytest.raises(KeyError):
+        model(torch.zeros(2, 3))
+    model[0].eval()
+    model(torch.zeros(2, 3))
+    assert round(times._now["1"] / 1000) == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "shape", "expected"),
+    [
+        ("addmm", ((5,), (4, 3), (3, 5)), (4, 5), 60),
+        ("mm", ((4, 3), (3, 5)), (4, 5), 60),
+        ("bmm", ((2, 4, 3), (2, 3, 5)), (2, 4, 5), 120),
+        ("relu", ((4, 5),), (4, 5), 0),
+    ],
+)
+def test_work_is_counted_in_multiply_adds_and_elements(op, args, shape, expected):
+    out = torch.zeros(shape)
+    assert work_of(op, tuple(torch.zeros(x) for x in args), out) == expected + 16 * out.numel()
+
+
+def test_the_work_of_a_convolution_is_that_of_its_weights():
+    x, weight = torch.zeros(2, 3, 8, 8), torch.zeros(4, 3, 3, 3)
+    out = torch.zeros(2, 4, 6, 6)
+    rest = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    assert work_of("convolution", (x, weight, *rest), out) == out.numel() * 27 + 16 * out.numel()
+
+
+def test_a_view_is_no_work():
+    x = torch.zeros(4, 5)
+    assert work_of("t", (x,), x.t()) == 0
+
+
+def test_diagnose_counts_the_work_of_each_layer():
+    learn = make_learner(30, 0, lr=0.01)
+    watcher = Diagnose(show=False, on_sick="ignore")
+    fit(learn, 1, cbs=watcher)
+    evidence = watcher.evidence()
+    linear = [name for name, m in learn.model.named_modules() if isinstance(m, nn.Linear)]
+    assert all(evidence.layer_work[name] > 0 for name in linear)
+    assert set(evidence.layer_seconds) == {name for name, _ in learn.model.named_modules()}
+
+
+def test_no_hooks_are_added_once_anything_is_compiled(monkeypatch):
+    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {"total": 1})
+    assert timed(nn.Linear(3, 3)).seconds() == {}

@@ -1,0 +1,132 @@
+"""Time of a training by what it is spent on, in a Learner and in a plain loop."""
+
+import gc
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hookcb import Callback, Diagnose, Learner, watch
+from tests.support import Clock, fit, make_batches, make_learner, make_model
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """As in a process of its own, whatever other tests have compiled."""
+    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    before = list(gc.callbacks)
+    yield
+    assert gc.callbacks == before
+    assert sys.gettrace() is None
+
+
+def quiet():
+    return Diagnose(show=False, on_sick="ignore")
+
+
+def places(loop):
+    return {f.layer: f.value for f in loop.diagnose().findings if f.code == "time.other"}
+
+
+def plain(own, n=60, n_valid=0, clock=None):
+    """A plain loop that calls `own` after each step, and validates after each fifth if `n_valid`."""
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, quiet()) as w:
+        for step, (x, y) in enumerate(make_batches(n)):
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            own(step)
+            for _ in range(n_valid if step % 5 == 4 else 0):
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                clock.sleep()
+                model.train()
+    return w
+
+
+def test_a_callback_is_named(clock):
+    learn = make_learner(40, 0, lr=0.01)
+    fit(learn, 1, cbs=[quiet(), Callback(name="sends", after_loss=lambda cb: clock.sleep())])
+    assert list(places(learn)) == ["the callback Callback('sends')"]
+
+
+def test_a_line_of_a_plain_loop_is_named(clock):
+    w = plain(lambda step: clock.sleep())
+    ((place, share),) = places(w).items()
+    assert "test_spent.py" in place
+    assert "own(step)" in place
+    assert share > 0.9
+
+
+def test_a_line_that_is_slow_now_and_then_is_named_by_its_mean(clock):
+    w = plain(lambda step: step % 20 == 19 and clock.sleep(), n=200)
+    assert any("own(step)" in place for place in places(w))
+
+
+def test_a_validation_is_told_apart(clock):
+    assert list(places(plain(lambda step: None, n_valid=2, clock=clock))) == ["validation"]
+
+
+def test_a_loss_function_that_takes_most_of_the_time_is_named(clock):
+    def loss_func(pred, y):
+        clock.sleep()
+        return F.mse_loss(pred, y)
+
+    learn = Learner(make_batches(40), make_model(), loss_func, torch.optim.SGD, lr=0.01)
+    fit(learn, 1, cbs=quiet())
+    assert list(places(learn)) == ["the loss function"]
+
+
+def test_a_training_without_other_work_has_no_place(clock):
+    learn = make_learner(40, 0, lr=0.01)
+    fit(learn, 1, cbs=quiet())
+    assert places(learn) == {}
+    assert places(plain(lambda step: None)) == {}
+
+
+def test_weights_are_bit_identical_while_lines_are_traced(clock):
+    def weights(*cbs):
+        model = make_model()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        with watch(model, opt, *cbs):
+            for x, y in make_batches(60):
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+                clock.sleep()
+        return [p.tolist() for p in model.parameters()], torch.rand(2).tolist()
+
+    torch.manual_seed(0)
+    expected = weights()
+    torch.manual_seed(0)
+    assert weights(quiet()) == expected
+
+
+def test_a_loop_that_dies_while_lines_are_traced_leaves_nothing(clock):
+    def own(step):
+        clock.sleep()
+        if step == 30:
+            assert sys.gettrace() is not None
+            raise KeyError("of the user")
+
+    with pytest.raises(KeyError):
+        plain(own)
+    assert sys.gettrace() is None
