@@ -184,7 +184,7 @@ def _in_rows(rows: Tensor) -> Parts:
 
 
 def _quick_moments(x: Tensor) -> Tensor | None:
-    """`moments` of many elements, `(1, 6)`, in hardly more than four reductions; None if not exact.
+    """Finds `moments` of many elements, `(1, 6)`, by four reductions; None where these are not exact.
 
     As in `_in_rows`, but joined in Python's floats: a dozen operations on few numbers take as long as a
     reduction of 100,000.
