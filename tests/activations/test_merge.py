@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks.support import by_torchrun, shared
+from tests.ranks.support import launched, shared
 
 CASES = [
     "all_samples",
@@ -32,7 +32,7 @@ WORKER = "activations_worker.py"
 
 def make(names, world):
     def launch(folder):
-        return by_torchrun(WORKER, folder, ",".join(names), world=world)
+        return launched(WORKER, folder, ",".join(names), world=world, timeout=90)
 
     return launch
 

@@ -1,8 +1,10 @@
 """Statistics that ranks merge are those of the whole tensors."""
 
+import json
+
 import pytest
 
-from benchmarks.merging import measured
+from tests.ranks.support import ROOT, launched, shared
 
 pytestmark = pytest.mark.slow
 
@@ -11,8 +13,15 @@ LIMITS = {"output std, offset": 1e-9}  # ranks share means, which a float64 of 1
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def ranks(request):
-    return measured(request.param)
+def ranks(request, tmp_path_factory):
+    def compare(folder):
+        found = launched(
+            ROOT / "benchmarks" / "merging.py", folder, "--work", folder, world=request.param, timeout=120
+        )
+        assert [rank["exit"] for rank in found] == [0] * request.param, found[0]["log"][-2000:]
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+    return shared(tmp_path_factory, f"merging-{request.param}", compare)
 
 
 def test_they_are_those_of_an_oracle(ranks):

@@ -44,16 +44,6 @@ STATUSES = ("healthy", "suspect", "sick", "unknown")
 SCALE = {"init_scale": 2.0**8, "growth_interval": 2}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_collection():
-    """Collections look at what these tests make, not at all that torch has loaded."""
-    train(make_model(), with_watch=True)  # loads what torch loads late
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def of_process():
     """What of this process a diagnosis might leave changed."""
     return {

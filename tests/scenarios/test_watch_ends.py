@@ -51,16 +51,6 @@ FOLLOWS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_collection():
-    """Collections look at what these tests make, not at all that torch has loaded."""
-    make_pair()  # loads what torch loads late
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def make(kind):
     return getattr(hookcb, kind)(**FOLLOWS[kind])
 
