@@ -93,6 +93,7 @@ class ActivationStats(HookCallback):
     hist_edges = forwarded(ActivationRecords.hist_edges)
     color_dim = forwarded(ActivationRecords.color_dim)
     plot_layer_stats = forwarded(ActivationRecords.plot_layer_stats)
+    plot_depth = forwarded(ActivationRecords.plot_depth)
     dead_chart = forwarded(ActivationRecords.dead_chart)
     report = forwarded(ActivationRecords.report)
     save = forwarded(ActivationRecords.save)

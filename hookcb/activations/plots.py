@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hookcb.records.plots import (
+    ALARM,
+    BLUE,
+    MISSING,
+    ORANGE,
     Series,
     Size,
     add_colorbar,
@@ -15,24 +19,49 @@ from hookcb.records.plots import (
     cut_name,
     draw_image,
     gapped,
+    label_steps,
+    limit_steps,
     make_panels,
+    mark_odd,
+    name_columns,
+    positive,
     shortened_names,
 )
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
+SHOWN = 0.99  # share of a layer's values that the bins of a picture hold, if they were counted
+SHARES = ("near zero", "zeros")
+
+
+class Hist(NamedTuple):
+    """Histograms of a layer, one per record.
+
+    Attributes:
+        counts: log(1 + count), `(bins + 2, records)`, underflow first and overflow last; NaN in records in
+            which the layer was not called.
+        low, high: edges of the bins between, in the unit of the layer's output.
+        nonfinite: share of NaN and infinite elements in each record, which no bin counts.
+    """
+
+    counts: Tensor
+    low: float
+    high: float
+    nonfinite: Sequence[float] = ()
+
 
 def color_dim(
-    hists: Mapping[str, tuple[Tensor, float, float]], figsize: Size = None, ax: "Axes | None" = None
+    hists: Mapping[str, Hist], x: Sequence[int], figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
-    """Histograms over time, the "colorful dimension": how a layer's values spread, record by record.
+    """Histograms over the steps `x`, the "colorful dimension": how a layer's values spread, record by record.
 
-    `hists` has log1p of counts `(bins + 2, records)` by layer name, underflow first and overflow last, and
-    the low and high edge of the bins between. The bands `<low` and `>high` show values outside. All layers
-    share one color scale; records that share a pixel are averaged.
+    Each panel shows the bins that hold 99 % of the layer's values in all records; the bands `<low` and
+    `>high` show the values outside. A mark on top is a record with NaN or infinite values. All layers share
+    one color scale; records that share a pixel are averaged.
 
     Raises:
         ModuleNotFoundError: Without matplotlib.
@@ -41,20 +70,38 @@ def color_dim(
     Source: Stefano Giomo, "The colorful dimension", forums.fast.ai, 2019.
     """
     n, columns = len(hists), math.ceil(math.sqrt(len(hists)))
-    check_any(hists, min((counts.shape[1] for counts, *_ in hists.values()), default=0))
+    check_any(hists, len(x))
     if ax is not None and n > 1:
         raise ValueError(f"ax has room for one layer, not for {n}; name a layer, or leave ax out")
     panels = [ax] if ax is not None else make_panels(n, columns, figsize)
     fig, size = panels[0].figure.figure, 10 if n == 1 else 8
-    names = shortened_names(hists, 60 if ax is not None else int(fig.get_figwidth() / columns * 105 / size))
-    most = max(counts.max().item() for counts, *_ in hists.values()) or 1.0
-    for i, (panel, name, hist) in enumerate(zip(panels, names, hists.values(), strict=True)):
-        image = _draw_hist(panel, *hist, most)
+    names = shortened_names(hists, 60 if ax is not None else int(fig.get_figwidth() / columns * 92 / size))
+    shown = [trimmed(hist) for hist in hists.values()]
+    most = max(hist.counts.nan_to_num(0).max().item() for hist in shown) or 1.0
+    for i, (panel, name, hist) in enumerate(zip(panels, names, shown, strict=True)):
+        image = _draw_hist(panel, hist, most)
+        label_steps(panel, x)
         panel.set_title(name, fontsize=size + 1)
         panel.tick_params(labelsize=size, labelbottom=i >= n - columns)
-        panel.set_xlabel("record" if i // columns == (n - 1) // columns else "", fontsize=size)
+        panel.set_xlabel("step" if i // columns == (n - 1) // columns else "", fontsize=size)
+        panel.set_ylabel("" if i % columns else "value", fontsize=size)
     add_colorbar(image, panels, columns, "log(1 + count)")
+    _add_legend(panels, shown)
     return fig
+
+
+def trimmed(hist: Hist) -> Hist:
+    """The bins of a histogram that hold 99 % of the values in all records; the others count as outside."""
+    counts = hist.counts.double().expm1()
+    total = counts.nan_to_num(0).sum(1)
+    spare = (1 - SHOWN) / 2 * total.sum()  # at each end
+    first, last = (int((ends.cumsum(0)[1:-1] <= spare).sum()) for ends in (total, total.flip(0)))
+    n = len(counts) - 2
+    if first + last == 0 or first + last >= n:
+        return hist
+    rows = [counts[: first + 1].sum(0), *counts[first + 1 : n - last + 1], counts[n - last + 1 :].sum(0)]
+    width = (hist.high - hist.low) / n
+    return Hist(torch.stack(rows).log1p(), hist.low + first * width, hist.high - last * width, hist.nonfinite)
 
 
 def layer_lines(
@@ -81,6 +128,34 @@ def layer_lines(
     return fig
 
 
+def depth_lines(
+    layers: Sequence[str], stds: Series, figsize: Size = None, ax: "Axes | None" = None
+) -> "Figure":
+    """Standard deviation of the layers' outputs in the order of the model, a line for each name in `stds`.
+
+    The axis is logarithmic; a value that is 0 or not finite leaves a gap, marked by a cross.
+
+    Raises:
+        ModuleNotFoundError: Without matplotlib.
+        ValueError: If there is nothing to draw.
+    """
+    n = len(layers)
+    check_any(stds, n)
+    ax = ax if ax is not None else make_panels(1, 1, figsize or (min(12, max(6.4, 1.6 + 0.3 * n)), 4.2))[0]
+    ax.set_yscale("log")
+    for (label, values), color in zip(stds.items(), (ORANGE, BLUE), strict=False):
+        ax.plot(range(n), positive(values), "o-", color=color, markersize=4, label=label)
+    mark_odd(ax, [i for i in range(n) if not all(0 < x[i] < math.inf for x in stds.values())])
+    ax.set_xlim(-0.6, n - 0.4)
+    name_columns(ax, layers)
+    ax.set_ylabel("std of the output")
+    ax.grid(axis="y", color="0.9")
+    ax.set_axisbelow(True)
+    ax.set_title("signal over depth, first layer to last", loc="left", fontsize=11)
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8, ncols=3, borderpad=0)
+    return ax.figure.figure
+
+
 def share_chart(
     shares: Series, x: Sequence[int], title: str, figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
@@ -101,21 +176,37 @@ def share_chart(
     width, height = (side / ax.figure.dpi for side in ax.bbox.size)
     every = math.ceil(n / max(1, height / 0.15))  # a label of 8 points needs 0.15 inches
     ax.set_yticks(range(0, n, every), shortened_names(shares, int(5 * width))[::every], fontsize=8)
-    ticks = ax.xaxis.get_major_locator().tick_values(0, len(x) - 1)
-    records = [int(tick) for tick in ticks if 0 <= tick < len(x)]
-    ax.set_xticks(records, [str(x[record]) for record in records])
+    label_steps(ax, x)
     ax.set_xlabel("step")
     gaps = bool(values.isnan().any())
     ax.set_title(cut_name(title, int(12 * width)), loc="left", fontsize=11, pad=20 if gaps else None)
     if gaps:
-        ax.set_facecolor("0.85")  # visible in cells without a value
-        ax.plot([], [], "s", color="0.85", markeredgecolor="0.5", label="did not fire")
+        _mark_missing(ax)
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderpad=0, fontsize=8)
     add_colorbar(image, [ax], 1, "share")
     return ax.figure.figure
 
 
-def _draw_hist(ax: "Axes", counts: Tensor, low: float, high: float, most: float) -> "AxesImage":
+def _mark_missing(ax: "Axes") -> None:
+    """Shows cells without a value in gray."""
+    ax.set_facecolor(MISSING)
+    ax.plot([], [], "s", color=MISSING, markeredgecolor="0.5", label="did not fire")
+
+
+def _add_legend(panels: "Sequence[Axes]", hists: Sequence[Hist]) -> None:
+    """Explains gray records and marks, in the first panel that has them."""
+    handles: dict[str, Artist] = {}
+    for panel, hist in zip(panels, hists, strict=True):
+        if hist.counts.isnan().any():
+            _mark_missing(panel)
+        found, labels = panel.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    if handles:
+        panels[0].legend(list(handles.values()), list(handles), loc="upper left", fontsize=8, framealpha=0.9)
+
+
+def _draw_hist(ax: "Axes", hist: Hist, most: float) -> "AxesImage":
+    counts, low, high, nonfinite = hist
     edges = low, high
     if not high - low > 1e-9 * max(abs(low), abs(high)):  # also for NaN: the axis then counts bins
         low, high = 0.0, counts.shape[0] - 2.0
@@ -123,7 +214,11 @@ def _draw_hist(ax: "Axes", counts: Tensor, low: float, high: float, most: float)
     draw_image(ax, counts[:1], low - rim, low, most)
     draw_image(ax, counts[-1:], high, high + rim, most)
     image = draw_image(ax, counts[1:-1], low, high, most)
-    ax.set_ylim(low - rim, high + rim)
+    odd = [record for record, share in enumerate(nonfinite) if share > 0]
+    top = high + rim * (2.5 if odd else 1)
+    if odd:
+        ax.plot(odd, [high + 1.75 * rim] * len(odd), "|", color=ALARM, markersize=6, label="NaN or inf")
+    ax.set_ylim(low - rim, top)
     for edge in (low, high):
         ax.axhline(edge, color="white", linewidth=0.8)
     ticks = ax.yaxis.get_major_locator().tick_values(low, high)
@@ -139,17 +234,15 @@ def _draw_line(ax: "Axes", name: str, values: Sequence[float], x: Sequence[int])
     known = [False, *map(math.isfinite, values), False]
     alone = [i for i in range(len(values)) if known[i : i + 3] == [False, True, False]]
     # above the frame: a line may run along 0 or 1
-    ax.plot(x, gapped(values), marker=".", markevery=alone, zorder=3)
+    ax.plot(x, gapped(values), color=BLUE, marker=".", markevery=alone, zorder=3)
     infinite = [step for step, value in zip(x, values, strict=True) if math.isinf(value)]
     if infinite:
         low, high = ax.get_ylim()
-        ax.plot(infinite, [low] * len(infinite), "r|", markersize=14, label="infinite")
+        ax.plot(infinite, [low] * len(infinite), "|", color=ALARM, markersize=14, label="infinite")
         ax.set_ylim(low, high)
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8, markerscale=0.6)
-    rim = max(0.5, 0.03 * (x[-1] - x[0]))
-    ax.set_xlim(x[0] - rim, x[-1] + rim)
-    if name in ("near zero", "zeros"):
+    limit_steps(ax, x)
+    if name in SHARES:
         ax.set_ylim(0, 1)
+    ax.set_ylabel("share of elements" if name in SHARES else "unit of the output")
     ax.set_title(name)
-    ax.set_xlabel("step")
-    ax.locator_params(axis="x", integer=True, min_n_ticks=1)

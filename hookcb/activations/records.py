@@ -215,7 +215,7 @@ class ActivationRecords(SavedRecords):
     ) -> "Figure":
         """The colorful dimension: a layer's histograms side by side, a column for each record.
 
-        By default of all layers.
+        By default of all layers. Shows the bins that hold 99 % of the values in all records.
 
         Raises:
             RuntimeError: If no histograms were recorded.
@@ -225,10 +225,14 @@ class ActivationRecords(SavedRecords):
         """
         self._check_hist()
         hists = {
-            name: (self._counts(name, "train"), *self.buffer.range_of("train", name))
+            name: plots.Hist(
+                self._binned(name, "train").log1p(),
+                *self.buffer.range_of("train", name),
+                self.layer_series(name, "nonfinite"),
+            )
             for name in self.names_of(layer)
         }
-        return plots.color_dim(hists, figsize, ax)
+        return plots.color_dim(hists, self.steps(), figsize, ax)
 
     def plot_layer_stats(
         self, layer: Layer, figsize: tuple[float, float] | None = None, axs: Any = None
@@ -240,6 +244,25 @@ class ActivationRecords(SavedRecords):
                 name, dict(zip(SERIES, self._three(name), strict=True)), self.steps(), figsize, axs
             ),
         )
+
+    def plot_depth(
+        self, step: int | None = None, figsize: tuple[float, float] | None = None, ax: "Axes | None" = None
+    ) -> "Figure":
+        """Signal over depth: the standard deviation of every layer's output, first layer to last.
+
+        Draws the first record beside the last one, or the last one up to `step`.
+
+        Raises:
+            ValueError: If nothing was recorded, or nothing up to `step`.
+            ModuleNotFoundError: Without matplotlib.
+        """
+        steps = self.steps()
+        last = len(steps) if step is None else sum(x <= step for x in steps)
+        if steps and not last:
+            raise ValueError(f"no batch was recorded up to step {step!r}; the first is at step {steps[0]}")
+        stds = {name: self.layer_series(name, "std") for name in self.names}
+        shown = {f"step {steps[i]}": [x[i] for x in stds.values()] for i in sorted({0, last - 1}) if last}
+        return plots.depth_lines(list(stds), shown, figsize, ax)
 
     def dead_chart(self, figsize: tuple[float, float] | None = None, ax: "Axes | None" = None) -> "Figure":
         """Share of near-zero elements of every layer over the steps, a row for each layer."""
@@ -311,7 +334,11 @@ class ActivationRecords(SavedRecords):
         return ""
 
     def _counts(self, name: str, phase: str) -> Tensor:
-        return self.store_of(phase).series(name)[:, len(self.columns) :].T.nan_to_num(0).log1p()
+        return self._binned(name, phase).nan_to_num(0).log1p()
+
+    def _binned(self, name: str, phase: str) -> Tensor:
+        """Number of elements in each bin, `(bins + 2, n_records)`; NaN if the layer was not called."""
+        return self.store_of(phase).series(name)[:, len(self.columns) :].T
 
     def _three(self, name: str) -> Any:
         return L(self.layer_series(name, stat) for stat in SERIES)

@@ -9,7 +9,24 @@ from hookcb.core.randomness import random_kept
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from hookcb.records.plots import Series, Size, check_any, make_panels, shortened_names
+from hookcb.records.plots import (
+    ALARM,
+    BLUE,
+    ORANGE,
+    Series,
+    Size,
+    check_any,
+    cut_name,
+    limit_steps,
+    make_panels,
+    mark_odd,
+    name_columns,
+    positive,
+    shortened_names,
+)
+
+USUAL = -3  # log10 of the ratio of updates to weights in a healthy training
+N_NAMED = 5
 
 
 def flow_bars(
@@ -17,7 +34,7 @@ def flow_bars(
 ) -> "Figure":
     """Mean and largest |gradient| of layers in the order of the model, on a logarithmic axis.
 
-    `layers` has name, mean and largest; a value that is 0 or not finite leaves a gap, marked by a red cross.
+    `layers` has name, mean and largest; a value that is 0 or not finite leaves a gap, marked by a cross.
 
     Raises:
         ModuleNotFoundError: Without matplotlib.
@@ -33,16 +50,12 @@ def flow_bars(
     known = [x for x in (*means, *maxima) if 0 < x < math.inf]
     low, high = min(known, default=0.1), max(known, default=1.0)
     bottom = low / (high / low) ** 0.08 / 1.3
-    ax.bar(range(n), [_positive(x) for x in maxima], width=0.7, color="C0", alpha=0.35, label="largest")
-    ax.plot(range(n), [_positive(x) for x in means], "o-", color="C1", markersize=4, label="mean")
-    odd = [i for i in range(n) if not (0 < means[i] < math.inf and maxima[i] < math.inf)]
-    if odd:
-        ax.plot(odd, [bottom] * len(odd), "rx", clip_on=False, zorder=3, label="0, NaN or inf")
+    ax.bar(range(n), positive(maxima), width=0.7, color=BLUE, alpha=0.35, label="largest")
+    ax.plot(range(n), positive(means), "o-", color=ORANGE, markersize=4, label="mean")
     ax.set_ylim(bottom, high * (high / low) ** 0.05 * 1.3)
+    mark_odd(ax, [i for i in range(n) if not (0 < means[i] < math.inf and maxima[i] < math.inf)])
     ax.set_xlim(-0.6, n - 0.4)
-    width = ax.bbox.width / ax.figure.dpi
-    every = math.ceil(n / max(1, width / 0.17))  # inches for a vertical label
-    ax.set_xticks(range(0, n, every), shortened_names(names, 24)[::every], rotation=90, fontsize=8)
+    name_columns(ax, names)
     ax.set_ylabel("|gradient|")
     ax.grid(axis="y", color="0.9")
     ax.set_axisbelow(True)
@@ -51,17 +64,13 @@ def flow_bars(
     return ax.figure.figure
 
 
-def _positive(x: float) -> float:
-    return x if 0 < x < math.inf else math.nan
-
-
 def update_lines(
     ratios: Series, x: Sequence[int], figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Log10 of ‖Δw‖/‖w‖ of parameters over the steps `x`, with a line at 1e-3.
 
-    A step without a change leaves a gap. Colors go from dark for the first parameter to light for the last;
-    more than 12 have no legend.
+    A step without a change leaves a gap. Colors go from dark for the first parameter to light for the last.
+    Of more than 12, the five that end farthest from 1e-3 are named beside their ends.
 
     Raises:
         ModuleNotFoundError: Without matplotlib.
@@ -77,23 +86,35 @@ def update_lines(
 
     colors = matplotlib.colormaps["viridis"]
     for i, (name, values) in enumerate(zip(shortened_names(ratios, 30), ratios.values(), strict=True)):
-        logs = [math.log10(value) if 0 < value < math.inf else math.nan for value in values]
+        logs = [math.log10(value) for value in positive(values)]
         alone = [k for k, value in enumerate(logs) if not math.isnan(value) and len(logs) == 1]
         color = colors(0.92 * i / max(1, len(ratios) - 1))
         ax.plot(x, logs, color=color, linewidth=1, marker=".", markevery=alone, label=name)
-    ax.axhline(-3, color="C3", linestyle="--", linewidth=1)
-    ax.annotate("1e-3, usual", (1, -3), xycoords=("axes fraction", "data"), color="C3", fontsize=8,
+    ax.axhline(USUAL, color=ALARM, linestyle="--", linewidth=1)
+    ax.annotate("1e-3, usual", (1, USUAL), xycoords=("axes fraction", "data"), color=ALARM, fontsize=8,
                 xytext=(-3, 3), textcoords="offset points", ha="right")  # fmt: skip
-    ax.set_xlabel("step")
+    limit_steps(ax, x)
     ax.set_ylabel("log10 of ‖Δw‖ / ‖w‖")
-    rim = max(0.5, 0.03 * (x[-1] - x[0]))
-    ax.set_xlim(x[0] - rim, x[-1] + rim)
-    ax.locator_params(axis="x", integer=True, min_n_ticks=1)
     ax.set_title("size of updates", loc="left", fontsize=11)
     if few:
         ax.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     else:
-        first, *_, last = shortened_names(ratios, 24)
-        ends = f"{len(ratios)} parameters: dark {first}, light {last}"
-        ax.set_title(ends, loc="right", fontsize=8)
+        ax.set_title(f"{len(ratios)} parameters, dark to light", loc="right", fontsize=8)
+        _name_ends(ax, ratios)
     return ax.figure.figure
+
+
+def _name_ends(ax: "Axes", ratios: Series) -> None:
+    """Names the lines that end farthest from the usual ratio, from the top down and not over one another."""
+    ends = {
+        name: next((x for x in reversed(positive(values)) if x == x), None) for name, values in ratios.items()
+    }
+    logs = {name: math.log10(x) for name, x in ends.items() if x is not None}
+    worst = sorted(logs, key=lambda name: -abs(logs[name] - USUAL))[:N_NAMED]
+    low, high = ax.get_ylim()
+    line = (high - low) * 0.15 * ax.figure.dpi / ax.bbox.height  # a label of 8 points needs 0.15 inches
+    at = math.inf
+    for name in sorted(worst, key=lambda name: -logs[name]):
+        at = min(logs[name], at - line)
+        ax.annotate(cut_name(name, 30), (1.01, at), xycoords=("axes fraction", "data"), fontsize=8,
+                    va="center", annotation_clip=False)  # fmt: skip

@@ -6,33 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hookcb.records.plots import Size, check_any, gapped, make_panels
+from hookcb.records.plots import BLUE, ORANGE, Size, check_any, gapped, make_panels
+from hookcb.records.smoothed import Smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-BETA = 0.98  # weight of the past in the smoothed loss, as in fastai
-
-
-class Smoothed:
-    """Exponential moving average, corrected for its start at zero.
-
-    Source: D. Kingma, J. Ba, "Adam", arxiv.org/abs/1412.6980, section 3.
-
-    >>> smoothed = Smoothed(beta=0.5)
-    >>> smoothed.add(3.0), smoothed.add(6.0)
-    (3.0, 5.0)
-    """
-
-    def __init__(self, beta: float = BETA) -> None:
-        self.beta, self._sum, self._weight = beta, 0.0, 0.0
-
-    def add(self, value: float) -> float:
-        """Adds a number; returns the average including it."""
-        self._sum = self.beta * self._sum + (1 - self.beta) * value
-        self._weight = self.beta * self._weight + (1 - self.beta)
-        return self._sum / self._weight
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -147,11 +126,11 @@ def lr_curve(
     check_any(lrs, len(losses))
     ax = ax if ax is not None else make_panels(1, 1, figsize)[0]
     ax.plot(lrs, gapped(losses), ".", color="0.75", markersize=4, label="loss of the batch")
-    ax.plot(lrs, gapped(smoothed), label="smoothed")
+    ax.plot(lrs, gapped(smoothed), color=BLUE, label="smoothed")
     ax.set_xscale("log")
     if suggestion is not None:
         height = smoothed[min(range(len(lrs)), key=lambda i: abs(lrs[i] - suggestion))]
-        ax.plot([suggestion], [height], "o", color="C3", label=f"suggestion {suggestion:.2g}")
+        ax.plot([suggestion], [height], "o", color=ORANGE, label=f"suggestion {suggestion:.2g}")
     limits = _y_limits(losses, smoothed)
     if limits:
         ax.set_ylim(*limits)

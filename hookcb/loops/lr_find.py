@@ -31,7 +31,8 @@ from hookcb.core.restore import (
 from hookcb.core.torch_private import buffers_of, parameters_of, unsaved_buffer_names
 from hookcb.hooks.modules import device_of
 from hookcb.loops.data import Loaders
-from hookcb.loops.lr_curve import LRFind, Smoothed
+from hookcb.loops.lr_curve import LRFind
+from hookcb.records.smoothed import Smoothed
 from hookcb.training.progress import Progress
 
 N_NOISY = 10  # first batches, whose average is too uncertain for a comparison

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 Size = tuple[float, float] | None  # width and height in inches; None: by the number of panels
 Series = Mapping[str, Sequence[float]]  # a value per record, by name
 BARS = "▁▂▃▄▅▆▇█"
+# can be told apart by the color-blind; Source: M. Okabe, K. Ito, "Color Universal Design", 2008
+BLUE, ORANGE, GREEN, PINK, SKY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
+ALARM = "#d55e00"  # NaN, inf and limits
+MISSING = "0.85"  # gray of what was not recorded
 
 
 def gapped(values: Sequence[float]) -> list[float]:
@@ -84,16 +88,37 @@ def _png(fig: "Figure") -> bytes:
 
 
 def cut_name(name: str, room: int) -> str:
-    """`name` without its middle if it is longer than about `room` letters."""
-    half = max(3, room // 2)
-    return name if len(name) <= 2 * half else f"{name[:half]}…{name[1 - half :]}"
+    """The last `room` letters of a name; layers differ at the end of their names."""
+    room = max(6, room)
+    return name if len(name) <= room else f"…{name[1 - room :]}"
 
 
 def shortened_names(names: Collection[str], room: int) -> list[str]:
-    """`names` in `room` letters each, all numbered if two would be equal without their middles."""
-    short = [cut_name(name, room) for name in names]
-    alike = len(set(short)) < len(names)
-    return [cut_name(f"{i}: {name}", room) for i, name in enumerate(names)] if alike else short
+    """`names` in `room` letters each.
+
+    If one is longer, all lose the parts with which all begin, then those with which all end, then their first
+    letters. All are numbered if two would be equal.
+    """
+    shown = list(names)
+    for at_end in (False, True):
+        if any(len(name) > room for name in shown):
+            shown = without_common_parts(shown, at_end=at_end)
+    short = [cut_name(name, room) for name in shown]
+    if len(set(short)) == len(short):
+        return short
+    digits = len(str(len(short)))
+    return [f"{i}: {cut_name(name, room - digits - 2)}" for i, name in enumerate(shown)]
+
+
+def without_common_parts(names: Sequence[str], *, at_end: bool) -> list[str]:
+    """`names` without the dotted parts with which all of them begin, or end; one part stays."""
+    parts = [name.split(".")[:: -1 if at_end else 1] for name in names]
+    n = 0
+    while len({x[n] for x in parts}) == 1 and all(len(x) > n + 1 for x in parts):
+        n += 1
+    if not at_end:
+        return [".".join(x[n:]) for x in parts]
+    return [".".join(x[: n - 1 : -1] if n else x[::-1]) + "…" * bool(n) for x in parts]
 
 
 def draw_image(ax: "Axes", values: Tensor, bottom: float, top: float, most: float) -> "AxesImage":
@@ -105,8 +130,23 @@ def draw_image(ax: "Axes", values: Tensor, bottom: float, top: float, most: floa
     image.set_extent((-0.5, columns.shape[1] * step - 0.5, bottom, top))
     image.set_clim(0, most)
     ax.set_xlim(-0.5, values.shape[1] - 0.5)
-    ax.locator_params(axis="x", integer=True, min_n_ticks=1)
     return image
+
+
+def label_steps(ax: "Axes", steps: Sequence[int]) -> None:
+    """Labels records on the x axis with the steps at which they were made."""
+    ax.locator_params(axis="x", integer=True, min_n_ticks=1)
+    ticks = ax.xaxis.get_major_locator().tick_values(0, len(steps) - 1)
+    records = [int(tick) for tick in ticks if 0 <= tick < len(steps) and tick == int(tick)]
+    ax.set_xticks(records, [str(steps[record]) for record in records])
+
+
+def limit_steps(ax: "Axes", steps: Sequence[int]) -> None:
+    """Gives lines over `steps` a margin, labels in whole numbers, and the name of the axis."""
+    rim = max(0.5, 0.03 * (steps[-1] - steps[0]))
+    ax.set_xlim(steps[0] - rim, steps[-1] + rim)
+    ax.locator_params(axis="x", integer=True, min_n_ticks=1)
+    ax.set_xlabel("step")
 
 
 def add_colorbar(image: "AxesImage", panels: "Sequence[Axes]", columns: int, label: str) -> None:
@@ -116,3 +156,25 @@ def add_colorbar(image: "AxesImage", panels: "Sequence[Axes]", columns: int, lab
     panels[0].figure.colorbar(
         image, ax=list(panels), label=label, fraction=share, pad=share / 3, aspect=aspect
     )
+
+
+def name_columns(ax: "Axes", names: Sequence[str]) -> None:
+    """Labels the x axis with names, as many as there is room for."""
+    width = ax.bbox.width / ax.figure.dpi
+    every = math.ceil(len(names) / max(1, width / 0.17))  # inches for a vertical label
+    ax.set_xticks(range(0, len(names), every), shortened_names(names, 24)[::every], rotation=90, fontsize=8)
+
+
+def positive(values: Sequence[float]) -> list[float]:
+    """`values` for a logarithmic axis, with NaN for those that are 0, negative or not finite."""
+    return [x if 0 < x < math.inf else math.nan for x in values]
+
+
+def mark_odd(ax: "Axes", columns: Sequence[int]) -> None:
+    """Marks columns that have no place on a logarithmic axis, at its lower end."""
+    if columns:
+        bottom, top = ax.get_ylim()
+        ax.plot(
+            columns, [bottom] * len(columns), "x", color=ALARM, clip_on=False, zorder=3, label="0, NaN or inf"
+        )
+        ax.set_ylim(bottom, top)

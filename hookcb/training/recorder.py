@@ -1,7 +1,7 @@
 """Recorder: the losses and learning rates of a fit, and a row of numbers per epoch."""
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastcore.foundation import L
@@ -12,6 +12,10 @@ from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import Ranks
+from hookcb.training.plots import run_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Recorder(Callback):
@@ -46,6 +50,7 @@ class Recorder(Callback):
         self._train = _Losses()
         self._lrs: list[float | Tensor] = []
         self._first = 0  # first batch of this epoch
+        self._ends: list[int] = []  # number of batches when each epoch ended
 
     @property
     def losses(self) -> list[float]:
@@ -96,6 +101,16 @@ class Recorder(Callback):
     def after_epoch(self) -> None:
         self.learn.row["time"] = time.perf_counter() - self._began
         self.rows.append({"epoch": self.epoch, **self.learn.row})
+        self._ends.append(len(self._train.values))
+
+    def plot(self, figsize: tuple[float, float] | None = None) -> "Figure":
+        """A figure of losses, metrics and learning rate over the batches.
+
+        Raises:
+            ModuleNotFoundError: Without matplotlib.
+            ValueError: If no batch was recorded.
+        """
+        return run_lines(self.losses, self.lrs, self.rows, self._ends, figsize)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -104,11 +119,13 @@ class Recorder(Callback):
             "lrs": torch.tensor(self.lrs, dtype=torch.float64),
             "rows": [dict(row) for row in self.rows],
             "first": self._first,
+            "ends": list(self._ends),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._train.values, self._train.sizes = state["losses"].tolist(), state["sizes"].tolist()
         self._lrs, self.rows, self._first = state["lrs"].tolist(), L(state["rows"]), state["first"]
+        self._ends = list(state["ends"])
 
 
 class _Losses:

@@ -8,7 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hookcb.activations.plots import color_dim, layer_lines, share_chart
+from hookcb import ActivationStats
+from hookcb.activations.plots import Hist, color_dim, depth_lines, layer_lines, share_chart, trimmed
+from hookcb.records.plots import ALARM
+from tests.support import make_learner
 
 pytest.importorskip("matplotlib")
 from matplotlib import rcParams
@@ -21,6 +24,16 @@ PNG = b"\x89PNG"
 def counts(bins=6, records=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 50, (bins + 2, records), generator=generator).float().log1p()
+
+
+def dim(hists, **where):
+    """The figure of histograms in records at steps 0, 1, 2, …"""
+    shapes = [hist[0].shape for hist in hists.values()]
+    return color_dim(
+        {name: Hist(*hist) for name, hist in hists.items()},
+        range(min((n for _, n in shapes), default=0)),
+        **where,
+    )
 
 
 def hists(n, **shape):
@@ -51,7 +64,7 @@ def charts():
     """One figure of each kind, with all that is odd in it."""
     gaps = [1.0, NAN, 0.0, INF]
     return [
-        color_dim(hists(3)),
+        dim(hists(3)),
         layer_lines("fc", {"mean": gaps, "near_zero": [0.0, 1.0, NAN, 0.5]}, [0, 10, 20, 30]),
         share_chart({"conv": [0.0, 1.0], "fc": [NAN, 0.5]}, [3, 4], "near zero"),
     ]
@@ -72,7 +85,7 @@ def same(a, b):
 
 def test_every_bin_and_record_is_shown_between_its_edges():
     values = counts(bins=6, records=5)
-    (panel,) = panels_of(color_dim({"fc": (values, -1.0, 2.0)}))
+    (panel,) = panels_of(dim({"fc": (values, -1.0, 2.0)}))
     under, over, inside = panel.images
     same(shown(under), values[:1])
     same(shown(over), values[-1:])
@@ -91,7 +104,7 @@ def test_every_bin_and_record_is_shown_between_its_edges():
     ("low", "high"), [(-2.0, 3.0), (0.0, 5e-5), (999_999.0, 1_000_001.0), (-3e38, 3e38), (-1e-30, 0.0)]
 )
 def test_ticks_are_the_true_numbers_of_the_range(low, high):
-    (panel,) = panels_of(color_dim({"fc": (counts(), low, high)}))
+    (panel,) = panels_of(dim({"fc": (counts(), low, high)}))
     first, *inner, last = y_labels(panel)
     assert (float(first.removeprefix("<")), float(last.removeprefix(">"))) == (low, high)
     assert first.startswith("<")
@@ -105,7 +118,7 @@ def test_ticks_are_the_true_numbers_of_the_range(low, high):
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (0.0, 0.0), (NAN, NAN), (-INF, INF), (2.0, 1.0)])
 def test_a_range_without_width_is_drawn_by_bins(low, high):
-    fig = color_dim({"fc": (counts(bins=6), low, high)})
+    fig = dim({"fc": (counts(bins=6), low, high)})
     (panel,) = panels_of(fig)
     assert panel.images[-1].get_extent()[2:] == [0.0, 6.0]
     assert (y_labels(panel)[0], y_labels(panel)[-1]) == (f"<{low:g}", f">{high:g}")
@@ -115,7 +128,7 @@ def test_a_range_without_width_is_drawn_by_bins(low, high):
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 9, 10, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_layer_is_dropped_and_no_cell_is_left_over(n):
     data = hists(n)
-    fig = color_dim(data)
+    fig = dim(data)
     assert [panel.get_title() for panel in panels_of(fig)] == list(data)
     for panel, (values, low, high) in zip(panels_of(fig), data.values(), strict=True):
         same(shown(panel.images[-1]), values[1:-1])
@@ -129,7 +142,7 @@ def test_no_layer_is_dropped_and_no_cell_is_left_over(n):
 def test_layers_share_one_colour_scale():
     data = {"a": (counts() * 0.1, 0.0, 1.0), "b": (counts() * 3, 0.0, 1.0)}
     most = float(data["b"][0].max())
-    images = [image for panel in panels_of(color_dim(data)) for image in panel.images]
+    images = [image for panel in panels_of(dim(data)) for image in panel.images]
     assert len(images) == 6
     for image in images:
         assert image.get_clim() == pytest.approx((0.0, most))
@@ -142,12 +155,12 @@ LONG_NAMES = [f"encoder.layers.{i // 5}.attention.self.{'qkvoz'[i % 5] * 20}.pro
 @pytest.fixture(scope="module", params=[10, pytest.param(60, marks=pytest.mark.slow)])
 def many_layers(request):
     """Layers with long names; to lay out 60 takes seconds."""
-    return laid_out(color_dim(dict.fromkeys(LONG_NAMES[: request.param], (counts(), -1.0, 1.0))))
+    return laid_out(dim(dict.fromkeys(LONG_NAMES[: request.param], (counts(), -1.0, 1.0))))
 
 
 @pytest.fixture(params=[1, 2])
 def few_layers(request):
-    return laid_out(color_dim(hists(request.param)))
+    return laid_out(dim(hists(request.param)))
 
 
 def check_colour_bar(fig):
@@ -166,22 +179,22 @@ def test_the_colour_bar_beside_many_layers_is_as_wide(many_layers):
 
 
 def test_counts_of_zero_have_a_scale_too():
-    (panel,) = panels_of(color_dim({"fc": (torch.zeros(8, 3), 0.0, 1.0)}))
+    (panel,) = panels_of(dim({"fc": (torch.zeros(8, 3), 0.0, 1.0)}))
     assert panel.images[-1].get_clim() == (0.0, 1.0)
 
 
-def test_records_are_named_in_the_lowest_row_only():
-    fig = color_dim(hists(5))
+def test_steps_are_named_in_the_lowest_row_only():
+    fig = dim(hists(5))
     fig.draw_without_rendering()
-    assert [panel.get_xlabel() for panel in panels_of(fig)] == ["", "", "", "record", "record"]
+    assert [panel.get_xlabel() for panel in panels_of(fig)] == ["", "", "", "step", "step"]
     numbered = [any(t.label1.get_visible() for t in p.xaxis.get_major_ticks()) for p in panels_of(fig)]
     assert numbered == [False, False, True, True, True]  # the lowest of each column
-    assert [panel.get_xlabel() for panel in panels_of(color_dim(hists(4)))] == ["", "", "record", "record"]
+    assert [panel.get_xlabel() for panel in panels_of(dim(hists(4)))] == ["", "", "step", "step"]
 
 
 @pytest.mark.parametrize("records", [1, 2, 3])
 def test_few_records_are_counted_in_whole_numbers(records):
-    fig = color_dim({"fc": (counts(records=records), 0.0, 1.0)})
+    fig = dim({"fc": (counts(records=records), 0.0, 1.0)})
     (panel,) = panels_of(fig)
     fig.draw_without_rendering()
     inside = [tick for tick in panel.get_xticks() if -0.5 <= tick <= records - 0.5]
@@ -191,7 +204,7 @@ def test_few_records_are_counted_in_whole_numbers(records):
 @pytest.mark.parametrize("n", [1, 12])
 def test_thousands_of_records_are_averaged_pixel_by_pixel(n):
     values = counts(records=10_000)
-    panel = panels_of(color_dim({f"fc{i}": (values, 0.0, 1.0) for i in range(n)}))[-1]
+    panel = panels_of(dim({f"fc{i}": (values, 0.0, 1.0) for i in range(n)}))[-1]
     picture, (left, right, *_) = shown(panel.images[-1]), panel.images[-1].get_extent()
     step = round((right - left) / picture.shape[1])
     assert picture.shape[1] <= panel.figure.bbox.width / math.ceil(math.sqrt(n))
@@ -208,20 +221,88 @@ def test_long_titles_do_not_overlap(many_layers):
         assert box.x1 <= after.x0 or box.y0 > after.y1, title.get_text()
     texts = [title.get_text() for title in titles]
     assert len(set(texts)) == len(titles)
-    assert all("…" in text and text.endswith("projection"[-5:]) for text in texts)
+    assert all(text.startswith(f"{i}: …") for i, text in enumerate(texts))
     assert boxes[-1].x0 >= 0
 
 
-def test_names_alike_without_their_middle_are_numbered():
-    names = ["a" * 40 + middle + "z" * 40 for middle in ("one", "two")]
-    titles = [panel.get_title() for panel in panels_of(color_dim(dict.fromkeys(names, (counts(), 0.0, 1.0))))]
-    assert [title[:4] for title in titles] == ["0: a", "1: a"]
+def test_names_alike_without_their_beginnings_are_numbered():
+    names = [start * 40 + "z" * 80 for start in "ab"]
+    titles = [panel.get_title() for panel in panels_of(dim(dict.fromkeys(names, (counts(), 0.0, 1.0))))]
+    assert [title[:4] for title in titles] == ["0: …", "1: …"]
+
+
+def test_records_are_labeled_with_their_steps():
+    fig = color_dim({"fc": Hist(counts(records=4), 0.0, 1.0)}, [10, 20, 35, 50])
+    (panel,) = panels_of(laid_out(fig))
+    assert dict(zip(panel.get_xticks().tolist(), x_labels(panel), strict=True)) == {
+        0: "10",
+        1: "20",
+        2: "35",
+        3: "50",
+    }
+
+
+def test_a_panel_shows_the_bins_that_hold_99_percent_of_all_values():
+    values = torch.zeros(10, 3)
+    values[4:7] = 1000.0
+    values[0, 0], values[8, 1], values[9, 2] = 3.0, 4.0, 5.0
+    shown = trimmed(Hist(values.log1p(), -4.0, 4.0))
+    assert (shown.low, shown.high) == (-1.0, 2.0)
+    same(
+        shown.counts.expm1(),
+        torch.cat([values[:4].sum(0)[None], values[4:7], values[7:].sum(0)[None]]).double(),
+    )
+    values[0] = 1000.0  # a third of the values are below the range: nothing is taken off there
+    assert trimmed(Hist(values.log1p(), -4.0, 4.0)).low == -4.0
+
+
+def test_a_few_values_outside_do_not_widen_a_panel_and_nothing_is_lost():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        hist = Hist(torch.randint(0, 99, (22, 7), generator=generator).float().log1p(), 0.0, 1.0)
+        shown = trimmed(hist)
+        before, after = hist.counts.double().expm1(), shown.counts.double().expm1()
+        same(before.sum(0), after.sum(0))
+        assert after[1:-1].sum() >= 0.99 * before[1:-1].sum() - 1e-3 * before.sum()
+
+
+def test_records_with_nan_have_a_mark_and_those_without_a_call_are_gray():
+    values = counts(records=4)
+    values[:, 1] = NAN
+    (panel,) = panels_of(color_dim({"fc": Hist(values, 0.0, 1.0, [0.0, NAN, 0.5, 1.0])}, range(4)))
+    marks = [line for line in panel.lines if line.get_label() == "NaN or inf"]
+    assert [list(line.get_xdata()) for line in marks] == [[2, 3]]
+    assert shown(panel.images[-1])[:, 1].isnan().all()
+    assert panel.get_facecolor() == (0.85, 0.85, 0.85, 1.0)
+    assert sorted(text.get_text() for text in panel.get_legend().get_texts()) == [
+        "NaN or inf",
+        "did not fire",
+    ]
+
+
+# depth
+
+
+def test_depth_is_drawn_from_first_layer_to_last_on_a_logarithmic_axis():
+    fig = depth_lines(["a", "b", "c"], {"step 0": [1.0, 0.1, 0.01], "step 9": [1.0, 0.0, INF]})
+    (panel,) = fig.axes
+    assert panel.get_yscale() == "log"
+    first, last, odd = panel.lines
+    assert list(first.get_ydata()) == [1.0, 0.1, 0.01]
+    same(torch.tensor(last.get_ydata()), torch.tensor([1.0, NAN, NAN]).double())
+    assert list(odd.get_xdata()) == [1, 2]
+    assert x_labels(panel) == ["a", "b", "c"]
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == [
+        "step 0",
+        "step 9",
+        "0, NaN or inf",
+    ]
 
 
 def test_one_layer_is_drawn_where_the_user_wants_it():
     fig = Figure()
     ax = fig.subplots(1, 2)[1]
-    assert color_dim({"fc": (counts(), 0.0, 1.0)}, ax=ax) is fig
+    assert dim({"fc": (counts(), 0.0, 1.0)}, ax=ax) is fig
     assert ax.get_title() == "fc"
     assert len(ax.images) == 3
     assert len(bars_of(fig)) == 1
@@ -230,13 +311,13 @@ def test_one_layer_is_drawn_where_the_user_wants_it():
 def test_in_a_part_of_a_figure_the_whole_is_returned():
     fig = Figure()
     part = fig.subfigures(1, 2)[0]
-    assert color_dim(hists(1), ax=part.subplots()) is fig
+    assert dim(hists(1), ax=part.subplots()) is fig
 
 
 def test_several_layers_do_not_fit_one_ax():
     ax = Figure().subplots()
     with pytest.raises(ValueError, match=r"one layer, not for 2; name a layer, or leave ax out"):
-        color_dim(hists(2), ax=ax)
+        dim(hists(2), ax=ax)
     assert not ax.images
 
 
@@ -267,7 +348,7 @@ def test_gaps_stay_open_and_infinity_is_marked_below():
     assert line.get_marker() == "."
     assert list(marks.get_xdata()) == [30, 40]
     assert set(marks.get_ydata()) == {panel.get_ylim()[0]}
-    assert marks.get_color() == "r"
+    assert marks.get_color() == ALARM
     assert [text.get_text() for text in panel.get_legend().get_texts()] == ["infinite"]
 
 
@@ -346,7 +427,7 @@ def test_names_of_many_layers_do_not_overlap(n, figsize):
     assert min(box.x0 for box in boxes) >= 0
     assert panel.bbox.width > fig.bbox.width / 2
     for row, text in zip(panel.get_yticks(), y_labels(panel), strict=True):
-        assert text.startswith((f"{row}: e", f"encoder.layers.{row}."))
+        assert text.startswith((f"{row}…", f"{row}: ", f"encoder.layers.{row}."))
 
 
 def test_averaged_shares_leave_out_what_did_not_fire():
@@ -372,12 +453,13 @@ def test_shares_are_drawn_where_the_user_wants_them():
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: color_dim({}),
-        lambda: color_dim({"fc": (torch.zeros(8, 0), 0.0, 1.0)}),
+        lambda: dim({}),
+        lambda: dim({"fc": (torch.zeros(8, 0), 0.0, 1.0)}),
         lambda: layer_lines("fc", {}, [0]),
         lambda: layer_lines("fc", {"mean": []}, []),
         lambda: share_chart({}, [0], "near zero"),
         lambda: share_chart({"fc": []}, [], "near zero"),
+        lambda: depth_lines([], {}),
     ],
 )
 def test_with_nothing_recorded_the_error_says_what_to_do(draw):
@@ -387,7 +469,7 @@ def test_with_nothing_recorded_the_error_says_what_to_do(draw):
 
 def test_figures_are_as_large_as_asked():
     for fig in (
-        color_dim(hists(4), figsize=(5, 4)),
+        dim(hists(4), figsize=(5, 4)),
         layer_lines("fc", {"mean": [1.0], "std": [1.0]}, [0], figsize=(5, 4)),
         share_chart({"fc": [1.0]}, [0], "near zero", figsize=(5, 4)),
     ):
@@ -431,9 +513,32 @@ def test_a_notebook_shows_a_figure_once():
 def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     for draw in (
-        lambda: color_dim(hists(2)),
+        lambda: dim(hists(2)),
         lambda: layer_lines("fc", {"mean": [1.0]}, [0]),
         lambda: share_chart({"fc": [0.5]}, [0], "near zero"),
     ):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'hookcb\[plot\]'"):
             draw()
+
+
+# of a training
+
+
+def test_pictures_of_a_training_show_its_records():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    stats = ActivationStats(with_hist=True)
+    make_learner(n_train=4, model=net, cbs=[stats]).fit(1)
+    panels = panels_of(stats.color_dim())
+    assert [panel.get_title() for panel in panels] == stats.names
+    assert x_labels(panels[-1]) == ["0", "1", "2", "3"]
+    (panel,) = stats.plot_depth().axes
+    first, last = panel.lines
+    assert list(first.get_ydata()) == [row["std"] for row in stats.stats[0].values()]
+    assert list(last.get_ydata()) == [row["std"] for row in stats.stats[-1].values()]
+    (panel,) = stats.plot_depth(step=2).axes
+    assert [line.get_label() for line in panel.lines] == ["step 0", "step 2"]
+    assert len(stats.plot_depth(step=0).axes[0].lines) == 1
+    with pytest.raises(ValueError, match="no batch was recorded up to step -1; the first is at step 0"):
+        stats.plot_depth(step=-1)
+    with pytest.raises(ValueError, match="nothing to draw yet"):
+        ActivationStats().plot_depth()

@@ -9,8 +9,9 @@ import pytest
 from torch.optim import SGD, Adam
 
 from hookcb import LRFind, synth_learner
-from hookcb.loops.lr_curve import Smoothed, longest_fall
+from hookcb.loops.lr_curve import longest_fall
 from hookcb.loops.lr_find import find_lr
+from hookcb.records.smoothed import Smoothed
 from tests.support import fit
 from tests.training.support import batches_of, quiet
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hookcb.records.plots import sparkline
+from hookcb.records.plots import shortened_names, sparkline
 
 NAN, INF = math.nan, math.inf
 
@@ -60,3 +60,15 @@ def test_no_value_is_left_out_of_a_sparkline():
 def test_a_sparkline_needs_no_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert sparkline([1.0, 2.0]) == "▁█"
+
+
+def test_names_lose_what_all_have_in_common_only_if_they_are_too_long():
+    names = [f"model.encoder.layers.{i}.fc" for i in range(3)]
+    assert shortened_names(names, 30) == names
+    assert shortened_names(names, 6) == ["0.fc", "1.fc", "2.fc"]
+    long = [f"model.layers.{i}.attention.projection" for i in range(3)]
+    assert shortened_names(long, 12) == ["0…", "1…", "2…"]
+    assert shortened_names(["a.bias", "a.a_long_weight"], 8) == ["bias", "…_weight"]
+    assert shortened_names(["a" * 9 + "b" * 9, "c" * 9 + "b" * 9], 8) == ["0: …bbbbb", "1: …bbbbb"]
+    assert shortened_names(["only.one.layer"], 8) == ["layer"]
+    assert shortened_names(["x" * 30], 8) == ["…xxxxxxx"]

@@ -143,3 +143,41 @@ def test_two_recorders_and_two_metrics_record_the_same_and_nothing_of_each_other
         assert one["valid_loss"] == other["valid_loss"] == pytest.approx(other["mse"])
         assert one["train_loss"] == other["train_loss"]
         assert {"l1_loss", "mse"} <= set(one)
+
+
+def test_a_picture_shows_losses_metrics_and_rates_over_the_steps():
+    pytest.importorskip("matplotlib")
+    learn = make_learner(metrics=F.l1_loss)
+    learn.fit(3)
+    recorder = learn.recorder
+    fig = recorder.plot(figsize=(9, 3))
+    losses, metric, rates = fig.axes
+    assert tuple(fig.get_size_inches()) == (9, 3)
+    assert [ax.get_title() for ax in fig.axes] == ["loss", "l1 loss", "learning rate"]
+    assert [ax.get_xlabel() for ax in fig.axes] == ["step"] * 3
+    drawn = {line.get_label(): line for line in losses.lines}
+    assert list(drawn) == ["of a batch", "smoothed", "validation"]
+    assert list(drawn["of a batch"].get_ydata()) == recorder.losses
+    n = len(recorder.losses) // 3
+    assert list(drawn["validation"].get_xdata()) == [n, 2 * n, 3 * n]
+    assert list(drawn["validation"].get_ydata()) == [row["valid_loss"] for row in recorder.rows]
+    assert list(metric.lines[0].get_ydata()) == [row["l1_loss"] for row in recorder.rows]
+    assert list(rates.lines[0].get_ydata()) == recorder.lrs
+    copied = Recorder()
+    copied.load_state_dict(recorder.state_dict())
+    assert list(copied.plot().axes[1].lines[0].get_xdata()) == [n, 2 * n, 3 * n]
+
+
+def test_a_picture_marks_losses_that_are_not_finite():
+    pytest.importorskip("matplotlib")
+    state = fit(make_learner(), 1).recorder.state_dict()
+    state["losses"][1:] = float("nan")
+    recorder = Recorder()
+    recorder.load_state_dict(state)
+    marks = [line for line in recorder.plot().axes[0].lines if line.get_label() == "NaN or inf"]
+    assert list(marks[0].get_xdata()) == list(range(1, len(state["losses"])))
+
+
+def test_without_a_batch_there_is_no_picture():
+    with pytest.raises(ValueError, match="nothing to draw yet; train for a batch first"):
+        Recorder().plot()
