@@ -525,7 +525,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch, missing):
 
 
 def test_pictures_of_a_training_show_its_records():
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     stats = ActivationStats(with_hist=True)
     make_learner(n_train=4, model=net, cbs=[stats]).fit(1)
     panels = panels_of(stats.color_dim())
@@ -533,8 +533,8 @@ def test_pictures_of_a_training_show_its_records():
     assert x_labels(panels[-1]) == ["0", "1", "2", "3"]
     (panel,) = stats.plot_depth().axes
     first, last = panel.lines
-    assert list(first.get_ydata()) == [row["std"] for row in stats.stats[0].values()]
-    assert list(last.get_ydata()) == [row["std"] for row in stats.stats[-1].values()]
+    assert list(first.get_ydata()) == [layer["std"] for layer in stats.stats[0]]
+    assert list(last.get_ydata()) == [layer["std"] for layer in stats.stats[-1]]
     (panel,) = stats.plot_depth(step=2).axes
     assert [line.get_label() for line in panel.lines] == ["step 0", "step 2"]
     assert len(stats.plot_depth(step=0).axes[0].lines) == 1
