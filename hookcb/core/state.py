@@ -33,6 +33,11 @@ def whole(loader: Any) -> Any:
     return loader
 
 
+def backward(loss: Tensor) -> None:
+    """Runs the backward of a loss, as torch does it."""
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
 class TrainingState:
     """State of a training: model, optimizer, batch and progress; `Loop` adds callbacks to it."""
 
@@ -59,6 +64,7 @@ class TrainingState:
         self.signal = 0  # number of a signal that ends the training, 0 if none has come
         self.ranks = ALONE  # the processes that train the model together, found when a fit begins
         self.own_part: Callable[[Any], Any] = whole  # gives the part of a loader that is for this process
+        self.run_backward: Callable[[Tensor], None] = backward  # of the loss, or the scaled loss
         self._depth = 0
         self.row: dict[str, float] = {}  # results of this epoch, by column; any callback may add one
 

@@ -17,8 +17,9 @@ from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.failures import shared_failures
 from hookcb.core.ranks import MAX_SHOWN, MAX_WAIT, Ranks
-from hookcb.core.state import whole
+from hookcb.core.state import backward, whole
 from hookcb.core.text import join_names
+from hookcb.distributed.engine import Engine
 from hookcb.distributed.loaders import Share, divided, with_loaders
 from hookcb.distributed.process_group import n_processes, open_group, own_device
 from hookcb.distributed.wrap import is_wrapped, layout, prepared, replicated, sharded
@@ -42,6 +43,9 @@ class Distributed(Callback):
     - "fsdp2": `fully_shard`, in place: parameters stay shards (DTensors) after the fit, and `learn.save`
       gathers them. Make the optimizer from a class, as parameters are replaced.
     - `prepare`: your own function, such as `parallelize_module` for tensor parallelism; called once.
+    - `engine`: an `Accelerator`, which prepares the model, and runs the backward. Its settings of mixed
+      precision, gradient accumulation, DDP and FSDP count, also on one process; loaders, optimizer and
+      checkpoints stay the Learner's. The last group of an epoch may be smaller, and is its mean.
 
     Each process gets a part of the samples of a DataLoader that has the sampler of `shuffle=True` or
     `shuffle=False`; `batch_size` is that of one process. A loader with a DistributedSampler stays as it is,
@@ -57,6 +61,7 @@ class Distributed(Callback):
         mesh: with "fsdp2" or `prepare`, a DeviceMesh, or the sizes of its dimensions by name,
             `{"dp": 2, "tp": 4}`. With `prepare`, samples are divided along dimensions whose names begin with
             "dp"; processes along others get the same. Without a mesh, among all processes.
+        engine: an `accelerate.Accelerator`; needs `pip install 'hookcb[accelerate]'`.
         name: name of the callback in the learner.
         **options: options of DistributedDataParallel, such as `find_unused_parameters`, or of `fully_shard`,
             such as `mp_policy`.
@@ -82,10 +87,19 @@ class Distributed(Callback):
         shard: Where | Iterable[Where] | None = None,
         prepare: Callable[[nn.Module, Any], nn.Module | None] | None = None,
         mesh: Any = None,
+        engine: Any = None,
         name: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name=name)
+        self._engine = None if engine is None else Engine(engine)
+        if engine is not None:
+            others = {"shard": shard, "prepare": prepare, "mesh": mesh, **options}
+            unused = next((key for key, x in others.items() if x is not None), None)
+            if mode != "ddp" or unused:
+                raise ValueError(
+                    f"{unused or f'mode={mode!r}'} is not used if there is engine=; set it in the Accelerator"
+                )
         if mode not in MODES:
             raise ValueError(
                 f"mode must be 'ddp' or 'fsdp2', got {mode!r}; for another way to parallelize, give prepare="
@@ -126,24 +140,37 @@ class Distributed(Callback):
     @contextmanager
     def wrapping_model(self, name: str) -> Iterator[None]:
         learn: Any = self.learn
-        if self._is_on or n_processes() == 1 or not _can_train(learn.model):
+        is_alone, engine = n_processes() == 1, self._engine
+        if self._is_on or (is_alone and engine is None) or not _can_train(learn.model):
             yield
             return
         model, dls, device, divided_dls = learn.model, learn.dls, learn.device, None
         self._is_on = True
         try:
-            learn.device = own_device(device, device_of(model))
-            open_group(learn.device)
-            ranks = Ranks(group=distributed.group.WORLD)
-            with shared_failures(ranks, lambda: "wrapping the model"):
-                ranks.join(name, MAX_WAIT)
-                learn.model = self._wrapped(model, learn.device)
-            self._share = self._find_share()
-            learn.dls = divided_dls = self._divided_all(dls)
-            learn.own_part = self._own_part
+            if engine is not None:
+                engine.check_beside(learn.cbs, n_processes())
+                learn.device = engine.device(device)
+                learn.run_backward = engine.backward
+            else:
+                learn.device = own_device(device, device_of(model))
+            if is_alone:
+                learn.model = self._replicated(model, learn.device)
+            else:
+                open_group(learn.device)
+                ranks = Ranks(group=distributed.group.WORLD)
+                with shared_failures(ranks, lambda: "wrapping the model"):
+                    ranks.join(name, MAX_WAIT)
+                    learn.model = self._wrapped(model, learn.device)
+                self._share = self._find_share()
+                learn.dls = divided_dls = self._divided_all(dls)
+                learn.own_part = self._own_part
             yield
         finally:
-            learn.device, learn.own_part = device, whole
+            learn.device, learn.own_part, learn.run_backward = device, whole, backward
+            if engine is not None:
+                engine.end_batch()
+                if self._whole is not None:
+                    engine.unwrap(self._whole, self._wrapper)
             if learn.dls is divided_dls:  # else it was replaced meanwhile
                 learn.dls = dls
             if learn.model is self._wrapper:
@@ -165,6 +192,22 @@ class Distributed(Callback):
                 f"Distributed does not divide {each}: each process takes all that its loader yields; "
                 "if that is the same on all of them, divide it yourself, as with a DistributedSampler"
             )
+
+    def before_batch(self) -> None:
+        learn = self.learn
+        if self._engine is not None and self.training:
+            learn.accumulating = self._engine.begin_batch(learn.model, learn.iter, learn.n_iter)
+
+    def _end_batch(self) -> None:
+        if self._engine is not None:
+            self._engine.end_batch()
+
+    after_backward = after_cancel_batch = after_cancel_train = after_cancel_epoch = _end_batch
+
+    def after_fit(self) -> None:
+        if self._engine is not None:
+            self._engine.end_batch()
+            self.learn.accumulating = False
 
     def before_train(self) -> None:
         self._follow_changes()  # parameters may be trained from this epoch on
@@ -197,7 +240,7 @@ class Distributed(Callback):
             return self._wrapper
         if is_wrapped(model):
             return model
-        if self.mode == "ddp" and self.prepare is None:
+        if self.mode == "ddp" and self.prepare is None and not (self._engine and self._engine.shards):
             return self._replicated(model, device)
         if isinstance(getattr(self.learn, "opt_func", None), Optimizer):
             raise TypeError(
@@ -206,7 +249,9 @@ class Distributed(Callback):
             )
         if isinstance(self.mesh, Mapping):
             self.mesh = _make_mesh(self.mesh, device)
-        if self.prepare is not None:
+        if (engine := self._engine) is not None:
+            made = prepared(model, device, lambda model, _: engine.wrap(model), None)
+        elif self.prepare is not None:
             made = prepared(model, device, self.prepare, self.mesh)
         else:
             mesh = self.mesh or _make_mesh({"dp": n_processes()}, device)
@@ -215,7 +260,11 @@ class Distributed(Callback):
         return made
 
     def _replicated(self, model: nn.Module, device: torch.device) -> nn.Module:
-        made = replicated(model, device, self.options)
+        if self._engine is None:
+            made = replicated(model, device, self.options)
+        else:
+            self._engine.unwrap(model, self._wrapper)
+            made = self._engine.wrap(model)
         self._whole, self._layout, self._wrapper = model, layout(model), made
         return made
 
