@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.failures import shared_failures
 from hookcb.core.ranks import MAX_SHOWN, MAX_WAIT, Ranks
-from hookcb.core.state import backward, whole
+from hookcb.core.state import whole
 from hookcb.core.text import join_names
 from hookcb.distributed.engine import Engine
 from hookcb.distributed.loaders import Share, divided, with_loaders
@@ -43,9 +43,9 @@ class Distributed(Callback):
     - "fsdp2": `fully_shard`, in place: parameters stay shards (DTensors) after the fit, and `learn.save`
       gathers them. Make the optimizer from a class, as parameters are replaced.
     - `prepare`: your own function, such as `parallelize_module` for tensor parallelism; called once.
-    - `engine`: an `Accelerator`, which prepares the model, and runs the backward. Its settings of mixed
-      precision, gradient accumulation, DDP and FSDP count, also on one process; loaders, optimizer and
-      checkpoints stay the Learner's. The last group of an epoch may be smaller, and is its mean.
+    - `engine`: an `Accelerator`, which wraps the model and runs the backward, also on one process. Its
+      settings of mixed precision, gradient accumulation, DDP and FSDP count; loaders, optimizer and
+      checkpoints stay the Learner's.
 
     Each process gets a part of the samples of a DataLoader that has the sampler of `shuffle=True` or
     `shuffle=False`; `batch_size` is that of one process. A loader with a DistributedSampler stays as it is,
@@ -140,37 +140,30 @@ class Distributed(Callback):
     @contextmanager
     def wrapping_model(self, name: str) -> Iterator[None]:
         learn: Any = self.learn
-        is_alone, engine = n_processes() == 1, self._engine
+        engine, is_alone = self._engine, n_processes() == 1
         if self._is_on or (is_alone and engine is None) or not _can_train(learn.model):
             yield
             return
         model, dls, device, divided_dls = learn.model, learn.dls, learn.device, None
         self._is_on = True
         try:
-            if engine is not None:
-                engine.check_beside(learn.cbs, n_processes())
-                learn.device = engine.device(device)
-                learn.run_backward = engine.backward
-            else:
-                learn.device = own_device(device, device_of(model))
-            if is_alone:
-                learn.model = self._replicated(model, learn.device)
-            else:
-                open_group(learn.device)
-                ranks = Ranks(group=distributed.group.WORLD)
-                with shared_failures(ranks, lambda: "wrapping the model"):
-                    ranks.join(name, MAX_WAIT)
-                    learn.model = self._wrapped(model, learn.device)
-                self._share = self._find_share()
-                learn.dls = divided_dls = self._divided_all(dls)
-                learn.own_part = self._own_part
-            yield
+            with nullcontext() if engine is None else engine.running(learn):
+                given = own_device(device, device_of(model)) if engine is None else engine.device(device)
+                learn.device = given
+                if is_alone:
+                    learn.model = self._replicated(model, learn.device)
+                else:
+                    open_group(learn.device)
+                    ranks = Ranks(group=distributed.group.WORLD)
+                    with shared_failures(ranks, lambda: "wrapping the model"):
+                        ranks.join(name, MAX_WAIT)
+                        learn.model = self._wrapped(model, learn.device)
+                    self._share = self._find_share()
+                    learn.dls = divided_dls = self._divided_all(dls)
+                    learn.own_part = self._own_part
+                yield
         finally:
-            learn.device, learn.own_part, learn.run_backward = device, whole, backward
-            if engine is not None:
-                engine.end_batch()
-                if self._whole is not None:
-                    engine.unwrap(self._whole, self._wrapper)
+            learn.device, learn.own_part = device, whole
             if learn.dls is divided_dls:  # else it was replaced meanwhile
                 learn.dls = dls
             if learn.model is self._wrapper:
@@ -178,7 +171,7 @@ class Distributed(Callback):
             self._is_on, self._whole, self._wrapper = False, None, None
 
     def before_fit(self) -> None:
-        if n_processes() == 1:
+        if n_processes() == 1 and self._engine is None:
             return
         if not self._is_on:
             raise RuntimeError(
@@ -192,22 +185,6 @@ class Distributed(Callback):
                 f"Distributed does not divide {each}: each process takes all that its loader yields; "
                 "if that is the same on all of them, divide it yourself, as with a DistributedSampler"
             )
-
-    def before_batch(self) -> None:
-        learn = self.learn
-        if self._engine is not None and self.training:
-            learn.accumulating = self._engine.begin_batch(learn.model, learn.iter, learn.n_iter)
-
-    def _end_batch(self) -> None:
-        if self._engine is not None:
-            self._engine.end_batch()
-
-    after_backward = after_cancel_batch = after_cancel_train = after_cancel_epoch = _end_batch
-
-    def after_fit(self) -> None:
-        if self._engine is not None:
-            self._engine.end_batch()
-            self.learn.accumulating = False
 
     def before_train(self) -> None:
         self._follow_changes()  # parameters may be trained from this epoch on
@@ -260,12 +237,11 @@ class Distributed(Callback):
         return made
 
     def _replicated(self, model: nn.Module, device: torch.device) -> nn.Module:
-        if self._engine is None:
-            made = replicated(model, device, self.options)
-        else:
-            self._engine.unwrap(model, self._wrapper)
-            made = self._engine.wrap(model)
-        self._whole, self._layout, self._wrapper = model, layout(model), made
+        engine = self._engine
+        made = replicated(model, device, self.options) if engine is None else engine.wrap(model)
+        self._wrapper = made
+        if made is not model:  # else an Accelerator trains it alone
+            self._whole, self._layout = model, layout(model)
         return made
 
     # ---- the data

@@ -1,7 +1,7 @@
 """Engine: Accelerate's Accelerator, which wraps the model and runs the backward in place of torch's own."""
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,22 +9,25 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from hookcb.core.callback import Callback
+from hookcb.core.restore import preserve_attribute
+from hookcb.distributed.process_group import n_processes
 from hookcb.training.accumulate import GradientAccumulation
 from hookcb.training.amp import MixedPrecision
 
-CALLS = ("prepare", "backward", "no_sync")
+CALLS = ("prepare", "backward")
 STEPS_ITSELF = ("DEEPSPEED", "MEGATRON_LM", "XLA")
-OWNS = {  # callbacks that do what the Accelerator does, and its argument for that
+OWNS = {  # callbacks that do what the Accelerator is asked for, and its argument for that
     MixedPrecision: "mixed_precision='bf16'",
-    GradientAccumulation: "gradient_accumulation_steps",
+    GradientAccumulation: "gradient_accumulation_steps=…",
 }
 MISSING = object()
 
 
 class Engine:
-    """What `Distributed` has an Accelerator do: wrap the model, run the backward, accumulate gradients.
+    """What `Distributed` has an Accelerator do: wrap the model, and run the backward.
 
-    Loaders, optimizer, checkpoints and metrics stay the Learner's.
+    Loaders, optimizer, checkpoints and metrics stay the Learner's. Gradients are accumulated by
+    GradientAccumulation, over as many batches as the Accelerator says.
 
     Args:
         accelerator: the Accelerator.
@@ -41,15 +44,82 @@ class Engine:
             )
         _check_settings(accelerator)
         self.accelerator = accelerator
-        self.n_steps: int = accelerator.gradient_accumulation_steps
-        self._group_size = 1  # batches whose gradients are added up for a step
-        self._changed: dict[str, Any] = {}  # attributes of the model that `wrap` has changed, as they were
-        self._open = ExitStack()  # the batch's no_sync
+        self._model: nn.Module | None = None  # what is wrapped for a while, not for good
+        self._changed: dict[str, tuple[Any, Any]] = {}  # its attributes that changed: before, and then
+        self._known: list[nn.Module] = []  # models that the Accelerator knew before
+
+    @property
+    def shards(self) -> bool:
+        """Whether it changes the model for good, as FSDP does."""
+        return _kind(self.accelerator) == "FSDP"
+
+    @contextmanager
+    def running(self, learn: Any) -> Iterator[None]:
+        """Has it run the learner's backwards in a `with` block, after which the model is unwrapped.
+
+        Raises:
+            ValueError: If a callback does what the Accelerator does, or that was made for other processes.
+        """
+        self._check_beside(learn.cbs)
+        n = self.accelerator.gradient_accumulation_steps
+        accumulating = learn.added_cbs(GradientAccumulation(n)) if n > 1 else nullcontext()
+        try:
+            with accumulating, preserve_attribute([learn], "run_backward", self._backward):
+                yield
+        finally:
+            self._unwrap()
 
     # ---- the model
 
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Has the Accelerator prepare a model, for good if it shards it."""
+        self._unwrap()
+        if self.shards:
+            if not self.accelerator.is_fsdp2:
+                return self._prepared(model)
+            # FSDP2 is prepared with an optimizer, whose parameters are replaced; the Learner makes its own
+            return self._prepared(model, SGD(model.parameters(), lr=0.0))
+        before, self._known = dict(vars(model)), list(self._models)
+        self._model = model
+        try:
+            return self._prepared(model)
+        finally:
+            self._changed = {
+                name: (before.get(name, MISSING), x)
+                for name, x in vars(model).items()
+                if before.get(name, MISSING) is not x
+            }
+
+    def _prepared(self, *parts: Any) -> nn.Module:
+        made: Any = self.accelerator.prepare(*parts)
+        model: nn.Module = made[0] if isinstance(made, tuple) else made
+        return model
+
+    @property
+    def _models(self) -> list[nn.Module]:
+        """Models that the Accelerator keeps."""
+        models: list[nn.Module] = getattr(self.accelerator, "_models", [])
+        return models
+
+    def _unwrap(self) -> None:
+        """Undoes `wrap`: the model is as it was, and the Accelerator does not keep it."""
+        if self._model is None:
+            return
+        attributes = vars(self._model)
+        for name, (before, after) in self._changed.items():
+            if attributes.get(name) is not after:  # somebody else has changed it since
+                continue
+            if before is MISSING:
+                del attributes[name]
+            else:
+                attributes[name] = before
+        self._models[:] = self._known
+        self._model, self._changed, self._known = None, {}, []
+
+    # ---- the training
+
     def device(self, given: torch.device | None) -> torch.device:
-        """The Accelerator's device.
+        """Device of the Accelerator.
 
         Raises:
             ValueError: If the learner was given another one.
@@ -62,99 +132,23 @@ class Engine:
             )
         return own
 
-    @property
-    def shards(self) -> bool:
-        """Whether it changes the model for good, as FSDP does."""
-        return _kind(self.accelerator) == "FSDP"
+    def _backward(self, loss: Tensor) -> None:
+        # else it divides by the number of batches, which GradientAccumulation has done by their samples
+        with preserve_attribute([self.accelerator], "gradient_accumulation_steps", 1):
+            self.accelerator.backward(loss)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Has the Accelerator prepare a model."""
-        before = dict(vars(model))
-        if getattr(
-            self.accelerator, "is_fsdp2", False
-        ):  # it wants an optimizer, whose parameters it replaces
-            made: nn.Module = self.accelerator.prepare(model, SGD(model.parameters(), lr=0.0))[0]
-        else:
-            made = self.accelerator.prepare(model)
-        self._changed |= {
-            name: before.get(name, MISSING)
-            for name, x in vars(model).items()
-            if before.get(name, MISSING) is not x
-        }
-        return made
-
-    def unwrap(self, model: nn.Module, wrapper: nn.Module | None) -> None:
-        """Undoes `wrap`: the model is as it was, and the Accelerator keeps nothing of it."""
-        for name, x in self._changed.items():
-            if x is MISSING:
-                vars(model).pop(name, None)
-            else:
-                vars(model)[name] = x
-        self._changed = {}
-        known = getattr(self.accelerator, "_models", [])
-        known[:] = [m for m in known if m is not wrapper]
-
-    # ---- batches
-
-    def begin_batch(self, model: nn.Module, index: int, n_batches: int | None) -> bool:
-        """Begins a training batch, without communication unless it ends a group.
-
-        Args:
-            model: the wrapped model.
-            index: number of the batch in its epoch, from 0.
-            n_batches: number of batches of the epoch.
-
-        Returns:
-            Whether gradients are kept for the next batch.
-
-        Raises:
-            ValueError: If several batches make a step, and the epoch's number of batches is unknown.
-        """
-        self.end_batch()
-        if self.n_steps == 1:
-            return False
-        if n_batches is None:
-            raise ValueError(
-                f"gradient_accumulation_steps={self.n_steps} needs a training loader with a length, "
-                "as the last group of an epoch may be smaller; give it a __len__"
-            )
-        place = index % self.n_steps
-        self._group_size = max(1, min(self.n_steps, n_batches - index + place))
-        keeps = place + 1 < self.n_steps and index + 1 < n_batches
-        self.accelerator.sync_gradients = not keeps
-        if keeps:
-            self._open.enter_context(self.accelerator.no_sync(model))
-        return keeps
-
-    def backward(self, loss: Tensor) -> None:
-        """Runs the backward of the mean loss of a group's batches; the Accelerator divides by `n_steps`."""
-        n = self._group_size
-        self.accelerator.backward(loss if n == self.n_steps else loss * (self.n_steps / n))
-
-    def end_batch(self) -> None:
-        """Ends a batch, however it ended."""
-        self._group_size = 1
-        self._open.close()
-
-    # ---- what stands beside it
-
-    def check_beside(self, cbs: Iterable[Callback], n_processes: int) -> None:
-        """Checks what trains together with it.
-
-        Raises:
-            ValueError: If a callback does what the Accelerator does, or that was made for other processes.
-        """
+    def _check_beside(self, cbs: Iterable[Callback]) -> None:
         for cb in cbs:
             owned = next((argument for kind, argument in OWNS.items() if isinstance(cb, kind)), None)
             if owned is not None:
                 raise ValueError(
-                    f"{cb!r} cannot be used beside engine=Accelerator(…), whose backward does this itself; "
-                    f"give it to the Accelerator, {owned}, or train without engine="
+                    f"{cb!r} cannot be used beside engine=Accelerator(…), which has a setting for it; "
+                    f"leave it out, and give Accelerator({owned}), or train without engine="
                 )
-        if self.accelerator.num_processes != n_processes:
+        if self.accelerator.num_processes != n_processes():
             raise ValueError(
                 f"the Accelerator was made for {self.accelerator.num_processes} process(es), but there are "
-                f"{n_processes}; make it in each process that torchrun or accelerate launch has started"
+                f"{n_processes()}; make it in each process that torchrun or accelerate launch has started"
             )
 
 
@@ -175,29 +169,28 @@ def _check_settings(accelerator: Any) -> None:
             f"an Accelerator of the type {kind} makes the optimizer's steps itself, where no callback sees "
             "them; write the loop with it, and use hookcb.watch(model, optimizer)"
         )
-    refused: list[tuple[bool, str, str]] = [
-        (
-            getattr(accelerator, "scaler", None) is not None,
-            "mixed_precision='fp16'",
+    state, parallel = accelerator.state, getattr(accelerator, "parallelism_config", None)
+    compiler = getattr(getattr(state, "dynamo_plugin", None), "backend", None)
+    refused = {
+        "mixed_precision='fp16'": (
+            accelerator.scaler is not None,
             "it scales the loss, which callbacks would not know; use 'bf16', or Distributed() and "
             "MixedPrecision('fp16') without engine=",
         ),
-        (
-            bool(getattr(accelerator, "split_batches", False)),
-            "split_batches=True",
+        "split_batches=True": (
+            accelerator.split_batches,
             "the Learner divides samples by process; leave it out, and give loaders the batch size of one",
         ),
-        (
-            _compiles(accelerator),
-            "dynamo_backend",
-            "it would compile the model behind the callbacks; leave it out, and add hookcb's Compile()",
+        "dynamo_backend=…": (
+            getattr(compiler, "value", "NO") != "NO",
+            "it would compile the model before callbacks set their hooks; leave it out, and add Compile()",
         ),
-    ]
-    for is_set, setting, why in refused:
+        "parallelism_config=…": (
+            any(getattr(parallel, f"{dim}_size", 1) > 1 for dim in ("tp", "cp", "sp")),
+            "the Learner would give other samples to processes that need the same; use "
+            "Distributed(prepare=…, mesh={'dp': 2, 'tp': 4}) for tensor parallelism",
+        ),
+    }
+    for setting, (is_set, why) in refused.items():
         if is_set:
             raise ValueError(f"the Accelerator has {setting}, which cannot be used as engine: {why}")
-
-
-def _compiles(accelerator: Any) -> bool:
-    plugin = getattr(getattr(accelerator, "state", None), "dynamo_plugin", None)
-    return getattr(getattr(plugin, "backend", None), "value", "NO") != "NO"

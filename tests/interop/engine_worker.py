@@ -1,184 +1,201 @@
-"""One of several ranks with an Accelerator; does one case after another: `engine_worker.py FOLDER CASE,CASE`."""
+"""One of several ranks with an Accelerator; does one case after another: `engine_worker.py FOLDER CASES`."""
 
 import sys
 import warnings
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
-from torch import distributed, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch import distributed
 
-from hookcb import Callback, Checkpoint, Diagnose, Distributed, Freeze, GradientClip, GradientHealth, Learner
-from tests.distributed.distributed_worker import data, learner, quiet_fit, rows, trained, weights
-from tests.ranks.support import answer, run_cases
+from hookcb import (
+    Callback,
+    CancelFitException,
+    Checkpoint,
+    Diagnose,
+    Distributed,
+    Freeze,
+    GradientAccumulation,
+    GradientClip,
+    GradientHealth,
+)
+from tests.distributed.distributed_worker import interleaved, learner, quiet_fit, rows, trained, weights
+from tests.ranks.support import run_cases
+
+FOLDER = Path()
 
 
 def accelerator(**kwargs):
-    """A new Accelerator, as one shares its settings with the next."""
+    """A new Accelerator; without the reset, it would share the settings of the one before."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     return Accelerator(cpu=True, **kwargs)
 
 
-def ddp():
-    engine, inside = accelerator(), []
-
-    class Inside(Callback):
-        def before_fit(self):
-            inside.append(type(self.model).__name__)
-
-    learn = learner([Distributed(engine=engine), Inside()])
-    before = {*vars(learn.model)}
-    return trained(learn) | {
-        "inside": inside,
-        "kept": len(engine._models),
-        "same": before == {*vars(learn.model)},
-    }
+def engine(**kwargs):
+    return Distributed(engine=accelerator(**kwargs))
 
 
-def fsdp2():
-    plugin = FullyShardedDataParallelPlugin(
+def sharding():
+    return FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10
     )
-    return trained(learner([Distributed(engine=accelerator(fsdp_plugin=plugin))]))
 
 
-def frozen():
-    learn = learner([Distributed(engine=accelerator()), Freeze("0")])
-    before = [p.clone() for p in learn.model.parameters()]
-    quiet_fit(learn, 1)
-    return [torch.equal(a, b) for a, b in zip(before, learn.model.parameters(), strict=True)]
+def dtypes(learn):
+    """Trains an epoch; returns the types of the outputs of the model and of its first layer."""
+    seen = []
+
+    class Dtypes(Callback):
+        def before_fit(self):
+            inner = getattr(self.model, "module", self.model)[0]
+            self.hooks = [
+                m.register_forward_hook(lambda m, x, y: seen.append(y.dtype)) for m in (inner, self.model)
+            ]
+
+        def after_fit(self):
+            for hook in self.hooks:
+                hook.remove()
+
+    quiet_fit(learn, 1, cbs=Dtypes)
+    return [str(x) for x in seen[:2]]
+
+
+def accumulated_alone():
+    """One process that has the global batches, without an Accelerator."""
+    learn = learner([GradientAccumulation(4)])
+    learn.dls = type(learn.dls)(interleaved(), learn.dls.valid)
+    return counted(learn)
 
 
 def counted(learn):
-    """Trains; returns rows, weights and the number of steps."""
+    """Trains; returns rows, weights and the batches after which steps were made."""
     steps = []
     quiet_fit(learn, 2, cbs=Callback(after_step=lambda cb: steps.append(cb.iter)))
     return {"rows": rows(learn), "weights": weights(learn.model), "steps": steps}
 
 
-def accumulated(fsdp_plugin=None):
-    """Groups of 4 and 2 batches; equal parts, so that a batch of one process is half of one."""
-    options = {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
-    engine = accelerator(gradient_accumulation_steps=4, **options)
-    return counted(learner([Distributed(engine=engine)]))
+# ---- cases
+
+
+def ddp():
+    given, inside = accelerator(), []
+    learn = learner([Distributed(engine=given)])
+    learn.add_cb(Callback(before_fit=lambda cb: inside.append(type(cb.learn.model).__name__)))
+    before = {*vars(learn.model)}
+    found = trained(learn)
+    return found | {"inside": inside, "kept": len(given._models), "same": before == {*vars(learn.model)}}
+
+
+def fsdp2():
+    return trained(learner([engine(fsdp_plugin=sharding())]))
+
+
+def accumulated():
+    """Groups of 4 and 2 batches."""
+    return counted(learner([engine(gradient_accumulation_steps=4)]))
 
 
 def accumulated_fsdp2():
-    return accumulated(FullyShardedDataParallelPlugin(fsdp_version=2))
+    return counted(learner([engine(gradient_accumulation_steps=4, fsdp_plugin=sharding())]))
+
+
+def frozen():
+    learn = learner([engine(), Freeze("0")])
+    before = [p.clone() for p in learn.model.parameters()]
+    quiet_fit(learn, 1)
+    return [torch.equal(a, b) for a, b in zip(before, learn.model.parameters(), strict=True)]
 
 
 def bf16():
-    dtypes = []
-
-    class Dtypes(Callback):
-        def before_fit(self):
-            self.hook = self.model.register_forward_hook(lambda m, x, y: dtypes.append(str(y.dtype)))
-            inner = getattr(self.model, "module", self.model)[0]
-            self.inner = inner.register_forward_hook(lambda m, x, y: dtypes.append(str(y.dtype)))
-
-        def after_fit(self):
-            self.hook.remove()
-            self.inner.remove()
-
-    learn = learner([Distributed(engine=accelerator(mixed_precision="bf16")), Dtypes()])
-    quiet_fit(learn, 1)
-    outside = learn.model(torch.zeros(1, 4))
-    with torch.no_grad():
-        inner = learn.model[0](torch.zeros(1, 4)).dtype
-    return {"rows": rows(learn), "inside": dtypes[:2], "outside": [str(outside.dtype), str(inner)]}
+    learn = learner([engine(mixed_precision="bf16")])
+    inside, x = dtypes(learn), torch.zeros(1, 4)
+    return {"inside": inside, "outside": [str(learn.model[0](x).dtype), str(learn.model(x).dtype)]}
 
 
-def others():
-    """Callbacks that read gradients, and a checkpoint, beside it."""
-    with TemporaryDirectory() as folder:
-        shared = [folder]
-        distributed.broadcast_object_list(shared)
-        parts = [GradientClip(1e-3), GradientHealth(), Diagnose()]
-        learn = quiet_fit(
-            learner([Distributed(engine=accelerator())]), 2, cbs=[*parts, Checkpoint(shared[0])]
-        )
-        resumed = learner([Distributed(engine=accelerator())])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nothing is left to train
-            quiet_fit(resumed, 2, resume=shared[0])
-        file = learn.save(Path(shared[0]) / "model.pt")
-        distributed.barrier()
-        loaded = learner([Distributed(engine=accelerator())])
-        loaded.load(file)
-        distributed.barrier()
-    return {
-        "clipped": learn.gradient_clip.coefs[0] < 1,
-        "n_steps": len(learn.gradient_clip.norms),
-        "verdict": str(learn.diagnose()).splitlines()[0],
-        "resumed": weights(resumed.model) == weights(learn.model),
-        "loaded": weights(loaded.model) == weights(learn.model),
-    }
+def beside():
+    """Callbacks that read gradients or clip them, with the engine and with DistributedDataParallel."""
+    found = []
+    for cb in (engine(), Distributed()):
+        learn = quiet_fit(learner([cb]), 2, cbs=[GradientHealth(), GradientClip(1e-3), Diagnose(show=False)])
+        norms = [float(x) for x in learn.gradient_clip.norms]
+        verdict = learn.diagnose()
+        found.append([rows(learn), weights(learn.model), norms, [str(x) for x in verdict.findings]])
+    return found
 
 
 def resumed():
-    """A fit that ended in the middle of a group goes on there."""
+    """A training that ends in the middle of a group of batches goes on there."""
 
     class Ends(Callback):
         def after_batch(self):
-            if self.training and self.learn.train_iter == 7:
-                raise KeyboardInterrupt
+            if self.training and self.learn.train_iter == 8:  # the next epoch's second batch
+                raise CancelFitException
 
-    def make(*cbs):
-        return learner([Distributed(engine=accelerator(gradient_accumulation_steps=4)), *cbs])
+    def fit(*cbs, resume=None):
+        learn = learner([engine(gradient_accumulation_steps=4)], shuffle=True)
+        keep = Checkpoint(FOLDER / "resumed", every="batch")
+        return quiet_fit(learn, 2, cbs=[keep, *cbs] if resume or cbs else [], resume=resume)
 
-    whole = quiet_fit(make(), 2)
-    with TemporaryDirectory() as folder:
-        shared = [folder]
-        distributed.broadcast_object_list(shared)
-        first = make(Ends())
-        try:
-            quiet_fit(
-                first, 2, cbs=Checkpoint(shared[0], every=2, unit="batch") if False else Checkpoint(shared[0])
-            )
-        except KeyboardInterrupt:
-            pass
-        second = quiet_fit(make(), 2, resume=shared[0])
-    return {"weights": weights(second.model), "whole": weights(whole.model)}
+    whole = fit()
+    first = fit(Ends())
+    second = fit(resume="latest")
+    return {
+        "begins_within": first.train_iter,
+        "same": weights(second.model) == weights(whole.model),
+        "rows": [rows(second)[-1], rows(whole)[-1]],
+    }
+
+
+def saved():
+    learn = quiet_fit(learner([engine()]), 1)
+    file = learn.save(FOLDER / "engine.pt")
+    distributed.barrier()
+    found = {"names": list(torch.load(file)["model"])}
+    for kind, cbs in {"alone": [], "ddp": [engine()], "fsdp2": [engine(fsdp_plugin=sharding())]}.items():
+        other = learner(cbs)
+        with torch.no_grad():
+            other.model[0].weight.zero_()
+        other.load(file)
+        found[kind] = weights(other.model) == weights(learn.model)
+    return found
 
 
 def lr_find():
     found = []
-    for cb in (Distributed(), Distributed(engine=accelerator(gradient_accumulation_steps=2))):
+    for cb in (Distributed(), engine()):
         learn = learner([cb])
         before = weights(learn.model)
         with learn.no_logging():
-            losses = learn.lr_find(num_it=10).losses
-        found.append(list(losses))
+            found.append(list(learn.lr_find(num_it=10).losses))
         assert weights(learn.model) == before
     return found
 
 
 def raises():
-    learn = learner([Distributed(engine=accelerator(gradient_accumulation_steps=4))])
-    own = learn.model
+    learn = learner([engine(gradient_accumulation_steps=4)])
+    own, n = learn.model, len(learn.cbs)
 
     class Fails(Callback):
-        def before_backward(self):
-            raise ValueError("planted")
+        def after_train(self):
+            if distributed.get_rank() == 1:
+                raise ValueError("planted")
 
     try:
         quiet_fit(learn, 1, cbs=Fails)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-    learn.validate()
-    return {"text": text, "restored": learn.model is own, "world": learn.ranks.world}
+    return {"text": text, "restored": learn.model is own and len(learn.cbs) == n and learn.device is None}
 
 
-CASES = {
-    name: case
-    for name, case in vars().items()
-    if callable(case) and getattr(case, "__module__", "") == __name__
-}
+def main():
+    global FOLDER
+    FOLDER, names = Path(sys.argv[1]), sys.argv[2].split(",")
+    # torch's, as Accelerate prepares a model for FSDP2
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    run_cases({name: globals()[name] for name in names}, FOLDER)
+
 
 if __name__ == "__main__":
-    run_cases({name: CASES[name] for name in sys.argv[2].split(",")}, sys.argv[1])
+    main()
