@@ -150,7 +150,7 @@ class Distributed(Callback):
             with nullcontext() if engine is None else engine.running(learn):
                 given = own_device(device, device_of(model)) if engine is None else engine.device(device)
                 learn.device = given
-                if is_alone:
+                if is_alone and not (engine and engine.shards):
                     learn.model = self._replicated(model, learn.device)
                 else:
                     open_group(learn.device)

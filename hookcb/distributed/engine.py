@@ -50,7 +50,7 @@ class Engine:
 
     @property
     def shards(self) -> bool:
-        """Whether it changes the model for good, as FSDP does."""
+        """Whether it changes the model for good, as FSDP2 does."""
         return _kind(self.accelerator) == "FSDP"
 
     @contextmanager
@@ -75,25 +75,19 @@ class Engine:
         """Has the Accelerator prepare a model, for good if it shards it."""
         self._unwrap()
         if self.shards:
-            if not self.accelerator.is_fsdp2:
-                return self._prepared(model)
-            # FSDP2 is prepared with an optimizer, whose parameters are replaced; the Learner makes its own
-            return self._prepared(model, SGD(model.parameters(), lr=0.0))
-        before, self._known = dict(vars(model)), list(self._models)
-        self._model = model
+            # it wants an optimizer, whose parameters it replaces; the Learner makes its own
+            sharded: nn.Module = self.accelerator.prepare(model, SGD(model.parameters(), lr=0.0))[0]
+            return sharded
+        before, self._known, self._model = dict(vars(model)), list(self._models), model
         try:
-            return self._prepared(model)
+            made: nn.Module = self.accelerator.prepare(model)
+            return made
         finally:
             self._changed = {
                 name: (before.get(name, MISSING), x)
                 for name, x in vars(model).items()
                 if before.get(name, MISSING) is not x
             }
-
-    def _prepared(self, *parts: Any) -> nn.Module:
-        made: Any = self.accelerator.prepare(*parts)
-        model: nn.Module = made[0] if isinstance(made, tuple) else made
-        return model
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -172,6 +166,11 @@ def _check_settings(accelerator: Any) -> None:
     state, parallel = accelerator.state, getattr(accelerator, "parallelism_config", None)
     compiler = getattr(getattr(state, "dynamo_plugin", None), "backend", None)
     refused = {
+        "FSDP of version 1": (
+            kind == "FSDP" and not accelerator.is_fsdp2,
+            "its flat parameters have no statistics by layer, and no checkpoints; give the version, "
+            "FullyShardedDataParallelPlugin(fsdp_version=2)",
+        ),
         "mixed_precision='fp16'": (
             accelerator.scaler is not None,
             "it scales the loss, which callbacks would not know; use 'bf16', or Distributed() and "

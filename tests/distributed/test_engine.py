@@ -26,6 +26,7 @@ def test_another_object_is_refused_with_what_to_install(given):
     ("changes", "text"),
     [
         ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM makes the optimizer's steps itself"),
+        ({"distributed_type": "FSDP", "is_fsdp2": False}, r"FSDP of version 1, .*\(fsdp_version=2\)"),
         ({"scaler": object()}, "mixed_precision='fp16', which cannot be used .* use 'bf16'"),
         ({"split_batches": True}, "split_batches=True, which cannot be used"),
         ({"parallelism_config": SimpleNamespace(tp_size=2)}, r"use Distributed\(prepare=…"),

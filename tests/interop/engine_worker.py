@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from torch import distributed
 
 from hookcb import (
@@ -37,10 +38,14 @@ def engine(**kwargs):
     return Distributed(engine=accelerator(**kwargs))
 
 
-def sharding():
-    return FullyShardedDataParallelPlugin(
+def sharding(**kwargs):
+    """FSDP2 on the CPU, where Accelerate itself ignores the plugin, and replicates."""
+    given = accelerator(**kwargs)
+    given.state.distributed_type = DistributedType.FSDP
+    given.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10
     )
+    return Distributed(engine=given)
 
 
 def dtypes(learn):
@@ -89,7 +94,8 @@ def ddp():
 
 
 def fsdp2():
-    return trained(learner([engine(fsdp_plugin=sharding())]))
+    learn = learner([sharding()])
+    return trained(learn) | {"kinds": [type(p).__name__ for p in learn.model.parameters()]}
 
 
 def accumulated():
@@ -98,7 +104,7 @@ def accumulated():
 
 
 def accumulated_fsdp2():
-    return counted(learner([engine(gradient_accumulation_steps=4, fsdp_plugin=sharding())]))
+    return counted(learner([sharding(gradient_accumulation_steps=4)]))
 
 
 def frozen():
@@ -153,7 +159,7 @@ def saved():
     file = learn.save(FOLDER / "engine.pt")
     distributed.barrier()
     found = {"names": list(torch.load(file)["model"])}
-    for kind, cbs in {"alone": [], "ddp": [engine()], "fsdp2": [engine(fsdp_plugin=sharding())]}.items():
+    for kind, cbs in {"alone": [], "ddp": [engine()], "fsdp2": [sharding()]}.items():
         other = learner(cbs)
         with torch.no_grad():
             other.model[0].weight.zero_()

@@ -64,6 +64,10 @@ def test_the_model_is_unwrapped_and_not_kept(ranks):
     assert (found["is_own"], found["same"], found["kept"]) == (True, True, 0)
 
 
+def test_shards_stay(ranks):
+    assert of_all(ranks, "fsdp2")["kinds"] == ["DTensor"] * 4
+
+
 @pytest.mark.parametrize("name", ["accumulated", "accumulated_fsdp2"])
 def test_its_accumulation_is_that_of_one_process(ranks, name):
     found, alone = of_all(ranks, name), accumulated_alone()
