@@ -15,7 +15,7 @@ from hookcb.training.accumulate import GradientAccumulation
 from hookcb.training.amp import MixedPrecision
 
 CALLS = ("prepare", "backward")
-STEPS_ITSELF = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+STEPS_ITSELF = ("MEGATRON_LM", "XLA")
 OWNS = {  # callbacks that do what the Accelerator is asked for, and its argument for that
     MixedPrecision: "mixed_precision='bf16'",
     GradientAccumulation: "gradient_accumulation_steps=…",
@@ -24,7 +24,7 @@ MISSING = object()
 
 
 class Engine:
-    """What `Distributed` has an Accelerator do: wrap the model, and run the backward.
+    """Uses an Accelerator to wrap the model and to run the backward, for `Distributed`.
 
     Loaders, optimizer, checkpoints and metrics stay the Learner's. Gradients are accumulated by
     GradientAccumulation, over as many batches as the Accelerator says.
@@ -158,7 +158,15 @@ def _check_settings(accelerator: Any) -> None:
     Raises:
         ValueError: If it does; the message says what to do.
     """
-    if (kind := _kind(accelerator)) in STEPS_ITSELF:
+    kind = _kind(accelerator)
+    if kind == "DEEPSPEED":  # measured with ZeRO 1, 2 and 3 of DeepSpeed 0.19
+        raise ValueError(
+            "an Accelerator with DeepSpeed cannot be used as engine: it has no gradients at the time of a "
+            "step, its next step undoes what callbacks write to weights, and no checkpoint could be resumed; "
+            "shard by FullyShardedDataParallelPlugin(fsdp_version=2), or write the loop with it, and use "
+            "hookcb.watch(model), without the optimizer"
+        )
+    if kind in STEPS_ITSELF:
         raise ValueError(
             f"an Accelerator of the type {kind} makes the optimizer's steps itself, where no callback sees "
             "them; write the loop with it, and use hookcb.watch(model, optimizer)"
@@ -168,7 +176,7 @@ def _check_settings(accelerator: Any) -> None:
     refused = {
         "FSDP of version 1": (
             kind == "FSDP" and not accelerator.is_fsdp2,
-            "its flat parameters have no statistics by layer, and no checkpoints; give the version, "
+            "Checkpoint cannot save its flat parameters; give the version, "
             "FullyShardedDataParallelPlugin(fsdp_version=2)",
         ),
         "mixed_precision='fp16'": (

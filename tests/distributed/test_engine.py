@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hookcb import Distributed
+from hookcb import Distributed, synth_learner
 
 
 def engine(**changes):
@@ -25,6 +25,7 @@ def test_another_object_is_refused_with_what_to_install(given):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"distributed_type": "DEEPSPEED"}, r"DeepSpeed cannot be used .* use hookcb.watch\(model\)"),
         ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM makes the optimizer's steps itself"),
         ({"distributed_type": "FSDP", "is_fsdp2": False}, r"FSDP of version 1, .*\(fsdp_version=2\)"),
         ({"scaler": object()}, "mixed_precision='fp16', which cannot be used .* use 'bf16'"),
@@ -51,3 +52,9 @@ def test_other_arguments_belong_to_the_engine(mode, options, name):
         ValueError, match=f"{name} is not used if there is engine=; set it in the Accelerator"
     ):
         Distributed(mode, engine=engine(), **options)
+
+
+def test_an_accelerator_of_other_processes_is_refused():
+    learn = synth_learner(cbs=Distributed(engine=engine(num_processes=2)))
+    with pytest.raises(ValueError, match=r"made for 2 process\(es\), but there are 1; make it in each process"):
+        learn.fit(1)
