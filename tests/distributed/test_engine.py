@@ -56,5 +56,5 @@ def test_other_arguments_belong_to_the_engine(mode, options, name):
 
 def test_an_accelerator_of_other_processes_is_refused():
     learn = synth_learner(cbs=Distributed(engine=engine(num_processes=2)))
-    with pytest.raises(ValueError, match=r"made for 2 process\(es\), but there are 1; make it in each process"):
+    with pytest.raises(ValueError, match=r"made for 2 process\(es\), but there are 1; make it in each"):
         learn.fit(1)
