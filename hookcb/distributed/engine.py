@@ -161,8 +161,8 @@ def _check_settings(accelerator: Any) -> None:
     kind = _kind(accelerator)
     if kind == "DEEPSPEED":  # measured with ZeRO 1, 2 and 3 of DeepSpeed 0.19
         raise ValueError(
-            "an Accelerator with DeepSpeed cannot be used as engine: it has no gradients at the time of a "
-            "step, its next step undoes what callbacks write to weights, and no checkpoint could be resumed; "
+            "an Accelerator with DeepSpeed cannot be used as engine: ZeRO has no gradients at the time of "
+            "a step, its next step undoes what callbacks write to weights, and Checkpoint cannot save it; "
             "shard by FullyShardedDataParallelPlugin(fsdp_version=2), or write the loop with it, and use "
             "hookcb.watch(model), without the optimizer"
         )
@@ -175,7 +175,7 @@ def _check_settings(accelerator: Any) -> None:
     compiler = getattr(getattr(state, "dynamo_plugin", None), "backend", None)
     refused = {
         "FSDP of version 1": (
-            kind == "FSDP" and not accelerator.is_fsdp2,
+            kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False),
             "Checkpoint cannot save its flat parameters; give the version, "
             "FullyShardedDataParallelPlugin(fsdp_version=2)",
         ),
