@@ -329,7 +329,7 @@ class Loop(TrainingState):
                 raise
             if marks is not None:
                 marks.append((cb, time.perf_counter()))
-        if clock is not None:
+        if clock is not None and (event == "after_batch" or clock.phase_begins is not None):
             clock.end_callbacks(event)
         if self._votes is not None:
             acting = [cb for cb, _ in handlers]

@@ -64,6 +64,7 @@ class TimeSplit:
         self._n_to_come = n_warm_up
         self._now: defaultdict[str, float] = defaultdict(float)  # of the batch that is added up
         self._phase = self._before_fetch = EPOCH
+        self._fetched = self._fetch_began = 0.0
         self._marks: Marks = []
         self._since = self._collecting_since = time.perf_counter()
         self._thread = threading.get_ident()
@@ -116,23 +117,30 @@ class TimeSplit:
     def begin(self) -> None:
         """Begins a fetch; the first one of an epoch also starts the loader."""
         self._before_fetch = self._phase
-        self._switch(EPOCH if self._phase == EPOCH else DATA)
+        self._fetch_began = self._switch(EPOCH if self._phase == EPOCH else DATA)
 
     def end(self) -> None:
         """Ends a fetch."""
-        self._switch(self._before_fetch)
+        self._fetched += self._switch(self._before_fetch) - self._fetch_began
 
-    def _switch(self, phase: str) -> None:
-        self._marks.append((self._phase, time.perf_counter()))
+    def take_fetched(self) -> float:
+        """Returns the seconds in fetches since the last call, and sets them to 0."""
+        seconds, self._fetched = self._fetched, 0.0
+        return seconds
+
+    def _switch(self, phase: str) -> float:
+        now = time.perf_counter()
+        self._marks.append((self._phase, now))
         self._phase = phase
         if self.phase_begins is not None:
             self.phase_begins(phase)
+        return now
 
     def _add_marks(self) -> None:
         """Adds up the seconds before each mark."""
         marks = self._marks[:]
         self._marks.clear()  # the same list, as callbacks may be acting now
-        since, now = self._since, self._now
+        since, now, labels = self._since, self._now, self._labels
         for what, x in marks:
             if what is COLLECTION:
                 now[GARBAGE] += x
@@ -140,14 +148,12 @@ class TimeSplit:
             elif what is BATCH:
                 self._end_batch(leaves_out=x)
             else:
-                now[what if isinstance(what, str) else self._name(what)] += x - since
+                name = what if isinstance(what, str) else labels.get(id(what))
+                if name is None:
+                    name = labels[id(what)] = self._label(what)
+                now[name] += x - since
                 since = x
         self._since = since
-
-    def _name(self, cb: Any) -> str:
-        if (name := self._labels.get(id(cb))) is None:
-            name = self._labels[id(cb)] = self._label(cb)
-        return name
 
     def _end_batch(self, leaves_out: bool) -> None:
         if self._n_to_come:
