@@ -83,7 +83,8 @@ class Diagnose(EvidenceRecorder):
         if (probes := self._probes) is None:
             return
         self._n_batches += 1
-        is_alarmed, probes.is_alarmed = self.learn.agree_on_alarm(probes.is_alarmed), False
+        is_alarmed = self.learn.agree_on_alarm(probes.is_alarmed)
+        probes.is_alarmed = False
         if self._n_batches >= self._next_check:
             self._next_check *= CHECK_GROWTH
             is_alarmed = True

@@ -214,12 +214,14 @@ class Probes:
 
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
-        node = loop.loss_node
-        is_first = self.graph is None
+        is_first, is_tracked = self.graph is None, self.retained.is_due()
+        needs_node = is_first or looking or is_tracked or self._is_external
+        node = loop.loss_node if needs_node else None  # which torch makes a Python object of
         yb = self._targets_of(loop, node) if is_first or looking else ()
         if is_first:
             self._read_graph(loop, node, yb)
-        self.retained.mark_graph(node, loop.train_iter)
+        if is_tracked:
+            self.retained.mark_graph(node, loop.train_iter)
         has_penalty = self.graph is not None and self.graph.has_penalty
         if has_penalty and (looking or loop.train_iter % PENALTY_EVERY == 0):
             self.guarded(self._add_penalty, loop)
