@@ -13,6 +13,7 @@ from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import BATCH_EVENTS, Event
 from hookcb.core.loop import label_of
+from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
@@ -67,8 +68,8 @@ class EvidenceRecorder(Callback):
         self._rest = True, False  # whether the batch is inspected, and whether events are left out
         self.is_wanted = self.is_looking = self._is_forward = False
         self._is_external = is_external(self.learn)
-        self._split_time()
-        self._probes = Probes(self.learn, self._spent.split, self._inspects_call, self._is_external)
+        split = self._split_time()
+        self._probes = Probes(self.learn, split, self._inspects_call, self._is_external)
         self._frame = Frame.of(self.model, [])
         names = {cb.name for cb in self.learn.cbs}
         defaults = "activation_stats", "gradient_health", "step_timer"
@@ -81,12 +82,13 @@ class EvidenceRecorder(Callback):
             self._attached.append(AttachedTimer(self, timer))
         self.learn.add_cbs(self._attached)
 
-    def _split_time(self) -> None:
+    def _split_time(self) -> TimeSplit:
         """Begins to split the time of the training."""
         self._spent = SpentTime(self._label, self._is_external)
         self.learn.follow_fetches(self._spent.split)
         if self.learn.clock is None:  # else a second `Diagnose` does
             self.learn.clock = self._spent.split
+        return self._spent.split
 
     def _label(self, cb: Any) -> str:
         is_own = cb is self or any(cb is x for x in self._attached)

@@ -62,7 +62,8 @@ class RetainedGraphs:
                 "memory.graphs_kept",
                 step=step,
                 value=float(n),
-                text=f"The graphs of {n} batches since step {step} are all still in memory, and each batch adds one.",
+                text=f"The graphs of {n} batches since step {step} are all still in memory, and each batch "
+                "adds one.",
                 causes=("losses or outputs are collected or summed with their graph",),
                 next_steps=("Collect numbers: losses.append(loss.item()), or loss.detach()",),
             )

@@ -216,7 +216,7 @@ class Probes:
         """Records the loss, and reads its graph once."""
         is_first, is_tracked = self.graph is None, self.retained.is_due()
         needs_node = is_first or looking or is_tracked or self._is_external
-        node = loop.loss_node if needs_node else None  # which torch makes a Python object of
+        node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
         yb = self._targets_of(loop, node) if is_first or looking else ()
         if is_first:
             self._read_graph(loop, node, yb)
