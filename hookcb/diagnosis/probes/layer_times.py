@@ -130,7 +130,7 @@ def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> floa
         return float(2 * args[0].numel() * args[1].shape[-2])
     if op == "mkldnn_rnn_layer":
         return float(prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel()))
-    if op in ("_cudnn_rnn", "_thnn_fused_lstm_cell"):
+    if op.removeprefix("_") in ("cudnn_rnn", "thnn_fused_lstm_cell"):
         weights = args[1] if isinstance(args[1], list | tuple) else ()
         return float(prod(args[0].shape[:-1]) * sum(x.numel() for x in weights))
     return 0.0
