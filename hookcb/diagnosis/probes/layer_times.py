@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import compile_counts
+from hookcb.core.torch_private import compile_counts, storage_id
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
@@ -103,9 +103,9 @@ class LayerTimes:
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
-    given = {x.untyped_storage().data_ptr() for _, x in parts(args) if has_storage(x)}
+    given = {storage_id(x.untyped_storage()) for _, x in parts(args) if has_storage(x)}
     results = [x for _, x in parts(output) if has_storage(x)]
-    results = [x for x in results if x.untyped_storage().data_ptr() not in given]  # a view is no work
+    results = [x for x in results if storage_id(x.untyped_storage()) not in given]  # a view is no work
     return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
 
 
