@@ -142,6 +142,9 @@ class ActivationStats(HookCallback):
         self.records.drop_batch()
         super().before_fit()
         self._find_ranks()
+        if self.is_forward and not self._options.get("pre") and type(self).hook is ActivationStats.hook:
+            for hook in self.hooks or ():
+                hook.quick = self._take_usual
 
     def looks_alike(self) -> bool:
         """Whether all ranks look at the same batches, so that their records can be merged."""
@@ -177,11 +180,15 @@ class ActivationStats(HookCallback):
             self.records.drop_batch()
             self._awaited = []
 
+    def _take_usual(self, m: nn.Module, output: Any) -> bool:
+        """Takes a layer's output if it is an ordinary tensor, as most are: `hook` without its questions."""
+        name = self._names.get(id(m))
+        if type(output) is not Tensor or self._is_sharded or name is None:
+            return False
+        return self.records.take_usual(name, output, type(m).__name__)
+
     def hook(self, m: nn.Module, *seen: Any) -> None:
         name, output = self._names.get(id(m)), seen[-1]
-        if type(output) is Tensor and not self._is_sharded and name is not None:  # the usual case
-            self.records.take(name, output, type(m).__name__)
-            return
         kind = plain_class(m).__name__
         if name is None:
             self.left_out[f"a copy of {kind}"] = "as nn.DataParallel makes them of the layers"

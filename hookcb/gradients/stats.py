@@ -218,7 +218,7 @@ def _places(n: int, device: torch.device) -> Tensor:
 
 
 def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A flat view of a float32 tensor and indices of its tracked elements, for `sketch_copy` in one operation.
+    """A flat view of a float32 tensor and indices of its tracked elements: `sketch_copy` in one operation.
 
     None if it has `sketch`, or is not an ordinary tensor.
     """
