@@ -151,6 +151,8 @@ class ActivationRecords(SavedRecords):
                 self.left_out[name] = output.type
             elif (seen := self.outputs.get(name)) is None or seen != (output.type, output.shape):
                 self.outputs[name] = output.type, tuple(output.shape)
+                if self.merger is None:  # else all ranks have agreed on the order
+                    self._stores[phase].add(name)  # now, as those of one shape are reduced together
         self._add_elsewhere()
 
     def _add_elsewhere(self) -> None:

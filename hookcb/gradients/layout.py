@@ -35,7 +35,7 @@ class Layout:
         self._with_memory = [param.p for param in self.params if param.p.layout is torch.strided]
         self._addresses: list[int] = []
         self._views: list[Tensor] = []
-        # parameters without a view, by index in `_views`; a flat view of those that have one, and places to copy
+        # by index in `_views`: parameters without such a view; flat views of others, and the places to copy
         self._copied: dict[int, nn.Parameter] = {}
         self._picked: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -408,6 +408,14 @@ def test_records_are_made_read_saved_and_loaded_without_a_callback(tmp_path):
     assert torch.equal(loaded.hist_edges("fc"), records.hist_edges("fc"))
 
 
+def test_layers_of_different_shapes_are_named_in_the_order_of_their_first_record():
+    records = ActivationRecords()
+    for name, n in {"first": 3, "second": 4, "third": 3}.items():
+        records.take(name, torch.ones(n), "Linear")
+    records.end_batch("train", 0, 0)
+    assert records.names == ["first", "second", "third"]
+
+
 def test_a_dropped_batch_leaves_nothing():
     records = ActivationRecords()
     records.take("fc", torch.ones(3), "Linear")
