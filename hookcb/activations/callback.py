@@ -1,5 +1,6 @@
 """ActivationStats: records statistics of every layer's output, batch by batch."""
 
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -133,6 +134,7 @@ class ActivationStats(HookCallback):
         self._is_sharded = False  # whether outputs may be parts
         self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
         self._awaited: list[Awaited] = []  # in the running forward
+        self._thread: int | None = None  # of the loop, during a fit
 
     def before_fit(self) -> None:
         if not self.append:
@@ -142,6 +144,7 @@ class ActivationStats(HookCallback):
         self.records.drop_batch()
         super().before_fit()
         self._find_ranks()
+        self._thread = threading.get_ident() if self.learn.in_loop_thread else None
         if self.is_forward and not self._options.get("pre") and type(self).hook is ActivationStats.hook:
             for hook in self.hooks or ():
                 hook.quick = self._take_usual
@@ -181,9 +184,13 @@ class ActivationStats(HookCallback):
             self._awaited = []
 
     def _take_usual(self, m: nn.Module, output: Any) -> bool:
-        """Takes a layer's output if it is an ordinary tensor, as most are: `hook` without its questions."""
+        """Does what `hooks_act` and `hook` do in the usual case: an ordinary tensor in the loop's thread."""
+        if self._acts_in is not self.learn.training:
+            return True
+        if threading.get_ident() != self._thread or type(output) is not Tensor or self._is_sharded:
+            return False
         name = self._names.get(id(m))
-        if type(output) is not Tensor or self._is_sharded or name is None:
+        if name is None:
             return False
         return self.records.take_usual(name, output, type(m).__name__)
 

@@ -16,7 +16,7 @@ from hookcb.activations.report import ActivationReport, ActivationRow
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample, has_stats, kind_of, take
 from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
-from hookcb.core.torch_private import in_transform
+from hookcb.core.torch_private import in_transform, is_jit_tracing
 from hookcb.hooks.hook import detached
 from hookcb.records.records import PHASES, Layer, SavedRecords, module_of
 from hookcb.records.store import StatStore
@@ -121,8 +121,8 @@ class ActivationRecords(SavedRecords):
         self.buffer.batch.setdefault(path, []).append(taken)
 
     def take_usual(self, path: str, x: Tensor, kind: str) -> bool:
-        """Does what `take` does if `x` is a whole float32 tensor; else returns False."""
-        if x.dtype is not torch.float32 or not has_stats(x) or in_transform():
+        """Does what `take` does, if `x` is a whole tensor with statistics and nothing traces it."""
+        if not has_stats(x) or in_transform() or is_jit_tracing():
             return False
         elements, exact = take(x.detach(), self.sample, wide=self.merger is not None)
         output = Output(kind, x.shape, elements, exact, x.numel())

@@ -97,8 +97,7 @@ class Hook:
         self.is_forward, self.pre, self.modify = is_forward, pre, modify
         self.prepend, self.with_kwargs, self.always_call = prepend, with_kwargs, always_call
         self.detach = detach and not modify
-        # called with module and output after the first call, in place of `hook_func`, which follows if it
-        # returns False
+        # called with module and output after the first call; if it returns False, gate and `hook_func` follow
         self.quick: Callable[[Any, Any], bool] | None = None
         _check(self, m)
         self.title = _title(hook_func)

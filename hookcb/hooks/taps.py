@@ -55,10 +55,12 @@ class Tap(OwnHook):
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Calls the hook if its gate is open; returns its result if the hook may modify."""
         hook = self.hook
-        if hook is None or not hook.gate():
+        if hook is None:
             return None
         try:
             if hook.quick is not None and not is_compiling() and hook.fired and hook.quick(module, seen[-1]):
+                return None
+            if not hook.gate():
                 return None
             result = hook.call(module, seen, hook.next_call())
         except Exception as failure:
