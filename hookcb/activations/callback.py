@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.compiler import is_compiling
 
 from hookcb.activations.merge import Merger
 from hookcb.activations.records import OPTIONS, ActivationRecords
@@ -185,6 +186,8 @@ class ActivationStats(HookCallback):
 
     def _take_usual(self, m: nn.Module, output: Any) -> bool:
         """Does what `hooks_act` and `hook` do in the usual case: an ordinary tensor in the loop's thread."""
+        if is_compiling():  # this function, which Dynamo may compile by itself if it cannot compile the layer
+            return False
         if self._acts_in is not self.learn.training:
             return True
         if threading.get_ident() != self._thread or type(output) is not Tensor or self._is_sharded:
