@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookcb.activations.stats import LAYER_STATS, ROW, histogram, summarize
+from hookcb.activations.stats import LAYER_STATS, ROW, SAMPLED, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
 
 MAX_ELEMENTS = 64 * ROW  # elements of all layers that wait to be reduced: 16 MB
 MAX_BATCHES = 64  # batches that wait to be reduced
 MAX_REDUCED = 4 * ROW  # elements reduced together: 1 MB, which a CPU's cache holds
-MAX_JOINED = ROW // 4  # elements of a batch that are joined; a copy of more takes longer than it saves
+MAX_JOINED = SAMPLED  # elements of a batch that are joined; a copy of more takes longer than it saves
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
@@ -108,41 +109,48 @@ class OutputBuffer:
         return named
 
     def reduce(self) -> None:
-        """Puts the statistics of waiting outputs into the stores; those of several batches together."""
+        """Puts the statistics of waiting outputs into the stores; rows of one length are reduced together."""
         waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, [], 0, 0
-        alike: dict[tuple[Any, ...], list[Waiting]] = {}
+        alike: dict[tuple[Any, ...], dict[tuple[str, tuple[str, ...]], list[Waiting]]] = {}
         for item in waiting:
             rows = item.rows
-            kind = item.phase, item.names, rows.shape, rows.dtype, rows.device, item.exact is None
-            alike.setdefault(kind, []).append(item)
-        for group in alike.values():
-            k, n = group[0].rows.shape
-            at_once = _at_once(k, n, MAX_REDUCED)
-            for i in range(0, len(group), at_once):
-                self._put(group[i : i + at_once])
+            kind = rows.shape[1], rows.dtype, rows.device, item.exact is None
+            alike.setdefault(kind, {}).setdefault((item.phase, item.names), []).append(item)
+        for by_names in alike.values():
+            for group in _portions([item for items in by_names.values() for item in items]):
+                self._put(group)
 
     def _put(self, group: Sequence[Waiting]) -> None:
-        phase, names, k = group[0].phase, group[0].names, len(group[0].names)
         rows, known = _cat([x.rows for x in group]), [x.exact for x in group if x.exact is not None]
         values = summarize(rows, _cat(known) if known else None, self.eps)
+        runs = [
+            (phase, names, [x.record for x in same])
+            for (phase, names), same in groupby(group, lambda x: (x.phase, x.names))
+        ]
+        sizes = [len(names) * len(records) for _, names, records in runs]
+        of_runs = torch.split(values, sizes)
         if self.bins:
-            counts = self._counts(phase, names, rows, values)
+            pairs = zip(runs, of_runs, strict=True)
+            edges = torch.cat(
+                [self._edges(phase, names, x).repeat(len(records), 1) for (phase, names, records), x in pairs]
+            )
+            counts = histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
             values = torch.cat([values, counts.to(values.dtype)], 1)
-        records = [x.record for x in group]
-        for i, name in enumerate(names):
-            self.stores[phase].put(name, records, values[i::k])
+            of_runs = torch.split(values, sizes)
+        for (phase, names, records), x in zip(runs, of_runs, strict=True):
+            for i, name in enumerate(names):
+                self.stores[phase].put(name, records, x[i :: len(names)])
 
-    def _counts(self, phase: str, names: Sequence[str], rows: Tensor, values: Tensor) -> Tensor:
-        """Counts of rows, which are those of the layers `names` in turn."""
-        device, dtype, given = rows.device, widest(rows.device), self.hist_range
+    def _edges(self, phase: str, names: Sequence[str], values: Tensor) -> Tensor:
+        """Ranges of histograms of k layers, `(k, 2)`; the first k rows of `values` are of a new record."""
+        device, dtype, given = values.device, widest(values.device), self.hist_range
         for i, name in enumerate(names):
             key = phase, name
             if key not in self.ranges:
                 own = range_around(values[i, LOW], values[i, HIGH]) if given is None else pair(given)
                 self.ranges[key] = own
             self.ranges[key] = self.ranges[key].to(device, dtype, non_blocking=True)
-        edges = torch.stack([self.ranges[phase, name] for name in names]).repeat(len(rows) // len(names), 1)
-        return histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
+        return torch.stack([self.ranges[phase, name] for name in names])
 
     def range_of(self, phase: str, name: str) -> tuple[float, float]:
         """Range of a layer's histograms; NaN before its first record."""
@@ -173,7 +181,8 @@ def joined(
         if (x := output.elements) is not None:
             alike.setdefault((x.shape, x.dtype, x.device, output.exact is None), []).append(name)
     for (shape, *_), names in alike.items():
-        at_once = _at_once(1, math.prod(shape), most)
+        n = math.prod(shape)
+        at_once = 1 if n > ROW else max(1, most // max(1, n))
         for i in range(0, len(names), at_once):
             some = tuple(names[i : i + at_once])
             elements = [x for name in some if (x := outputs[name].elements) is not None]
@@ -182,9 +191,19 @@ def joined(
             yield some, rows.reshape(len(some), -1), _cat(exact) if exact else None
 
 
-def _at_once(k: int, n: int, most: int) -> int:
-    """Number of matrices `(k, n)` with `most` elements in all; long rows are reduced one by one."""
-    return 1 if n > ROW else max(1, most // max(1, k * n))
+def _portions(waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
+    """Portions of about `MAX_REDUCED` elements; long rows are reduced one by one."""
+    portion: list[Waiting] = []
+    n_elements = 0
+    for item in waiting:
+        n = item.rows.numel()
+        if portion and (n_elements + n > MAX_REDUCED or item.rows.shape[1] > ROW):
+            yield portion
+            portion, n_elements = [], 0
+        portion.append(item)
+        n_elements += n
+    if portion:
+        yield portion
 
 
 def _cat(xs: Sequence[Tensor]) -> Tensor:
