@@ -38,12 +38,12 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/hooks.py
-	$(BIN)/python benchmarks/activations.py
-	$(BIN)/python benchmarks/activations.py --memory
-	$(BIN)/python benchmarks/gradients.py
+	$(BIN)/python benchmarks/costs.py --write
+	$(BIN)/python benchmarks/costs.py --take --write
+	$(BIN)/python benchmarks/costs.py --diagnose --write
+	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/profiler.py
 	$(BIN)/python benchmarks/watch.py
-	$(BIN)/python benchmarks/diagnosis.py
 
 # every planted fault and every control, five seeds, with the rules of three other tools; then those of two ranks
 planted: $(VENV)/.installed-dev

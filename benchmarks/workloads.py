@@ -101,3 +101,60 @@ TINY = Workload(  # shows the cost per layer, whatever its size
     lambda: (torch.randn(16, 16), torch.randint(16, (16,))),
     50,
 )
+
+
+class Residual(nn.Module):
+    """Two convolutions with group norms and a shortcut around them."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(n, n, 3, padding=1, bias=False), nn.GroupNorm(8, n)
+        self.conv2, self.norm2 = nn.Conv2d(n, n, 3, padding=1, bias=False), nn.GroupNorm(8, n)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x + self.norm2(self.conv2(self.act(self.norm1(self.conv1(x))))))
+
+
+def kept_mlp() -> nn.Module:
+    layers = nn.Linear(600, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)
+    return nn.Sequential(*layers)
+
+
+def kept_residual() -> nn.Module:
+    begin = nn.Conv2d(3, 32, 3, padding=1), Residual(32), nn.MaxPool2d(2), nn.Conv2d(32, 64, 1), Residual(64)
+    return nn.Sequential(*begin, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def kept_transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(192, 6, 768, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 5, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(500, 192), encoder, nn.Linear(192, 500))
+
+
+KEPT = {  # nets on which nothing was tuned, for the targets of docs/costs.md
+    "mlp": Workload(
+        "MLP 600-512-512-10 with GELU, batch 64",
+        kept_mlp,
+        lambda: (torch.randn(64, 600), torch.randint(10, (64,))),
+        100,
+    ),
+    "residual": Workload(
+        "residual net with GroupNorm, 3×24×24, batch 32",
+        kept_residual,
+        lambda: (torch.randn(32, 3, 24, 24), torch.randint(10, (32,))),
+        10,
+    ),
+    "transformer": Workload(
+        "transformer, 5 layers, d 192, T 64, batch 8",
+        kept_transformer,
+        lambda: (torch.randint(500, (8, 64)), torch.randint(500, (8, 64))),
+        6,
+    ),
+    "tiny": Workload(
+        "20 × Linear(8, 8), batch 16",
+        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))),
+        lambda: (torch.randn(16, 8), torch.randint(8, (16,))),
+        200,
+    ),
+}
