@@ -324,25 +324,23 @@ def show(head: list[str], table: tuple[str, Rows, str]) -> None:
     wide_console().print(shown)
 
 
-def write(key: str, head: list[str], tables: list[tuple[str, Rows, str]]) -> None:
-    """Puts tables between the marks `<!-- key -->` and `<!-- end -->` of the page."""
-    machine = (
-        f"{platform.machine()}, {torch.get_num_threads()} thread, torch {torch.__version__}, {date.today()}"
-    )
-    lines = [f"Measured on {machine}.", ""]
-    for title, rows, caption in tables:
-        lines += [
-            f"**{title}**",
-            "",
-            "| " + " | ".join(head) + " |",
-            "|---" + "|---:" * (len(head) - 1) + "|",
-        ]
-        lines += ["| " + " | ".join(row) + " |" for row in rows] + ["", *([caption, ""] if caption else [])]
-    text = PAGE.read_text()
+def write(key: str, head: list[str], table: tuple[str, Rows, str]) -> None:
+    """Puts a table between the marks `<!-- key -->` and `<!-- end -->` of the page."""
+    title, rows, caption = table
+    version, threads = torch.__version__, torch.get_num_threads()
+    lines = [
+        f"**{title}** ({date.today()}, {platform.machine()}, {threads} thread, torch {version})",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|---" + "|---:" * (len(head) - 1) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+        *(["", caption] if caption else []),
+    ]
     mark = re.compile(rf"(<!-- {key} -->\n).*?(<!-- end -->)", re.DOTALL)
+    text = PAGE.read_text()
     if not mark.search(text):
         raise SystemExit(f"{PAGE} has no <!-- {key} -->")
-    PAGE.write_text(mark.sub(lambda m: m[1] + "\n".join(lines) + m[2], text))
+    PAGE.write_text(mark.sub(lambda m: f"{m[1]}{chr(10).join(lines)}\n{m[2]}", text))
 
 
 def main() -> None:
@@ -356,18 +354,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # peers warn about themselves
+    made: list[tuple[str, list[str], Callable[[], tuple[str, Rows, str]]]]
     if args.take:
-        key, head, tables = "take", HEAD_TAKE, [compare_take(args.rounds)]
+        made = [("take", HEAD_TAKE, partial(compare_take, args.rounds))]
     elif args.diagnose:
         nets = [net for net in args.only if net != "tiny"]
-        key, head, tables = "diagnose", HEAD, [compare_diagnose(net, args.rounds) for net in nets]
+        made = [(f"diagnose {net}", HEAD, partial(compare_diagnose, net, args.rounds)) for net in nets]
     else:
-        key, head = "loops", HEAD
-        tables = [compare(net, args.rounds, args.ours) for net in args.only]
-    for table in tables:
+        made = [(net, HEAD, partial(compare, net, args.rounds, args.ours)) for net in args.only]
+    for key, head, make in made:
+        table = make()
         show(head, table)
-    if args.write:
-        write(key, head, tables)
+        if args.write:
+            write(key, head, table)
 
 
 if __name__ == "__main__":
