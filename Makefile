@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all interop lint notebooks bench planted real clean
+.PHONY: demo test test-all interop lint notebooks bench gpu planted real clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -39,6 +39,10 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/profiler.py
 	$(BIN)/python benchmarks/watch.py
 	$(BIN)/python benchmarks/diagnosis.py
+
+# what a CUDA device shows: tests marked cuda, costs, the fused kernel, NCCL; nothing without one
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/gpu.py
 
 # every planted fault and every control, five seeds, with the rules of three other tools; then those of two ranks
 planted: $(VENV)/.installed-dev

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu.py [--seconds 540] [--rounds 5] [--out build/gpu]
 
-Writes `gpu.json` and `gpu.txt` into the folder `--out`. Without a GPU it says so and measures nothing. If time
-is short, rows have fewer rounds; a row that could not be measured at all says why.
+Writes `gpu.json` and `gpu.txt` into the folder `--out`. Without a GPU it says so and measures nothing. If the
+time is short, rows have fewer rounds; a row that could not be measured at all says why.
 
-In each round, each contestant trains in turn, in bfloat16 with AdamW. The timed steps follow warm-up steps, in
-which a compiled model is compiled; the GPU is synchronized only before the first of them and after the last.
-Then torch's profiler counts, for a few more steps, launches of kernels and calls that wait for the GPU.
+In each round, each contestant trains in turn, in bfloat16 with AdamW. The timed steps follow warm-up steps,
+in which a compiled model is compiled; the GPU is synchronized only before the first of them and after the
+last. Then torch's profiler counts, for a few more steps, launches of kernels and calls that wait for the GPU.
 """
 
 import argparse
@@ -385,7 +385,7 @@ def tables(found: dict[str, Any]) -> Iterator[Table | str]:
             caption="the Learner relative to the loop by hand, all others to the Learner without callbacks",
         )
         for column in ("", "ms a step", "ratio", "least–most", "rounds", "launches", "waits", "peak MB", ""):
-            table.add_column(column, justify="right" if column else "left")
+            table.add_column(column, justify="right" if column else "left", no_wrap=True)
         for row in rows:
             table.add_row(row["contestant"], *cells(row, relative[net, mode, row["contestant"]]))
         yield table
@@ -436,7 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.write(ranks=run_ranks(report.device, nets[args.nets[0]]))
     train_all(report, nets, args.rounds, {} if on_gpu else {"backend": "eager"})
     text = io.StringIO()
-    for console in Console(width=140), Console(file=text, width=140):
+    for console in Console(width=160), Console(file=text, width=160):
         for shown in tables(report.found):
             console.print(shown, highlight=False)
     (args.out / "gpu.txt").write_text(text.getvalue())

@@ -186,18 +186,18 @@ def _tokens(n: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 ON_GPU = {  # `benchmarks/gpu.py`
     "mlp": replace(WORKLOADS["mlp"], steps=500),
-    "resnet50": Workload("ResNet-50, 3×224×224, batch 64", resnet50, lambda: _images(64, 224, 1000), 100),
     "gpt": Workload("GPT-2 small, T 1024, batch 8", GPT, lambda: _tokens(8, 1024, 50_304), 100),
+    "resnet50": Workload("ResNet-50, 3×224×224, batch 64", resnet50, lambda: _images(64, 224, 1000), 100),
 }
 SMALL = {  # the same architectures for a test without a GPU
     "mlp": replace(WORKLOADS["mlp"], steps=10),
+    "gpt": Workload(
+        "GPT of 2 layers, d 16, T 8, batch 2", lambda: GPT(16, 2, 2, 20, 8), lambda: _tokens(2, 8, 20), 10
+    ),
     "resnet50": Workload(
         "ResNet-50 of width 4, 3×32×32, batch 4",
         lambda: resnet50((1, 1, 1, 1), 4, 10),
         lambda: _images(4, 32, 10),
         10,
-    ),
-    "gpt": Workload(
-        "GPT of 2 layers, d 16, T 8, batch 2", lambda: GPT(16, 2, 2, 20, 8), lambda: _tokens(2, 8, 20), 10
     ),
 }
