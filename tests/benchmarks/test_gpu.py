@@ -49,7 +49,9 @@ def test_rows_for_which_no_time_is_left_say_so(gpu, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_contestant_is_measured_on_every_net(gpu, tmp_path, fresh_dynamo):
+def test_every_contestant_is_measured_on_every_net(gpu, monkeypatch, tmp_path, fresh_dynamo):
+    monkeypatch.setattr(gpu, "WARM", 3)
+    monkeypatch.setattr(gpu, "PROFILED", 2)
     assert gpu.main(["--device", "cpu", "--rounds", "2", "--out", str(tmp_path)]) == 0
     rows, text = check_rows(gpu, tmp_path)
     assert "time was short" not in text
