@@ -18,7 +18,10 @@ def each():
     """Names and makers of callbacks, with each set of arguments."""
     for cls in PUBLIC:
         for options in [*ARGUMENTS.get(cls.__name__, [{}]), *MORE.get(cls.__name__, [])]:
-            yield "-".join([cls.__name__, *map(str, options)]), lambda cls=cls, options=options: cls(**options)
+            yield (
+                "-".join([cls.__name__, *map(str, options)]),
+                lambda cls=cls, options=options: cls(**options),
+            )
 
 
 def net():

@@ -27,7 +27,12 @@ class Card(torch.Tensor):
     @staticmethod
     def __new__(cls, x):
         card = torch.Tensor._make_wrapper_subclass(
-            cls, x.shape, strides=x.stride(), storage_offset=x.storage_offset(), dtype=x.dtype, device="card:0"
+            cls,
+            x.shape,
+            strides=x.stride(),
+            storage_offset=x.storage_offset(),
+            dtype=x.dtype,
+            device="card:0",
         )
         card.on_cpu = x.detach()
         return card
@@ -125,10 +130,15 @@ def to_card(model):
     return model
 
 
+class Backend(backend_registration._DummyBackendModule):
+    def get_amp_supported_dtype(self):
+        return [torch.bfloat16, torch.float16]
+
+
 def main():
     from tests.contract.no_waits import each, trained
 
-    backend_registration._setup_privateuseone_for_python_backend("card")
+    backend_registration._setup_privateuseone_for_python_backend("card", Backend())
     found = {}
     for name, make in each():
         WATCH.waited = []

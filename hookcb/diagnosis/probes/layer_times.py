@@ -103,15 +103,19 @@ class LayerTimes:
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
-    given = {x.untyped_storage().data_ptr() for _, x in parts(args) if has_storage(x)}
-    results = [x for _, x in parts(output) if has_storage(x)]
-    results = [x for x in results if x.untyped_storage().data_ptr() not in given]  # a view is no work
+    given = {address(x) for _, x in parts(args)}
+    results = [x for _, x in parts(output) if address(x) not in given | {None}]  # a view is no work
     return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
 
 
-def has_storage(x: Any) -> bool:
-    """Whether this is a tensor in memory, and not a sparse one."""
-    return isinstance(x, Tensor) and x.layout is torch.strided
+def address(x: Any) -> int | None:
+    """Where the memory of a tensor begins; None for others, sparse tensors, and wrappers without memory."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return None
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError:  # a subclass made by _make_wrapper_subclass
+        return None
 
 
 def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> float:
