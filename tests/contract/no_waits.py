@@ -18,10 +18,30 @@ def each():
     """Names and makers of callbacks, with each set of arguments."""
     for cls in PUBLIC:
         for options in [*ARGUMENTS.get(cls.__name__, [{}]), *MORE.get(cls.__name__, [])]:
-            yield (
-                "-".join([cls.__name__, *map(str, options)]),
-                lambda cls=cls, options=options: cls(**options),
-            )
+            name = "-".join([cls.__name__, *map(str, options)])
+            yield name, lambda cls=cls, options=options: cls(**options)
+
+
+def planted():
+    """Callbacks that wait, each in its own way."""
+    ways = {
+        "reads": lambda cb: cb.loss.item(),
+        "compares": lambda cb: bool(cb.loss > 0),
+        "copies to the host": lambda cb: cb.pred.detach().to("cpu"),
+        "copies from the host": lambda cb: cb.pred.new_zeros(2).copy_(torch.ones(2)),
+        "indexes by a mask": lambda cb: cb.pred[cb.pred > 0],
+        "indexes by numbers of the host": lambda cb: cb.pred[torch.tensor([0, 2])],
+        "searches": lambda cb: cb.pred.nonzero(),
+    }
+
+    def acting(act):
+        def after_loss(cb):
+            act(cb)
+
+        return lambda: Callback(name="planted", after_loss=after_loss)
+
+    for name, act in ways.items():
+        yield f"planted: {name}", acting(act)
 
 
 def net():
