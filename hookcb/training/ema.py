@@ -199,7 +199,9 @@ class _Averaged(AveragedModel):
         """Adds the weights and buffers after a step."""
         averages, now = (chain(m.parameters(), m.buffers()) for m in (self.module, model))
         pairs = [(x.detach(), y.detach().to(x.device)) for x, y in zip(averages, now, strict=True)]
-        if self.n_averaged:  # torch copies it to the device of the weights, which waits
+        if (
+            self.n_averaged and self.multi_avg_fn is not None
+        ):  # torch copies it to the device of the weights, which waits
             _average_all(pairs, self.multi_avg_fn, self.n_averaged)
         else:
             for average, x in pairs:

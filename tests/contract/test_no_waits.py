@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-from tests.contract import no_waits, pretend_card
+from tests.contract import pretend_worker, support
 
 WAIT = {"DetectAnomaly", "Log", "NanTrace", "TerminateOnNaN"}  # as their docstrings say, or autograd's
 FP16 = "MixedPrecision-dtype"  # whose GradScaler waits
-EACH = dict(no_waits.each())
-PLANTED = dict(no_waits.planted())
+EACH = dict(support.each())
+PLANTED = dict(support.planted())
 
 
 @pytest.mark.skipif(
@@ -25,8 +25,8 @@ PLANTED = dict(no_waits.planted())
 )
 def test_no_callback_waits_for_a_device_that_is_not_there(tmp_path):
     found = tmp_path / "found.json"
-    command = [sys.executable, pretend_card.__file__, found]
-    env = os.environ | {"PYTHONPATH": str(pretend_card.ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, pretend_worker.__file__, found]
+    env = os.environ | {"PYTHONPATH": str(pretend_worker.ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr[-2000:]
     waited = json.loads(found.read_text())
@@ -70,12 +70,12 @@ def on_gpu(batch):
 @pytest.mark.parametrize("name", [n for n in EACH if n.split("-")[0] not in WAIT and n != FP16])
 def test_no_callback_waits_for_a_gpu(name, waits, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    no_waits.trained(EACH[name](), torch.nn.Module.cuda, on_gpu, waits)
+    support.trained(EACH[name](), torch.nn.Module.cuda, on_gpu, waits)
     assert waits.found == []
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wait_for_a_gpu_is_noticed(name, waits):
-    no_waits.trained(PLANTED[name](), torch.nn.Module.cuda, on_gpu, waits)
+    support.trained(PLANTED[name](), torch.nn.Module.cuda, on_gpu, waits)
     assert waits.found

@@ -109,7 +109,7 @@ def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
 
 
 def address(x: Any) -> int | None:
-    """Where the memory of a tensor begins; None for others, sparse tensors, and wrappers without memory."""
+    """Address of a tensor's memory; None for what has none, such as a sparse tensor or a wrapper."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         return None
     try:

@@ -131,7 +131,7 @@ def to_card(model):
 
 
 def main(path):
-    from tests.contract.no_waits import each, planted, trained
+    from tests.contract.support import each, planted, trained
 
     backend_registration._setup_privateuseone_for_python_backend("card")
     found = {}
