@@ -199,9 +199,8 @@ class _Averaged(AveragedModel):
         """Adds the weights and buffers after a step."""
         averages, now = (chain(m.parameters(), m.buffers()) for m in (self.module, model))
         pairs = [(x.detach(), y.detach().to(x.device)) for x, y in zip(averages, now, strict=True)]
-        if (
-            self.n_averaged and self.multi_avg_fn is not None
-        ):  # torch copies it to the device of the weights, which waits
+        # torch copies n_averaged to the device of the weights, which waits for it
+        if self.n_averaged and self.multi_avg_fn is not None:
             _average_all(pairs, self.multi_avg_fn, self.n_averaged)
         else:
             for average, x in pairs:
