@@ -7,7 +7,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 
 NOTEBOOKS = $(wildcard nbs/*.ipynb)
 
-.PHONY: demo test test-all interop lint notebooks bench planted real clean $(NOTEBOOKS)
+.PHONY: demo test test-all interop lint notebooks bench gpu planted real clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -44,6 +44,10 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/profiler.py
 	$(BIN)/python benchmarks/watch.py
+
+# what a CUDA device shows: tests marked cuda, costs, the fused kernel, NCCL; nothing without one
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/gpu.py
 
 # every planted fault and every control, five seeds, with the rules of three other tools; then those of two ranks
 planted: $(VENV)/.installed-dev

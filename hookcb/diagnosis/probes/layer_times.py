@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import compile_counts, storage_id
+from hookcb.core.torch_private import compile_counts
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
@@ -103,15 +103,19 @@ class LayerTimes:
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
-    given = {storage_id(x.untyped_storage()) for _, x in parts(args) if has_storage(x)}
-    results = [x for _, x in parts(output) if has_storage(x)]
-    results = [x for x in results if storage_id(x.untyped_storage()) not in given]  # a view is no work
+    given = {address(x) for _, x in parts(args)}
+    results = [x for _, x in parts(output) if address(x) not in given | {None}]  # a view is no work
     return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
 
 
-def has_storage(x: Any) -> bool:
-    """Whether this is a tensor in memory, and not a sparse one."""
-    return isinstance(x, Tensor) and x.layout is torch.strided
+def address(x: Any) -> int | None:
+    """Address of a tensor's memory; None for what has none, such as a sparse tensor or a wrapper."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return None
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError:  # a subclass made by _make_wrapper_subclass
+        return None
 
 
 def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> float:
