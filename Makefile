@@ -2,9 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# what is imported is compiled then, which is a small part
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all interop lint notebooks bench planted real clean
+NOTEBOOKS = $(wildcard nbs/*.ipynb)
+
+.PHONY: demo test test-all interop lint notebooks bench gpu planted real clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -25,20 +28,26 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict hookcb
 
-notebooks: $(VENV)/.installed-dev
-	$(BIN)/jupyter execute nbs/*.ipynb
+notebooks: $(NOTEBOOKS)
+
+$(NOTEBOOKS): $(VENV)/.installed-dev
+	$(BIN)/jupyter execute $@
 
 # fastai brings a torchvision built for CUDA, with which Lightning cannot be imported beside a torch for CPUs
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/hooks.py
-	$(BIN)/python benchmarks/activations.py
-	$(BIN)/python benchmarks/activations.py --memory
-	$(BIN)/python benchmarks/gradients.py
+	$(BIN)/python benchmarks/costs.py --write
+	$(BIN)/python benchmarks/costs.py --take --write
+	$(BIN)/python benchmarks/costs.py --diagnose --write
+	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/profiler.py
 	$(BIN)/python benchmarks/watch.py
-	$(BIN)/python benchmarks/diagnosis.py
+
+# what a CUDA device shows: tests marked cuda, costs, the fused kernel, NCCL; nothing without one
+gpu: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/gpu.py
 
 # every planted fault and every control, five seeds, with the rules of three other tools; then those of two ranks
 planted: $(VENV)/.installed-dev

@@ -10,7 +10,8 @@ below 1 belongs in `hookcb.activations.fused.THRESHOLD`. GB/s count the tensor a
 import argparse
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -52,19 +53,54 @@ def measure(x: Tensor, eps: float, rounds: int) -> dict[str, list[float]]:
     return times
 
 
-def row(x: Tensor, times: Mapping[str, list[float]]) -> list[str]:
+def sizes(eps: float, rounds: int) -> Iterator[dict[str, Any]]:
+    """The figures of each dtype and size, smaller ones first."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for n in SIZES:
+            x = torch.randn(n, device="cuda").to(dtype)
+            # layer_stats itself calls can_fuse
+            with patch("hookcb.activations.stats.can_fuse", return_value=False):
+                times = measure(x, eps, rounds)
+            yield {"dtype": str(dtype).removeprefix("torch."), "n": n, "bytes": x.nbytes} | figures(times)
+
+
+def figures(times: Mapping[str, list[float]]) -> dict[str, Any]:
     ratios = [fused / plain for fused, plain in zip(times["fused"], times["plain"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    typical = {name: statistics.median(values) for name, values in times.items()}
-    gigabytes = x.nbytes / 1e9
-    return [
-        str(x.dtype).removeprefix("torch."),
-        f"{x.numel():,}",
-        *(f"{us:,.1f}" for us in typical.values()),
-        f"{middle:.3f}",
-        f"{low:.3f}–{high:.3f}",
-        *(f"{gigabytes / (us * 1e-6):,.1f}" for us in typical.values()),
-    ]
+    return {
+        "us": {name: statistics.median(values) for name, values in times.items()},
+        "quartiles": statistics.quantiles(ratios, n=4),
+    }
+
+
+def threshold(rows: Iterable[Mapping[str, Any]]) -> int | None:
+    """The smallest size from which on the fused kernel is faster, for every dtype; None if it never is."""
+    slower: dict[int, bool] = {}
+    for row in rows:
+        slower[row["n"]] = slower.get(row["n"], False) or row["quartiles"][1] >= 1
+    chosen = None
+    for n in sorted(slower, reverse=True):
+        if slower[n]:
+            break
+        chosen = n
+    return chosen
+
+
+def table_of(rows: Iterable[Mapping[str, Any]], title: str) -> Table:
+    table = Table(title=title)
+    columns = "dtype", "elements", *(f"{name} µs" for name in RUNS), "ratio", "quartiles"
+    for column in (*columns, *(f"{name} GB/s" for name in RUNS)):
+        table.add_column(column, justify="right")
+    for row in rows:
+        low, middle, high = row["quartiles"]
+        table.add_row(
+            row["dtype"],
+            f"{row['n']:,}",
+            *(f"{us:,.1f}" for us in row["us"].values()),
+            f"{middle:.3f}",
+            f"{low:.3f}–{high:.3f}",
+            *(f"{row['bytes'] / 1e9 / (us * 1e-6):,.1f}" for us in row["us"].values()),
+        )
+    return table
 
 
 def main() -> None:
@@ -75,21 +111,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU (torch.cuda.is_available() is False): nothing to compare")
         return
-    table = Table(
-        title=f"{torch.cuda.get_device_name()}: median of {options.rounds} rounds of {CALLS} calls, "
-        f"torch {torch.__version__}"
-    )
-    columns = "dtype", "elements", *(f"{name} µs" for name in RUNS), "ratio", "quartiles"
-    for column in (*columns, *(f"{name} GB/s" for name in RUNS)):
-        table.add_column(column, justify="right")
-    for dtype in (torch.float32, torch.bfloat16):
-        for n in SIZES:
-            x = torch.randn(n, device="cuda").to(dtype)
-            # layer_stats itself calls can_fuse
-            with patch("hookcb.activations.stats.can_fuse", return_value=False):
-                times = measure(x, options.eps, options.rounds)
-            table.add_row(*row(x, times))
-    Console().print(table)
+    rows = list(sizes(options.eps, options.rounds))
+    title = f"{torch.cuda.get_device_name()}: median of {options.rounds} rounds of {CALLS} calls, "
+    Console().print(table_of(rows, title + f"torch {torch.__version__}"))
+    print(f"faster at every size from: {threshold(rows)} elements")
 
 
 if __name__ == "__main__":

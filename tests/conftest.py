@@ -27,7 +27,15 @@ def pytest_collection():
 
 
 def pytest_runtest_setup(item):
-    """Exempt what the tests before have imported, too: with dynamo and sklearn a collection takes 0.1 s."""
+    """Skip tests of a GPU without one, and exempt what the tests before have imported, too.
+
+    With dynamo and sklearn a collection takes 0.1 s.
+    """
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
     if len(sys.modules) > item.config.stash.get(N_MODULES, 0) + 50:
         item.config.stash[N_MODULES] = len(sys.modules)
         gc.collect()

@@ -33,6 +33,11 @@ def whole(loader: Any) -> Any:
     return loader
 
 
+def backward(loss: Tensor) -> None:
+    """Runs the backward of a loss, as torch does it."""
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
 class TrainingState:
     """State of a training: model, optimizer, batch and progress; `Loop` adds callbacks to it."""
 
@@ -59,6 +64,7 @@ class TrainingState:
         self.signal = 0  # number of a signal that ends the training, 0 if none has come
         self.ranks = ALONE  # the processes that train the model together, found when a fit begins
         self.own_part: Callable[[Any], Any] = whole  # gives the part of a loader that is for this process
+        self.run_backward: Callable[[Tensor], None] = backward  # of the loss, or the scaled loss
         self._depth = 0
         self.row: dict[str, float] = {}  # results of this epoch, by column; any callback may add one
 
@@ -166,6 +172,7 @@ class TrainingState:
         def add_cbs(self, cbs: Any) -> Self: ...  # noqa: D102
         def remove_cbs(self, cbs: Any) -> Self: ...  # noqa: D102
         def build_dispatch(self) -> None: ...  # noqa: D102
+        def rest(self, resting: Any) -> None: ...  # noqa: D102
         def position(self, event: str) -> list[str]: ...  # noqa: D102
         def within(self, level: str, body: Callable[[], object]) -> bool: ...  # noqa: D102
         def step(self) -> None: ...  # noqa: D102

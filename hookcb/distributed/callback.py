@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hookcb.core.failures import shared_failures
 from hookcb.core.ranks import MAX_SHOWN, MAX_WAIT, Ranks
 from hookcb.core.state import whole
 from hookcb.core.text import join_names
+from hookcb.distributed.engine import Engine
 from hookcb.distributed.loaders import Share, divided, with_loaders
 from hookcb.distributed.process_group import n_processes, open_group, own_device
 from hookcb.distributed.wrap import is_wrapped, layout, prepared, replicated, sharded
@@ -42,6 +43,9 @@ class Distributed(Callback):
     - "fsdp2": `fully_shard`, in place: parameters stay shards (DTensors) after the fit, and `learn.save`
       gathers them. Make the optimizer from a class, as parameters are replaced.
     - `prepare`: your own function, such as `parallelize_module` for tensor parallelism; called once.
+    - `engine`: an `Accelerator`, which wraps the model and runs the backward, also on one process. Its
+      settings of mixed precision, gradient accumulation, DDP and FSDP count; loaders, optimizer and
+      checkpoints stay the Learner's.
 
     Each process gets a part of the samples of a DataLoader that has the sampler of `shuffle=True` or
     `shuffle=False`; `batch_size` is that of one process. A loader with a DistributedSampler stays as it is,
@@ -57,6 +61,7 @@ class Distributed(Callback):
         mesh: with "fsdp2" or `prepare`, a DeviceMesh, or the sizes of its dimensions by name,
             `{"dp": 2, "tp": 4}`. With `prepare`, samples are divided along dimensions whose names begin with
             "dp"; processes along others get the same. Without a mesh, among all processes.
+        engine: an `accelerate.Accelerator`; needs `pip install 'hookcb[accelerate]'`.
         name: name of the callback in the learner.
         **options: options of DistributedDataParallel, such as `find_unused_parameters`, or of `fully_shard`,
             such as `mp_policy`.
@@ -82,10 +87,19 @@ class Distributed(Callback):
         shard: Where | Iterable[Where] | None = None,
         prepare: Callable[[nn.Module, Any], nn.Module | None] | None = None,
         mesh: Any = None,
+        engine: Any = None,
         name: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name=name)
+        self._engine = None if engine is None else Engine(engine)
+        if engine is not None:
+            others = {"shard": shard, "prepare": prepare, "mesh": mesh, **options}
+            unused = next((key for key, x in others.items() if x is not None), None)
+            if mode != "ddp" or unused:
+                raise ValueError(
+                    f"{unused or f'mode={mode!r}'} is not used if there is engine=; set it in the Accelerator"
+                )
         if mode not in MODES:
             raise ValueError(
                 f"mode must be 'ddp' or 'fsdp2', got {mode!r}; for another way to parallelize, give prepare="
@@ -126,22 +140,28 @@ class Distributed(Callback):
     @contextmanager
     def wrapping_model(self, name: str) -> Iterator[None]:
         learn: Any = self.learn
-        if self._is_on or n_processes() == 1 or not _can_train(learn.model):
+        engine, is_alone = self._engine, n_processes() == 1
+        if self._is_on or (is_alone and engine is None) or not _can_train(learn.model):
             yield
             return
         model, dls, device, divided_dls = learn.model, learn.dls, learn.device, None
         self._is_on = True
         try:
-            learn.device = own_device(device, device_of(model))
-            open_group(learn.device)
-            ranks = Ranks(group=distributed.group.WORLD)
-            with shared_failures(ranks, lambda: "wrapping the model"):
-                ranks.join(name, MAX_WAIT)
-                learn.model = self._wrapped(model, learn.device)
-            self._share = self._find_share()
-            learn.dls = divided_dls = self._divided_all(dls)
-            learn.own_part = self._own_part
-            yield
+            with nullcontext() if engine is None else engine.running(learn):
+                given = own_device(device, device_of(model)) if engine is None else engine.device(device)
+                learn.device = given
+                if is_alone and not (engine and engine.shards):
+                    learn.model = self._replicated(model, learn.device)
+                else:
+                    open_group(learn.device)
+                    ranks = Ranks(group=distributed.group.WORLD)
+                    with shared_failures(ranks, lambda: "wrapping the model"):
+                        ranks.join(name, MAX_WAIT)
+                        learn.model = self._wrapped(model, learn.device)
+                    self._share = self._find_share()
+                    learn.dls = divided_dls = self._divided_all(dls)
+                    learn.own_part = self._own_part
+                yield
         finally:
             learn.device, learn.own_part = device, whole
             if learn.dls is divided_dls:  # else it was replaced meanwhile
@@ -151,7 +171,7 @@ class Distributed(Callback):
             self._is_on, self._whole, self._wrapper = False, None, None
 
     def before_fit(self) -> None:
-        if n_processes() == 1:
+        if n_processes() == 1 and self._engine is None:
             return
         if not self._is_on:
             raise RuntimeError(
@@ -197,7 +217,7 @@ class Distributed(Callback):
             return self._wrapper
         if is_wrapped(model):
             return model
-        if self.mode == "ddp" and self.prepare is None:
+        if self.mode == "ddp" and self.prepare is None and not (self._engine and self._engine.shards):
             return self._replicated(model, device)
         if isinstance(getattr(self.learn, "opt_func", None), Optimizer):
             raise TypeError(
@@ -206,7 +226,9 @@ class Distributed(Callback):
             )
         if isinstance(self.mesh, Mapping):
             self.mesh = _make_mesh(self.mesh, device)
-        if self.prepare is not None:
+        if (engine := self._engine) is not None:
+            made = prepared(model, device, lambda model, _: engine.wrap(model), None)
+        elif self.prepare is not None:
             made = prepared(model, device, self.prepare, self.mesh)
         else:
             mesh = self.mesh or _make_mesh({"dp": n_processes()}, device)
@@ -215,8 +237,11 @@ class Distributed(Callback):
         return made
 
     def _replicated(self, model: nn.Module, device: torch.device) -> nn.Module:
-        made = replicated(model, device, self.options)
-        self._whole, self._layout, self._wrapper = model, layout(model), made
+        engine = self._engine
+        made = replicated(model, device, self.options) if engine is None else engine.wrap(model)
+        self._wrapper = made
+        if made is not model:  # else an Accelerator trains it alone
+            self._whole, self._layout = model, layout(model)
         return made
 
     # ---- the data

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookcb.core.ranks import group_of, is_sharded, send_from_main
+from hookcb.core.ranks import is_sharded, send_from_main
 from hookcb.hooks.modules import Where, find_modules
 
 
@@ -55,7 +55,7 @@ def prepared(
     send_from_main(model)
     made = prepare(model, mesh)
     made = model if made is None else made
-    if not isinstance(made, nn.Module) or group_of(made) is None:
+    if not isinstance(made, nn.Module) or not is_wrapped(made):
         raise TypeError(
             "prepare must make a model whose parameters are DTensors, or that is wrapped in "
             "DistributedDataParallel or FullyShardedDataParallel, and return it, or None if it is the same "

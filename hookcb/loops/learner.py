@@ -324,7 +324,7 @@ class Learner(NamedLoop):
 
     def _backward(self) -> None:
         scaler, loss = self.scaler, self.loss  # read here, as before_backward may have changed them
-        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        self.run_backward(loss if scaler is None else scaler.scale(loss))
 
     def predict(self) -> Any:
         """Calls the model on `xb`; override it for a model that is called differently."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class EMA(Callback):
         if is_sharded(trained):
             self._averaged = _Shards(trained, average)
         else:
-            self._averaged = AveragedModel(trained, multi_avg_fn=average, use_buffers=True).eval()
+            self._averaged = _Averaged(trained, multi_avg_fn=average, use_buffers=True).eval()
         self._stepped = False
         self._masks = [
             (average, name)
@@ -191,6 +192,22 @@ class EMA(Callback):
         return super().__getstate__() | {"_plain": [], "_step_hook": None}
 
 
+class _Averaged(AveragedModel):
+    """An `AveragedModel` whose update does not wait for the device, as that of torch 2.13 does."""
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Adds the weights and buffers after a step."""
+        averages, now = (chain(m.parameters(), m.buffers()) for m in (self.module, model))
+        pairs = [(x.detach(), y.detach().to(x.device)) for x, y in zip(averages, now, strict=True)]
+        # torch copies n_averaged to the device of the weights, which waits for it
+        if self.n_averaged and self.multi_avg_fn is not None:
+            _average_all(pairs, self.multi_avg_fn, self.n_averaged)
+        else:
+            for average, x in pairs:
+                average.copy_(x)
+        self.n_averaged += 1
+
+
 class _Shards:
     """Averages of this rank's part of a model, in place of an `AveragedModel`.
 
@@ -214,17 +231,24 @@ class _Shards:
 
     def update_parameters(self, model: nn.Module) -> None:
         """Adds the weights and buffers after a step."""
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        pairs = []
         for name, x in _named(model).items():
             average = self.averages[name]
             if self.n_averaged == 0 or average.shape != x.shape:  # it was gathered when this began
                 self.averages[name] = x.clone()
             else:
-                alike.setdefault((x.device, x.dtype), []).append((average, x))
-        for pairs in alike.values():
-            averages, now = (list(tensors) for tensors in zip(*pairs, strict=True))
-            self._average(averages, now, self.n_averaged)
+                pairs.append((average, x))
+        _average_all(pairs, self._average, self.n_averaged)
         self.n_averaged += 1
+
+
+def _average_all(pairs: list[tuple[Tensor, Tensor]], average: Callable[..., None], n_averaged: Any) -> None:
+    """Updates each average, the first of a pair; all of one device and dtype together."""
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for pair in pairs:
+        alike.setdefault((pair[0].device, pair[0].dtype), []).append(pair)
+    for group in alike.values():
+        average(*(list(tensors) for tensors in zip(*group, strict=True)), n_averaged)
 
 
 def _average(averages: list[Tensor], now: list[Tensor], n_averaged: Any, decay: float) -> None:

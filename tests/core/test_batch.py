@@ -395,7 +395,7 @@ def test_what_is_on_the_device_already_is_not_copied():
     assert moved[1][0] is Y
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU at hand")
+@pytest.mark.cuda
 def test_batches_are_moved_to_the_model_s_gpu():
     learn = Learner(make_batches(), make_model().cuda(), F.mse_loss, lr=0.1)
     fit(learn)

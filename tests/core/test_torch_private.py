@@ -732,9 +732,6 @@ def test_is_profiling():
     assert not torch_private.is_profiling()
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="of CUDA's allocator")
-
-
 @pytest.fixture
 def history():
     torch_private.start_memory_history(100)
@@ -742,7 +739,7 @@ def history():
     torch_private.stop_memory_history()
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_start_memory_history(history):
     torch.empty(1000, device="cuda")
     traces = torch_private.memory_history()["device_traces"]
@@ -750,13 +747,13 @@ def test_start_memory_history(history):
     assert any(frame["filename"] == __file__ for frame in frames)
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_stop_memory_history(history):
     torch_private.stop_memory_history()
     assert not torch_private.is_memory_history_on()
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_memory_history(history):
     kept = torch.empty(1000, device="cuda")
     found = torch_private.memory_history()

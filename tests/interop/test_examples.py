@@ -36,6 +36,7 @@ REPORTS = {
     "distributed_ddp": ["valid_loss", "HEALTHY"],
     "distributed_fsdp2": ["valid_loss", "gradients in the last of 46"],
     "distributed_lightning": ["rank 0 of 2: HEALTHY", "rank 1 of 2: HEALTHY"],  # Lightning starts the other
+    "distributed_accelerate": ["valid_loss", "HEALTHY"],
     "distributed_hf": ["rank 0 of 1: HEALTHY"],
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
@@ -64,7 +65,11 @@ def test_an_example_runs_and_prints_its_report(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "report"),
-    [("distributed_ddp", ["HEALTHY"]), ("distributed_fsdp2", ["gradients in the last of 24"])],
+    [
+        ("distributed_ddp", ["HEALTHY"]),
+        ("distributed_fsdp2", ["gradients in the last of 24"]),
+        ("distributed_accelerate", ["HEALTHY"]),
+    ],
 )
 def test_an_example_of_several_processes_prints_once(name, report, tmp_path):
     printed = run(name, tmp_path, *TORCHRUN, "--master-port", free_port())

@@ -24,8 +24,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
     # the interpreter is numpy, which warns of inf - inf and 0 / 0
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    *([pytest.mark.cuda] if CUDA else []),
 ]
-on_a_card = pytest.mark.skipif(not CUDA, reason="needs a card")
 
 EPS = 0.05
 REAL = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -342,7 +342,7 @@ def test_the_kernels_compile_for_cards_that_are_not_there(tmp_path):
     assert done.stdout == "compiled\n", done.stderr
 
 
-@on_a_card
+@pytest.mark.cuda
 def test_nothing_waits_for_the_card():
     x = normal(2, 3, 500, 7).to(memory_format=torch.channels_last)
     fused_layer_stats(x, EPS)
@@ -354,7 +354,7 @@ def test_nothing_waits_for_the_card():
     assert [len(of_part) for of_part in stats] == [8, 8, 8]
 
 
-@on_a_card
+@pytest.mark.cuda
 def test_more_elements_than_32_bits_can_count():
     x = torch.zeros(2**31 + 2**20 + 5, dtype=torch.int8, device=DEVICE)
     x[-1], x[2**31 + 1] = 7, -3
@@ -365,7 +365,7 @@ def test_more_elements_than_32_bits_can_count():
     assert got[6] == pytest.approx(1)
 
 
-@on_a_card
+@pytest.mark.cuda
 def test_large_tensors_on_a_card_can_fuse():
     x = torch.zeros(fused.THRESHOLD, device=DEVICE)
     assert can_fuse(x)

@@ -95,7 +95,7 @@ def test_a_copy_goes_on_where_the_store_was(copied):
     assert torch.equal(copy.series("fc"), store.series("fc"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_what_is_on_a_gpu_arrives_without_waiting_in_between():
     store = StatStore(("a",), 5_000)
     torch.cuda.set_sync_debug_mode("error")

@@ -345,7 +345,7 @@ def strict_cuda(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @each_option
 @pytest.mark.parametrize("large", [False, True])
 def test_a_forward_on_a_gpu_does_not_synchronise(strict_cuda, options, large):

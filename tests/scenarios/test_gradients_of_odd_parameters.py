@@ -175,7 +175,7 @@ def test_thawed_parameters_appear_from_then_on():
 # ---- elsewhere
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     "options", [{"capturable": True}, {"capturable": True, "foreach": True}, {"fused": True}]
 )

@@ -103,15 +103,19 @@ class LayerTimes:
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
-    given = {x.untyped_storage().data_ptr() for _, x in parts(args) if has_storage(x)}
-    results = [x for _, x in parts(output) if has_storage(x)]
-    results = [x for x in results if x.untyped_storage().data_ptr() not in given]  # a view is no work
+    given = {address(x) for _, x in parts(args)}
+    results = [x for _, x in parts(output) if address(x) not in given | {None}]  # a view is no work
     return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
 
 
-def has_storage(x: Any) -> bool:
-    """Whether this is a tensor in memory, and not a sparse one."""
-    return isinstance(x, Tensor) and x.layout is torch.strided
+def address(x: Any) -> int | None:
+    """Address of a tensor's memory; None for what has none, such as a sparse tensor or a wrapper."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return None
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError:  # a subclass made by _make_wrapper_subclass
+        return None
 
 
 def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> float:
@@ -130,7 +134,7 @@ def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> floa
         return float(2 * args[0].numel() * args[1].shape[-2])
     if op == "mkldnn_rnn_layer":
         return float(prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel()))
-    if op in ("_cudnn_rnn", "_thnn_fused_lstm_cell"):
+    if op.removeprefix("_") in ("cudnn_rnn", "thnn_fused_lstm_cell"):
         weights = args[1] if isinstance(args[1], list | tuple) else ()
         return float(prod(args[0].shape[:-1]) * sum(x.numel() for x in weights))
     return 0.0

@@ -89,8 +89,9 @@ def is_of_torch(m: nn.Module) -> bool:
 def own_weight(m: nn.Module) -> nn.Parameter | None:
     """Weight of a module, if it is a parameter of that module: a computed weight may change when read."""
     weight = parameters_of(m).get("weight")
-    is_whole = not isinstance(weight, UninitializedParameter) and type(weight).__name__ not in SHARDED
-    return weight if is_whole else None
+    if weight is None or isinstance(weight, UninitializedParameter) or type(weight).__name__ in SHARDED:
+        return None
+    return weight if weight.numel() else None  # DeepSpeed's ZeRO-3 empties it outside of a forward
 
 
 def share_alike(weight: Tensor) -> float:

@@ -11,8 +11,6 @@ from hookcb.profiling.memory.allocator import Allocator, AllocatorHistory
 from hookcb.profiling.memory.callback import MemoryStats
 from tests.profiling.memory.support import Blocks, batches_for, learner_for, mlp, watch
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 class Counted:
     """An allocator that code below says what it has done."""
@@ -166,7 +164,7 @@ def test_without_cuda_a_snapshot_is_not_asked_for(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_on_cuda_the_allocator_is_asked_and_its_statistics_stay():
     torch.cuda.reset_peak_memory_stats()
     large = torch.empty(2**26, device="cuda")
@@ -181,7 +179,7 @@ def test_on_cuda_the_allocator_is_asked_and_its_statistics_stay():
     assert stats.growth().slope <= 4 * stats.growth().error
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_on_cuda_a_history_is_written_where_memory_runs_out(tmp_path):
     learn = learner_for(mlp().cuda())
     path = tmp_path / "oom.pickle"

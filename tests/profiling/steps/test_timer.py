@@ -610,7 +610,7 @@ def test_what_is_asked_for_must_be_possible():
         timer.outliers("3")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_on_cuda_the_device_tells_its_own_times():
     learn = make_learner(20, model=make_model().cuda())
     timer = timed(learn, 2)

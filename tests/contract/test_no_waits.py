@@ -1,0 +1,81 @@
+"""No callback waits for a GPU during a batch, except those that say so."""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+
+import pytest
+import torch
+from torch.utils import backend_registration
+
+from tests.contract import pretend_worker, support
+
+WAIT = {"DetectAnomaly", "Log", "NanTrace", "TerminateOnNaN"}  # as their docstrings say, or autograd's
+FP16 = "MixedPrecision-dtype"  # whose GradScaler waits
+EACH = dict(support.each())
+PLANTED = dict(support.planted())
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="needs a newer PyTorch",
+)
+def test_no_callback_waits_for_a_device_that_is_not_there(tmp_path):
+    found = tmp_path / "found.json"
+    command = [sys.executable, pretend_worker.__file__, found]
+    env = os.environ | {"PYTHONPATH": str(pretend_worker.ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr[-2000:]
+    waited = json.loads(found.read_text())
+    assert set(waited) == {*EACH, *PLANTED}
+    for name in [name for name in waited if name.startswith("MixedPrecision")]:
+        assert "autocast" in waited.pop(name).lower()  # there is none for this device
+    assert {name: error for name, error in waited.items() if isinstance(error, str)} == {}
+    assert [name for name in PLANTED if not waited.pop(name)] == []
+    assert {name.split("-")[0] for name, where in waited.items() if where} == WAIT, waited
+
+
+@pytest.fixture
+def waits():
+    """A function that turns noticing on and off; in `found` it has the lines of code that waited.
+
+    Mode "error" would not do: an exception in a probe of Diagnose is caught there.
+    """
+    found = []
+
+    def strict(is_on):
+        torch.cuda.set_sync_debug_mode("warn" if is_on else "default")
+
+    def notice(message, *args, **kwargs):
+        if "called a synchronizing" in str(message):
+            frame = traceback.extract_stack()[-2]
+            found.append(f"{frame.filename}:{frame.lineno}")
+
+    strict.found = found
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = notice
+        yield strict
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(batch):
+    return tuple(x.cuda() for x in batch)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [n for n in EACH if n.split("-")[0] not in WAIT and n != FP16])
+def test_no_callback_waits_for_a_gpu(name, waits, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    support.trained(EACH[name](), torch.nn.Module.cuda, on_gpu, waits)
+    assert waits.found == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wait_for_a_gpu_is_noticed(name, waits):
+    support.trained(PLANTED[name](), torch.nn.Module.cuda, on_gpu, waits)
+    assert waits.found
