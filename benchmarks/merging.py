@@ -274,12 +274,11 @@ def compare(
                 scale = size if stat == "mean" else 0.0
                 what = "std, offset" if (name, stat) == ("far", "std") else stat
                 note("output", what, f"{name}, batch {i}", stats.stats[i][name][stat], wanted, scale)
-            edges = stats.hist_edges(name)
+            *_, level = stats.records.store_of("train").series(name)[i].tolist()
+            edges = stats.records.range_at(name, level)
             wide = torch.float64 if dtype is torch.float64 else torch.float32
-            counts = histogram(torch.from_numpy(x)[None].to(wide), edges[0], edges[-1], len(edges) - 1)[0]
-            found = stats.hist(name).expm1()[:, i]
-            if len(found) != len(counts):
-                counts = counts[1:-1]
+            counts = histogram(torch.from_numpy(x)[None].to(wide), *edges, stats.records.bins)[0]
+            found = stats.records.store_of("train").series(name)[i][len(OUTPUTS) : -1]
             note("output", "histogram", name, float((found - counts).abs().max().round(decimals=6)), 0.0, 1.0)
     for i, grads in enumerate(oracle.grads):
         for name, g in grads.items():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hookcb.activations.bins import at_level, level_of
 from hookcb.activations.stats import LAYER_STATS, ROW, SAMPLED, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
@@ -59,15 +60,15 @@ class OutputBuffer:
     Reducing a few elements takes about as long as reducing thousands, so batches wait for one another.
 
     Args:
-        stores: receive `LAYER_STATS`, then `bins + 2` counts if there are bins, by phase.
+        stores: receive `LAYER_STATS`, then `bins + 2` counts and their level if there are bins, by phase.
         eps: see `layer_stats`.
         bins: number of histogram bins, 0 for no histograms.
-        hist_range: range of all histograms. By default each layer has its own: the range of its first record,
-            extended by half on both sides, but not beyond 0 if an end is 0.
+        hist_range: range of all histograms. By default each record of a layer has its own: at level 0 it is
+            that of the layer's first record, extended by half on both sides, but not beyond 0 if an end is 0.
 
     Attributes:
         batch: outputs of all calls in the running batch, by path.
-        ranges: range of the histograms `(2,)`, by phase and name.
+        ranges: range of the histograms at level 0, `(2,)`, by phase and name; see `bins.py`.
     """
 
     def __init__(
@@ -131,11 +132,13 @@ class OutputBuffer:
         of_runs = torch.split(values, sizes)
         if self.bins:
             pairs = zip(runs, of_runs, strict=True)
-            edges = torch.cat(
+            ranges = torch.cat(
                 [self._edges(phase, names, x).repeat(len(records), 1) for (phase, names, records), x in pairs]
             )
+            levels = self.levels(rows, ranges)
+            edges = at_level(ranges, levels, self.bins)
             counts = histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
-            values = torch.cat([values, counts.to(values.dtype)], 1)
+            values = torch.cat([values, counts.to(values.dtype), levels[:, None].to(values.dtype)], 1)
             of_runs = torch.split(values, sizes)
         for (phase, names, records), x in zip(runs, of_runs, strict=True):
             for i, name in enumerate(names):
@@ -152,8 +155,12 @@ class OutputBuffer:
             self.ranges[key] = self.ranges[key].to(device, dtype, non_blocking=True)
         return torch.stack([self.ranges[phase, name] for name in names])
 
+    def levels(self, rows: Tensor, ranges: Tensor) -> Tensor:
+        """Levels of ranges that fit rows, `(R,)`; 0 for a range that was given."""
+        return torch.zeros_like(ranges[:, 0]) if self.hist_range else level_of(rows, ranges, self.bins)
+
     def range_of(self, phase: str, name: str) -> tuple[float, float]:
-        """Range of a layer's histograms; NaN before its first record."""
+        """Range of a layer's histograms at level 0; NaN before its first record."""
         edges = self.ranges.get((phase, name))
         return (math.nan, math.nan) if edges is None else floats(edges)
 

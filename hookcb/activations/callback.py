@@ -50,8 +50,8 @@ class ActivationStats(HookCallback):
         with_hist: record histograms too.
         eps: magnitude up to which an element counts as near zero, in the output's unit.
         bins: number of histogram bins.
-        hist_range: range of the histograms of all layers; by default each layer has its own, that of the
-            first recorded batch extended by half on both sides.
+        hist_range: range of the histograms of all layers; by default each record of a layer has a range that
+            fits it, and `hist` and pictures show one that holds 99 % of the values of all records.
         sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
             and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %).
             An int uses that many elements at most, for all; None uses every one for all, for which large

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookcb.activations.bins import at_level
 from hookcb.activations.buffer import (
     HIGH,
     LOW,
@@ -43,6 +44,7 @@ class Look:
             same ones, 0 if that is unknown.
         rows: its elements, until they are counted for a histogram, by name.
         counts: histograms, by name.
+        levels: level of the histogram, and the one that would fit this rank's elements, `(2,)`, by name.
     """
 
     outputs: dict[str, About]
@@ -50,6 +52,7 @@ class Look:
     sizes: dict[str, Sizes]
     rows: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, Tensor] = field(default_factory=dict)
+    levels: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Merger:
@@ -57,7 +60,8 @@ class Merger:
 
     A training batch is merged at its end, by one sum and one maximum over all ranks, of as many numbers on
     each of them, whichever layers it has called; if one has a new name, all first agree on it. The batches of
-    a validation are merged at its end, as ranks may have different numbers of them.
+    a validation are merged at its end, as ranks may have different numbers of them. A histogram has the level
+    that fitted the record before, as all ranks know it then.
 
     Source: the mean of the last record is the pivot of the sums of squares: T. Chan, G. Golub, R. LeVeque,
     "Algorithms for computing the sample variance", 1983.
@@ -71,7 +75,8 @@ class Merger:
         self.ranks, self.device, self._dtype = ranks, device, widest(device)
         self._names: dict[str, dict[str, int]] = {phase: {} for phase in PHASES}  # on which all have agreed
         self._pivots = {phase: self._tensor([]) for phase in PHASES}
-        self._ranges: dict[tuple[str, str], Tensor] = {}  # of histograms, by phase and name
+        self._ranges: dict[tuple[str, str], Tensor] = {}  # of histograms at level 0, by phase and name
+        self._levels = {phase: self._tensor([]) for phase in PHASES}  # of the next histograms
         self._kept: list[Look] = []  # batches of a validation
         self._copies: dict[tuple[str, str], int] = {}  # ranks with the same part, found by comparing
         self._peers: tuple[int, ...] = ()  # ranks that compute outputs together, as in tensor parallelism
@@ -100,7 +105,7 @@ class Merger:
 
     # ---- this rank
 
-    def _tensor(self, numbers: Sequence[Any]) -> Tensor:
+    def _tensor(self, numbers: Any) -> Tensor:
         return torch.tensor(numbers, dtype=self._dtype).to(self.device, non_blocking=True)
 
     def _look(self, phase: str, buffer: OutputBuffer, outputs: dict[str, Output]) -> Look:
@@ -126,12 +131,21 @@ class Merger:
             edges = self._range_of(phase, name)
             if edges is not None:
                 row = look.rows.pop(name)[None]
-                low, high = moved(edges, row.device).unbind()
+                ranges, level = moved(edges, row.device)[None], moved(self._level_of(phase, name), row.device)
+                low, high = at_level(ranges, level[None], buffer.bins)[0].unbind()
                 look.counts[name] = moved(histogram(row, low, high, buffer.bins)[0], self.device)
+                fitting = buffer.levels(row, ranges)[0]
+                look.levels[name] = moved(torch.stack([level, fitting]), self.device)
 
     def _range_of(self, phase: str, name: str) -> Tensor | None:
         # elements of a validation are gone when its range could be agreed on
         return self._ranges.get((phase, name), self._ranges.get(("train", name)))
+
+    def _level_of(self, phase: str, name: str) -> Tensor:
+        known = self._names[phase]
+        if name not in known:
+            phase, known = "train", self._names["train"]
+        return self._levels[phase][known[name]] if name in known else self._tensor(0.0)
 
     # ---- all ranks
 
@@ -171,7 +185,8 @@ class Merger:
         pivots = self._pivots[phase][first : first + len(names)]
         n_bins = buffer.bins + 2 if buffer.bins else 0
         sums = torch.zeros(len(names), N_SUMS + n_bins, dtype=self._dtype, device=self.device)
-        maxs = torch.full((2 * len(names) + 1,), -math.inf, dtype=self._dtype, device=self.device)
+        n_maxs = 4 if n_bins else 2
+        maxs = torch.full((n_maxs * len(names) + 1,), -math.inf, dtype=self._dtype, device=self.device)
         if own := [name for name in look.outputs if name in places]:
             at = torch.tensor([places[name] for name in own]).to(self.device, non_blocking=True)
             values = torch.stack([look.values[name] for name in own])
@@ -183,10 +198,20 @@ class Merger:
                 n, _, n_counted, copies = sizes.unbind(1)
                 part = torch.cat([part, counts * (n / n_counted / copies.clamp(min=1))[:, None]], 1)
             sums.index_copy_(0, at, part)
-            maxs[:-1].view(-1, 2).index_copy_(0, at, _extremes(values))
+            most = _extremes(values)
+            if n_bins:
+                unknown = torch.full((2,), -math.inf, dtype=self._dtype, device=self.device)
+                most = torch.cat([most, torch.stack([look.levels.get(name, unknown) for name in own])], 1)
+            maxs[:-1].view(-1, n_maxs).index_copy_(0, at, most)
         maxs[-1] = float(is_new)
         self.ranks.share(sums, maxs)
-        merged = _values(sums, maxs[:-1].view(-1, 2), pivots)
+        most = maxs[:-1].view(-1, n_maxs)
+        merged = _values(sums, most[:, :2], pivots)
+        if n_bins:
+            level, fitting = most[:, 2:].unbind(1)
+            merged = torch.cat([merged, _or_nan(level)[:, None]], 1)
+            levels = self._levels[phase][first : first + len(names)]
+            levels.copy_(fitting.where(fitting > -math.inf, levels))
         pivots.copy_(merged[:, 0].where(merged[:, 0].isfinite(), pivots))
         return merged, maxs[-1]
 
@@ -221,6 +246,7 @@ class Merger:
             self._ranges[phase, name] = moved(edges_of_all, self.device)
         pivots = (sums[0] / sums[1]).nan_to_num(0.0)
         self._pivots[phase] = torch.cat([self._pivots[phase], pivots])
+        self._levels[phase] = torch.cat([self._levels[phase], torch.zeros_like(pivots)])
         self._count(phase, buffer, look)
         return list(new)
 
@@ -245,14 +271,17 @@ class Merger:
 
     def state(self) -> dict[str, Any]:
         """Names, pivots and copies that all have agreed on, of types that `weights_only=True` reads."""
-        agreed = {phase: (list(names), self._pivots[phase].tolist()) for phase, names in self._names.items()}
+        agreed = {
+            phase: (list(names), self._pivots[phase].tolist(), self._levels[phase].tolist())
+            for phase, names in self._names.items()
+        }
         return {"agreed": agreed, "copies": self._copies}
 
     def load_state(self, state: dict[str, Any], buffer: OutputBuffer) -> None:
         """Restores what `state` has returned, with the ranges of a buffer's histograms."""
-        for phase, (names, pivots) in state["agreed"].items():
+        for phase, (names, pivots, levels) in state["agreed"].items():
             self._names[phase] = {name: i for i, name in enumerate(names)}
-            self._pivots[phase] = self._tensor(pivots)
+            self._pivots[phase], self._levels[phase] = self._tensor(pivots), self._tensor(levels)
         self._ranges = {key: moved(edges, self.device) for key, edges in buffer.ranges.items()}
         self._copies = dict(state["copies"])
 

@@ -10,6 +10,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from hookcb.activations import plots
+from hookcb.activations.bins import at_level, join
 from hookcb.activations.buffer import Output, OutputBuffer
 from hookcb.activations.merge import Merger
 from hookcb.activations.report import ActivationReport, ActivationRow
@@ -92,7 +93,8 @@ class ActivationRecords(SavedRecords):
     def clear(self) -> None:
         """Forgets what was recorded."""
         bins = self.bins if self.with_hist else 0
-        columns = [*LAYER_STATS, *(f"bin {i}" for i in range(bins + 2) if bins)]
+        of_bins = [*(f"bin {i}" for i in range(bins + 2)), "level"] if bins else []
+        columns = [*LAYER_STATS, *of_bins]
         self._stores = {phase: StatStore(columns, self.keep) for phase in PHASES}
         self.buffer = OutputBuffer(self._stores, self.eps, bins, self.hist_range)
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -193,7 +195,8 @@ class ActivationRecords(SavedRecords):
     def hist(self, layer: Layer, phase: str = "train") -> Any:
         """Histograms of a layer, `(bins + 2, n_records)`: log(1 + count), 0 if the layer was not called.
 
-        The first row counts elements below the range, the last those above it, see `hist_edges`.
+        The first row counts elements below the range, the last those above it, see `hist_edges`. A record is
+        counted in a range that fits it; narrow bins are joined for this one, and wide ones are spread evenly.
 
         Raises:
             RuntimeError: If no histograms were recorded.
@@ -210,14 +213,16 @@ class ActivationRecords(SavedRecords):
     def hist_edges(self, layer: Layer, phase: str = "train") -> Any:
         """Edges of a layer's bins, `(bins + 1,)`, in the unit of its output.
 
+        By default they hold 99 % of the elements in all records, and so change while records are made.
+
         Raises:
             RuntimeError: If no histograms were recorded.
         """
         self._check_hist()
-        store = self.store_of(phase)  # which sets the ranges
+        store = self.store_of(phase)
 
         def edges(name: str) -> Tensor:
-            low, high = self.buffer.range_of(phase, name)
+            low, high = self._joined(name, phase)[1].tolist()
             return torch.linspace(low, high, self.bins + 1, dtype=torch.float64).to(store.series(name).dtype)
 
         return self.of_layers(layer, edges)
@@ -239,15 +244,12 @@ class ActivationRecords(SavedRecords):
         Source: Stefano Giomo, "The colorful dimension", forums.fast.ai, 2019.
         """
         self._check_hist()
-        hists = {
-            name: plots.Hist(
-                self._binned(name, "train").log1p(),
-                *self.buffer.range_of("train", name),
-                self.layer_series(name, "nonfinite"),
-            )
-            for name in self.names_of(layer)
-        }
-        return plots.color_dim(hists, self.steps(), figsize, ax)
+
+        def hist(name: str) -> plots.Hist:
+            counts, (low, high) = self._joined(name, "train")
+            return plots.Hist(counts.T.log1p(), low.item(), high.item(), self.layer_series(name, "nonfinite"))
+
+        return plots.color_dim({name: hist(name) for name in self.names_of(layer)}, self.steps(), figsize, ax)
 
     def plot_layer_stats(
         self, layer: Layer, figsize: tuple[float, float] | None = None, axs: Any = None
@@ -349,11 +351,19 @@ class ActivationRecords(SavedRecords):
         return ""
 
     def _counts(self, name: str, phase: str) -> Tensor:
-        return self._binned(name, phase).nan_to_num(0).log1p()
+        counts = self._joined(name, phase)[0]
+        return counts.T.nan_to_num(0).log1p().to(self.store_of(phase).series(name).dtype)
 
-    def _binned(self, name: str, phase: str) -> Tensor:
-        """Number of elements in each bin, `(bins + 2, n_records)`; NaN if the layer was not called."""
-        return self.store_of(phase).series(name)[:, len(self.columns) :].T
+    def _joined(self, name: str, phase: str) -> tuple[Tensor, Tensor]:
+        """Elements in each bin, `(n_records, bins + 2)`, NaN if the layer was not called; and their range."""
+        of_bins = self.store_of(phase).series(name)[:, len(self.columns) :]
+        return join(of_bins[:, :-1], of_bins[:, -1], torch.tensor(self.buffer.range_of(phase, name)).double())
+
+    def range_at(self, name: str, level: float) -> tuple[float, float]:
+        """Range of a layer's histogram in a training record, from its level."""
+        first = torch.tensor([self.buffer.range_of("train", name)], dtype=torch.float64)
+        low, high = at_level(first, torch.tensor([level], dtype=torch.float64), self.bins)[0].tolist()
+        return low, high
 
     def _three(self, name: str) -> Any:
         return L(self.layer_series(name, stat) for stat in SERIES)

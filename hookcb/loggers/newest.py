@@ -34,7 +34,6 @@ class Newest:
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}  # the last record read, by prefix
-        self._ranges: dict[str, tuple[float, float]] = {}  # of histograms, by name; they are fixed
 
     def read(self, cbs: Iterable[Callback]) -> Iterator[Reading]:
         """Yields the newest record of each callback, unless it was read before."""
@@ -67,16 +66,11 @@ class Newest:
                 del stats["zero_rows"]  # a parameter with fewer than 2 dimensions has no rows
             reading.values.update({f"{prefix}/{name}/{stat}": x for stat, x in stats.items()})
             if isinstance(readings, ActivationRecords) and readings.with_hist:
-                below, *counts, above = numbers[len(readings.columns) :]
-                low, high = self._range(f"{prefix}/{name}", readings, name)
+                below, *counts, above, level = numbers[len(readings.columns) :]
+                low, high = readings.range_at(name, level)
                 hist = Histogram(low, high, tuple(counts), below, above, stats["min"], stats["max"])
                 reading.hists[f"{prefix}/{name}"] = hist
         yield reading
-
-    def _range(self, key: str, readings: ActivationRecords, name: str) -> tuple[float, float]:
-        if key not in self._ranges:
-            self._ranges[key] = readings.buffer.range_of("train", name)
-        return self._ranges[key]
 
     def _read_times(self, prefix: str, timer: StepTimer) -> Iterator[Reading]:
         if not (times := timer.times) or self._seen.get(prefix) == times[-1].step:
