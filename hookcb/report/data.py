@@ -12,6 +12,7 @@ from hookcb.diagnosis.evidence import Series
 
 SCHEMA = 1
 MAX_POINTS = 5_000  # of a series
+DAMAGED = (KeyError, TypeError, AttributeError, zlib.error, binascii.Error, json.JSONDecodeError)
 
 
 @dataclass
@@ -107,8 +108,7 @@ def _unpacked(numbers: bytes, at: list[int]) -> Series:
     steps, values, n = at
     if min(at) < 0 or 4 * (max(steps, values) + n) > len(numbers):
         raise ValueError("its data are damaged: numbers are missing")
-    found = (
-        array("i", numbers[4 * steps : 4 * (steps + n)]),
-        array("f", numbers[4 * values : 4 * (values + n)]),
-    )
-    return Series(found[0].tolist(), found[1].tolist())
+    own_steps, own_values = array("i"), array("f")
+    own_steps.frombytes(numbers[4 * steps : 4 * (steps + n)])
+    own_values.frombytes(numbers[4 * values : 4 * (values + n)])
+    return Series(own_steps.tolist(), own_values.tolist())

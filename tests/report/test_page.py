@@ -48,7 +48,7 @@ def test_a_name_cannot_end_its_element():
 
 def test_a_learner_without_records_has_a_page_that_says_so(tmp_path):
     net = nn.Linear(2, 1)
-    learn = Learner(net, [], loss_func=nn.functional.mse_loss, opt_func=torch.optim.SGD)
+    learn = Learner([], net, loss_func=nn.functional.mse_loss, opt_func=torch.optim.SGD)
     page = load_report(learn.report(tmp_path / "run.html"))
     assert page.verdict is None
     assert page.headline.startswith("No verdict: nothing is recorded")
