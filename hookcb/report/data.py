@@ -69,14 +69,7 @@ class PageData:
                 for name, stats in state["layers"].items()
             }
             return cls(state["verdict"], state["headline"], run, layers, state["kinds"])
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            zlib.error,
-            binascii.Error,
-            json.JSONDecodeError,
-        ) as error:
+        except DAMAGED as error:
             raise ValueError(f"its data are damaged: {type(error).__name__}: {error}") from error
 
 
