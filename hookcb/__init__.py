@@ -45,6 +45,7 @@ from hookcb.nans.trace import NanTrace
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.timer import StepTimer
+from hookcb.report.page import load_report
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
 from hookcb.training.accumulate import GradientAccumulation
 from hookcb.training.amp import MixedPrecision
@@ -154,6 +155,7 @@ __all__ = [
     "hook_output",
     "hook_outputs",
     "layer_info",
+    "load_report",
     "model_sizes",
     "module_summary",
     "num_features_model",

@@ -16,6 +16,7 @@ FLOORS = [
     {"activations", "nans", "profiling", "training"},
     {"gradients"},
     {"diagnosis", "distributed", "loggers"},
+    {"report"},
     {"loops"},
     {"adapters", "testing.py"},
     {"cli"},

@@ -1,6 +1,7 @@
 """ExternalLoop: a loop hookcb does not run, which reports what happens in it."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any, Self
 from weakref import ref
 
@@ -27,6 +28,7 @@ from hookcb.loops.names import NamedLoop
 from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
 from hookcb.loops.taps import outside_transforms
+from hookcb.report.page import write_report
 
 
 class ExternalLoop(NamedLoop):
@@ -268,6 +270,14 @@ class ExternalLoop(NamedLoop):
             RuntimeError: If nothing is recorded.
         """
         return diagnose_loop(self)
+
+    def report(self, path: str | Path) -> Path:
+        """Writes what was recorded, and the verdict, as one HTML file; see `Learner.report`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        return write_report(self, path)
 
     def __enter__(self) -> Self:
         _ = self.model  # raises if the model is gone

@@ -41,6 +41,7 @@ from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoc
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
+from hookcb.report.page import write_report
 from hookcb.training.checkpoint.names import with_plain_names
 from hookcb.training.checkpoint.resume import Resume, load_validated, read_any
 from hookcb.training.checkpoint.state import check_whole, fitted, read_opt
@@ -426,6 +427,14 @@ class Learner(NamedLoop):
             RuntimeError: If nothing is recorded.
         """
         return diagnose_loop(self)
+
+    def report(self, path: str | Path) -> Path:
+        """Writes what was recorded, and the verdict, as one HTML file; see `hookcb.load_report`.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        return write_report(self, path)
 
     def summary(self, *xb: Any, depth: int | None = None) -> Summary:
         """Summary of the model's modules, optimizer, loss and callbacks; see `module_summary`.

@@ -1,0 +1,60 @@
+"""Writing a page, and reading its data back."""
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from hookcb.core.files import write_whole
+from hookcb.report.collect import collect
+from hookcb.report.data import PageData
+
+HERE = Path(__file__).parent
+STYLES = ("vendor/uPlot-1.6.32.min.css", "page.css")
+SCRIPTS = ("vendor/uPlot-1.6.32.iife.min.js", "page.js")
+BEGIN, END = '<script type="application/json" id="data">', "</script>"
+
+
+def write_report(loop: Any, path: str | Path) -> Path:
+    """Writes what was recorded in a loop as one HTML file, which needs neither server nor network.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    text = page_of(collect(loop))
+    return write_whole(path, lambda file: file.write(text.encode()))
+
+
+def load_report(path: str | Path) -> PageData:
+    """Reads the data of a page that hookcb has written.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If it is no such page, is damaged, or is of another version.
+    """
+    text = Path(path).read_bytes().decode(errors="replace")
+    _, begin, rest = text.partition(BEGIN)
+    data, end, _ = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} is not a whole page of hookcb: it has no data; write it anew with report()")
+    try:
+        return PageData.from_json(data)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; write it anew with report()") from error
+
+
+def page_of(data: PageData) -> str:
+    """The page as text. Only our own scripts and styles may run in it, by their hashes."""
+    style, script = (_joined(names) for names in (STYLES, SCRIPTS))
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data.to_json()}
+    pieces = (HERE / "page.html").read_text(encoding="utf-8").split("@@")  # text, name, text, name …
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    return "\n".join((HERE / name).read_text(encoding="utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

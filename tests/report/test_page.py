@@ -1,0 +1,71 @@
+"""A page holds what was recorded, and says what is wrong with a file that cannot be read."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hookcb import Diagnose, Learner, load_report, synth_learner
+from hookcb.diagnosis.evidence import Series
+from hookcb.report.data import PageData
+from hookcb.report.page import page_of
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    learn = synth_learner()
+    with learn.no_logging():
+        learn.fit(4, cbs=Diagnose())
+    return learn
+
+
+def test_a_page_gives_back_the_verdict_and_the_losses(fitted, tmp_path):
+    path = fitted.report(tmp_path / "run.html")
+    page = load_report(path)
+    assert page.headline == fitted.diagnose().headline
+    assert page.verdict == fitted.diagnose().to_dict()
+    assert page.run["loss"].steps == list(range(40))
+    assert page.run["loss"].values == pytest.approx(fitted.recorder.losses)
+    assert "std" in next(iter(page.layers.values()))
+
+
+def test_numbers_come_back_in_their_places_with_those_not_finite():
+    odd = Series([0, 5, 9], [1.0, math.inf, math.nan])
+    page = PageData(None, "x", {"loss": Series([1, 2], [3.0, 4.0])}, {"a": {"std": odd}}, {"a": "Linear"})
+    back = PageData.from_json(page.to_json())
+    assert back.run["loss"].values == [3.0, 4.0]
+    assert back.layers["a"]["std"].steps == [0, 5, 9]
+    assert str(back.layers["a"]["std"].values) == "[1.0, inf, nan]"
+
+
+def test_a_name_cannot_end_its_element():
+    name = "</script><script>alert(1)</script>@@DATA@@"
+    text = page_of(PageData(None, name, {}, {name: {"std": Series([0], [1.0])}}, {name: name}))
+    assert "alert(1)</script>" not in text
+    assert name not in text
+
+
+def test_a_learner_without_records_has_a_page_that_says_so(tmp_path):
+    net = nn.Linear(2, 1)
+    learn = Learner([], net, loss_func=nn.functional.mse_loss, opt_func=torch.optim.SGD)
+    page = load_report(learn.report(tmp_path / "run.html"))
+    assert page.verdict is None
+    assert page.headline.startswith("No verdict: nothing is recorded")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "is not a whole page"),
+        (lambda text: text.replace('"schema": 1', '"schema": 7'), "version 7"),
+        (lambda text: text.replace('"numbers": "', '"numbers": "AAAA'), "damaged"),
+        (lambda text: text.replace('"numbers": "', '"numbers": "!'), "damaged"),
+        (lambda text: "hello", "is not a whole page"),
+    ],
+)
+def test_a_page_that_cannot_be_read_says_why(fitted, tmp_path, change, said):
+    path = fitted.report(tmp_path / "run.html")
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(ValueError, match=said):
+        load_report(path)
