@@ -7,7 +7,8 @@ from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
-from hookcb.report.data import PageData
+from hookcb.records.records import module_of
+from hookcb.report.data import PageData, Recorded
 
 
 def collect(loop: Any) -> PageData:
@@ -16,16 +17,18 @@ def collect(loop: Any) -> PageData:
     try:
         verdict = loop.diagnose()
     except RuntimeError as error:  # nothing is recorded
-        return PageData(None, f"No verdict: {error}.")
+        return PageData(f"No verdict: {error}.")
     run = {"loss": evidence.loss, **evidence.steps}
-    layers = {name: dict(layer.stats) for name, layer in evidence.layers.items()}
-    kinds = {name: layer.kind for name, layer in evidence.layers.items()}
     return PageData(
-        verdict.to_dict(),
         verdict.headline,
-        {name: series for name, series in run.items() if len(series)},
-        {name: stats for name, stats in layers.items() if any(len(series) for series in stats.values())},
-        kinds,
+        verdict.to_dict(),
+        n_batches=evidence.n_batches,
+        run={name: series for name, series in run.items() if len(series)},
+        layers={
+            name: Recorded(module_of(name), stats=layer.stats)
+            for name, layer in evidence.layers.items()
+            if any(map(len, layer.stats.values()))
+        },
     )
 
 
