@@ -10,8 +10,27 @@ from hookcb.report.collect import collect
 from hookcb.report.data import PageData
 
 HERE = Path(__file__).parent
-STYLES = ("vendor/uPlot-1.6.32.min.css", "page.css")
-SCRIPTS = ("vendor/uPlot-1.6.32.iife.min.js", "page.js")
+STYLES = ("vendor/uPlot-1.6.32.min.css", "assets/page.css")
+SCRIPTS = (
+    "assets/base.js",  # first, as it makes all of them strict
+    "vendor/uPlot-1.6.32.iife.min.js",
+    *(
+        f"assets/{name}.js"
+        for name in (
+            "decode",
+            "colors",
+            "stats",
+            "tables",
+            "charts",
+            "verdict",
+            "run",
+            "model",
+            "layers",
+            "layer",
+        )
+    ),
+    *(f"assets/{name}.js" for name in ("costs", "follow", "main")),
+)
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -48,7 +67,7 @@ def page_of(data: PageData) -> str:
     style, script = (_joined(names) for names in (STYLES, SCRIPTS))
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data.to_json()}
-    pieces = (HERE / "page.html").read_text(encoding="utf-8").split("@@")  # text, name, text, name …
+    pieces = (HERE / "assets/page.html").read_text(encoding="utf-8").split("@@")  # text, name, text, name …
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
