@@ -12,24 +12,21 @@ from hookcb.report.data import PageData
 HERE = Path(__file__).parent
 STYLES = ("vendor/uPlot-1.6.32.min.css", "assets/page.css")
 SCRIPTS = (
-    "assets/base.js",  # first, as it makes all of them strict
+    "assets/base.js",  # first: all of them are strict by it
     "vendor/uPlot-1.6.32.iife.min.js",
-    *(
-        f"assets/{name}.js"
-        for name in (
-            "decode",
-            "colors",
-            "stats",
-            "tables",
-            "charts",
-            "verdict",
-            "run",
-            "model",
-            "layers",
-            "layer",
-        )
-    ),
-    *(f"assets/{name}.js" for name in ("costs", "follow", "main")),
+    "assets/decode.js",
+    "assets/colors.js",
+    "assets/stats.js",
+    "assets/tables.js",
+    "assets/charts.js",
+    "assets/verdict.js",
+    "assets/run.js",
+    "assets/model.js",
+    "assets/layers.js",
+    "assets/layer.js",
+    "assets/costs.js",
+    "assets/follow.js",
+    "assets/main.js",
 )
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 

@@ -53,12 +53,13 @@ const MARKS = { // what cannot be drawn at its place, and the place where it is 
  * lines: `{label, series, points}`, each in a color of its own; `stack` lays them over one another.
  * limit: a number to draw as a dashed line. marks: `{step, text}`, vertical lines.
  * format: text of a value. cells: paints below the lines; `rows` are the limits of the y axis then.
- * names: those of the places on an x axis that has no steps. top: upper limit of the y axis.
+ * names: those of the places on an x axis that has no steps. top: upper limit of the y axis. wide: extremes of
+ * all that the chart may come to show.
  */
 class Chart {
   constructor(options) {
     Object.assign(this, { lines: [], marks: [], limit: null, format: short, height: 11, note: "" }, options);
-    this.plot = make("div.plot", { tabindex: "0", role: "group", "aria-label": this.described(), keydown: (e) => this.press(e) });
+    this.plot = make(this.names ? "div.plot" : "div.plot.of-steps", { tabindex: "0", role: "group", "aria-label": this.described(), keydown: (e) => this.press(e) });
     this.legend = make("ul.legend");
     const title = make("figcaption", {}, make("strong", {}, this.title), this.note ? ` ${this.note}` : "");
     this.box = make("figure.chart", {}, title, this.plot, this.legend, tableOf(this));
@@ -76,7 +77,7 @@ class Chart {
 
   /** Numbers as uPlot wants them; what it cannot draw becomes a mark. */
   read() {
-    const found = extremes(this.lines.map(({ series }) => series.values));
+    const found = this.wide || extremes(this.lines.map(({ series }) => series.values));
     this.isLog = !this.stack && this.top === undefined && isWide(found);
     this.found = [];
     const tables = this.lines.map(({ series }, line) => [series.steps, Array.from(series.values, (x, i) => {
@@ -101,6 +102,7 @@ class Chart {
       ticks: { stroke: color("--line"), width: 1, size: 4 } };
     const order = this.lines.map((_, i) => i);
     if (this.stack) order.reverse();
+    const data = this.read();
     this.plotted?.destroy();
     this.plotted = new uPlot({
       ...this.size(),
@@ -110,7 +112,7 @@ class Chart {
         y: { distr: this.isLog ? 3 : 1, range: (_, low, high) => this.limits(low, high) },
       },
       axes: [
-        { ...axis, size: 26 * rem, values: (_, at) => at.map((x) => this.placeName(x)), space: 60 * rem,
+        { ...axis, size: 26 * rem, values: (_, at) => at.map((x) => this.placeName(x)), space: (this.names ? 90 : 60) * rem,
           incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8] },
         { ...axis, size: 60 * rem, values: (_, at) => at.map((y) => (y === null ? "" : this.format(y))) },
       ],
@@ -122,15 +124,15 @@ class Chart {
         setCursor: [(u) => this.moved(u)],
         setSelect: [(u) => this.selected(u)],
       },
-    }, this.read(), this.plot);
+    }, data, this.plot);
     this.plotted.over.addEventListener("dblclick", () => this.names || timeline.zoom(...timeline.full));
     this.tell(null);
   }
 
   seriesStyle(i, rem) {
     const { points = false } = this.lines[i], stroke = lineColor(i);
-    return { stroke, width: this.stack ? 0 : 1.75 * rem, fill: this.stack ? stroke : undefined,
-      points: { show: points || this.lines[i].series.steps.length < 2, size: 6 * rem, fill: stroke } };
+    return { stroke, dash: i < PALETTE.length ? undefined : [6, 4], width: this.stack ? 0 : 1.75 * rem, fill: this.stack ? stroke : undefined,
+      points: { show: points || this.lines[i].series.steps.length <= 30, size: 6 * rem, fill: stroke } };
   }
 
   size() {
@@ -140,6 +142,7 @@ class Chart {
   limits(low, high) {
     if (this.rows) return this.rows;
     if (low === null) [low, high] = [0, 1];
+    if (this.wide) [low, high] = [this.isLog ? this.wide.positive : this.wide.low, this.wide.high];
     if (this.limit !== null && (!this.isLog || this.limit > 0)) {
       [low, high] = [Math.min(low, this.limit), Math.max(high, this.limit)];
     }
@@ -160,7 +163,7 @@ class Chart {
     pen.beginPath();
     pen.rect(left, top, width, height);
     pen.clip();
-    pen.font = `${11.5 * px}px system-ui, sans-serif`;
+    [pen.font, pen.textAlign, pen.textBaseline] = [`${11.5 * px}px system-ui, sans-serif`, "left", "alphabetic"];
     pen.lineWidth = 1.5 * px;
     const label = (text, x, y, ink) => {
       const room = pen.measureText(text).width;
@@ -264,12 +267,13 @@ class Chart {
       const own = value(i), text = own === null || own === undefined ? "" : ` ${this.format(own)}`;
       const key = make("span.line", { "aria-hidden": "true" });
       key.style.background = lineColor(i);
+      if (this.lines.length === 1 && label === this.title) return text && make("li", {}, make("b", {}, text));
       return make("li", {}, key, label, make("b", {}, text));
     });
-    const where = x === null ? "step" : this.names ? this.names[x] : `step ${whole(x)}`;
+    const where = x === null ? "" : make("li.where", {}, this.names ? this.names[x] : `step ${whole(x)}`);
     const kinds = Object.entries(Object.groupBy(this.found, ({ kind }) => kind)).map(([kind, found]) =>
       make(`li.${kind === "zero" || kind === "over" ? "off" : "nonfinite"}`, {}, `${MARKS[kind].sign} ${MARKS[kind].text} (${found.length}×)`));
-    this.legend.replaceChildren(make("li.where", {}, this.names && x === null ? "" : where), ...entries, ...kinds);
+    this.legend.replaceChildren(...[where, ...entries, ...kinds].filter(Boolean));
   }
 }
 

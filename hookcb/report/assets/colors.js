@@ -1,8 +1,7 @@
 // Colors: those of page.css for lines, viridis for strips. NaN and inf have a color of their own.
 
-const PALETTE = ["--blue", "--orange", "--green", "--pink", "--sky"];
+const PALETTE = ["--blue", "--orange", "--green", "--pink", "--sky", "--soft", "--missing"];
 const VIRIDIS = ["440154", "482878", "3e4a89", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725"];
-const GRAY = 0xff888888;
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const lineColor = (i) => color(PALETTE[i % PALETTE.length]);

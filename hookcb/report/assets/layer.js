@@ -15,6 +15,9 @@ function statCharts(recorded, marks, isOfParam) {
     });
     charts.set(title, [...(charts.get(title) || []), ...lines]);
   }
+  const isSame = ([one], [other]) => String(one?.series.values) === String(other?.series.values);
+  const [norm, clipped] = ["norm", "clipped_norm"].map((stat) => charts.get(statName(stat, true)) || []);
+  if (norm.length && norm.every((_, i) => isSame([norm[i]], [clipped[i]]))) charts.delete(statName("clipped_norm", true));
   const isAllZero = (lines) => lines.every(({ series }) => series.values.every((x) => x === 0));
   const said = [];
   for (const [title, lines] of charts) {
@@ -37,7 +40,7 @@ function histogramChart({ low, high, bins }, marks) {
     u.ctx.drawImage(raster(emptied, timeline.range, Math.max(1, Math.round(width)), scale), left, top, width, height);
   };
   const box = chart({
-    title: "histogram of the output over time", note: "number of elements by value; the outermost rows are those beyond the range",
+    title: "histogram over time", note: "elements by value; top and bottom row: beyond the range",
     lines: [], cells: { steps: bins[0].steps, paint }, rows: [low - size, high + size], marks, height: 14,
     histogram: { low, size, bins },
   });
@@ -47,7 +50,7 @@ function histogramChart({ low, high, bins }, marks) {
 
 function showLayer(page, row) {
   const place = $("layer"), findings = row.findings.map((i) => [i, page.verdict.findings[i]]);
-  const marks = findings.filter(([, own]) => own.step !== null).map(([, own]) => ({ step: own.step, text: own.code }));
+  const marks = findings.filter(([, own]) => own.step !== null).map(([, own]) => ({ step: own.step, text: "" }));
   const facts = [row.about, row.nParams ? counted(row.nParams, "parameter") : ""].filter(Boolean).join(" · ");
   place.replaceChildren(make("h3", {}, row.name || row.label), facts ? make("p.soft", {}, facts) : "");
   for (const [i, own] of findings) {

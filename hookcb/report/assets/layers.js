@@ -37,6 +37,8 @@ const layers = {
     timeline.cursors.add((step) => this.tell(step));
     new ResizeObserver(() => this.repaint()).observe(this.place);
     this.rank();
+    const first = [...this.rows.values()].filter(({ findings }) => findings.length).sort((a, b) => a.findings[0] - b.findings[0])[0];
+    if (first) this.choose(first.name);
   },
 
   /** Folds the innermost containers until few rows are left, but none that has a finding inside. */

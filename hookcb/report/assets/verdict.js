@@ -28,9 +28,10 @@ function findingBox(page, finding, index, isMain) {
     make("p", {}, finding.message));
   if (series && series.steps.length) {
     const { name, stat, limit } = finding.shown_by;
-    const title = [statName(stat), name === stat ? "" : name].filter(Boolean).join(" of ") || name;
+    const label = statName(stat, finding.shown_by.of === "params");
+    const title = [label, name === stat ? "" : name].filter(Boolean).join(" of ");
     const marks = finding.step === null ? [] : [{ step: finding.step, text: `step ${whole(finding.step)}` }];
-    box.append(chart({ title, lines: [{ label: statName(stat) || name, series }], limit, marks, height: isMain ? 13 : 9 }));
+    box.append(chart({ title, lines: [{ label: title, series }], limit, marks, height: isMain ? 13 : 9 }));
   }
   const facet = (title, items, kindOfList) => items.length && box.append(make("div.facet", {},
     make("h4", {}, title), list(kindOfList, items)));
