@@ -13,7 +13,12 @@ const timeline = {
     for (const chart of this.live()) chart.show(this.range);
     for (const paint of this.strips) paint();
     $("zoomed").hidden = this.range[0] <= low && this.range[1] >= high;
-    $("zoomed-range").textContent = `Steps ${whole(this.range[0])} to ${whole(this.range[1])} are shown.`;
+    $("zoomed-range").textContent = `Steps ${this.ends().map(whole).join(" to ")} are shown.`;
+  },
+
+  /** First and last step that are shown. */
+  ends() {
+    return [Math.ceil(this.range[0]), Math.floor(this.range[1])];
   },
 
   point(step, source = null) {
@@ -39,6 +44,8 @@ const timeline = {
   },
 };
 
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((x) => [x, 2 * x, 5 * x]); // distances of ticks
+
 const MARKS = { // what cannot be drawn at its place, and the place where it is drawn
   nan: { text: "NaN", sign: "×", atTop: false },
   high: { text: "infinite", sign: "▲", atTop: true },
@@ -54,7 +61,7 @@ const MARKS = { // what cannot be drawn at its place, and the place where it is 
  * limit: a number to draw as a dashed line. marks: `{step, text}`, vertical lines.
  * format: text of a value. cells: paints below the lines; `rows` are the limits of the y axis then.
  * names: those of the places on an x axis that has no steps. top: upper limit of the y axis. wide: extremes of
- * all that the chart may come to show.
+ * all that the chart may come to show. yNames: those of the places on the y axis, from the top. isLinear: never on a logarithmic axis.
  */
 class Chart {
   constructor(options) {
@@ -78,7 +85,7 @@ class Chart {
   /** Numbers as uPlot wants them; what it cannot draw becomes a mark. */
   read() {
     const found = this.wide || extremes(this.lines.map(({ series }) => series.values));
-    this.isLog = !this.stack && this.top === undefined && isWide(found);
+    this.isLog = !this.stack && !this.isLinear && isWide(found);
     this.found = [];
     const tables = this.lines.map(({ series }, line) => [series.steps, Array.from(series.values, (x, i) => {
       const kind = Number.isNaN(x) ? "nan" : x === Infinity ? "high" : x === -Infinity ? "low"
@@ -98,6 +105,7 @@ class Chart {
     if (!this.box.isConnected && this.box.parentNode === null) return;
     const rem = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
     const font = `${12 * rem}px system-ui, sans-serif`;
+    const filter = (_, at) => (this.isLog ? at.map((y) => (Math.log10(y) % 1 ? null : y)) : at); // decades only
     const axis = { stroke: color("--soft"), font, labelFont: font, grid: { stroke: color("--line"), width: 1 },
       ticks: { stroke: color("--line"), width: 1, size: 4 } };
     const order = this.lines.map((_, i) => i);
@@ -106,15 +114,16 @@ class Chart {
     this.plotted?.destroy();
     this.plotted = new uPlot({
       ...this.size(),
+      padding: [(this.marks.some(({ text }) => text) ? 18 : 6) * rem, (this.names ? 12 : 34) * rem, 0, 0],
       legend: { show: false },
       scales: {
         x: { time: false, range: () => (this.names ? [-0.5, this.names.length - 0.5] : timeline.range) },
-        y: { distr: this.isLog ? 3 : 1, range: (_, low, high) => this.limits(low, high) },
+        y: { distr: this.isLog ? 3 : 1, dir: this.yNames ? -1 : 1, range: (_, low, high) => this.limits(low, high) },
       },
       axes: [
-        { ...axis, size: 26 * rem, values: (_, at) => at.map((x) => this.placeName(x)), space: (this.names ? 90 : 60) * rem,
-          incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7, 1e8] },
-        { ...axis, size: 60 * rem, values: (_, at) => at.map((y) => (y === null ? "" : this.format(y))) },
+        { ...axis, size: 26 * rem, values: (_, at) => at.map((x) => this.placeName(x)), space: (this.names ? 90 : 60) * rem, incrs: WHOLE },
+        { ...axis, grid: { ...axis.grid, filter }, size: 60 * rem, ...(this.yNames && { incrs: WHOLE, space: 14 * rem }),
+          values: (_, at) => at.map((y) => (y === null ? "" : this.yNames ? this.yNames[y] ?? "" : this.format(y))) },
       ],
       series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
       cursor: { y: false, drag: { x: !this.names, y: false, setScale: false }, points: { show: !this.stack && !this.cells } },
@@ -132,7 +141,7 @@ class Chart {
   seriesStyle(i, rem) {
     const { points = false } = this.lines[i], stroke = lineColor(i);
     return { stroke, dash: i < PALETTE.length ? undefined : [6, 4], width: this.stack ? 0 : 1.75 * rem, fill: this.stack ? stroke : undefined,
-      points: { show: points || this.lines[i].series.steps.length <= 30, size: 6 * rem, fill: stroke } };
+      points: { show: points || this.lines[i].series.steps.length <= 30, size: 5 * rem, fill: stroke } };
   }
 
   size() {
@@ -160,9 +169,6 @@ class Chart {
   drawMarks(u, rem) {
     const pen = u.ctx, { left, top, width, height } = u.bbox, px = devicePixelRatio * rem;
     pen.save();
-    pen.beginPath();
-    pen.rect(left, top, width, height);
-    pen.clip();
     [pen.font, pen.textAlign, pen.textBaseline] = [`${11.5 * px}px system-ui, sans-serif`, "left", "alphabetic"];
     pen.lineWidth = 1.5 * px;
     const label = (text, x, y, ink) => {
@@ -194,7 +200,7 @@ class Chart {
       let row = ends.findIndex((end) => end < x);
       if (row < 0) row = ends.push(0) - 1;
       ends[row] = Math.min(x, left + width - room) + room;
-      if (row < 4) label(text, x + 4 * px, top + (13 + 15 * row) * px, color("--ink"));
+      if (row < 4) label(text, x, top + (15 * row - 5) * px, color("--ink")); // the first row is above the plot
     }
     if (this.limit !== null && (!this.isLog || this.limit > 0)) {
       const y = Math.round(u.valToPos(this.limit, "y", true));
@@ -202,8 +208,7 @@ class Chart {
       pen.setLineDash([6 * px, 4 * px]);
       line([left, y], [left + width, y]);
       pen.setLineDash([]);
-      const text = `limit ${this.format(this.limit)}`;
-      label(text, left + width, y < top + 18 * px ? y + 14 * px : y - 4 * px, bad);
+      label(`limit ${this.format(this.limit)}`, left + width, y < top + 18 * px ? y + 14 * px : y - 4 * px, bad);
     }
     pen.textAlign = "center";
     for (const { line: i, kind, step } of this.found) {
@@ -279,6 +284,18 @@ class Chart {
 
 /** The element of a chart, see `Chart`. */
 const chart = (options) => new Chart(options).box;
+
+/** Charts of `lines` by title, and a sentence on those whose numbers are one and the same. */
+function partlySame(all, drawn, named = (title) => title) {
+  const charts = [], same = [];
+  for (const [title, lines] of all) {
+    const { low, high, isFinite } = extremes(lines.map(({ series }) => series.values));
+    const n = Math.max(...lines.map(({ series }) => series.steps.length));
+    if (isFinite && low === high && n > 1) same.push(`${named(title)} ${short(low)}`);
+    else charts.push(drawn(title, lines));
+  }
+  return [charts, same.length ? make("p.soft", {}, `The same at all recorded steps: ${same.join(", ")}.`) : ""];
+}
 
 const resized = new ResizeObserver((entries) => {
   for (const { target } of entries) {

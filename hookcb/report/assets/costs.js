@@ -89,8 +89,8 @@ function showRanks({ ranks }) {
       u.ctx.drawImage(raster(all, timeline.range, Math.max(1, Math.round(width)), scale), left, top, width, height);
     };
     const box = chart({
-      title: `${phase}: time by rank`, format: seconds, height: clamp(all.length * 1.4 + 2, 5, 20), lines: [], ranks: all.length,
-      rows: [all.length - 0.5, -0.5], cells: { steps: all.find(hasSteps).steps, paint, lines: all.map((series, rank) => ({ label: name(rank), series })) },
+      title: `${phase}: time by rank`, note: "a row for each rank", format: seconds, height: clamp(all.length * 1.4 + 2, 5, 20), lines: [], yNames: all.map((_, rank) => String(rank)),
+      rows: [-0.5, all.length - 0.5], cells: { steps: all.find(hasSteps).steps, paint, lines: all.map((series, rank) => ({ label: name(rank), series })) },
     });
     box.querySelector("figcaption").after(colorKey(scale, seconds));
     place.append(box);

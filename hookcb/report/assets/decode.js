@@ -41,5 +41,5 @@ function stepsOf(page) {
   const all = [page.run, page.epochs, ...recorded].flatMap(Object.values).filter((own) => own.steps.length);
   const first = all.reduce((least, { steps }) => Math.min(least, steps[0]), Infinity);
   const last = all.reduce((most, { steps }) => Math.max(most, steps.at(-1)), page.n_batches - 1);
-  return Number.isFinite(first) ? [first, Math.max(last, first + 1)] : [0, 1];
+  return Number.isFinite(first) ? [first - 0.5, last + 0.5] : [0, 1]; // room for whole cells
 }

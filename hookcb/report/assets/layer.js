@@ -15,18 +15,9 @@ function statCharts(recorded, marks, isOfParam) {
     });
     charts.set(title, [...(charts.get(title) || []), ...lines]);
   }
-  const isSame = ([one], [other]) => String(one?.series.values) === String(other?.series.values);
   const [norm, clipped] = ["norm", "clipped_norm"].map((stat) => charts.get(statName(stat, true)) || []);
-  if (norm.length && norm.every((_, i) => isSame([norm[i]], [clipped[i]]))) charts.delete(statName("clipped_norm", true));
-  const isAllZero = (lines) => lines.every(({ series }) => series.values.every((x) => x === 0));
-  const said = [];
-  for (const [title, lines] of charts) {
-    if (title.endsWith("not finite") && isAllZero(lines)) {
-      said.push(`No NaN or inf was seen in ${isOfParam ? "gradients" : "the output"}, in ${counted(lines[0].series.steps.length, "record")}.`);
-      charts.delete(title);
-    }
-  }
-  return [...charts].map(([title, lines]) => chart({ title, lines, marks, height: 9 })).concat(said.map((text) => make("p.soft", {}, text)));
+  if (norm.length && norm.every(({ series }, i) => isSame(series, clipped[i]?.series))) charts.delete(statName("clipped_norm", true));
+  return partlySame(charts, (title, lines) => chart({ title, lines, marks, height: 9 }));
 }
 
 function histogramChart({ low, high, bins }, marks) {
@@ -41,10 +32,10 @@ function histogramChart({ low, high, bins }, marks) {
   };
   const box = chart({
     title: "histogram over time", note: "elements by value; top and bottom row: beyond the range",
-    lines: [], cells: { steps: bins[0].steps, paint }, rows: [low - size, high + size], marks, height: 14,
-    histogram: { low, size, bins },
+    lines: [], cells: { steps: bins[0].steps, paint }, rows: [low - size, high + size], marks, height: 21,
   });
   box.querySelector("figcaption").after(colorKey(scale, whole));
+  box.classList.add("tall");
   return box;
 }
 
@@ -56,15 +47,16 @@ function showLayer(page, row) {
   for (const [i, own] of findings) {
     place.append(make(`p.finding.${own.severity}`, {}, make("a", { href: `#finding-${i}` }, make("code", {}, own.code)), " ", own.message));
   }
-  const section = (title, charts) => charts.length &&
-    place.append(make("h4", {}, title), make("div.charts.small", {}, ...charts));
+  const section = (title, charts, same) => (charts.length || same) &&
+    place.append(make("h4", {}, title), make("div.charts.small", {}, ...charts), same);
   if (row.layer) {
     const hist = row.layer.hist?.bins?.[0]?.steps.length ? [histogramChart(row.layer.hist, marks)] : [];
-    section("Output", [...hist, ...statCharts({ [row.name]: row.layer }, marks, false)]);
+    const [charts, same] = statCharts({ [row.name]: row.layer }, marks, false);
+    section("Output", [...hist, ...charts], same);
   }
   const params = Object.fromEntries(row.params.map((name) => [name, page.params[name]]));
   section(`Parameters: ${Object.entries(params).map(([name, { about }]) => `${name.split(".").at(-1)} ${about}`.trim()).join(", ")}`,
-    statCharts(params, marks, true));
+    ...statCharts(params, marks, true));
   $("said").textContent = `Curves of ${row.name || row.label} are shown.`;
 }
 

@@ -136,7 +136,7 @@ const layers = {
     const { row } = node, canvas = node.querySelector("canvas"), own = this.choice.of(row);
     this.width ||= clamp(Math.round(canvas.clientWidth * devicePixelRatio), 64, 2048);
     const isFolded = node.getAttribute("aria-expanded") === "false";
-    const rows = this.choice.isCost ? [] : own !== null || !isFolded ? [own] : this.inside(row).map(this.choice.of).filter(Boolean);
+    const rows = this.choice.isCost ? [] : own !== null || !isFolded ? [own] : [...this.inside(row)].map(this.choice.of).filter(Boolean);
     const image = this.choice.isCost ? this.bar(own) : raster(rows, timeline.range, this.width, this.scale);
     [canvas.width, canvas.height] = [image.width, image.height];
     canvas.getContext("2d").drawImage(image, 0, 0);
@@ -189,7 +189,7 @@ const layers = {
   },
 
   axis() {
-    const [first, last] = timeline.range;
+    const [first, last] = timeline.ends();
     $("strip-first").textContent = this.choice?.isCost ? "0" : `step ${whole(first)}`;
     $("strip-last").textContent = this.choice?.isCost ? this.choice.format(this.scale.high) : whole(last);
   },
@@ -233,6 +233,12 @@ const layers = {
     if (hasFocus) node.focus({ preventScroll: !node.isConnected });
   },
 
+  /** Scrolls the map, not the page, so that a row is seen. */
+  reveal({ offsetTop: top, offsetHeight: height }) {
+    const { scrollTop, clientHeight } = this.place;
+    if (top < scrollTop || top + height > scrollTop + clientHeight) this.place.scrollTop = top - clientHeight / 2;
+  },
+
   turn(row) {
     if (!this.folded.delete(row)) this.folded.add(row);
     this.list();
@@ -248,11 +254,13 @@ const layers = {
     if (old) old.setAttribute("aria-selected", "false");
     this.chosen = row;
     this.nodes.get(row).setAttribute("aria-selected", "true");
+    if (!this.nodes.get(row).isConnected) this.list();
+    this.reveal(this.nodes.get(row));
     if (isFromAfar) {
       if (!this.visible().includes(row)) $("find").value = "";
       this.list();
+      this.reveal(this.nodes.get(row));
       $("layers-section").scrollIntoView();
-      this.nodes.get(row).scrollIntoView({ block: "nearest" });
       this.enter(this.nodes.get(row), true);
     }
     showLayer(this.page, row);

@@ -1,9 +1,9 @@
 // The page from top to bottom.
 
 function showHead(page) {
-  const status = page.verdict?.status || "";
-  const [, word, rest] = page.headline.match(/^([A-Z]+)(?=\s)(.*)$/s) || [null, "", page.headline];
-  $("headline").append(word && status ? make(`span.status.${status}`, {}, word) : word, rest);
+  const [, word, rest] = page.headline.match(/^(SICK|SUSPECT|HEALTHY|UNKNOWN)(?=\s)(.*)$/s) || [null, "", page.headline];
+  const status = word.toLowerCase();
+  $("headline").append(word && make(`span.status.${status}`, {}, word), rest);
   document.title = [page.title, status || "hookcb"].filter(Boolean).join(": ");
   const written = page.written && new Date(page.written);
   const facts = [page.title, page.n_batches ? counted(page.n_batches, "batch").replace(/batchs$/, "batches") : "",

@@ -35,6 +35,8 @@ function largest(all) {
   return { steps: at, values: Float32Array.from(at, (step) => found.get(step)) };
 }
 
+const isSame = (one, other) => one && other && String(one.values) === String(other.values);
+
 function median(numbers) {
   const sorted = Array.from(numbers).filter(Number.isFinite).sort((a, b) => a - b);
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : NaN;
