@@ -18,7 +18,7 @@ const timeline = {
 
   /** First and last step that are shown. */
   ends() {
-    return [Math.ceil(this.range[0]), Math.floor(this.range[1])];
+    return [Math.ceil(this.range[0]) + 0, Math.floor(this.range[1])]; // no negative zero
   },
 
   point(step, source = null) {
@@ -291,7 +291,7 @@ function partlySame(all, drawn, named = (title) => title) {
   for (const [title, lines] of all) {
     const { low, high, isFinite } = extremes(lines.map(({ series }) => series.values));
     const n = Math.max(...lines.map(({ series }) => series.steps.length));
-    if (isFinite && low === high && n > 1) same.push(`${named(title)} ${short(low)}`);
+    if (isFinite && low === high && n > 1) same.push(`${named(title)} = ${short(low)}`);
     else charts.push(drawn(title, lines));
   }
   return [charts, same.length ? make("p.soft", {}, `The same at all recorded steps: ${same.join(", ")}.`) : ""];

@@ -26,7 +26,7 @@ const follow = {
 
   keep() {
     const state = { at: scrollY, map: layers.state?.(), zoom: timeline.kept(), open: this.folds().filter(([, node]) => node.open).map(([key]) => key),
-      depth: depthKept(), focus: document.activeElement?.id || "" };
+      depth: depthKept(), focus: document.activeElement?.id || "", row: document.activeElement?.dataset?.name ?? null };
     const text = JSON.stringify(state);
     try {
       sessionStorage.setItem(this.key, text);
@@ -67,7 +67,8 @@ const follow = {
     timeline.restore(state.zoom);
     restoreDepth(state.depth);
     for (const [key, node] of this.folds()) if (state.open.includes(key)) node.open = true;
-    if (state.focus) $(state.focus)?.focus({ preventScroll: true });
+    if (state.row !== null) layers.focus(state.row);
+    else if (state.focus) $(state.focus)?.focus({ preventScroll: true });
     history.scrollRestoration = "manual";
     scrollTo(0, state.at);
   },

@@ -239,6 +239,11 @@ const layers = {
     if (top < scrollTop || top + height > scrollTop + clientHeight) this.place.scrollTop = top - clientHeight / 2;
   },
 
+  focus(name) {
+    const node = this.nodes?.get(this.rows.get(name));
+    if (node?.isConnected) this.enter(node, true);
+  },
+
   turn(row) {
     if (!this.folded.delete(row)) this.folded.add(row);
     this.list();

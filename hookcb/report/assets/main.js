@@ -9,7 +9,7 @@ function showHead(page) {
   const facts = [page.title, page.n_batches ? counted(page.n_batches, "batch").replace(/batchs$/, "batches") : "",
     written && !page.every ? `written ${written.toLocaleString()}` : "",
     page.hookcb && `hookcb ${page.hookcb}`].filter(Boolean);
-  $("facts").textContent = facts.join(" · ");
+  $("facts").append(...facts.flatMap((fact, i) => [i ? " · " : "", make("span", {}, fact)]));
   $("live").hidden = !page.every;
   if (page.every) {
     const time = written && !Number.isNaN(+written) ? `, last written ${written.toLocaleTimeString()}` : "";

@@ -2,12 +2,12 @@
 
 const STATS = {
   std: "std", mean: "mean", min: "smallest", max: "largest", abs_max: "largest magnitude", near_zero: "near zero",
-  zeros: "zeros", nonfinite: "not finite", spread: "spread over the batch", saturated: "saturated", dead: "dead units",
-  grad_nonfinite: "gradient not finite", norm: "gradient norm", clipped_norm: "gradient norm after clipping",
+  zeros: "zeros", nonfinite: "NaN or inf", spread: "spread over the batch", saturated: "saturated", dead: "dead units",
+  grad_nonfinite: "NaN or inf in the gradient", norm: "gradient norm", clipped_norm: "gradient norm after clipping",
   rms: "gradient rms", zero_rows: "rows without gradient", weight_norm: "weight norm", weight_mean: "weight mean",
   weight_std: "weight std", update_ratio: "update ratio", drift: "drift of the weight",
 };
-const GRADIENT = { abs_max: "largest gradient", nonfinite: "gradient not finite" }; // of parameters
+const GRADIENT = { abs_max: "largest gradient", nonfinite: "NaN or inf in the gradient" }; // of parameters
 const SHARES = new Set(["near_zero", "zeros", "saturated", "dead", "zero_rows"]); // 0 to 1
 const FIRST = ["std", "near_zero", "norm", "update_ratio", "dead"]; // those asked for most
 

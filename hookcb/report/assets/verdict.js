@@ -33,10 +33,9 @@ function findingBox(page, finding, index, isMain) {
     const marks = finding.step === null ? [] : [{ step: finding.step, text: `step ${whole(finding.step)}` }];
     box.append(chart({ title, lines: [{ label: title, series }], limit, marks, height: isMain ? 13 : 9 }));
   }
-  const facet = (title, items, kindOfList) => items.length && box.append(make("div.facet", {},
-    make("h4", {}, title), list(kindOfList, items)));
-  facet("Likely", finding.causes, "ul");
-  facet("Next", finding.next_steps, finding.next_steps.length > 1 ? "ol" : "ul");
+  const facet = (title, items, kindOfList) => (items.length ? make("div", {}, make("h4", {}, title), list(kindOfList, items)) : "");
+  box.append(make("div.facets", {}, facet("Likely", finding.causes, "ul"),
+    facet("Next", finding.next_steps, finding.next_steps.length > 1 ? "ol" : "ul")));
   return box;
 }
 
