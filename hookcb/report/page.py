@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ SCRIPTS = (
     "assets/follow.js",
     "assets/main.js",
 )
+BOOT = ("assets/boot.js",)
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -60,10 +62,14 @@ def load_report(path: str | Path) -> PageData:
 
 
 def page_of(data: PageData) -> str:
-    """The page as text. Only our own scripts and styles may run in it, by their hashes."""
-    style, script = (_joined(names) for names in (STYLES, SCRIPTS))
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data.to_json()}
+    """The page as text. Only our own scripts and styles may run in it, by their hashes.
+
+    The script is deflated, in base64, which saves half of an empty page.
+    """
+    style, script, boot = (_joined(names) for names in (STYLES, SCRIPTS, BOOT))
+    policy = f"default-src 'none'; script-src {_hash(boot)} {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
+    packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": data.to_json()}
     pieces = (HERE / "assets/page.html").read_text(encoding="utf-8").split("@@")  # text, name, text, name …
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 

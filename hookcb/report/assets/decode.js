@@ -1,11 +1,5 @@
 // Reading the data that the page holds, see `PageData` in data.py.
 
-async function inflated(text) {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Response(stream).arrayBuffer();
-}
-
 /** The page with `{steps, values}` in place of each series. */
 async function readPage(text) {
   const page = JSON.parse(text);
