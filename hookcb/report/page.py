@@ -67,7 +67,8 @@ def page_of(data: PageData) -> str:
     The script is deflated, in base64, which saves half of an empty page.
     """
     style, script, boot = (_joined(names) for names in (STYLES, SCRIPTS, BOOT))
-    policy = f"default-src 'none'; script-src {_hash(boot)} {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
+    scripts = f"script-src {_hash(boot)} {_hash(script)}"
+    policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": data.to_json()}
     pieces = (HERE / "assets/page.html").read_text(encoding="utf-8").split("@@")  # text, name, text, name …

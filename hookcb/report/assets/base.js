@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 function make(what, attributes = {}, ...children) {
   const [name, ...classes] = what.split(".");
   const node = document.createElement(name);
-  node.classList.add(...classes);
+  if (classes.length) node.className = classes.join(" ");
   for (const [key, value] of Object.entries(attributes)) {
     if (typeof value === "function") node.addEventListener(key, value);
     else if (value !== null) node.setAttribute(key, value);

@@ -4,7 +4,7 @@ const MAX_ROWS = 200;
 
 function table(head, rows, caption = "") {
   const cells = (row) => row.map((text, i) => (i ? make("td", {}, text) : make("th", { scope: "row" }, text)));
-  return make("div.scroll", { tabindex: "0", role: "region", "aria-label": caption || "table" }, make("table", {},
+  return make("div.scroll", { tabindex: "0", role: "group", "aria-label": caption || "table" }, make("table", {},
     caption ? make("caption", {}, caption) : null,
     make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))),
     make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row))))));

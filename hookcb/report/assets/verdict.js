@@ -24,7 +24,7 @@ function findingBox(page, finding, index, isMain) {
   const kind = finding.kind ? `(${finding.kind})` : "";
   const facts = [where, kind, whenOf(finding), onRanks(finding)].filter(Boolean).flatMap((part) => [part, " "]);
   const box = make(`article.finding.${finding.severity}`, { id: `finding-${index}` },
-    make("h3", {}, make("span.badge", {}, finding.severity), " ", make("code", {}, finding.code), " ", ...facts),
+    make("h2", {}, make("span.badge", {}, finding.severity), " ", make("code", {}, finding.code), " ", ...facts),
     make("p", {}, finding.message));
   if (series && series.steps.length) {
     const { name, stat, limit } = finding.shown_by;
