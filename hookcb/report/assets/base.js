@@ -25,12 +25,12 @@ const whole = (n) => Math.round(n).toLocaleString("en-US");
 const words = (name) => name.replaceAll("_", " ");
 const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
 
-/** A number with three digits. */
-function short(x) {
+/** A number with three digits, or `digits`. */
+function short(x, digits = 3) {
   if (x === null || x === undefined) return "–";
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  const text = size && (size < 1e-3 || size >= 1e5) ? x.toExponential(2) : String(+x.toPrecision(3));
+  const text = size && (size < 1e-3 || size >= 1e5) ? x.toExponential(digits - 1) : String(+x.toPrecision(digits));
   return text.replace(/\.?0*e\+?/, "e").replaceAll("-", "−");
 }
 
@@ -53,10 +53,10 @@ function withoutPrefix(names) {
 /** `name` with its end kept, which is where names differ. */
 const cut = (name, room) => (name.length > room ? `…${name.slice(1 - room)}` : name);
 
-// Work that can wait is done in slices, so that a click is answered at once.
+// Work that can wait is done in slices after the next frame, so that a click is answered at once.
 const waiting = [];
 function later(work) {
-  if (waiting.push(work) === 1) setTimeout(workOn);
+  if (waiting.push(work) === 1) requestAnimationFrame(() => setTimeout(workOn));
 }
 function workOn() {
   const end = performance.now() + 12;

@@ -39,7 +39,10 @@ const timeline = {
   *live() {
     for (const chart of this.charts) {
       if (chart.box.isConnected) yield chart;
-      else this.charts.delete(chart);
+      else {
+        this.charts.delete(chart);
+        chart.plotted?.destroy();
+      }
     }
   },
 };
@@ -59,9 +62,11 @@ const MARKS = { // what cannot be drawn at its place, and the place where it is 
  *
  * lines: `{label, series, points}`, each in a color of its own; `stack` lays them over one another.
  * limit: a number to draw as a dashed line. marks: `{step, text}`, vertical lines.
- * format: text of a value. cells: paints below the lines; `rows` are the limits of the y axis then.
+ * format: text of a value. cells: `paint(plot)` paints cells, the numbers of which are those of its `lines`; `rows`
+ * are the limits of the y axis then.
  * names: those of the places on an x axis that has no steps. top: upper limit of the y axis. wide: extremes of
- * all that the chart may come to show. yNames: those of the places on the y axis, from the top. isLinear: never on a logarithmic axis.
+ * all that the chart may come to show. yNames: those of the places on the y axis, from the top.
+ * axisFormat: text of a number at the y axis, if it is not one of the values. isLinear: never on a logarithmic axis.
  */
 class Chart {
   constructor(options) {
@@ -70,6 +75,7 @@ class Chart {
     this.legend = make("ul.legend");
     const title = make("figcaption", {}, make("strong", {}, this.title), this.note ? ` ${this.note}` : "");
     this.box = make("figure.chart", {}, title, this.plot, this.legend, tableOf(this));
+    this.plot.chart = this;
     this.plot.style.height = `${this.height}rem`;
     timeline.charts.add(this);
     resized.observe(this.plot);
@@ -77,7 +83,7 @@ class Chart {
   }
 
   described() {
-    const found = extremes(this.lines.map(({ series }) => series.values));
+    const found = extremes((this.cells || this).lines.map(({ series }) => series.values));
     const range = found.high >= found.low ? `, from ${this.format(found.low)} to ${this.format(found.high)}` : "";
     return `Chart of ${this.title}${range}. Arrow keys move the cursor, + and − zoom, Escape shows everything.`;
   }
@@ -102,7 +108,7 @@ class Chart {
   }
 
   draw() {
-    if (!this.box.isConnected && this.box.parentNode === null) return;
+    if (!this.box.isConnected) return; // another layer was chosen meanwhile
     const rem = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
     const font = `${12 * rem}px system-ui, sans-serif`;
     const filter = (_, at) => (this.isLog ? at.map((y) => (Math.log10(y) % 1 ? null : y)) : at); // decades only
@@ -123,7 +129,7 @@ class Chart {
       axes: [
         { ...axis, size: 26 * rem, values: (_, at) => at.map((x) => this.placeName(x)), space: (this.names ? 90 : 60) * rem, incrs: WHOLE },
         { ...axis, grid: { ...axis.grid, filter }, size: 60 * rem, ...(this.yNames && { incrs: WHOLE, space: 14 * rem }),
-          values: (_, at) => at.map((y) => (y === null ? "" : this.yNames ? this.yNames[y] ?? "" : this.format(y))) },
+          values: (_, at, axis, space, distance) => at.map((y) => (y === null ? "" : this.tick(y, distance))) },
       ],
       series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
       cursor: { y: false, drag: { x: !this.names, y: false, setScale: false }, points: { show: !this.stack && !this.cells } },
@@ -164,6 +170,14 @@ class Chart {
   placeName(x) {
     if (!this.names) return whole(x);
     return cut(this.names[x] ?? "", 12);
+  }
+
+  /** Text at the y axis; numbers have as many digits as tell them apart. */
+  tick(y, distance) {
+    if (this.yNames) return this.yNames[y] ?? "";
+    if (this.format !== short || this.isLog) return (this.axisFormat || this.format)(y);
+    const digits = 2 + Math.max(0, Math.floor(Math.log10(Math.abs(y / distance || 1))));
+    return short(y, Math.max(3, digits));
   }
 
   drawMarks(u, rem) {
@@ -298,9 +312,7 @@ function partlySame(all, drawn, named = (title) => title) {
 }
 
 const resized = new ResizeObserver((entries) => {
-  for (const { target } of entries) {
-    for (const own of [...timeline.live()]) if (own.plot === target) own.plotted?.setSize(own.size());
-  }
+  for (const { target } of entries) if (target.isConnected) target.chart.plotted?.setSize(target.chart.size());
 });
 
 /** Draws all charts again, after the colors or the size of the page have changed. */

@@ -58,13 +58,12 @@ function usualGap(steps) {
 }
 
 /**
- * An image of series with a row for each and `width` columns for the steps from `first` to `last`. Records that
- * share a column are averaged, unless one is not finite; columns without a record are transparent.
+ * Paints series on a canvas: a row for each, `width` columns for the steps from `first` to `last`. Records that share
+ * a column are averaged, unless one is not finite; columns without a record are transparent.
  */
-function raster(rows, [first, last], width, scale) {
-  const canvas = make("canvas");
+function raster(rows, [first, last], width, scale, canvas = make("canvas")) {
   [canvas.width, canvas.height] = [width, Math.max(1, rows.length)];
-  const pen = canvas.getContext("2d"), image = pen.createImageData(canvas.width, canvas.height);
+  const pen = canvas.getContext("2d", { willReadFrequently: true }), image = pen.createImageData(canvas.width, canvas.height);
   const pixels = new Uint32Array(image.data.buffer);
   const sums = new Float64Array(width), counts = new Uint32Array(width), bad = new Uint8Array(width);
   const perStep = width / (last - first);

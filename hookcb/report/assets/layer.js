@@ -25,14 +25,17 @@ function histogramChart({ low, high, bins }, marks) {
   const rows = bins.toReversed(); // the largest values on top
   const scale = colorScale(rows.map(({ values }) => values.filter((n) => n > 0)));
   const emptied = rows.map(({ steps, values }) => ({ steps, values: values.map((n) => n || scale.low) }));
+  const edge = (i) => short(low + i * size);
+  const lines = bins.map((series, i) => ({ series, label: i === 0 ? `below ${edge(0)}`
+    : i > inner.length ? `above ${edge(inner.length)}` : `${edge(i - 1)} to ${edge(i)}` }));
   const paint = (u) => {
     const { left, top, width, height } = u.bbox;
     u.ctx.imageSmoothingEnabled = false;
     u.ctx.drawImage(raster(emptied, timeline.range, Math.max(1, Math.round(width)), scale), left, top, width, height);
   };
   const box = chart({
-    title: "histogram over time", note: "elements by value; top and bottom row: beyond the range",
-    lines: [], cells: { steps: bins[0].steps, paint }, rows: [low - size, high + size], marks, height: 21,
+    title: "histogram over time", axisFormat: short, note: "elements by value; top and bottom row: beyond the range",
+    lines: [], cells: { steps: bins[0].steps, paint, lines }, format: whole, rows: [low - size, high + size], marks, height: 21,
   });
   box.querySelector("figcaption").after(colorKey(scale, whole));
   box.classList.add("tall");

@@ -17,18 +17,16 @@ const layers = {
     const groups = Map.groupBy(this.choices, ({ group }) => group);
     $("stat").append(...[...groups].map(([label, own]) =>
       make("optgroup", { label }, ...own.map((choice) => make("option", { value: choice.key }, choice.label)))));
+    const shown = page.verdict?.findings[0]?.shown_by; // what the first finding is about is shown first
+    const keys = shown?.of === "params" ? [`param ${shown.stat}`, shown.stat] : shown?.of === "layers" ? [shown.stat] : [];
+    const first = this.choices.find(({ key }) => keys.includes(key));
+    if (first) $("stat").value = first.key;
     $("order").title = ORDER_RULE;
     this.folded = new Set();
     this.foldAtFirst();
     this.chosen = null;
     this.nodes = new Map([...this.rows.values()].map((row) => [row, this.nodeOf(row)]));
-    this.seen = new IntersectionObserver((entries) => {
-      for (const { target, isIntersecting } of entries) {
-        target.isSeen = isIntersecting;
-        if (isIntersecting) this.paint(target);
-      }
-    }, { root: this.place, rootMargin: "400px" });
-    for (const node of this.nodes.values()) this.seen.observe(node);
+    this.place.addEventListener("scroll", () => this.paintSeen());
     $("stat").addEventListener("change", () => this.rank());
     $("order").addEventListener("change", () => this.rank());
     $("find").addEventListener("input", () => this.list());
@@ -37,8 +35,8 @@ const layers = {
     timeline.cursors.add((step) => this.tell(step));
     new ResizeObserver(() => this.repaint()).observe(this.place);
     this.rank();
-    const first = [...this.rows.values()].filter(({ findings }) => findings.length).sort((a, b) => a.findings[0] - b.findings[0])[0];
-    if (first) this.choose(first.name);
+    const concerned = [...this.rows.values()].filter(({ findings }) => findings.length).sort((a, b) => a.findings[0] - b.findings[0]);
+    if (concerned.length) this.choose(concerned[0].name);
   },
 
   /** Folds the innermost containers until few rows are left, but none that has a finding inside. */
@@ -101,9 +99,11 @@ const layers = {
     const rows = this.visible(), hasFocus = this.place.contains(document.activeElement) && document.activeElement.row;
     this.shown = rows.map((row) => this.nodes.get(row));
     this.shown.forEach((node, i) => this.label(node, rows[i]));
-    this.place.replaceChildren(...this.shown);
+    if (this.shown.some((node, i) => node !== this.place.children[i]) || this.shown.length !== this.place.childElementCount) {
+      this.place.replaceChildren(...this.shown);
+    }
     this.place.hidden = !rows.length;
-    $("found").textContent = rows.length ? "" : "No layer has this in its name.";
+    $("found").textContent = $("find").value.trim() ? `${counted(rows.length, "row")} found.` : "";
     const target = (hasFocus && this.shown.includes(this.nodes.get(hasFocus)) && this.nodes.get(hasFocus)) ||
       this.nodes.get(this.chosen);
     this.enter(this.shown.includes(target) ? target : this.shown[0], Boolean(hasFocus));
@@ -122,11 +122,20 @@ const layers = {
 
   repaint() {
     this.width = null;
-    for (const node of this.shown) {
-      node.isPainted = false;
-      if (node.isSeen) this.paint(node);
-    }
+    for (const node of this.shown) node.isPainted = false;
+    this.paintSeen();
     this.axis();
+  },
+
+  /** The rows that are scrolled into the map, and some around them; on paper all. */
+  seen() {
+    if (!this.shown.length || document.documentElement.dataset.print) return this.shown;
+    const { scrollTop, clientHeight } = this.place, height = this.shown[0].offsetHeight || 24;
+    return this.shown.slice(Math.max(0, Math.floor(scrollTop / height) - 4), Math.ceil((scrollTop + clientHeight) / height) + 4);
+  },
+
+  paintSeen() {
+    for (const node of this.seen()) this.paint(node);
   },
 
   /** Paints a strip; that of a folded row has a line for each row in it. */
@@ -137,20 +146,17 @@ const layers = {
     this.width ||= clamp(Math.round(canvas.clientWidth * devicePixelRatio), 64, 2048);
     const isFolded = node.getAttribute("aria-expanded") === "false";
     const rows = this.choice.isCost ? [] : own !== null || !isFolded ? [own] : [...this.inside(row)].map(this.choice.of).filter(Boolean);
-    const image = this.choice.isCost ? this.bar(own) : raster(rows, timeline.range, this.width, this.scale);
-    [canvas.width, canvas.height] = [image.width, image.height];
-    canvas.getContext("2d").drawImage(image, 0, 0);
+    if (this.choice.isCost) this.bar(canvas, own);
+    else raster(rows, timeline.range, this.width, this.scale, canvas);
     canvas.classList.toggle("many", rows.length > 1);
     node.querySelector(".value").textContent = this.valueText(own, null);
   },
 
-  bar(number) {
-    const canvas = make("canvas");
+  bar(canvas, number) {
     [canvas.width, canvas.height] = [this.width, 1];
     const pen = canvas.getContext("2d");
     pen.fillStyle = color("--blue");
     pen.fillRect(0, 0, Math.round((number || 0) / (this.scale.high || 1) * this.width), 1);
-    return canvas;
   },
 
   *inside(row) {
@@ -175,8 +181,8 @@ const layers = {
     this.place.style.setProperty("--at", share);
     this.place.classList.toggle("pointed", share >= 0 && share <= 1 && !this.choice?.isCost);
     $("strip-step").textContent = step === null ? "latest" : `step ${whole(step)}`;
-    for (const node of this.shown) {
-      if (node.isSeen && this.choice) node.querySelector(".value").textContent = this.valueText(this.choice.of(node.row), step);
+    for (const node of this.choice ? this.seen() : []) {
+      node.querySelector(".value").textContent = this.valueText(this.choice.of(node.row), step);
     }
   },
 
@@ -186,6 +192,21 @@ const layers = {
     note.prepend(make("b", {}, this.choice.title), " ");
     if (this.isFlat) note.append(make("span.soft", {}, ORDER_RULE));
     $("map-key").replaceChildren(note);
+    const summary = foldLater("As a table", () => this.summary());
+    summary.className = "behind";
+    $("map-table").replaceChildren(summary);
+  },
+
+  summary() {
+    const { of, format = short, isCost, title } = this.choice;
+    const own = this.sorted.filter((row) => of(row) !== null), [shown, said] = thinned(own);
+    const head = isCost ? ["layer", "total"] : ["layer", "records", "smallest", "median", "largest", "latest", "NaN or inf"];
+    return table(head, shown.map((row) => {
+      const x = of(row);
+      if (isCost) return [row.name, format(x)];
+      const { low, high } = extremes([x.values]), n = x.values.filter((y) => !Number.isFinite(y)).length;
+      return [row.name, whole(x.values.length), ...[low, median(x.values), high, x.values.at(-1)].map((y) => format(y)), whole(n)];
+    }), `${title}. ${said}`.trim());
   },
 
   axis() {

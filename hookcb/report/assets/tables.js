@@ -27,7 +27,8 @@ function foldLater(title, content) {
 }
 
 /** The numbers of a chart. */
-function tableOf({ title, lines, names, format }) {
+function tableOf({ title, lines: drawn, cells, names, format }) {
+  const { lines } = cells || { lines: drawn };
   const node = foldLater("As a table", () => {
     const columns = lines.map(({ series }) => new Map(Array.from(series.steps, (step, i) => [step, series.values[i]])));
     const places = [...new Set(columns.flatMap((column) => [...column.keys()]))].sort((a, b) => a - b);

@@ -33,7 +33,7 @@ function findingBox(page, finding, index, isMain) {
     const marks = finding.step === null ? [] : [{ step: finding.step, text: `step ${whole(finding.step)}` }];
     box.append(chart({ title, lines: [{ label: title, series }], limit, marks, height: isMain ? 13 : 9 }));
   }
-  const facet = (title, items, kindOfList) => (items.length ? make("div", {}, make("h4", {}, title), list(kindOfList, items)) : "");
+  const facet = (title, items, kindOfList) => (items.length ? make("div", {}, make("h3", {}, title), list(kindOfList, items)) : "");
   box.append(make("div.facets", {}, facet("Likely", finding.causes, "ul"),
     facet("Next", finding.next_steps, finding.next_steps.length > 1 ? "ol" : "ul")));
   return box;
@@ -44,10 +44,9 @@ function showVerdict(page) {
   if (!verdict) return;
   const { findings } = verdict;
   const index = (finding) => findings.indexOf(finding);
-  const primary = findings.findIndex((own) => verdict.primary && JSON.stringify(own) === JSON.stringify(verdict.primary));
   const causes = findings.filter((own) => !own.consequence_of);
   const effects = findings.filter((own) => own.consequence_of);
-  place.append(...causes.map((own) => findingBox(page, own, index(own), index(own) === primary)));
+  place.append(...causes.map((own) => findingBox(page, own, index(own), index(own) === 0)));
   if (effects.length) {
     place.append(fold(`What follows from it (${effects.length})`, ...effects.map((own) => findingBox(page, own, index(own), false))));
   }
