@@ -30,9 +30,9 @@ function short(x, digits = 3) {
   if (x === null || x === undefined) return "–";
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  const text = size && (size < 1e-3 || size >= 1e5) ? x.toExponential(digits - 1) : String(+x.toPrecision(digits));
-  return text.replace(/\.?0*e\+?/, "e").replaceAll("-", "−");
+  return size && (size < 1e-3 || size >= 1e5) ? power(x, digits) : String(+x.toPrecision(digits)).replace("-", "−");
 }
+const power = (x, digits) => x.toExponential(digits - 1).replace(/\.?0*e\+?/, "e").replaceAll("-", "−");
 
 /** A number with the largest of `units` that leaves at least one of it. */
 function scaled(x, units) {

@@ -129,7 +129,7 @@ class Chart {
       axes: [
         { ...axis, size: 26 * rem, values: (_, at) => at.map((x) => this.placeName(x)), space: (this.names ? 90 : 60) * rem, incrs: WHOLE },
         { ...axis, grid: { ...axis.grid, filter }, size: 60 * rem, ...(this.yNames && { incrs: WHOLE, space: 14 * rem }),
-          values: (_, at, axis, space, distance) => at.map((y) => (y === null ? "" : this.tick(y, distance))) },
+          values: (_, at, axis, space, distance) => at.map((y) => (y === null ? "" : this.tick(y, distance, at))) },
       ],
       series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
       cursor: { y: false, drag: { x: !this.names, y: false, setScale: false }, points: { show: !this.stack && !this.cells } },
@@ -173,9 +173,10 @@ class Chart {
   }
 
   /** Text at the y axis; numbers have as many digits as tell them apart. */
-  tick(y, distance) {
+  tick(y, distance, all) {
     if (this.yNames) return this.yNames[y] ?? "";
     if (this.format !== short || this.isLog) return (this.axisFormat || this.format)(y);
+    if (y && all.every((other) => Math.abs(other) < 0.01)) return power(y, 3);
     const digits = 2 + Math.max(0, Math.floor(Math.log10(Math.abs(y / distance || 1))));
     return short(y, Math.max(3, digits));
   }

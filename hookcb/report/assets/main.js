@@ -13,7 +13,7 @@ function showHead(page) {
   $("live").hidden = !page.every;
   if (page.every) {
     const time = written && !Number.isNaN(+written) ? `, last written ${written.toLocaleTimeString()}` : "";
-    $("live").textContent = `The run goes on; updates every ${short(page.every)} s${time}`;
+    $("live").textContent = `${facts.length ? "· " : ""}the run goes on: updates every ${short(page.every)} s${time}`;
   }
 }
 
