@@ -137,8 +137,8 @@ class Chart {
   }
 
   seriesStyle(i, rem) {
-    const { points = false } = this.lines[i],
-      stroke = lineColor(i);
+    const { points = false } = this.lines[i];
+    const stroke = lineColor(i);
     return {
       stroke,
       dash: i < PALETTE.length ? undefined : [6, 4],
@@ -210,10 +210,10 @@ class Chart {
   press(event) {
     const u = this.plotted;
     if (!u || event.target !== this.plot || event.ctrlKey || event.metaKey || event.altKey) return;
-    const n = u.data[0].length,
-      at = u.cursor.idx ?? (event.key === "ArrowLeft" ? n : -1);
-    const far = event.shiftKey ? Math.ceil(n / 20) : 1,
-      middle = u.data[0][clamp(at, 0, n - 1)];
+    const n = u.data[0].length;
+    const at = u.cursor.idx ?? (event.key === "ArrowLeft" ? n : -1);
+    const far = event.shiftKey ? Math.ceil(n / 20) : 1;
+    const middle = u.data[0][clamp(at, 0, n - 1)];
     const [first, last] = timeline.range;
     if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
       const i = clamp(at + (event.key === "ArrowRight" ? far : -far), 0, n - 1);
@@ -233,8 +233,8 @@ class Chart {
     const x = idx === null || idx === undefined ? null : this.plotted.data[0][idx];
     const value = (i) => (x === null ? null : this.values?.[i][idx]);
     const entries = this.lines.map(({ label }, i) => {
-      const own = value(i),
-        text = own === null || own === undefined ? "" : ` ${this.format(own)}`;
+      const own = value(i);
+      const text = own === null || own === undefined ? "" : ` ${this.format(own)}`;
       const key = make("span.line", { "aria-hidden": "true" });
       key.style.background = lineColor(i);
       if (this.lines.length === 1 && label === this.title) return text && make("li", {}, make("b", {}, text));
@@ -257,8 +257,8 @@ const chart = (options) => new Chart(options).box;
 
 /** Charts of `lines` by title, and a sentence on those whose numbers are one and the same. */
 function partlySame(all, drawn, named = (title) => title) {
-  const charts = [],
-    same = [];
+  const charts = [];
+  const same = [];
   for (const [title, lines] of all) {
     const { low, high, isFinite } = extremes(lines.map(({ series }) => series.values));
     const n = Math.max(...lines.map(({ series }) => series.steps.length));

@@ -20,8 +20,8 @@ const lineColor = (i) => color(PALETTE[i % PALETTE.length]);
 const rgb = (hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const pixel = ([red, green, blue]) => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
 const TINTS = Uint32Array.from({ length: 256 }, (_, i) => {
-  const at = Math.min((i / 255) * (VIRIDIS.length - 1), VIRIDIS.length - 1.001),
-    low = Math.floor(at);
+  const at = Math.min((i / 255) * (VIRIDIS.length - 1), VIRIDIS.length - 1.001);
+  const low = Math.floor(at);
   const [from, to] = [rgb(VIRIDIS[low]), rgb(VIRIDIS[low + 1])];
   return pixel(from.map((c, k) => Math.round(c + (at - low) * (to[k] - c))));
 });
@@ -53,8 +53,8 @@ function colorScale(arrays, isShare = false) {
   let { low, high } = isShare ? { low: 0, high: 1 } : found;
   if (isLog) low = Math.max(found.positive, high * 1e-12);
   const bend = isLog ? (x) => Math.log(Math.max(x, low)) : (x) => x;
-  const from = bend(low),
-    span = bend(high) - from;
+  const from = bend(low);
+  const span = bend(high) - from;
   const isCut = isLog && found.low < low;
   return {
     low,
@@ -83,17 +83,17 @@ function usualGap(steps) {
  */
 function raster(rows, [first, last], width, scale, canvas = make("canvas")) {
   [canvas.width, canvas.height] = [width, Math.max(1, rows.length)];
-  const pen = canvas.getContext("2d", { willReadFrequently: true }),
-    image = pen.createImageData(canvas.width, canvas.height);
+  const pen = canvas.getContext("2d", { willReadFrequently: true });
+  const image = pen.createImageData(canvas.width, canvas.height);
   const pixels = new Uint32Array(image.data.buffer);
-  const sums = new Float64Array(width),
-    counts = new Uint32Array(width),
-    bad = new Uint8Array(width);
+  const sums = new Float64Array(width);
+  const counts = new Uint32Array(width);
+  const bad = new Uint8Array(width);
   const perStep = width / (last - first);
   rows.forEach((series, row) => {
     if (!series) return;
-    const { steps, values } = series,
-      reach = 0.75 * usualGap(steps);
+    const { steps, values } = series;
+    const reach = 0.75 * usualGap(steps);
     [sums, counts, bad].forEach((own) => own.fill(0));
     for (let i = 0; i < steps.length; i += 1) {
       const step = steps[i];
@@ -101,8 +101,8 @@ function raster(rows, [first, last], width, scale, canvas = make("canvas")) {
       const to = Math.min(step + reach, i + 1 < steps.length ? (steps[i + 1] + step) / 2 : Infinity);
       const left = Math.max(0, Math.floor((from - first) * perStep));
       const right = Math.min(width, Math.max(left + 1, Math.floor((to - first) * perStep)));
-      const isBad = !Number.isFinite(values[i]),
-        share = isBad ? 0 : scale.at(values[i]);
+      const isBad = !Number.isFinite(values[i]);
+      const share = isBad ? 0 : scale.at(values[i]);
       for (let x = left; x < right; x += 1) {
         sums[x] += share;
         counts[x] += 1;
@@ -122,8 +122,8 @@ function raster(rows, [first, last], width, scale, canvas = make("canvas")) {
 function colorKey(scale, format = short) {
   const ramp = make("canvas.ramp", { "aria-hidden": "true" });
   [ramp.width, ramp.height] = [256, 1];
-  const pen = ramp.getContext("2d"),
-    image = pen.createImageData(256, 1);
+  const pen = ramp.getContext("2d");
+  const image = pen.createImageData(256, 1);
   new Uint32Array(image.data.buffer).set(TINTS);
   pen.putImageData(image, 0, 0);
   return make(

@@ -79,8 +79,8 @@ function bars(title, columns, numbers, format) {
 }
 
 function showTime({ time }) {
-  const place = $("time"),
-    phases = Object.entries(time?.phases || {}).filter(([, series]) => hasSteps(series));
+  const place = $("time");
+  const phases = Object.entries(time?.phases || {}).filter(([, series]) => hasSteps(series));
   const isThere =
     time && (phases.length || time.slow.length || time.sentences.length || Object.keys(time.layers).length);
   $("time-section").hidden = !isThere;
@@ -90,8 +90,8 @@ function showTime({ time }) {
     const totals = new Map();
     for (const [, { steps, values }] of phases)
       steps.forEach((step, i) => totals.set(step, (totals.get(step) || 0) + (values[i] || 0)));
-    const sorted = [...totals.values()].sort((a, b) => a - b),
-      usual = sorted[Math.floor(0.98 * (sorted.length - 1))];
+    const sorted = [...totals.values()].sort((a, b) => a - b);
+    const usual = sorted[Math.floor(0.98 * (sorted.length - 1))];
     place.append(
       chart({
         title: "time of each step by phase",
@@ -143,8 +143,8 @@ function showMemory({ memory }) {
 function showRanks({ ranks }) {
   $("ranks-section").hidden = !ranks;
   if (!ranks) return;
-  const place = $("ranks"),
-    name = (rank) => `rank ${rank}${ranks.hosts[rank] ? ` (${ranks.hosts[rank]})` : ""}`;
+  const place = $("ranks");
+  const name = (rank) => `rank ${rank}${ranks.hosts[rank] ? ` (${ranks.hosts[rank]})` : ""}`;
   const said = `There are ${ranks.world} ranks; the rest of the page shows numbers of rank ${ranks.rank}.`;
   place.append(sentences(ranks.sentences.length ? ranks.sentences : [said]));
   for (const [phase, all] of Object.entries(ranks.phases)) {

@@ -6,8 +6,8 @@ for (const stat of SHARES) GROUPED[stat] = "share of the output";
 /** Charts of the statistics of an output or of several parameters. */
 function statCharts(recorded, marks, isOfParam) {
   const charts = new Map();
-  const names = Object.keys(recorded),
-    shortNames = withoutPrefix(names);
+  const names = Object.keys(recorded);
+  const shortNames = withoutPrefix(names);
   for (const stat of statsOf(recorded)) {
     const title = (!isOfParam && GROUPED[stat]) || statName(stat, isOfParam);
     const lines = names.flatMap((name, i) => {
@@ -25,8 +25,8 @@ function statCharts(recorded, marks, isOfParam) {
 }
 
 function histogramChart({ low, high, bins }, marks) {
-  const inner = bins.slice(1, -1),
-    size = (high - low) / Math.max(1, inner.length);
+  const inner = bins.slice(1, -1);
+  const size = (high - low) / Math.max(1, inner.length);
   const rows = bins.toReversed(); // the largest values on top
   const scale = colorScale(rows.map(({ values }) => values.filter((n) => n > 0)));
   const emptied = rows.map(({ steps, values }) => ({ steps, values: values.map((n) => n || scale.low) }));
@@ -68,8 +68,8 @@ function histogramChart({ low, high, bins }, marks) {
 }
 
 function showLayer(page, row) {
-  const place = $("layer"),
-    findings = row.findings.map((i) => [i, page.verdict.findings[i]]);
+  const place = $("layer");
+  const findings = row.findings.map((i) => [i, page.verdict.findings[i]]);
   const marks = findings
     .filter(([, own]) => own.step !== null)
     .map(([, own]) => ({ step: own.step, text: "" }));

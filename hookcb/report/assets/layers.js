@@ -145,8 +145,8 @@ const layers = {
 
   /** Shows the rows that are neither folded nor filtered away. */
   list() {
-    const rows = this.visible(),
-      hasFocus = this.place.contains(document.activeElement) && document.activeElement.row;
+    const rows = this.visible();
+    const hasFocus = this.place.contains(document.activeElement) && document.activeElement.row;
     this.shown = rows.map((row) => this.nodes.get(row));
     this.shown.forEach((node, i) => this.label(node, rows[i]));
     if (
@@ -184,8 +184,8 @@ const layers = {
   /** The rows that are scrolled into the map, and some around them; on paper all. */
   seen() {
     if (!this.shown.length || document.documentElement.dataset.print) return this.shown;
-    const { scrollTop, clientHeight } = this.place,
-      height = this.shown[0].offsetHeight || 24;
+    const { scrollTop, clientHeight } = this.place;
+    const height = this.shown[0].offsetHeight || 24;
     return this.shown.slice(
       Math.max(0, Math.floor(scrollTop / height) - 4),
       Math.ceil((scrollTop + clientHeight) / height) + 4,
@@ -200,9 +200,9 @@ const layers = {
   paint(node) {
     if (node.isPainted || !this.choice || !node.isConnected) return;
     node.isPainted = true;
-    const { row } = node,
-      canvas = node.querySelector("canvas"),
-      own = this.choice.of(row);
+    const { row } = node;
+    const canvas = node.querySelector("canvas");
+    const own = this.choice.of(row);
     this.width ||= clamp(Math.round(canvas.clientWidth * devicePixelRatio), 64, 2048);
     const isFolded = node.getAttribute("aria-expanded") === "false";
     const rows = this.choice.isCost
@@ -241,8 +241,8 @@ const layers = {
   /** Writes the values at a step beside the strips, and draws a line there. */
   tell(step) {
     const [first, last] = timeline.range;
-    const share = step === null ? -1 : (step - first) / (last - first),
-      pointer = $("strip-pointer");
+    const share = step === null ? -1 : (step - first) / (last - first);
+    const pointer = $("strip-pointer");
     pointer.hidden = !(share >= 0 && share <= 1) || !this.shown.length || !this.choice || this.choice.isCost;
     if (!pointer.hidden) {
       const strip = this.shown[0].querySelector("canvas").getBoundingClientRect();
@@ -269,8 +269,8 @@ const layers = {
 
   summary() {
     const { of, format = short, isCost, title } = this.choice;
-    const own = this.sorted.filter((row) => of(row) !== null),
-      [shown, said] = thinned(own);
+    const own = this.sorted.filter((row) => of(row) !== null);
+    const [shown, said] = thinned(own);
     const head = isCost
       ? ["layer", "total"]
       : ["layer", "records", "smallest", "median", "largest", "latest", "NaN or inf"];
@@ -279,8 +279,8 @@ const layers = {
       shown.map((row) => {
         const x = of(row);
         if (isCost) return [row.name, format(x)];
-        const { low, high } = extremes([x.values]),
-          n = x.values.filter((y) => !Number.isFinite(y)).length;
+        const { low, high } = extremes([x.values]);
+        const n = x.values.filter((y) => !Number.isFinite(y)).length;
         return [
           row.name,
           whole(x.values.length),
@@ -306,16 +306,16 @@ const layers = {
       else this.choose(node.row.name);
     } else if (event.type === "keydown" && node) this.press(event, node);
     else if (event.type === "pointermove" && event.target.matches("canvas")) {
-      const box = event.target.getBoundingClientRect(),
-        [first, last] = timeline.range;
+      const box = event.target.getBoundingClientRect();
+      const [first, last] = timeline.range;
       timeline.point(first + (last - first) * clamp((event.clientX - box.left) / box.width, 0, 1));
     } else if (event.type === "pointerleave") timeline.point(null);
   },
 
   press(event, node) {
-    const { row } = node,
-      at = this.shown.indexOf(node),
-      expanded = node.getAttribute("aria-expanded");
+    const { row } = node;
+    const at = this.shown.indexOf(node);
+    const expanded = node.getAttribute("aria-expanded");
     const go = (to) => this.enter(this.shown[clamp(to, 0, this.shown.length - 1)], true);
     const keys = {
       ArrowDown: () => go(at + 1),

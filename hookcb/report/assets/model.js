@@ -122,8 +122,8 @@ function worstFirst(rows, choice) {
       : median(own.values.slice(-Math.max(1, Math.ceil(own.values.length / 10))));
   };
   const isLargeBad = choice.isShare || choice.isCost || choice.key.endsWith("nonfinite");
-  const numbers = rows.map(latest),
-    bend = numbers.every((x) => !(x < 0)) ? (x) => Math.log(x + 1e-30) : (x) => x;
+  const numbers = rows.map(latest);
+  const bend = numbers.every((x) => !(x < 0)) ? (x) => Math.log(x + 1e-30) : (x) => x;
   const middle = median(numbers.map(bend));
   const far = (x) => (isLargeBad ? x : Math.abs(bend(x) - middle));
   const rank = new Map(
@@ -134,8 +134,8 @@ function worstFirst(rows, choice) {
     }),
   );
   return [...rows].sort((a, b) => {
-    const [x, y] = [rank.get(a), rank.get(b)],
-      i = x.findIndex((own, k) => own !== y[k]);
+    const [x, y] = [rank.get(a), rank.get(b)];
+    const i = x.findIndex((own, k) => own !== y[k]);
     return i < 0 ? 0 : x[i] - y[i];
   });
 }

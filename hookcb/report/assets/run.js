@@ -4,8 +4,8 @@
 function runCharts(page) {
   const charts = new Map();
   const add = (title, line) => charts.set(title, [...(charts.get(title) || []), line]);
-  const { total_norm: norm, clipped_total_norm: clipped } = page.run,
-    isClipped = clipped && !isSame(norm, clipped);
+  const { total_norm: norm, clipped_total_norm: clipped } = page.run;
+  const isClipped = clipped && !isSame(norm, clipped);
   const labels = {
     loss: "each batch",
     ...(isClipped && { total_norm: "before clipping", clipped_total_norm: "after clipping" }),

@@ -21,8 +21,8 @@ function onRanks({ ranks, n_ranks: n }) {
 }
 
 function findingBox(page, finding, index, isMain) {
-  const series = seriesOf(page, finding.shown_by),
-    place = placeOf(finding);
+  const series = seriesOf(page, finding.shown_by);
+  const place = placeOf(finding);
   const where =
     place && make("button.link", { type: "button", click: () => layers.choose(place, true) }, place);
   const kind = finding.kind ? `(${finding.kind})` : "";
@@ -64,8 +64,8 @@ function findingBox(page, finding, index, isMain) {
 }
 
 function showVerdict(page) {
-  const { verdict } = page,
-    place = $("verdict");
+  const { verdict } = page;
+  const place = $("verdict");
   if (!verdict) return;
   const { findings } = verdict;
   const index = (finding) => findings.indexOf(finding);
