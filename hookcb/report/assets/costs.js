@@ -121,9 +121,9 @@ function showTime({ time }) {
 }
 
 function showMemory({ memory }) {
-  const place = $("memory"),
-    isThere =
-      memory && (hasSteps(memory.used) || memory.sentences.length || Object.keys(memory.layers).length);
+  const place = $("memory");
+  const isThere =
+    memory && (hasSteps(memory.used) || memory.sentences.length || Object.keys(memory.layers).length);
   $("memory-section").hidden = !isThere;
   if (!isThere) return;
   place.append(sentences(memory.sentences));
