@@ -113,7 +113,7 @@ function showTime({ time }) {
     ]);
     place.append(
       make("h3", {}, "Slow steps"),
-      table(["step", "took", "usual", "most of it in", "what is known"], rows, "Slow steps"),
+      table(["step", "took", "usual", "most of it in", "what is known"], rows, "", "Slow steps"),
     );
   }
   const parts = Math.max(0, ...Object.values(time.layers).map((own) => own.length));

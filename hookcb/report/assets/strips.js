@@ -56,6 +56,10 @@ const strips = {
     if (this.choice.isCost) this.bar(canvas, own);
     else raster(rows, timeline.range, this.width, this.scale, canvas);
     canvas.classList.toggle("many", rows.length > 1);
+    canvas.classList.toggle(
+      "has",
+      rows.some((series) => series !== null),
+    );
     node.querySelector(".value").textContent = this.valueText(own, null);
   },
 
