@@ -15,7 +15,6 @@ from hookcb.diagnosis.evidence import Series
 from hookcb.report.data import PageData, Recorded
 from hookcb.report.page import page_of
 
-
 PACKED = ' type="application/octet-stream" id="script"'
 
 
