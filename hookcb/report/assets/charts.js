@@ -259,7 +259,7 @@ class Chart {
 
   entry({ label }, i, x, idx) {
     const key = make("span.line", { "aria-hidden": "true" });
-    key.style.background = lineColor(i);
+    key.style.background = `var(${paletteName(i)})`;
     return make("li", {}, key, `${label} `, make("b", {}, this.valueText(i, x, idx)));
   }
 
@@ -274,6 +274,19 @@ class Chart {
 
 /** The element of a chart, see `Chart`. */
 const chart = (options) => new Chart(options).box;
+
+/** A chart of cells: a row for each of `painted`, from the top; `lines` are their numbers for the table. */
+function heatChart({ painted, lines, scale, range, ...options }) {
+  const paint = ({ ctx: pen, bbox: { left, top, width, height } }) => {
+    const image = raster(painted, timeline.range, Math.max(1, Math.round(width)), scale);
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(image, left, top, width, height);
+  };
+  const { steps } = painted.find((series) => series.steps.length);
+  const box = chart({ ...options, rows: range, cells: { steps, paint, lines } });
+  box.querySelector("figcaption").after(colorKey(scale, options.format));
+  return box;
+}
 
 /** Charts of `lines` by title, and a sentence on those whose numbers are one and the same. */
 function partlySame(all, drawn, named = (title) => title) {
