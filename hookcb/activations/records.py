@@ -357,7 +357,8 @@ class ActivationRecords(SavedRecords):
     def _joined(self, name: str, phase: str) -> tuple[Tensor, Tensor]:
         """Elements in each bin, `(n_records, bins + 2)`, NaN if the layer was not called; and their range."""
         of_bins = self.store_of(phase).series(name)[:, len(self.columns) :]
-        return join(of_bins[:, :-1], of_bins[:, -1], torch.tensor(self.buffer.range_of(phase, name)).double())
+        first = torch.tensor(self.buffer.range_of(phase, name), dtype=torch.float64)
+        return join(of_bins[:, :-1], of_bins[:, -1], first)
 
     def range_at(self, name: str, level: float) -> tuple[float, float]:
         """Range of a layer's histogram in a training record, from its level."""
