@@ -2,9 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# what is imported is compiled then, which is a small part
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-all interop lint notebooks bench planted real clean
+NOTEBOOKS = $(wildcard nbs/*.ipynb)
+
+.PHONY: demo test test-all interop lint notebooks bench planted real clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -25,8 +28,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict hookcb
 
-notebooks: $(VENV)/.installed-dev
-	$(BIN)/jupyter execute nbs/*.ipynb
+notebooks: $(NOTEBOOKS)
+
+$(NOTEBOOKS): $(VENV)/.installed-dev
+	$(BIN)/jupyter execute $@
 
 # fastai brings a torchvision built for CUDA, with which Lightning cannot be imported beside a torch for CPUs
 bench: $(VENV)/.installed-bench

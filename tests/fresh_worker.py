@@ -1,4 +1,4 @@
-"""Runs a script in a process started by `tests.support.start`; imports nothing from hookcb before that."""
+"""Runs a script in a process started by `tests.support.start`."""
 
 import os
 import runpy

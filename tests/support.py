@@ -4,8 +4,11 @@ import collections
 import gc
 import io
 import multiprocessing
+import os
 import random
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +37,9 @@ from tests.hooks import support as zoo
 SLEEP = 1000.0  # seconds by which tests advance a `Clock`; everything else takes microseconds on it
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "rich.table", "fastcore.foundation", "pytest"]
+    ["torch", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp", "hookcb", "pytest"]
 )  # DistributedDataParallel imports dynamo, for a second in each process
+ROOT = Path(__file__).parents[1]
 EVENTS = [e.value for e in Event]
 CANCELS = {
     "fit": CancelFitException,
@@ -330,10 +334,11 @@ def attention(b, q, k, d, dv=None):
 def start(*argv, log):
     """Start a process that acts like `python *argv`, with its output in the file `log`.
 
-    It is forked from a process that has imported the slow packages, but not hookcb.
+    It is forked from a process that has imported torch and hookcb, which takes seconds.
     """
     process = FORKS.Process(target=fresh_worker.run, args=([str(arg) for arg in argv], log))
-    process.start()
+    with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):  # where that process finds this hookcb
+        process.start()
     return process
 
 

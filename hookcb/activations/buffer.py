@@ -1,19 +1,21 @@
 """OutputBuffer: layers' outputs on their way from the hook to the records."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookcb.activations.stats import LAYER_STATS, ROW, histogram, summarize
+from hookcb.activations.stats import LAYER_STATS, ROW, SAMPLED, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
 
 MAX_ELEMENTS = 64 * ROW  # elements of all layers that wait to be reduced: 16 MB
 MAX_BATCHES = 64  # batches that wait to be reduced
 MAX_REDUCED = 4 * ROW  # elements reduced together: 1 MB, which a CPU's cache holds
+MAX_JOINED = SAMPLED  # elements of a batch that are joined; a copy of more takes longer than it saves
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
@@ -41,11 +43,13 @@ class Output(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Elements of a layer's output that have a record."""
+    """Elements of outputs of one shape in one batch, which has a record."""
 
+    phase: str
+    names: tuple[str, ...]  # of k layers
     record: int
-    elements: Tensor
-    exact: Tensor | None
+    rows: Tensor  # (k, n)
+    exact: Tensor | None  # (k, 6)
 
 
 class OutputBuffer:
@@ -73,7 +77,7 @@ class OutputBuffer:
         # new for each batch: compiled code would be compiled anew each time a list has grown
         self.batch: dict[str, list[Output]] = {}
         self.ranges: dict[Key, Tensor] = {}
-        self._waiting: dict[Key, list[Waiting]] = {}
+        self._waiting: list[Waiting] = []
         self._n_batches = self._n_elements = 0
 
     def drop_batch(self) -> None:
@@ -83,69 +87,70 @@ class OutputBuffer:
     def take_batch(self) -> dict[str, Output]:
         """Ends the running batch; returns its outputs by name."""
         batch, self.batch = self.batch, {}
-        return {
-            path if len(calls) == 1 else f"{path}#{k}": output
-            for path, calls in batch.items()
-            for k, output in enumerate(calls)
-        }
+        named: dict[str, Output] = {}
+        for path, calls in batch.items():
+            if len(calls) == 1:
+                (named[path],) = calls
+            else:
+                named |= {f"{path}#{k}": output for k, output in enumerate(calls)}
+        return named
 
     def end_batch(self, phase: str, epoch: int, step: int) -> dict[str, Output]:
         """Gives the batch a record, if it has statistics; returns its outputs by name."""
         named = self.take_batch()
         record = None
-        for name, output in named.items():
-            if output.elements is not None:
-                record = self.stores[phase].begin(epoch, step) if record is None else record
-                waiting = Waiting(record, output.elements, output.exact)
-                self._waiting.setdefault((phase, name), []).append(waiting)
-                self._n_elements += output.elements.numel()
-        self._n_batches += 1
+        for names, rows, exact in joined(named, MAX_JOINED):
+            record = self.stores[phase].begin(epoch, step) if record is None else record
+            self._waiting.append(Waiting(phase, names, record, rows, exact))
+            self._n_elements += rows.numel()
+        self._n_batches += record is not None
         if self._n_batches == MAX_BATCHES or self._n_elements > MAX_ELEMENTS:
             self.reduce()
         return named
 
     def reduce(self) -> None:
-        """Puts the statistics of waiting outputs into the stores; all of one shape are reduced together."""
-        waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, {}, 0, 0
-        alike: dict[tuple[Any, ...], list[tuple[Key, Waiting]]] = {}
-        for key, outputs in waiting.items():
-            for output in outputs:
-                alike.setdefault(reduced_with(output), []).append((key, output))
-        for (shape, *_), group in alike.items():
-            n = math.prod(shape)
-            at_once = 1 if n > ROW else MAX_REDUCED // max(1, n)
-            for i in range(0, len(group), at_once):
-                self._put(group[i : i + at_once])
+        """Puts the statistics of waiting outputs into the stores; rows of one length are reduced together."""
+        waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, [], 0, 0
+        alike: dict[tuple[Any, ...], dict[tuple[str, tuple[str, ...]], list[Waiting]]] = {}
+        for item in waiting:
+            rows = item.rows
+            kind = rows.shape[1], rows.dtype, rows.device, item.exact is None
+            alike.setdefault(kind, {}).setdefault((item.phase, item.names), []).append(item)
+        for by_names in alike.values():
+            for group in _portions([item for items in by_names.values() for item in items]):
+                self._put(group)
 
-    def _put(self, group: Sequence[tuple[Key, Waiting]]) -> None:
-        elements, exact = [output.elements for _, output in group], [output.exact for _, output in group]
-        # a single one needs no copy
-        rows = (elements[0] if len(group) == 1 else torch.stack(elements)).reshape(len(group), -1)
-        known = [moments for moments in exact if moments is not None]
-        values = summarize(rows, torch.cat(known) if known else None, self.eps)
-        first: dict[Key, int] = {}  # row of each layer
-        for i, (key, _) in enumerate(group):
-            first.setdefault(key, i)
-        ends = [*list(first.values())[1:], len(group)]
+    def _put(self, group: Sequence[Waiting]) -> None:
+        rows, known = _cat([x.rows for x in group]), [x.exact for x in group if x.exact is not None]
+        values = summarize(rows, _cat(known) if known else None, self.eps)
+        runs = [
+            (phase, names, [x.record for x in same])
+            for (phase, names), same in groupby(group, lambda x: (x.phase, x.names))
+        ]
+        sizes = [len(names) * len(records) for _, names, records in runs]
+        of_runs = torch.split(values, sizes)
         if self.bins:
-            counts = self._counts(first, ends, rows, values)
+            pairs = zip(runs, of_runs, strict=True)
+            edges = torch.cat(
+                [self._edges(phase, names, x).repeat(len(records), 1) for (phase, names, records), x in pairs]
+            )
+            counts = histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
             values = torch.cat([values, counts.to(values.dtype)], 1)
-        for ((phase, name), begin), end in zip(first.items(), ends, strict=True):
-            records = [output.record for _, output in group[begin:end]]
-            self.stores[phase].put(name, records, values[begin:end])
+            of_runs = torch.split(values, sizes)
+        for (phase, names, records), x in zip(runs, of_runs, strict=True):
+            for i, name in enumerate(names):
+                self.stores[phase].put(name, records, x[i :: len(names)])
 
-    def _counts(self, first: Mapping[Key, int], ends: Sequence[int], rows: Tensor, values: Tensor) -> Tensor:
-        device, dtype = rows.device, widest(rows.device)
-        for key, i in first.items():
+    def _edges(self, phase: str, names: Sequence[str], values: Tensor) -> Tensor:
+        """Ranges of histograms of k layers, `(k, 2)`; the first k rows of `values` are of a new record."""
+        device, dtype, given = values.device, widest(values.device), self.hist_range
+        for i, name in enumerate(names):
+            key = phase, name
             if key not in self.ranges:
-                given = self.hist_range
-                self.ranges[key] = (
-                    range_around(values[i, LOW], values[i, HIGH]) if given is None else pair(given)
-                )
+                own = range_around(values[i, LOW], values[i, HIGH]) if given is None else pair(given)
+                self.ranges[key] = own
             self.ranges[key] = self.ranges[key].to(device, dtype, non_blocking=True)
-        n = [end - begin for begin, end in zip(first.values(), ends, strict=True)]
-        edges = torch.cat([self.ranges[key].expand(k, 2) for key, k in zip(first, n, strict=True)])
-        return histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
+        return torch.stack([self.ranges[phase, name] for name in names])
 
     def range_of(self, phase: str, name: str) -> tuple[float, float]:
         """Range of a layer's histograms; NaN before its first record."""
@@ -161,11 +166,48 @@ class OutputBuffer:
         self.ranges = {(phase, name): pair(edges) for phase, name, edges in state}
 
 
-def reduced_with(waiting: "Waiting | Output") -> tuple[Any, ...]:
-    """Key that is equal for outputs that can be reduced together."""
-    elements = waiting.elements
-    assert elements is not None
-    return elements.shape, elements.dtype, elements.device, waiting.exact is None
+def joined(
+    outputs: Mapping[str, Output], most: int
+) -> Iterator[tuple[tuple[str, ...], Tensor, Tensor | None]]:
+    """Joins elements of outputs of one shape into matrices of about `most` elements.
+
+    Many small tensors, kept apart, would cost the memory and the time of as many allocations.
+
+    Yields:
+        Names of k layers; their elements, `(k, n)`; and their moments, `(k, 6)`, or None.
+    """
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name, output in outputs.items():
+        if (x := output.elements) is not None:
+            alike.setdefault((x.shape, x.dtype, x.device, output.exact is None), []).append(name)
+    for (shape, *_), names in alike.items():
+        n = math.prod(shape)
+        at_once = 1 if n > ROW else max(1, most // max(1, n))
+        for i in range(0, len(names), at_once):
+            some = tuple(names[i : i + at_once])
+            elements = [x for name in some if (x := outputs[name].elements) is not None]
+            exact = [x for name in some if (x := outputs[name].exact) is not None]
+            rows = elements[0] if len(some) == 1 else torch.stack(elements)  # a single one needs no copy
+            yield some, rows.reshape(len(some), -1), _cat(exact) if exact else None
+
+
+def _portions(waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
+    """Portions of about `MAX_REDUCED` elements; long rows are reduced one by one."""
+    portion: list[Waiting] = []
+    n_elements = 0
+    for item in waiting:
+        n = item.rows.numel()
+        if portion and (n_elements + n > MAX_REDUCED or item.rows.shape[1] > ROW):
+            yield portion
+            portion, n_elements = [], 0
+        portion.append(item)
+        n_elements += n
+    if portion:
+        yield portion
+
+
+def _cat(xs: Sequence[Tensor]) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs))
 
 
 def pair(edges: tuple[float, float]) -> Tensor:

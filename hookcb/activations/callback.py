@@ -1,10 +1,12 @@
 """ActivationStats: records statistics of every layer's output, batch by batch."""
 
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.compiler import is_compiling
 
 from hookcb.activations.merge import Merger
 from hookcb.activations.records import OPTIONS, ActivationRecords
@@ -133,6 +135,7 @@ class ActivationStats(HookCallback):
         self._is_sharded = False  # whether outputs may be parts
         self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
         self._awaited: list[Awaited] = []  # in the running forward
+        self._thread: int | None = None  # of the loop, during a fit
 
     def before_fit(self) -> None:
         if not self.append:
@@ -142,6 +145,10 @@ class ActivationStats(HookCallback):
         self.records.drop_batch()
         super().before_fit()
         self._find_ranks()
+        self._thread = threading.get_ident() if self.learn.in_loop_thread else None
+        if self.is_forward and not self._options.get("pre") and type(self).hook is ActivationStats.hook:
+            for hook in self.hooks or ():
+                hook.quick = self._take_usual
 
     def looks_alike(self) -> bool:
         """Whether all ranks look at the same batches, so that their records can be merged."""
@@ -177,11 +184,21 @@ class ActivationStats(HookCallback):
             self.records.drop_batch()
             self._awaited = []
 
+    def _take_usual(self, m: nn.Module, output: Any) -> bool:
+        """Does what `hooks_act` and `hook` do in the usual case: an ordinary tensor in the loop's thread."""
+        if is_compiling():  # this function, which Dynamo may compile by itself if it cannot compile the layer
+            return False
+        if self._acts_in is not self.learn.training:
+            return True
+        if threading.get_ident() != self._thread or type(output) is not Tensor or self._is_sharded:
+            return False
+        name = self._names.get(id(m))
+        if name is None:
+            return False
+        return self.records.take_usual(name, output, type(m).__name__)
+
     def hook(self, m: nn.Module, *seen: Any) -> None:
         name, output = self._names.get(id(m)), seen[-1]
-        if type(output) is Tensor and not self._is_sharded and name is not None:  # the usual case
-            self.records.take(name, output, type(m).__name__)
-            return
         kind = plain_class(m).__name__
         if name is None:
             self.left_out[f"a copy of {kind}"] = "as nn.DataParallel makes them of the layers"

@@ -16,11 +16,11 @@ from hookcb.activations.buffer import (
     Output,
     OutputBuffer,
     floats,
+    joined,
     pair,
     range_around,
-    reduced_with,
 )
-from hookcb.activations.stats import ROW, histogram, summarize
+from hookcb.activations.stats import histogram, summarize
 from hookcb.core.precision import moved, widest
 from hookcb.core.ranks import Ranks
 from hookcb.records.records import PHASES
@@ -106,19 +106,11 @@ class Merger:
     def _look(self, phase: str, buffer: OutputBuffer, outputs: dict[str, Output]) -> Look:
         """Statistics of this rank's outputs; those of the same shape together, in a fraction of the time."""
         found = {name: output for name, output in outputs.items() if output.elements is not None}
-        alike: dict[Any, list[str]] = {}
-        for name, output in found.items():
-            alike.setdefault(reduced_with(output), []).append(name)
         look = Look({name: (output.type, output.shape) for name, output in found.items()}, {}, {})
-        for (shape, *_), names in alike.items():
-            n = math.prod(shape)
-            at_once = 1 if n > ROW else MAX_REDUCED // max(1, n)
-            for i in range(0, len(names), at_once):
-                some = {name: found[name] for name in names[i : i + at_once]}
-                rows, exact = _stacked(list(some.values()))
-                values = moved(summarize(rows, exact, buffer.eps, wide=True), self.device)
-                look.values |= dict(zip(some, values, strict=True))
-                look.rows |= dict(zip(some, rows, strict=True)) if buffer.bins else {}
+        for names, rows, exact in joined(found, MAX_REDUCED):
+            values = moved(summarize(rows, exact, buffer.eps, wide=True), self.device)
+            look.values |= dict(zip(names, values, strict=True))
+            look.rows |= dict(zip(names, rows, strict=True)) if buffer.bins else {}
         look.sizes |= {name: self._sizes(phase, name, output) for name, output in found.items()}
         self._count(phase, buffer, look)
         return look
@@ -263,13 +255,6 @@ class Merger:
             self._pivots[phase] = self._tensor(pivots)
         self._ranges = {key: moved(edges, self.device) for key, edges in buffer.ranges.items()}
         self._copies = dict(state["copies"])
-
-
-def _stacked(outputs: Sequence[Output]) -> tuple[Tensor, Tensor | None]:
-    """Elements of outputs of the same kind, `(R, n)`, and their moments if they are samples."""
-    elements = [output.elements.reshape(-1) for output in outputs if output.elements is not None]
-    exact = [output.exact for output in outputs if output.exact is not None]
-    return torch.stack(elements), torch.cat(exact) if exact else None
 
 
 def _known_range(buffer: OutputBuffer, phase: str, name: str) -> tuple[float, float] | None:

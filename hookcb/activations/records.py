@@ -16,6 +16,7 @@ from hookcb.activations.report import ActivationReport, ActivationRow
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample, has_stats, kind_of, take
 from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
+from hookcb.core.torch_private import in_transform, is_jit_tracing
 from hookcb.hooks.hook import detached
 from hookcb.records.records import PHASES, Layer, SavedRecords, module_of
 from hookcb.records.store import StatStore
@@ -119,6 +120,18 @@ class ActivationRecords(SavedRecords):
             taken = Output(kind_of(output))
         self.buffer.batch.setdefault(path, []).append(taken)
 
+    def take_usual(self, path: str, x: Tensor, kind: str) -> bool:
+        """Does what `take` does, if `x` is a whole tensor with statistics and nothing traces it."""
+        if not has_stats(x) or in_transform() or is_jit_tracing():
+            return False
+        elements, exact = take(x.detach(), self.sample, wide=self.merger is not None)
+        output = Output(kind, x.shape, elements, exact, x.numel())
+        if (calls := self.buffer.batch.get(path)) is None:
+            self.buffer.batch[path] = [output]
+        else:
+            calls.append(output)
+        return True
+
     def drop_batch(self) -> None:
         """Forgets what was taken in the running batch."""
         self.buffer.drop_batch()
@@ -136,8 +149,10 @@ class ActivationRecords(SavedRecords):
         for name, output in outputs.items():
             if output.elements is None:
                 self.left_out[name] = output.type
-            else:
+            elif (seen := self.outputs.get(name)) is None or seen != (output.type, output.shape):
                 self.outputs[name] = output.type, tuple(output.shape)
+                if self.merger is None:  # else all ranks have agreed on the order
+                    self._stores[phase].add(name)  # now, as those of one shape are reduced together
         self._add_elsewhere()
 
     def _add_elsewhere(self) -> None:

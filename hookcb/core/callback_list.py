@@ -1,12 +1,13 @@
 """Lists of callbacks: given in any form, checked, looked up, and sorted by event."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 
+EVENTS = [event.value for event in Event]
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
 Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and the function to call
 
@@ -66,15 +67,30 @@ def is_among(cb: Callback, cbs: Iterable[Callback]) -> bool:
 def dispatch_tables(cbs: Sequence[Callback]) -> dict[bool, dict[str, Handlers]]:
     """Handlers of each event, in order; by whether it is training, then by event."""
     handlers = {
-        event.value: [(cb, handler) for cb in cbs if (handler := cb.handler(event)) is not None]
-        for event in Event
+        event: [(cb, handler) for cb in cbs if (handler := cb.handler(event)) is not None] for event in EVENTS
     }
     return {
         training: {
-            event: tuple((cb, handler) for cb, handler in pairs if cb.acts(event, training))
+            event: tuple([pair for pair in pairs if pair[0].acts(event, training)]) if pairs else ()
             for event, pairs in handlers.items()
         }
         for training in (True, False)
+    }
+
+
+def without_resting(
+    table: Mapping[str, Handlers], resting: Mapping[int, frozenset[str]]
+) -> dict[str, Handlers]:
+    """Handlers of each event, without those of a callback at the events at which it rests.
+
+    Args:
+        table: handlers of each event.
+        resting: events at which a callback is not called, by its id.
+    """
+    events = frozenset().union(*resting.values())
+    return {**table} | {
+        event: tuple(pair for pair in table[event] if event not in resting.get(id(pair[0]), ()))
+        for event in events
     }
 
 

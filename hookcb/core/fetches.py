@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from time import perf_counter
 from typing import Any, Protocol, Self, TypeVar
 
 from hookcb.core.torch_private import DataLoaderIter
@@ -19,34 +18,6 @@ class FetchListener(Protocol):
 
     def end(self) -> None:
         """Called when the fetch has ended, also by an error."""
-
-
-class FetchTimer:
-    """Adds up the time spent in fetches.
-
-    >>> from hookcb.core.fetches import FetchTimer
-    >>> timer = FetchTimer()
-    >>> timer.begin()
-    >>> timer.end()
-    >>> timer.take() > 0, timer.take()
-    (True, 0.0)
-    """
-
-    def __init__(self) -> None:
-        self._seconds = self._began = 0.0
-
-    def begin(self) -> None:
-        """Starts the clock."""
-        self._began = perf_counter()
-
-    def end(self) -> None:
-        """Stops the clock."""
-        self._seconds += perf_counter() - self._began
-
-    def take(self) -> float:
-        """Returns the seconds in fetches since the last call, and sets them to 0."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
 
 
 class ObservedFetches(Iterator[T]):

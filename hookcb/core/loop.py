@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
@@ -19,6 +19,7 @@ from hookcb.core.callback_list import (
     is_among,
     new_callbacks,
     renamed,
+    without_resting,
 )
 from hookcb.core.console import show, shown_once
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
@@ -26,7 +27,7 @@ from hookcb.core.failures import blame, shared_failures
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.ranks import MAX_WAIT, ranks_of
 from hookcb.core.state import C, TrainingState
-from hookcb.core.time_split import Marks, TimeSplit
+from hookcb.core.time_split import TimeSplit
 from hookcb.core.votes import Votes
 
 DOING: dict[str, str] = {  # what happens after an event
@@ -60,6 +61,7 @@ class Loop(TrainingState):
         self._entered: list[Callback] | None = None  # in a fit: callbacks whose before_fit was called
         self._votes: Votes | None = None
         self.clock: TimeSplit | None = None  # splits the time of a training, while one is diagnosed
+        self._resting: dict[int, frozenset[str]] = {}  # by id of a callback, see `rest`
         self.build_dispatch()
         self.add_cbs(cbs)
 
@@ -71,7 +73,7 @@ class Loop(TrainingState):
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
         """Begins training or validation on `dl`, with `n_iter` batches, or None if unknown."""
         super().set_phase(training, dl, n_iter)
-        self._table = self._tables[training]
+        self._use_tables()
 
     @contextmanager
     def restored(self, batch: bool = True) -> Iterator[None]:
@@ -80,12 +82,12 @@ class Loop(TrainingState):
             with super().restored(batch):
                 yield
         finally:
-            self._table = self._tables[self.training]
+            self._use_tables()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_table", "_tables")} | {
-            "clock": None
-        }
+        tables = "_table", "_tables", "_awake"
+        state = {key: value for key, value in self.__dict__.items() if key not in tables}
+        return state | {"clock": None, "_resting": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -171,6 +173,7 @@ class Loop(TrainingState):
             self.cbs = [cb for cb in self.cbs if not is_among(cb, old)]
             for cb in old:
                 del cb.learn
+                self._resting.pop(id(cb), None)
             self.build_dispatch()
         return self
 
@@ -210,14 +213,31 @@ class Loop(TrainingState):
     def build_dispatch(self) -> None:
         """Updates the lists of callbacks that act at each event; called whenever they change."""
         self._tables = dispatch_tables(self.cbs)
-        self._table = self._tables[self.training]
+        self._use_tables()
+
+    def _use_tables(self) -> None:
+        """Selects the callbacks that act in this phase, and those of them that do not rest."""
+        self._table = self._awake = self._tables[self.training]
+        if self._resting and self.training:
+            self._awake = without_resting(self._table, self._resting)
+
+    def rest(self, resting: Iterable[tuple[Callback, frozenset[str]]]) -> None:
+        """Stops calling callbacks at events of training batches, until they are given here without any.
+
+        It saves the calls in which a callback that inspects few batches would do nothing.
+        """
+        new = self._resting | {id(cb): events for cb, events in resting}
+        new = {key: events for key, events in new.items() if events}
+        if new != self._resting:
+            self._resting = new
+            self._use_tables()
 
     def emit(self, event: str) -> None:
         """Calls the callbacks that act at `event`, in order.
 
         All of them see the event before a cancel raised by one takes effect.
         """
-        if (handlers := self._table[event]) or self._votes is not None:
+        if (handlers := self._awake[event]) or self._votes is not None or self.clock is not None:
             self._call(event, handlers)
 
     def within(self, level: str, body: Callable[[], object]) -> bool:
@@ -230,11 +250,12 @@ class Loop(TrainingState):
         table = self._table
         closing = False
         try:
-            if (handlers := table[before]) or self._votes is not None:
+            if (handlers := self._awake[before]) or self._votes is not None or self.clock is not None:
                 self._call(before, handlers)
             body()
             closing = True
-            if self._table is not table or table[after] or self._votes is not None:
+            is_followed = self._votes is not None or self.clock is not None
+            if self._table is not table or self._awake[after] or is_followed:
                 self._close(after, table)
         except cancel:
             if not closing:  # a cancel raised while closing counts as the end
@@ -284,7 +305,7 @@ class Loop(TrainingState):
         return is_agreed
 
     def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
-        handlers = self._table[event]
+        handlers = self._awake[event]
         if self._table is not opened_for:  # skip those who joined after the level began
             handlers = tuple(pair for pair in handlers if pair in opened_for[event])
         self._call(event, handlers)
@@ -294,7 +315,7 @@ class Loop(TrainingState):
         table, self._event, clock = self._table, event, self.clock
         if clock is not None and not self.training and (event in BATCH_EVENTS or self.is_nested):
             clock = None  # a validation counts as a whole
-        marks: Marks = [] if clock is None else clock.begin_callbacks()
+        marks = None if clock is None else clock.begin_callbacks(event)
         for cb, handler in handlers:
             if self._table is not table and not is_among(cb, self.cbs):
                 continue  # an earlier callback has removed it
@@ -306,10 +327,10 @@ class Loop(TrainingState):
             except BaseException as error:
                 error.add_note(", ".join([f"in {label_of(cb)}.{event}", *self.position(event)]))
                 raise
-            if clock is not None:
+            if marks is not None:
                 marks.append((cb, time.perf_counter()))
-        if clock is not None:
-            clock.end_callbacks(event, marks)
+        if clock is not None and (event == "after_batch" or clock.phase_begins is not None):
+            clock.end_callbacks(event)
         if self._votes is not None:
             acting = [cb for cb, _ in handlers]
             if cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in acting):

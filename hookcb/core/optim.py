@@ -60,7 +60,10 @@ def copied_setting(value: Any) -> Any:
 
 def largest_lr(opt: Optimizer) -> float:
     """Largest learning rate of the groups; tensors on a GPU are left out, NaN if there are no others."""
-    rates = [detached_scalar(group["lr"]) for group in opt.param_groups]
+    first, *others = [group["lr"] for group in opt.param_groups]
+    if isinstance(first, float) and not others:  # the usual case, in each batch
+        return first
+    rates = [detached_scalar(rate) for rate in (first, *others)]
     return max((x for x in rates if isinstance(x, float)), default=math.nan)
 
 

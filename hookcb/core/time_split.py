@@ -5,7 +5,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any
 
 from hookcb.core.events import Event
@@ -26,128 +25,153 @@ AFTER: Mapping[str, str] = {  # the phase that begins after an event
     Event.BEFORE_VALIDATE: VALIDATION,
     Event.AFTER_VALIDATE: EPOCH,
 }
-Marks = list[tuple[Any, float]]  # callbacks, and when each has acted; first None, and when they began
-NEGLIGIBLE = 5e-5  # seconds of all callbacks at an event, which then belong to none
+Marks = list[tuple[Any, Any]]  # a phase or a callback, and the time at which it has ended
+BATCH = object()  # instead of these: the end of a batch, and whether it is left out
+COLLECTION = object()  # and the seconds of a garbage collection
+MAX_MARKS = 2_000  # that wait to be added up, which is faster for many batches together
 MIN_GENERATION = 1  # collections of the youngest objects take 0.1 ms, every few steps
 
 
 class TimeSplit:
     """Splits the time of a training at its events; a `FetchListener`, and the `clock` of a loop.
 
-    The sums of a batch are added to `seconds` when it ends, unless `leaves_out`. The first ones of a fit are
-    left out as well.
+    The seconds of a batch count when it ends, unless `leaves_out`. The first ones of a fit do not count.
 
     Args:
         label: returns the name of a callback, "" for those whose time does not count.
         n_warm_up: number of batches at the beginning that are left out.
 
     Attributes:
-        seconds: seconds in all `n` batches, by phase and by name of the callback.
-        largest: the two largest of these in one batch; a busy machine may have stopped the process in them.
         leaves_out: whether the batch in progress is left out.
         phase_begins: called with each phase that begins, and with "" if callbacks act.
 
     >>> from hookcb.core.time_split import TimeSplit
-    >>> split = TimeSplit(lambda cb: cb, n_warm_up=0)
+    >>> split = TimeSplit(lambda cb: cb.name, n_warm_up=0)
     >>> for event in ("before_batch", "after_pred", "after_batch"):
-    ...     marks = split.begin_callbacks()
-    ...     marks.append(("Log", marks[0][1] + 1.0))
-    ...     split.end_callbacks(event, marks)
-    >>> split.n, split.seconds["Log"] > 2.9
+    ...     _ = split.begin_callbacks(event)
+    ...     split.end_callbacks(event)
+    >>> split.n, split.seconds["forward"] > 0
     (1, True)
     """
 
     def __init__(self, label: Callable[[Any], str], n_warm_up: int) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.largest: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self.n, self.leaves_out = 0, False
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._largest: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._n, self.leaves_out = 0, False
         self.phase_begins: Callable[[str], object] | None = None
         self._label = label
         self._labels: dict[int, str] = {}
         self._n_to_come = n_warm_up
-        self._now: defaultdict[str, float] = defaultdict(float)  # of the batch in progress
-        self._phase, self._since = EPOCH, time.perf_counter()
-        self._before_fetch, self._collecting_since = EPOCH, self._since
-        self._collections: list[tuple[float, float]] | None = None  # while callbacks act: ends and seconds
+        self._now: defaultdict[str, float] = defaultdict(float)  # of the batch that is added up
+        self._phase = self._before_fetch = EPOCH
+        self._fetched = self._fetch_began = 0.0
+        self._marks: Marks = []
+        self._since = self._collecting_since = time.perf_counter()
         self._thread = threading.get_ident()
         gc.callbacks.append(self._at_collection)
+
+    @property
+    def n(self) -> int:
+        """Number of batches."""
+        self._add_marks()
+        return self._n
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds in all `n` batches, by phase and by name of the callback."""
+        self._add_marks()
+        return self._seconds
+
+    @property
+    def largest(self) -> dict[str, list[float]]:
+        """The two largest of these in one batch; a busy machine may have stopped the process in them."""
+        self._add_marks()
+        return self._largest
 
     def close(self) -> None:
         """Stops listening to the garbage collector."""
         if self._at_collection in gc.callbacks:
             gc.callbacks.remove(self._at_collection)
 
-    def begin_callbacks(self) -> Marks:
-        """Ends the phase, as callbacks are about to act.
+    def begin_callbacks(self, event: str) -> Marks:
+        """Ends the phase before an event, at which callbacks are about to act.
 
         Returns:
             A list, to which each callback is appended with the time when it has acted.
         """
         if self.phase_begins is not None:
             self.phase_begins("")
-        self._collections = []
-        return [(None, time.perf_counter())]
-
-    def end_callbacks(self, event: str, marks: Marks) -> None:
-        """Begins the phase after an event, at which callbacks have acted."""
-        (_, began), (_, ended) = marks[0], marks[-1]
-        self._now[self._phase] += began - self._since
-        if ended - began > NEGLIGIBLE:
-            self._add_callbacks(marks)
-        self._since, self._collections = ended, None
+        self._marks.append((self._phase, time.perf_counter()))
         self._phase = AFTER.get(event, self._phase)
+        return self._marks
+
+    def end_callbacks(self, event: str) -> None:
+        """Begins the phase after an event, at which callbacks have acted."""
         if event == Event.AFTER_BATCH:
-            self._end_batch()
+            self._marks.append((BATCH, self.leaves_out))
+            if len(self._marks) > MAX_MARKS:
+                self._add_marks()
         if self.phase_begins is not None:
             self.phase_begins(self._phase)
-
-    def _add_callbacks(self, marks: Marks) -> None:
-        """Adds the time of each callback, without garbage collections in it."""
-        for (_, began), (cb, ended) in pairwise(marks):
-            if (name := self._labels.get(id(cb))) is None:
-                name = self._labels[id(cb)] = self._label(cb)
-            collected = sum(seconds for at, seconds in self._collections or () if began <= at <= ended)
-            self._now[name] += ended - began - collected
 
     def begin(self) -> None:
         """Begins a fetch; the first one of an epoch also starts the loader."""
         self._before_fetch = self._phase
-        self._switch(EPOCH if self._phase == EPOCH else DATA)
+        self._fetch_began = self._switch(EPOCH if self._phase == EPOCH else DATA)
 
     def end(self) -> None:
         """Ends a fetch."""
-        self._switch(self._before_fetch)
+        self._fetched += self._switch(self._before_fetch) - self._fetch_began
 
-    def _switch(self, phase: str) -> None:
+    def take_fetched(self) -> float:
+        """Returns the seconds in fetches since the last call, and sets them to 0."""
+        seconds, self._fetched = self._fetched, 0.0
+        return seconds
+
+    def _switch(self, phase: str) -> float:
         now = time.perf_counter()
-        self._now[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+        self._marks.append((self._phase, now))
+        self._phase = phase
         if self.phase_begins is not None:
             self.phase_begins(phase)
+        return now
 
-    def _end_batch(self) -> None:
+    def _add_marks(self) -> None:
+        """Adds up the seconds before each mark."""
+        marks = self._marks[:]
+        self._marks.clear()  # the same list, as callbacks may be acting now
+        since, now, labels = self._since, self._now, self._labels
+        for what, x in marks:
+            if what is COLLECTION:
+                now[GARBAGE] += x
+                since += x
+            elif what is BATCH:
+                self._end_batch(leaves_out=x)
+            else:
+                name = what if isinstance(what, str) else labels.get(id(what))
+                if name is None:
+                    name = labels[id(what)] = self._label(what)
+                now[name] += x - since
+                since = x
+        self._since = since
+
+    def _end_batch(self, leaves_out: bool) -> None:
         if self._n_to_come:
             self._n_to_come -= 1
-        elif not self.leaves_out:
+        elif not leaves_out:
             for name, seconds in self._now.items():
-                self.seconds[name] += seconds
-                two = self.largest[name]
+                self._seconds[name] += seconds
+                two = self._largest[name]
                 if seconds > two[0]:
                     two[0] = seconds
                     two.sort()
-            self.n += 1
+            self._n += 1
         self._now.clear()
 
     def _at_collection(self, stage: str, info: Mapping[str, int]) -> None:
         if info["generation"] < MIN_GENERATION or threading.get_ident() != self._thread:
             return
-        now = time.perf_counter()
         if stage == "start":
-            self._collecting_since = now
-            return
-        seconds = now - self._collecting_since
-        self._now[GARBAGE] += seconds
-        if self._collections is None:
-            self._since += seconds
+            self._collecting_since = time.perf_counter()
         else:
-            self._collections.append((now, seconds))
+            self._marks.append((COLLECTION, time.perf_counter() - self._collecting_since))

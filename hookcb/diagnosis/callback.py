@@ -80,11 +80,11 @@ class Diagnose(EvidenceRecorder):
 
     def after_batch(self) -> None:
         super().after_batch()
-        probes = self._probes
-        if probes is None or not self.training:
+        if (probes := self._probes) is None:
             return
         self._n_batches += 1
-        is_alarmed, probes.is_alarmed = self.learn.agree_on_alarm(probes.is_alarmed), False
+        is_alarmed = self.learn.agree_on_alarm(probes.is_alarmed)
+        probes.is_alarmed = False
         if self._n_batches >= self._next_check:
             self._next_check *= CHECK_GROWTH
             is_alarmed = True

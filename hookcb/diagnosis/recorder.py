@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
+from hookcb.core.callback import Callback
+from hookcb.core.events import BATCH_EVENTS, Event
 from hookcb.core.loop import label_of
-from hookcb.core.sampling import SamplingCallback
+from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
@@ -21,13 +24,18 @@ from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import has_params
 from hookcb.profiling.steps.timer import StepTimer
 
+# events of a batch that is not inspected, at which nothing is done
+IDLE = frozenset({Event.AFTER_PRED, Event.BEFORE_BACKWARD, Event.BEFORE_STEP})
+IDLE_STATS = BATCH_EVENTS - {Event.BEFORE_BATCH, Event.AFTER_CANCEL_BATCH}
+AWAKE: frozenset[str] = frozenset()
+
 
 def is_external(loop: Any) -> bool:
     """Whether hookcb does not run the loop, and so cannot call its loss function; see `ExternalLoop`."""
     return not hasattr(loop, "get_loss")
 
 
-class EvidenceRecorder(SamplingCallback):
+class EvidenceRecorder(Callback):
     """Attaches `ActivationStats` and `GradientHealth`, runs probes, and builds `evidence` from all.
 
     On several ranks it attaches a `StepTimer` too, if there is none.
@@ -38,9 +46,12 @@ class EvidenceRecorder(SamplingCallback):
 
     Attributes:
         is_wanted: whether the current batch, and the step it leads to, are inspected.
+        is_looking: whether it is inspected, and not cancelled yet.
     """
 
     order = orders.DIAGNOSE
+    run_valid = False
+    is_wanted = is_looking = False
     run_lr_find = False  # it tries rates that are too high on purpose
 
     def __init__(self, budget: float, *, name: str) -> None:
@@ -52,41 +63,36 @@ class EvidenceRecorder(SamplingCallback):
         self._attached: list[AttachedStats | AttachedHealth | AttachedTimer] = []
 
     def before_fit(self) -> None:
-        super().before_fit()
         self._evidence = None
         self._schedule, self._is_new_step = Schedule(self.budget), True
-        self.is_wanted = self._is_forward = False
+        self._rest = True, False  # whether the batch is inspected, and whether events are left out
+        self.is_wanted = self.is_looking = self._is_forward = False
         self._is_external = is_external(self.learn)
-        self._probes = Probes(self.learn, self._inspects_call, self._is_external)
+        split = self._split_time()
+        self._probes = Probes(self.learn, split, self._inspects_call, self._is_external)
         self._frame = Frame.of(self.model, [])
         names = {cb.name for cb in self.learn.cbs}
         defaults = "activation_stats", "gradient_health", "step_timer"
         stats, health, timer = (f"{self.name}_{name}" if name in names else name for name in defaults)
-        self._attached = [AttachedHealth(self, health)]
+        self._health = AttachedHealth(self, health)
+        self._attached = [self._health]
         if any(m is not self.model for m in self.model.modules()) or has_params(self.model):
             self._attached.insert(0, AttachedStats(self, stats))
         if self.learn.ranks.world > 1 and not any(isinstance(cb, StepTimer) for cb in self.learn.cbs):
             self._attached.append(AttachedTimer(self, timer))
-        self.learn.follow_fetches(self._probes.fetches)
-        self._split_time()
         self.learn.add_cbs(self._attached)
 
-    def _split_time(self) -> None:
+    def _split_time(self) -> TimeSplit:
         """Begins to split the time of the training."""
         self._spent = SpentTime(self._label, self._is_external)
+        self.learn.follow_fetches(self._spent.split)
         if self.learn.clock is None:  # else a second `Diagnose` does
             self.learn.clock = self._spent.split
-            self.learn.follow_fetches(self._spent.split)
+        return self._spent.split
 
     def _label(self, cb: Any) -> str:
         is_own = cb is self or any(cb is x for x in self._attached)
         return "" if is_own else f"{PREFIX}{label_of(cb)}"
-
-    def wants(self, i: int) -> bool:
-        """Whether batch `i` is inspected; decided once for all batches of a step."""
-        if self._is_new_step or not (self._probes and self._probes.n_steps):
-            self._is_new_step, self.is_wanted = False, self._schedule.is_due()
-        return self.is_wanted
 
     def _inspects_call(self) -> bool:
         """Whether to inspect a call of the model that begins now."""
@@ -102,12 +108,32 @@ class EvidenceRecorder(SamplingCallback):
             self._probes.guarded(self._probes.layers.measure_layer, m, output)
 
     def before_batch(self) -> None:
-        super().before_batch()
-        self._is_forward = self.is_looking and self.training
+        probes, spent = self._probes, self._spent
+        if probes is None:
+            return
+        if self._is_new_step or not probes.n_steps:  # decided once for all batches of a step
+            self._is_new_step, self.is_wanted = False, self._schedule.is_due()
+        self.is_looking = self._is_forward = self.is_wanted
         self._probe(Probes.begin_batch)
-        spent, probes = self._spent, self._probes
-        if spent is not None and probes is not None and self.training:
-            spent.split.leaves_out = self.is_looking or probes.layer_times.is_timing or spent.is_tracing
+        is_measured = self.is_looking or probes.layer_times.is_timing
+        is_idle = not (is_measured or probes.is_dense)
+        if (self.is_looking, is_idle) != self._rest:
+            self._begin_rest(self.is_looking, is_idle)
+        if spent is not None:
+            spent.split.leaves_out = is_measured or spent.is_tracing
+
+    def _begin_rest(self, is_looking: bool, is_idle: bool) -> None:
+        """Leaves out the events at which nothing is done in this batch."""
+        self._rest = is_looking, is_idle
+        own = IDLE - {Event.AFTER_PRED} if self._is_external else IDLE
+        resting: list[tuple[Callback, frozenset[str]]] = [(self, own if is_idle else AWAKE)]
+        for cb in self._attached:
+            if isinstance(cb, AttachedStats):
+                resting.append((cb, AWAKE if is_looking else IDLE_STATS))
+            elif isinstance(cb, AttachedHealth):
+                counts_skips = self.learn.scaler is not None
+                resting.append((cb, AWAKE if is_looking or counts_skips else BATCH_EVENTS))
+        self.learn.rest(resting)
 
     def after_pred(self) -> None:
         if self.is_looking or self._is_external:  # an external loop may never report its loss
@@ -130,7 +156,7 @@ class EvidenceRecorder(SamplingCallback):
         self._probe(Probes.drop_batch)
 
     def after_cancel_batch(self) -> None:
-        super().after_cancel_batch()
+        self.is_looking = False
         self._probe(Probes.drop_batch)
 
     def after_cancel_step(self) -> None:
@@ -138,20 +164,17 @@ class EvidenceRecorder(SamplingCallback):
 
     def after_step(self) -> None:
         self._is_new_step = True
+        if (probes := self._probes) is None:
+            return
+        if not self.is_looking and id(self.learn.opt) not in probes.optimizers:
+            self._health.note(self.learn.opt)  # it rests
         self._probe(Probes.end_step)
 
     def after_batch(self) -> None:
-        super().after_batch()
         self._is_forward = False
-        if self._probes and self.training:
-            self._probe(Probes.end_batch)
-            if self._spent is not None:
-                self._probes.guarded(self._spent.end_batch)
-
-    def before_validate(self) -> None:
-        """Does nothing; but for the handlers of these two events, the loop's clock would not see them."""
-
-    after_validate = before_validate
+        self._probe(Probes.end_batch)
+        if self._is_external and self._probes is not None and self._spent is not None:
+            self._probes.guarded(self._spent.end_batch)
 
     def after_train(self) -> None:
         self._probe(Probes.end_epoch)
@@ -160,12 +183,12 @@ class EvidenceRecorder(SamplingCallback):
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `evidence`."""
         if self._probes is not None:
             self._probes.close()
-            self.learn.leave_fetches(self._probes.fetches)
             self._end_split()
             self._evidence, self._probes = evidence, None
         attached, self._attached = self._attached, []
         for cb in attached:
             cb.owner = None  # its records can be read without the owner
+        self.learn.rest([(self, AWAKE)])
         self.learn.remove_cbs([cb for cb in attached if any(cb is x for x in self.learn.cbs)])
 
     def _end_split(self) -> None:
@@ -199,8 +222,12 @@ class EvidenceRecorder(SamplingCallback):
         return evidence
 
     def _probe(self, handler: Callable[[Probes, Any, bool], object]) -> None:
-        if self._probes and self.training:
-            self._probes.guarded(handler, self._probes, self.learn, self.is_looking)
+        """Calls a method of the probes; if it fails, the training goes on and the verdict says so."""
+        if (probes := self._probes) is not None:
+            try:
+                handler(probes, self.learn, self.is_looking)
+            except Exception as error:  # the training must go on, whatever it is
+                probes.note_failure(error)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: a resumed fit is recorded from its start."""
@@ -234,6 +261,13 @@ class AttachedStats(Attached, ActivationStats):
         super().__init__(include_paramless=True, name=name)
         self.owner = owner
 
+    def before_batch(self) -> None:
+        if self.owner is None or self.owner.is_looking:
+            super().before_batch()
+        else:
+            self.is_looking = False
+            self.n_skipped += 1  # it rests when the batch ends
+
     def looks_alike(self) -> bool:
         """True, as the owner looks at batches by their numbers."""
         return True
@@ -250,6 +284,11 @@ class AttachedHealth(Attached, GradientHealth):
     def __init__(self, owner: EvidenceRecorder, name: str) -> None:
         super().__init__(name=name)
         self.owner = owner
+
+    def note(self, opt: Optimizer | None) -> None:
+        """Notes an optimizer whose steps were not recorded yet."""
+        if self._watch is not None and opt is not None:
+            self._watch.note(opt)
 
 
 class AttachedTimer(Attached, StepTimer):

@@ -210,7 +210,6 @@ class GradientHealth(Callback):
         n = sum(p.numel() for p in divided if is_dtensor(p))
         ranks.check_alike({"sharded parameters": f"{len(divided)}, with {n:,} elements in all"})
 
-    @torch.no_grad()
     def _begin_step(self, reader: GradientReader, watch: StepWatch) -> None:
         """Captures whole gradients before clipping."""
         opt, scaler = self.opt, self.learn.scaler
@@ -228,17 +227,16 @@ class GradientHealth(Callback):
             # set by a GradScaler of the user for a fused optimizer
             if scaler is None and isinstance(given := getattr(opt, "grad_scale", None), Tensor):
                 grad_scale = scale = detached_scalar(given)
-            self._capture = reader.before_step(grad_scale, lr, scale)
+            with torch.no_grad():
+                self._capture = reader.before_step(grad_scale, lr, scale)
         if isinstance(opt, StepByHand):  # its gradients may be cleared when the step ends
             watch.make()
 
-    @torch.no_grad()
     def _at_step(self) -> None:
         """The optimizer begins its step."""
         if self._capture is not None and self._reader is not None:
             self._reader.at_step(self._capture)
 
-    @torch.no_grad()
     def _end_step(self, is_cancelled: bool, has_scaler: bool = False) -> None:
         """Adds the record of a step that was made or cancelled."""
         if self._reader is None or self._watch is None:
@@ -248,8 +246,9 @@ class GradientHealth(Callback):
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.not_optimized = self._watch.missing(self._reader.with_grad)
-            self._reader.after_step(capture, skipped)
-            self.records.add_step(capture, self.epoch, self.train_iter)
+            with torch.no_grad():
+                self._reader.after_step(capture, skipped)
+                self.records.add_step(capture, self.epoch, self.train_iter)
 
     @torch.no_grad()
     def _nonfinite(self) -> str | None:

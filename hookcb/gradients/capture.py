@@ -32,9 +32,11 @@ class Capture:
     """Numbers captured around one step, for the parameters of one layout."""
 
     layout: Layout
-    small: Tensor  # gradients of the small parameters, concatenated
+    small: Tensor  # gradients of the small parameters, then sketches of large ones, concatenated
+    sketched: tuple[int, ...]  # places of the latter among the large gradients
     rows: Tensor  # row norms of the large gradients, concatenated
-    numbers: Numbers  # low, high, nonfinite, mean |gradient| of each large gradient: (n_large · 4,)
+    numbers: Numbers  # low, high, nonfinite, mean |gradient| of each large gradient: (n_large · 4,); the last
+    # is 0 if it is to be taken from the sketch
     before: Tensor  # sketch of the weights before the step
     after: Tensor | None = None  # and after it
     weights: Numbers = ()  # norm and sum of each parameter of middle size: (n_middle · 2,)
@@ -192,11 +194,13 @@ class GradientReader:
         """Captures gradients as the optimizer gets them, if they were changed since `before_step`."""
         if step.shards is not None and self._shards is not None:  # a DTensor does not count its changes
             self._shards.at_step(step.shards)
-        if all(
-            g is None or version is None or (param.p.grad is g and version_of(g) == version)
-            for param, g, version in self._grads
-        ):
-            return
+        for param, g, version in self._grads:
+            if g is not None and version is not None and (param.p.grad is not g or version_of(g) != version):
+                self._read_clipped(step)
+                return
+
+    @torch.no_grad()
+    def _read_clipped(self, step: StepCapture) -> None:
         for capture in step.captures:
             layout = capture.layout
             grads = [param.p.grad for param in layout.params]
@@ -298,31 +302,26 @@ def _sketch_of(g: Tensor, layout: Layout) -> Tensor | None:
 
 def _capture(layout: Layout, grads: list[Tensor]) -> Capture:
     """Numbers of the gradients, in the order of the layout, and of the weights before the step."""
-    n, device = layout.n_small, layout.device
-    small = _flat(grads[:n], layout.empty)
+    n = layout.n_small
     rows: list[Tensor] = []
     numbers: list[Number] = []
-    sketches: list[Tensor] = []  # of gradients above WHOLE elements, for their mean |gradient|
-    places: list[int] = []
-    for g, is_middle in zip(grads[n:], layout.is_middle, strict=True):
+    kept = grads[:n]
+    sketched: list[int] = []
+    for i, (g, is_middle) in enumerate(zip(grads[n:], layout.is_middle, strict=True)):
         summary = summarize_gradient(g)
         rows.append(summary.rows)
-        elements = g if g.layout is torch.strided else g.values()
         mean: Number = 0.0
         tracked = None if is_middle else _sketch_of(g, layout)
         if tracked is None:
-            mean = _number(elements.abs().sum() / g.numel())  # a fifth of the time of the L1 norm
+            elements = g if g.layout is torch.strided else g.values()
+            mean = _number(elements.abs().sum()) / g.numel()  # a fifth of the time of the L1 norm
         else:
-            places.append(len(numbers) + 3)
-            sketches.append(tracked)
+            sketched.append(i)
+            kept.append(tracked)
         numbers += [summary.low, summary.high, summary.nonfinite, mean]
-    if sketches:
-        means = torch.cat(sketches).view(-1, SKETCH).abs().mean(1)
-        values: Sequence[Number] = means.tolist() if device.type == "cpu" else means.unbind()
-        for place, value in zip(places, values, strict=True):
-            numbers[place] = value
     all_rows = torch.cat(rows) if rows else layout.empty
-    return Capture(layout, small, all_rows, _row(numbers, layout), layout.sketch())
+    small = _flat(kept, layout.empty)
+    return Capture(layout, small, tuple(sketched), all_rows, _row(numbers, layout), layout.sketch())
 
 
 def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str, int] | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.precision import at_least_float32
-from hookcb.gradients.stats import SKETCH, WHOLE, sketch, sketch_copy, sketch_stride
+from hookcb.gradients.stats import SKETCH, WHOLE, sketch, sketch_copy, sketch_places, sketch_stride
 from hookcb.hooks.params import Param
 
 
@@ -35,7 +35,9 @@ class Layout:
         self._with_memory = [param.p for param in self.params if param.p.layout is torch.strided]
         self._addresses: list[int] = []
         self._views: list[Tensor] = []
-        self._copied: dict[int, nn.Parameter] = {}  # parameters without a view, by index in `_views`
+        # by index in `_views`: parameters without such a view; flat views of others, and the places to copy
+        self._copied: dict[int, nn.Parameter] = {}
+        self._picked: dict[int, tuple[Tensor, Tensor]] = {}
 
     def sketch(self) -> Tensor:
         """Copy of the tracked elements of all parameters, `(n,)`."""
@@ -44,7 +46,11 @@ class Layout:
             self._addresses = addresses
             views = [sketch(param.p) for param in self.params]
             self._views = [self.empty if view is None else view for view in views]
-            self._copied = {i: self.params[i].p for i, view in enumerate(views) if view is None}
+            without = {i: self.params[i].p for i, view in enumerate(views) if view is None}
+            self._picked = {i: picked for i, p in without.items() if (picked := sketch_places(p)) is not None}
+            self._copied = {i: p for i, p in without.items() if i not in self._picked}
+        for i, (flat, places) in self._picked.items():
+            self._views[i] = flat.index_select(0, places)
         for i, p in self._copied.items():
             self._views[i] = sketch_copy(p)
         whole = torch.cat(self._views)

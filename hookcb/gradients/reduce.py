@@ -38,7 +38,8 @@ def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCaptur
 
 def _kind(step: StepCapture) -> tuple[object, ...]:
     """Key that is equal for steps that can be reduced together."""
-    return (*step.merged, *(x for c in step.captures for x in (id(c.layout), c.clipped_small is None)))
+    of_captures = (x for c in step.captures for x in (id(c.layout), c.sketched, c.clipped_small is None))
+    return (*step.merged, *of_captures)
 
 
 def _reduce(captures: list[Capture], skipped: list[Number]) -> Columns:
@@ -58,7 +59,9 @@ def _gradient_columns(captures: list[Capture]) -> GradColumns:
     """Statistics of all gradients; adjacent gradients of one shape are reduced together."""
     layout, n, n_steps = captures[0].layout, captures[0].layout.n_small, len(captures)
     shapes = [(shape, len(list(same))) for shape, same in groupby(layout.shapes[:n])]
-    small = _split(_stacked(c.small for c in captures), [k * shape.numel() for shape, k in shapes])
+    sketched = captures[0].sketched
+    sizes = [*(k * shape.numel() for shape, k in shapes), len(sketched) * SKETCH]
+    *small, sketches = _split(_stacked(c.small for c in captures), sizes)
     found = [
         reduce_small(x.reshape(n_steps, k, -1) if x.shape[1] else x.new_empty(n_steps, k, 0), shape)
         for x, (shape, k) in zip(small, shapes, strict=True)
@@ -67,6 +70,8 @@ def _gradient_columns(captures: list[Capture]) -> GradColumns:
     n_rows = [k * (shape[0] if len(shape) > 1 else 1) for shape, k in large]
     rows = _split(_stacked(c.rows for c in captures), n_rows)
     numbers = _table([c.numbers for c in captures]).view(n_steps, -1, 4)
+    if sketched:
+        numbers[:, list(sketched), 3] = sketches.reshape(n_steps, -1, SKETCH).abs().mean(2).to(numbers.dtype)
     parts = _split(numbers, [k for _, k in large])
     for x, part, (shape, k) in zip(rows, parts, large, strict=True):
         found.append(reduce_large(x.reshape(n_steps, k, -1), part, len(shape)))

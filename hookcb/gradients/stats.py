@@ -23,6 +23,7 @@ SKETCH = 1_024  # maximum number of elements of a parameter that are tracked fro
 WHOLE = 65_536  # up to this size, statistics of weights and the mean |gradient| use all elements
 # squares of numbers outside leave float32: they underflow below 1e-38 and overflow above 3e38
 SAFE_LOW, SAFE_HIGH = 1e-15, 1e15
+FEW_DIGITS = 4e-3  # Σx² - n·mean² has too few digits of Σx² left if it is a smaller share of it
 
 Number = float | Tensor  # a float on a CPU, as reading needs no sync there; else a 0-d tensor
 
@@ -216,6 +217,18 @@ def _places(n: int, device: torch.device) -> Tensor:
     return (torch.arange(SKETCH, device="cpu") * step % n).sort().values.to(device)
 
 
+def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A flat view of a float32 tensor and indices of its tracked elements: `sketch_copy` in one operation.
+
+    None if it has `sketch`, or is not an ordinary tensor.
+    """
+    x = x.detach()
+    usual = type(x) is Tensor and x.dtype is torch.float32 and x.layout is torch.strided and x.is_contiguous()
+    if not usual or x.is_meta or not SKETCH < x.numel() <= 16 * SKETCH:
+        return None
+    return x.view(-1), _places(x.numel(), x.device)
+
+
 def sketch_copy(x: Tensor) -> Tensor:
     """Copy of the elements of `sketch` for a tensor without such a view, at least float32.
 
@@ -265,11 +278,14 @@ def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
     if is_complex:
         x = torch.linalg.vector_norm(x.reshape(*x.shape[:-1], -1, 2), dim=-1)
     norm, n = widened(torch.linalg.vector_norm(x, dim=-1)), x.shape[-1]
-    mean = x.mean(-1, dtype=norm.dtype)
+    mean = widened(x.mean(-1))
     if n < 2:
         return norm, mean, torch.full_like(norm, math.nan)
-    around = widened(torch.linalg.vector_norm(x - mean[..., None].to(x.dtype), dim=-1))
-    return norm, mean, around / (n - 1) ** 0.5
+    total = norm.square()
+    squares = torch.addcmul(total, mean, mean, value=-n)
+    if not (x.is_cpu and bool((squares > FEW_DIGITS * total).all())):  # False for NaN
+        squares = widened(torch.linalg.vector_norm(x - mean[..., None].to(x.dtype), dim=-1)).square_()
+    return norm, mean, (squares / (n - 1)).sqrt_()
 
 
 def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
@@ -279,4 +295,4 @@ def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
     layer norm, which begin as ones.
     """
     square = norm.square() - total.square() / n
-    return torch.where(square > 4e-3 * norm.square(), (square.clamp(min=0) / (n - 1)).sqrt(), of_sketch)
+    return torch.where(square > FEW_DIGITS * norm.square(), (square.clamp(min=0) / (n - 1)).sqrt(), of_sketch)

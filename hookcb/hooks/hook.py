@@ -97,6 +97,8 @@ class Hook:
         self.is_forward, self.pre, self.modify = is_forward, pre, modify
         self.prepend, self.with_kwargs, self.always_call = prepend, with_kwargs, always_call
         self.detach = detach and not modify
+        # called with module and output after the first call; if it returns False, gate and `hook_func` follow
+        self.quick: Callable[[Any, Any], bool] | None = None
         _check(self, m)
         self.title = _title(hook_func)
         self.kind = self.name = plain_class(m).__name__
@@ -213,7 +215,7 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy hooks nothing, and keeps the stored values
-        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": always}
+        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": always, "quick": None}
         return self.__dict__ | off | {"_stored": detached(self._stored), "results": detached(self.results)}
 
 

@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from hookcb.core.torch_private import forward_hooks
 from hookcb.hooks.own import OwnHook
@@ -20,6 +21,8 @@ class HookLike(Protocol):
     always_call: bool
     with_kwargs: bool
     called: bool
+    fired: bool
+    quick: Callable[[Any, Any], bool] | None
     why_silent: str
     without_grad: str | None
     n_without_graph: int
@@ -52,9 +55,13 @@ class Tap(OwnHook):
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Calls the hook if its gate is open; returns its result if the hook may modify."""
         hook = self.hook
-        if hook is None or not hook.gate():
+        if hook is None:
             return None
         try:
+            if hook.quick is not None and not is_compiling() and hook.fired and hook.quick(module, seen[-1]):
+                return None
+            if not hook.gate():
+                return None
             result = hook.call(module, seen, hook.next_call())
         except Exception as failure:
             own = _raised_by_forward(sys._getframe(1)) if hook.always_call else None

@@ -408,6 +408,14 @@ def test_records_are_made_read_saved_and_loaded_without_a_callback(tmp_path):
     assert torch.equal(loaded.hist_edges("fc"), records.hist_edges("fc"))
 
 
+def test_layers_of_different_shapes_are_named_in_the_order_of_their_first_record():
+    records = ActivationRecords()
+    for name, n in {"first": 3, "second": 4, "third": 3}.items():
+        records.take(name, torch.ones(n), "Linear")
+    records.end_batch("train", 0, 0)
+    assert records.names == ["first", "second", "third"]
+
+
 def test_a_dropped_batch_leaves_nothing():
     records = ActivationRecords()
     records.take("fc", torch.ones(3), "Linear")
@@ -424,7 +432,7 @@ def test_outputs_wait_for_one_another_in_bounded_memory_and_each_keeps_its_numbe
         records.take("fc", torch.full((n,), float(step)), "Linear")
         records.take("small", torch.tensor([float(step)]), "Linear")
         records.end_batch("train", 0, step)
-        waiting = [w.elements.numel() for group in records.buffer._waiting.values() for w in group]
+        waiting = [w.rows.numel() for w in records.buffer._waiting]
         assert sum(waiting) <= MAX_ELEMENTS
         assert len(waiting) < 2 * MAX_BATCHES
     assert records.series("fc", "mean") == records.series("small", "mean") == list(map(float, range(150)))

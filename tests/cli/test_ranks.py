@@ -12,9 +12,15 @@ import pytest
 
 from hookcb.cli.main import main
 from hookcb.cli.ranks import own_rank, run_on_ranks, summary
+from tests.ranks.support import launched
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+COMMAND = """
+import sys
+from hookcb.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
 LOOP = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
@@ -135,23 +141,36 @@ def diagnosed(script, *args):
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 
 
-def statuses(done):
-    return re.findall(r"^(HEALTHY|SUSPECT|SICK)", done.stdout, re.MULTILINE)
+def forked(script, *args):
+    """As `diagnosed`, without torchrun, which takes seconds; exit codes, statuses, and all that is shown."""
+    folder = Path.cwd()
+    (folder / "train.py").write_text(script)
+    (folder / "command.py").write_text(COMMAND)
+    ranks = launched(folder / "command.py", folder, "diagnose", folder / "train.py", *args)
+    shown = "".join(rank["log"] for rank in ranks)
+    return (
+        [rank["exit"] for rank in ranks],
+        re.findall(r"^(HEALTHY|SUSPECT|SICK)", shown, re.MULTILINE),
+        shown,
+    )
 
 
 @pytest.mark.slow
 def test_a_verdict_of_all_ranks_is_shown_once_and_decides_the_exit_code():
-    healthy, sick = diagnosed(LEARNER, "0.1"), diagnosed(LEARNER, "1000")
-    assert (healthy.returncode, statuses(healthy)) == (0, ["HEALTHY"])
-    assert (sick.returncode, statuses(sick)) == (1, ["SICK"])
+    assert forked(LEARNER, "0.1")[:2] == ([0, 0], ["HEALTHY"])
+    codes, statuses, _ = forked(LEARNER, "1000")
+    assert 1 in codes
+    assert statuses == ["SICK"]
 
 
 @pytest.mark.slow
 def test_verdicts_of_single_ranks_name_them_and_rank_0_decides():
-    healthy, sick = diagnosed(LOOP, "0.1", "-1"), diagnosed(LOOP, "1000", "-1")
-    assert (healthy.returncode, statuses(healthy)) == (0, ["HEALTHY"])
-    assert "on rank 0 of 2" in healthy.stdout
-    assert (sick.returncode, statuses(sick)) == (1, ["SICK", "SICK"])
+    codes, statuses, shown = forked(LOOP, "0.1", "-1")
+    assert (codes, statuses) == ([0, 0], ["HEALTHY"])
+    assert "on rank 0 of 2" in shown
+    codes, statuses, _ = forked(LOOP, "1000", "-1")
+    assert codes[0] == 1
+    assert statuses == ["SICK", "SICK"]
 
 
 @pytest.mark.slow

@@ -24,8 +24,22 @@ def mean(m, i, o):
     return o.mean()
 
 
+def backward_mean(m, gi, go):
+    return go[0].mean()
+
+
+def input_mean(m, i):
+    return i[0].mean()
+
+
 ARGUMENTS = {  # for each of these sets of them the contract is looked at
-    "HookCallback": [{"hook": mean}],
+    "GradientHealth": [{}, {"every": 2, "activations": True, "on_nonfinite": "skip"}],
+    "HookCallback": [
+        {"hook": mean},
+        {"hook": mean, "every": 2, "include_paramless": True, "always_call": True},
+        {"hook": backward_mean, "is_forward": False, "include_paramless": True, "every": 2, "detach": False},
+        {"hook": input_mean, "pre": True},
+    ],
     "Checkpoint": [{}, {"every": 2}],
     "Compile": [{"backend": "eager"}],
     "EMA": [{}, {"decay": 0.5, "validate": False}],

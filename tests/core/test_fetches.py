@@ -1,6 +1,7 @@
 """Fetches of batches are told to who listens, and a DataLoader is otherwise torch's own."""
 
 import threading
+import time
 import weakref
 
 import pytest
@@ -9,16 +10,33 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hookcb.core.fetches import FetchTimer, ObservedFetches, follow_loaders, leave_loaders
+from hookcb.core.fetches import ObservedFetches, follow_loaders, leave_loaders
 from tests.support import SLEEP, Clock
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
 
 
+class FetchTimer:
+    """Adds up the time spent in fetches."""
+
+    def __init__(self):
+        self._seconds = 0.0
+
+    def begin(self):
+        self._seconds -= time.perf_counter()
+
+    def end(self):
+        self._seconds += time.perf_counter()
+
+    def take(self):
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
     return clock
 
 

@@ -809,3 +809,44 @@ def test_validate_and_get_preds_outside_a_fit_touch_no_results():
     assert stats.table() == records
     assert not {"before_fit", "after_fit", "before_epoch", "before_train"} & set(events(log))
     assert count_hooks(learn.model) == 0
+
+
+def test_a_callback_that_rests_is_called_at_the_other_events_only():
+    seen = []
+
+    def note(event):
+        return lambda cb: seen.append((cb.train_iter, event))
+
+    events = ("before_batch", "after_pred", "after_loss", "after_batch")
+    sleeper = Callback(name="sleeper", **{event: note(event) for event in events})
+
+    def choose(cb):
+        resting = frozenset({"after_pred", "after_batch"}) if cb.train_iter in (1, 2) else frozenset()
+        cb.learn.rest([(sleeper, resting)])
+
+    fit(make_learner(4, 0), 1, cbs=[sleeper, Callback(name="chooses", before_batch=choose)])
+    called = [[event for step, event in seen if step == i] for i in range(4)]
+    few = ["before_batch", "after_loss"]
+    assert called == [list(events), few, few, list(events)]
+
+
+def test_a_callback_that_rests_is_called_again_in_a_validation_and_in_another_fit():
+    seen = []
+    sleeper = Callback(name="sleeper", after_pred=lambda cb: seen.append(cb.training))
+    learn = make_learner(3, 2)
+    rests = Callback(
+        name="rests", before_fit=lambda cb: cb.learn.rest([(sleeper, frozenset({"after_pred"}))])
+    )
+    fit(learn, 1, cbs=[sleeper, rests])
+    assert seen == [False, False]
+    fit(learn, 1, cbs=sleeper)
+    assert seen == [False, False, True, True, True, False, False]
+
+
+def test_a_copy_of_a_loop_has_nobody_resting():
+    sleeper = Callback(name="sleeper", after_pred=lambda cb: None)
+    learn = make_learner(3, 0)
+    learn.add_cbs(sleeper)
+    learn.rest([(sleeper, frozenset({"after_pred"}))])
+    other = copy.deepcopy(learn)
+    assert other._resting == {}

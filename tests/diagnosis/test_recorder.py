@@ -1,5 +1,7 @@
 """Batches, examples and steps are counted as they were, cancelled ones left out."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from hookcb import (
     Learner,
     watch,
 )
+from hookcb.diagnosis.schedule import Schedule
 from tests.support import fit, make_batches, make_learner, make_model
 
 
@@ -86,3 +89,31 @@ def test_backwards_are_counted_by_backwards():
             model(x)
     found = next(f for f in w.diagnose().findings if f.code == "param.not_stepped")
     assert "In 25 batches with a backward" in found.message
+
+
+def calls_per_batch(*cbs, first=520, n=30):
+    """Mean number of calls of hookcb's functions in a batch, after those in which all steps are checked."""
+    calls = 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event == "call" and "hookcb" in frame.f_code.co_filename
+
+    def begin(cb):
+        if cb.train_iter in (first, first + n):
+            sys.setprofile(count if cb.train_iter == first else None)
+
+    before = Callback(name="before", before_batch=begin)
+    before.order = -1000
+    try:
+        fit(make_learner(first + n + 1, 0, lr=0.01), 1, cbs=[before, *cbs])
+    finally:
+        sys.setprofile(None)
+    return calls / n
+
+
+def test_a_batch_that_is_not_inspected_costs_few_calls(monkeypatch):
+    monkeypatch.setattr(Schedule, "is_due", lambda self: False)
+    n_layers = 3
+    extra = calls_per_batch(Diagnose(show=False, on_sick="ignore")) - calls_per_batch()
+    assert extra <= 70 + 2 * n_layers

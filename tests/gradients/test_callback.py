@@ -18,7 +18,6 @@ from hookcb import (
     GradientClip,
     Learner,
     MixedPrecision,
-    check_callback,
     unfreeze,
 )
 from hookcb.diagnosis.frame import Frame
@@ -440,14 +439,6 @@ def test_a_step_cancelled_by_another_is_a_skipped_one():
     learn = fit(make_learner(cbs=[GradientHealth(), Callback(before_step=cancel)]))
     assert learn.gradient_health.skipped == 1
     assert learn.gradient_health.series("0.weight", "update_ratio")[1] == 0
-
-
-# ---- contract
-
-
-def test_it_keeps_the_contract_with_options_too():
-    check_callback(lambda: GradientHealth(2, activations=True, on_nonfinite="skip"))
-    assert not optimizers._global_optimizer_pre_hooks
 
 
 def test_before_any_fit_there_is_nothing_to_read():

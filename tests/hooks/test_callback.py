@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookcb import Callback, CancelBatchException, HookCallback, check_callback
+from hookcb import Callback, CancelBatchException, HookCallback
 from hookcb.testing import assert_no_hooks, count_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import Gradients, Means, batches, fit, learner, numbers, three_layers
@@ -504,31 +504,6 @@ def test_prepend_and_always_call_are_taken():
         n_valid=0,
     )
     assert log == ["ours", "user"]
-
-
-def forward_mean(m, i, o):
-    return o.mean()
-
-
-def backward_mean(m, gi, go):
-    return go[0].mean()
-
-
-def input_mean(m, i):
-    return i[0].mean()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"hook": forward_mean, "every": 2, "include_paramless": True, "always_call": True},
-        {"hook": backward_mean, "is_forward": False, "include_paramless": True, "every": 2, "detach": False},
-        {"hook": input_mean, "pre": True},
-    ],
-    ids=["forward", "gradient", "pre"],
-)
-def test_it_keeps_the_contract_of_callbacks(options):
-    check_callback(lambda: HookCallback(**options, name="watcher"))
 
 
 TRAINED = [name for name in zoo.MODELS if name != "frozen_all_but_the_input"]  # which has nothing to train

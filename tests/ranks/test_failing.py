@@ -1,9 +1,10 @@
-"""Under torchrun, a rank that fails, wherever it does, ends all, and the exit code says so."""
+"""A rank that fails, wherever it does, ends all, and the exit code says so; under torchrun, too."""
 
 import pytest
 
-from tests.ranks.support import by_torchrun
+from tests.ranks.support import by_torchrun, launched
 
+UNDER_TORCHRUN = ["after_fit", "interrupt", "exit"]
 PLACES = {  # of rank 1; what its traceback says, or rank 0 if it has none
     "dataset": ("ddp", "ValueError: planted"),
     "worker": ("fsdp2", "ValueError: Caught ValueError in DataLoader worker process 0"),
@@ -20,6 +21,16 @@ PLACES = {  # of rank 1; what its traceback says, or rank 0 if it has none
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_fails_ends_all_with_an_exit_code(place, tmp_path):
+    mode, text = PLACES[place]
+    first, second = launched("failing_worker.py", tmp_path / "x", mode, place)
+    assert first["exit"] == 1 or place == "after_fit"  # when its fit may be over
+    assert second["exit"] == int(not place.startswith("exit"))  # it asks for 0
+    assert text in first["log"] + second["log"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", UNDER_TORCHRUN)
+def test_torchrun_ends_with_an_exit_code_if_a_rank_fails(place, tmp_path):
     mode, text = PLACES[place]
     first, _ = by_torchrun("failing_worker.py", tmp_path / "x", mode, place)
     assert first["exit"] == 1

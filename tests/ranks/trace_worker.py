@@ -35,6 +35,7 @@ CHOSEN = {  # instead of those that are quick to check, those that have somethin
     "ReduceLROnPlateau": [{"patience": 0}],
 }
 SLOW = {"Compile", "ProfilerCallback"}
+ENDS = {"MaxTime", "TerminateOnNaN"}  # a fit, long before others in it have done what they do
 HAS_NO_NAN = {"DetectAnomaly"}  # which raises at a NaN
 ALL = [cls for cls in PUBLIC if cls.__name__ not in ("Metrics", "Recorder")]  # these two are attached anyway
 OF_ONE_ROOT = {"gather_", "scatter_"}  # only one rank has a list of tensors
@@ -185,9 +186,29 @@ def groups_of_callbacks(how):
         return [(BAD[how],)]
     if "long" in how:
         return [(Diagnose,)]
+    slow = [(cls,) for cls in ALL if cls.__name__ in SLOW]
+    ending = [cls for cls in ALL if cls.__name__ in ENDS]
+    lasting = [cls for cls in ALL if cls.__name__ not in SLOW | ENDS]
+    threes = [tuple(lasting[i : i + 3]) for i in range(0, len(lasting), 3)]
+    if "threes" in how:
+        return [*slow, *((cls,) for cls in ending), *threes]
     if "pairs" in how:
-        return list(itertools.combinations([cls for cls in ALL if cls.__name__ not in SLOW], 2))
-    return [(cls,) for cls in ALL if "slow" in how or cls.__name__ not in SLOW]
+        each = [(end, *three) for end in ending for three in threes]
+        return [*groups_with_each_pair(lasting), *each, tuple(ending)]
+    return [(cls,) for cls in ending + lasting]
+
+
+def groups_with_each_pair(classes, size=4):
+    """Few groups of callbacks, such that each two are together in one of them."""
+    left, groups = set(itertools.combinations(range(len(classes)), 2)), []
+    while left:
+        group = list(min(left))
+        while len(group) < size:
+            others = [i for i in range(len(classes)) if i not in group]
+            group.append(max(others, key=lambda i: sum((min(i, j), max(i, j)) in left for j in group)))
+        left -= set(itertools.combinations(sorted(group), 2))
+        groups.append(tuple(classes[i] for i in sorted(group)))
+    return groups
 
 
 def main():

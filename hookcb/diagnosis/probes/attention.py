@@ -203,11 +203,12 @@ class OpHooks:
         in_loop_thread: Callable[[], bool],
         count: Count | None = None,
     ) -> None:
-        self._acts, self._count, self.step = acts, count, 0
+        self._acts, self._in_loop_thread, self._count, self.step = acts, in_loop_thread, count, 0
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
         self.blind: dict[str, list[tuple[int, Tensor]]] = {}
         self.tokens = Tokens()
         self.dropping: dict[str, int] = {}
+        self._is_wanted = False  # whether the call that begins is to be measured
         self._n_eval = 0  # calls in eval mode that were measured
         self._names = {id(m): name for name, m in named_modules(model).items()}
         self._open: list[OpProbe | DropoutProbe] = []
@@ -216,9 +217,20 @@ class OpHooks:
         self._hooks: list[Hook] = []
         if not self.is_left_out:
             self._hooks = [
-                Hook(model, self._enter, pre=True, detach=False, gate=in_loop_thread),
-                Hook(model, self._leave, always_call=True, detach=False, gate=in_loop_thread),
+                Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter),
+                Hook(model, self._leave, always_call=True, detach=False, gate=self._may_leave),
             ]
+
+    def _may_enter(self) -> bool:
+        """Whether there may be something to measure in a call; False in most, which it must not slow down."""
+        if torch.compiler.is_compiling():
+            return True
+        self._is_wanted = self._acts()
+        is_new = not (self._n_eval or torch.is_grad_enabled())
+        return (self._is_wanted or is_new) and self._in_loop_thread()
+
+    def _may_leave(self) -> bool:
+        return torch.compiler.is_compiling() or (bool(self._open) and self._in_loop_thread())
 
     def _enter(self, m: nn.Module, args: Any) -> None:
         if not (m.training or torch.is_grad_enabled() or torch.compiler.is_compiling()):
@@ -226,7 +238,7 @@ class OpHooks:
             return
         # without attention, measuring would cost as much as the forward, for nothing
         is_done = self.has_looked and not self.shares and not self.tokens.is_under_way
-        if torch.compiler.is_compiling() or is_done or not self._acts():
+        if torch.compiler.is_compiling() or is_done or not self._is_wanted:
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since

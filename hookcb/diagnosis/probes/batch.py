@@ -37,7 +37,8 @@ def input_numbers(xb: Any) -> Tensor | None:
     if floats:
         first = next((x for x in floats if x.ndim), nothing).float()  # a 0-d tensor has no scale
         std, rms = first.std(correction=0), first.square().mean().sqrt()
-        bad = torch.stack([x.isfinite().logical_not().sum().to(bad.device) for x in floats]).sum().float()
+        n_bad = [_count_nonfinite(x).to(bad.device) for x in floats]
+        bad = torch.stack(n_bad).sum().float()
     several = [x for x in tensors if x.ndim and len(x) > 1]
     differs = [_differs(x).to(bad.device) for x in several]
     return torch.stack([std, rms, bad, torch.stack(differs).any().float() if differs else nothing])
@@ -50,9 +51,18 @@ def column_squares(xb: Any) -> Tensor | None:
     return x.detach().float().square().mean(0) if x is not None and is_table else None
 
 
+def _count_nonfinite(x: Tensor) -> Tensor:
+    """Number of elements that are NaN or infinite."""
+    if x.is_cpu and math.isfinite(float(x.sum())):  # one pass instead of three
+        return torch.zeros((), dtype=torch.int64)
+    return x.isfinite().logical_not().sum()
+
+
 def _differs(x: Tensor) -> Tensor:
     """Whether any sample differs from the first; NaN equals NaN."""
     first = x[:1]
+    if x.is_cpu and bool((x[1] > x[0]).any()):  # the usual case; a complex number would need the rest
+        return torch.ones((), dtype=torch.bool)
     return ((x != first) & ~((x != x) & (first != first))).any()
 
 

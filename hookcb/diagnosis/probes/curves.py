@@ -10,22 +10,33 @@ from torch import Tensor
 from hookcb.diagnosis.evidence import Series
 
 STATM = Path("/proc/self/statm")  # in pages
-MAX_POINTS = 8_192  # of a curve; beyond that every second one is dropped
+MAX_POINTS = 8_192
 
 
 class Curve:
-    """A number per batch, in bounded memory; tensors stay on their device until `series()` is read."""
+    """A number per batch, in bounded memory; tensors stay on their device until `series()` is read.
 
-    def __init__(self) -> None:
+    Args:
+        max_points: number of points above which every second one is dropped.
+    """
+
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        self._max_points = max_points
         self._steps: list[int] = []
         self._values: list[float | Tensor] = []
         self._stride = 1
         self._n = 0
 
+    def is_due(self) -> bool:
+        """Whether the next number is kept; if not, it counts as added."""
+        is_due = self._n % self._stride == 0
+        self._n += not is_due
+        return is_due
+
     def add(self, step: int, value: float | Tensor) -> None:
         """Appends the number of a batch."""
         if self._n % self._stride == 0:
-            if len(self._steps) == MAX_POINTS:
+            if len(self._steps) == self._max_points:
                 self._steps, self._values = self._steps[::2], self._values[::2]
                 self._stride *= 2
             self._steps.append(step)

@@ -56,7 +56,9 @@ class DeadUnits:
                 if (weight := own_weight(m)) is not None:
                     self._layers[path] = _Units(weight, parameters_of(m).get("bias"), is_row=True)
         self._layers |= _bare_layers(model)
-        self._last: dict[str, Tensor] = {}  # for each unit, the last step with a gradient, counted from 1
+        # the last step in which a unit had a gradient, counted from 1; an int if it is the same for all units
+        self._last: dict[str, Tensor | int] = {}
+        self._n_units: dict[str, int] = {}
         self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
         self.n_examples = 0  # in all steps that count
 
@@ -64,21 +66,25 @@ class DeadUnits:
         """Notes which units have a gradient now, from `n_examples` examples."""
         measured = {name: _alive(*units) for name, units in self._layers.items()}
         alive = {name: x for name, x in measured.items() if x is not None}
-        if all(x.is_cpu and not bool(x.any()) for x in alive.values()):
+        if not any(isinstance(x, int) or not x.is_cpu or bool(x.any()) for x in alive.values()):
             return
         self.n_examples += n_examples
         for name, x in alive.items():
             looks = self._looks.setdefault(name, [])
             looks.append((step, n_examples))
-            before = self._last.get(name, torch.zeros(len(x), dtype=torch.int32, device=x.device))
-            self._last[name] = torch.where(x, len(looks), before)
+            if isinstance(x, int):
+                self._n_units[name], self._last[name] = x, len(looks)
+            else:
+                self._n_units[name] = len(x)
+                self._last[name] = torch.where(x, len(looks), self._last.get(name, 0))
 
     def dead_shares(self) -> dict[str, Dead]:
         """`Dead` by name of the weight; waits for the device."""
         return {name: self._shares_of(name) for name in self._looks}
 
     def _shares_of(self, name: str) -> Dead:
-        looks, last = self._looks[name], self._last[name].tolist()
+        looks, known = self._looks[name], self._last[name]
+        last = [known] * self._n_units[name] if isinstance(known, int) else known.tolist()
         n, n_examples = 0, 0
         for n, (_, size) in enumerate(reversed(looks), start=1):
             n_examples += size
@@ -91,14 +97,15 @@ class DeadUnits:
         return Dead(len(dead) / len(last), never, step, n, n_examples)
 
 
-def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Tensor | None:
-    """Whether each unit has a gradient; None if the gradient cannot be read."""
+def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Tensor | int | None:
+    """Whether each unit has a gradient, or their number if all have; None if the gradient cannot be read."""
     grad = weight.grad
     if grad is None or grad.layout is not torch.strided or hasattr(grad, "full_tensor"):
         return None
-    by_bias = None if bias is None or bias.grad is None else bias.grad.detach() != 0
-    if by_bias is not None and by_bias.is_cpu and bool(by_bias.all()):
-        return by_bias
+    of_bias = None if bias is None or bias.grad is None else bias.grad.detach()
+    if of_bias is not None and of_bias.is_cpu and bool(of_bias.all()):  # the usual case
+        return len(of_bias)
+    by_bias = None if of_bias is None else of_bias != 0
     rows = grad.detach().flatten(1)
     if by_bias is None:
         return rows.any(1)

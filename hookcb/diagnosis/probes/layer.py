@@ -86,5 +86,8 @@ def spread(x: Tensor) -> Tensor:
     flat = x.reshape(len(x), -1)
     if flat.numel() > MAX_ELEMENTS:
         flat = flat[:, :: max(1, flat.numel() // MAX_ELEMENTS)]
-    flat = flat[:MAX_ELEMENTS].float()
-    return flat.var(0, correction=0).mean() / flat.square().mean()
+    flat = flat[:MAX_ELEMENTS].float().contiguous()  # norms of it take a fraction of the time of `var`
+    differences = flat - flat[0]  # exactly 0 if all samples are the same
+    differences = differences - differences.mean(0)
+    share: Tensor = (torch.linalg.vector_norm(differences) / torch.linalg.vector_norm(flat)).square()
+    return share

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import compile_counts
+from hookcb.core.torch_private import compile_counts, storage_id
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
@@ -103,9 +103,9 @@ class LayerTimes:
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
-    given = {x.untyped_storage().data_ptr() for _, x in parts(args) if has_storage(x)}
+    given = {storage_id(x.untyped_storage()) for _, x in parts(args) if has_storage(x)}
     results = [x for _, x in parts(output) if has_storage(x)]
-    results = [x for x in results if x.untyped_storage().data_ptr() not in given]  # a view is no work
+    results = [x for x in results if storage_id(x.untyped_storage()) not in given]  # a view is no work
     return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
 
 
@@ -130,7 +130,7 @@ def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> floa
         return float(2 * args[0].numel() * args[1].shape[-2])
     if op == "mkldnn_rnn_layer":
         return float(prod(args[0].shape[:-1]) * (args[1].numel() + args[2].numel()))
-    if op in ("_cudnn_rnn", "_thnn_fused_lstm_cell"):
+    if op.removeprefix("_") in ("cudnn_rnn", "thnn_fused_lstm_cell"):
         weights = args[1] if isinstance(args[1], list | tuple) else ()
         return float(prod(args[0].shape[:-1]) * sum(x.numel() for x in weights))
     return 0.0

@@ -21,6 +21,9 @@ class NormProbe:
 
     A batch norm with learned statistics that is in eval mode from the beginning, in a model in train mode, is
     not a fault: that is how it is frozen for fine-tuning.
+
+    Attributes:
+        is_needed: whether there is anything to check.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,6 +31,7 @@ class NormProbe:
         self._norms = WeakValueDictionary(norms)  # a watch must not keep its model alive
         self._model = ref(model)
         self._drops = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
+        self.is_needed = self._drops or bool(norms)
         self._frozen = {name for name, m in self._norms.items() if not m.training and _has_learned(m)}
         self._in_eval: dict[str, int] = {}  # step at which trained batch norms were first in eval mode
         self._without_dropout: int | None = None  # first step with all of the model in eval mode

@@ -8,6 +8,7 @@ from weakref import ReferenceType, ref
 from hookcb.diagnosis.evidence import Observation
 
 N_TRACKED = 60  # batches
+EVERY = 8  # batches, of which one is tracked once there are so many: a token takes 20 µs of a small step
 KEY = "hookcb"
 
 
@@ -18,7 +19,7 @@ class _Token:
 
 
 class RetainedGraphs:
-    """Tracks the graphs of the last batches by a token in the metadata of each loss's node.
+    """Tracks graphs of past batches by a token in the metadata of each loss's node.
 
     The node lives as long as any tensor computed from the loss with gradients enabled, for example in a list
     or a running sum.
@@ -26,7 +27,13 @@ class RetainedGraphs:
 
     def __init__(self) -> None:
         self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=N_TRACKED)
+        self._n = 0
         self._retained: tuple[int, int] | None = None  # first step, number of graphs
+
+    def is_due(self) -> bool:
+        """Whether to track the graph of the batch in progress; counts the batch."""
+        self._n += 1
+        return self._n <= N_TRACKED or self._n % EVERY == 0
 
     def mark_graph(self, node: Any, step: int) -> None:
         """Puts a token on the node of a batch's loss."""
@@ -55,7 +62,8 @@ class RetainedGraphs:
                 "memory.graphs_kept",
                 step=step,
                 value=float(n),
-                text=f"The graphs of the last {n} batches are all still in memory, and each batch adds one.",
+                text=f"The graphs of {n} batches since step {step} are all still in memory, and each batch "
+                "adds one.",
                 causes=("losses or outputs are collected or summed with their graph",),
                 next_steps=("Collect numbers: losses.append(loss.item()), or loss.detach()",),
             )

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.batch import batch_size, parts
-from hookcb.core.fetches import FetchTimer
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.shards import has_no_part
+from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
@@ -71,6 +71,7 @@ TOKENS = (  # in `Evidence.observed`
     "masks of the tokens",
     "padding of the tokens",
 )
+MAX_MEMORY = 128  # points of memory in use, which is read in fewer batches then
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -81,19 +82,20 @@ class Probes:
 
     Args:
         loop: loop to measure.
+        split: measures the time spent fetching batches.
         acts: whether to measure a call of the model that begins now.
         is_external: whether hookcb does not run the loop, so that its loss function is unknown.
 
     Attributes:
-        fetches: measures the time spent fetching batches.
+        is_dense: whether dead units are still checked in each step.
         is_alarmed: whether a fault was seen that should be reported at once.
     """
 
-    def __init__(self, loop: Any, acts: Callable[[], bool], is_external: bool) -> None:
+    def __init__(self, loop: Any, split: TimeSplit, acts: Callable[[], bool], is_external: bool) -> None:
         self.layers = LayerProbe(loop.model)
         self.observations: list[Observation] = []
         self.notes: list[str] = []
-        self.fetches, self.is_alarmed = FetchTimer(), False
+        self._split, self.is_alarmed, self.is_dense = split, False, True
         self._observed: set[str] = set()  # see `Evidence.observed`
         self._sources = {"batches", "batch", "steps", "time"}
         self.dead, self.lost_updates = DeadUnits(loop.model), LostUpdates(loop.model)
@@ -101,11 +103,13 @@ class Probes:
         self._backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
         self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
+        self._is_after_look = False  # whether the batch before was inspected
         self._under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.cleared = ClearedGradients()
-        self.loss, self.lr, self.wait, self.length, self.memory = (Curve() for _ in range(5))
+        self.loss, self.lr, self.wait, self.length = (Curve() for _ in range(4))
+        self.memory = Curve(MAX_MEMORY)
         self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
         self.layer_times = LayerTimes(loop.model, lambda: loop.in_loop_thread)
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, self.layer_times.add_work)
@@ -117,7 +121,7 @@ class Probes:
         self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
         self._is_step_cancelled = False
-        self.losses: dict[int, Curve] = {}  # by id of the optimizer
+        self.losses: defaultdict[int, Curve] = defaultdict(Curve)  # by id of the optimizer
         self._last_loss: float | Tensor | None = None
         self.n_without: Counter[str] = Counter()
         self._params = find_params(loop.model)
@@ -143,11 +147,15 @@ class Probes:
         try:
             function(*args)
         except Exception as error:  # the training must go on, whatever it is
-            gone = "the model was freed before its watch was closed, so its final state was not inspected"
-            is_gone = isinstance(error, ModelGoneError)
-            note = gone if is_gone else describe_failure("a part of Diagnose", error)
-            if note not in self.notes:
-                self.notes.append(note)
+            self.note_failure(error)
+
+    def note_failure(self, error: Exception) -> None:
+        """Notes an error of a part of the diagnosis."""
+        gone = "the model was freed before its watch was closed, so its final state was not inspected"
+        is_gone = isinstance(error, ModelGoneError)
+        note = gone if is_gone else describe_failure("a part of Diagnose", error)
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _observe(self, probe: Callable[..., Iterable[Observation]], *args: Any) -> None:
         self.observations += probe(*args)
@@ -167,14 +175,17 @@ class Probes:
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Measures inputs and modes at the beginning of a batch."""
         self._under_way = None
-        waited, self._ops.step = self.fetches.take(), loop.train_iter
-        self._ops.tokens.begin_batch()
-        self.layer_times.begin_batch(loop.model, self.n_batches, looking)
+        waited, self._ops.step = self._split.take_fetched(), loop.train_iter
+        if looking or self._is_after_look:
+            self._ops.tokens.begin_batch()
+            self.layer_times.begin_batch(loop.model, self.n_batches, looking)
+            self._is_after_look = looking
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
-        self._n_samples = batch_size((*loop.yb, loop.xb))
-        self.n_examples += self._n_samples
-        self._norms.begin_batch(loop.train_iter, self._n_samples)
+        if looking or self.is_dense or self._norms.is_needed:
+            self._n_samples = batch_size((*loop.yb, loop.xb))
+            self.n_examples += self._n_samples
+            self._norms.begin_batch(loop.train_iter, self._n_samples)
         if self._hashes is not None:
             self._hashes.add(loop.iter, loop.xb, loop.yb)
         if looking:
@@ -203,24 +214,28 @@ class Probes:
 
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
-        node = loop.loss_node
-        is_first = self.graph is None
+        is_first, is_tracked = self.graph is None, self.retained.is_due()
+        needs_node = is_first or looking or is_tracked or self._is_external
+        node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
         yb = self._targets_of(loop, node) if is_first or looking else ()
         if is_first:
             self._read_graph(loop, node, yb)
-        self.retained.mark_graph(node, loop.train_iter)
-        if looking or loop.train_iter % PENALTY_EVERY == 0:
+        if is_tracked:
+            self.retained.mark_graph(node, loop.train_iter)
+        has_penalty = self.graph is not None and self.graph.has_penalty
+        if has_penalty and (looking or loop.train_iter % PENALTY_EVERY == 0):
             self.guarded(self._add_penalty, loop)
         if looking:
             if self._random is not None:
                 self._random.end_loss(device_of(loop.model))
             self.targets.add_batch(yb)
             self.guarded(self._add_stuck_share, loop, node, yb)
-        if self._follows_factor(loop, node):
+        if self._is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
         self._last_loss = number = detached_scalar(loop.loss)
         self.loss.add(loop.train_iter, number)
-        self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
+        if is_first or looking:
+            self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
 
@@ -230,12 +245,11 @@ class Probes:
 
     def _follows_factor(self, loop: Any, node: Any) -> bool:
         """Whether the gradient that will reach a reported loss tells by what it is divided."""
-        is_reported = self._is_external and loop.facts.n_losses_reported > 0
+        is_reported = loop.facts.n_losses_reported > 0
         return is_reported and node is not None and len(self._factors) < MIN_BATCHES
 
     def _add_penalty(self, loop: Any) -> None:
-        has_penalty = self.graph is not None and self.graph.has_penalty and isinstance(loop.loss, Tensor)
-        if has_penalty and (penalty := penalty_of(loop.loss)) is not None:
+        if isinstance(loop.loss, Tensor) and (penalty := penalty_of(loop.loss)) is not None:
             self.penalty.add(loop.train_iter, detached_scalar(penalty))
 
     def _targets_of(self, loop: Any, node: Any) -> Any:
@@ -313,10 +327,6 @@ class Probes:
                 return min(dense, key=Tensor.numel)
         return None
 
-    def _checks_dead_units(self) -> bool:
-        """Whether dead units are still checked in each step."""
-        return self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and self.dead.n_examples < MAX_EXAMPLES)
-
     def drop_batch(self, loop: Any, looking: bool) -> None:
         """Discards the current batch, which was cancelled and gives no gradients."""
         self.layer_times.end_forward()
@@ -332,7 +342,7 @@ class Probes:
         """Reads the gradients and weights before a step."""
         if self.n_steps < N_DENSE:
             self.cleared.before_step()
-        if looking or self._checks_dead_units():
+        if looking or self.is_dense:
             self.dead.read_gradients(loop.train_iter, self.n_examples)
             without = ((name, p) for name, p, _ in self._params if p.requires_grad and p.grad is None)
             self.n_without.update(name for name, p in without if not has_no_part(p))
@@ -342,10 +352,14 @@ class Probes:
     def end_step(self, loop: Any, looking: bool) -> None:
         """Records a step that was made or cancelled."""
         self.n_steps += 1
+        if self.is_dense:
+            has_few = self.dead.n_examples < MAX_EXAMPLES
+            self.is_dense = self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and has_few)
         self._backwards.add(self._n_backward - self._n_before)
         self._n_before = self._n_backward
         self._observed.add("steps")
-        self.lost_updates.after_step(loop.train_iter)
+        if looking:
+            self.lost_updates.after_step(loop.train_iter)
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
         if is_made:
             self.n_examples = 0
@@ -356,7 +370,7 @@ class Probes:
             if is_made and self.n_steps <= N_DENSE:
                 self.stale.after_step(loop.opt)
             if self._last_loss is not None:
-                self.losses.setdefault(id(loop.opt), Curve()).add(loop.train_iter, self._last_loss)
+                self.losses[id(loop.opt)].add(loop.train_iter, self._last_loss)
             self.lr.add(loop.train_iter, largest_lr(loop.opt))
 
     def end_batch(self, loop: Any, looking: bool) -> None:
@@ -371,7 +385,7 @@ class Probes:
         if looking:
             self.layers.end_record()
             self.retained.count_alive()
-        if (used := self._resident.bytes_in_use()) is not None:
+        if self.memory.is_due() and (used := self._resident.bytes_in_use()) is not None:
             self.memory.add(loop.train_iter, used)
 
     def end_epoch(self, loop: Any, looking: bool) -> None:

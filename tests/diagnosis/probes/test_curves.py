@@ -47,3 +47,13 @@ def test_where_the_system_does_not_tell_memory_is_not_known(tmp_path, monkeypatc
     memory = ResidentMemory()
     assert memory.bytes_in_use() is None
     memory.close()
+
+
+def test_a_short_curve_says_which_numbers_it_would_keep():
+    curve, asked = Curve(4), []
+    for step in range(32):
+        if curve.is_due():
+            asked.append(step)
+            curve.add(step, float(step))
+    assert curve.series().steps == [0, 8, 16, 24]
+    assert asked == [0, 1, 2, 3, 4, 6, 8, 12, 16, 24]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.retained_graphs import KEY, N_TRACKED, RetainedGraphs
+from hookcb.diagnosis.probes.retained_graphs import EVERY, KEY, N_TRACKED, RetainedGraphs
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 
@@ -22,7 +22,8 @@ def loop(keep, n=N_TRACKED + 10, every=5):
     for step in range(n):
         pred = model(X)
         loss = F.mse_loss(pred, Y)
-        retained.mark_graph(loss.grad_fn, step)
+        if retained.is_due():
+            retained.mark_graph(loss.grad_fn, step)
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -57,7 +58,7 @@ def into_dict():
 def test_losses_that_are_kept_with_their_graph_are_told(keep):
     (found,) = loop(keep())
     assert (found.code, found.value) == ("memory.graphs_kept", N_TRACKED - 2)
-    assert f"last {N_TRACKED - 2} batches" in found.text
+    assert f"The graphs of {N_TRACKED - 2} batches since step" in found.text
 
 
 def detached():
@@ -125,7 +126,7 @@ def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
 
 def test_the_first_step_it_names_is_one_that_it_follows():
     (found,) = loop(appended(), n=3 * N_TRACKED, every=3 * N_TRACKED - 1)
-    assert found.step == 2 * N_TRACKED
+    assert found.step == 2 * N_TRACKED // EVERY
 
 
 def test_losses_without_a_graph_are_not_followed():
@@ -154,3 +155,14 @@ def test_gradients_of_a_noted_loss_are_to_the_bit_as_without():
     RetainedGraphs().mark_graph(loss.grad_fn, 0)
     loss.backward()
     assert torch.equal(x.grad, (x.exp() * x + x.exp()).detach())
+
+
+def test_graphs_that_are_kept_later_on_are_told_too():
+    kept = []
+    (found,) = loop(lambda loss, pred: kept.append(loss), n=10 * N_TRACKED)
+    assert found.step == 0
+    late = []
+    n = (EVERY + 2) * N_TRACKED
+    calls = iter(range(n))
+    (found,) = loop(lambda loss, pred: next(calls) > N_TRACKED and late.append(loss), n=n)
+    assert found.step > N_TRACKED
