@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hookcb import ActivationStats, Callback, GradientHealth, Learner
+from hookcb import ActivationStats, Callback, GradientClip, GradientHealth, Learner
 from hookcb.activations.stats import histogram
 from hookcb.core.ranks import Ranks
 
@@ -40,6 +40,8 @@ OUTPUTS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfin
 GRADIENTS = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 WEIGHTS = ("weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
 OFFSET, N_STEPS = 1e6, 3
+CLIP = 1e-3  # far below the norms of these gradients
+VARIANTS = ("clipped", "NaN on a rank")  # of the training in float64
 
 
 class Net(nn.Module):
@@ -115,7 +117,7 @@ class Oracle(Callback):
 
     def __init__(self, n_groups: int) -> None:
         super().__init__()
-        self.n_groups, self.outputs, self.grads, self.weights = n_groups, [], [], []
+        self.n_groups, self.outputs, self.grads, self.clipped, self.weights = n_groups, [], [], [], []
 
     def before_fit(self) -> None:
         """Begins to listen."""
@@ -148,10 +150,17 @@ class Oracle(Callback):
         self.now: dict[str, np.ndarray] = {}
         self.outputs.append(self.now)
 
+    def after_backward(self) -> None:
+        """Keeps gradients before they are clipped."""
+        self.grads.append(self._gradients())
+
     def before_step(self) -> None:
-        """Keeps gradients."""
+        """Keeps gradients as the optimizer gets them."""
+        self.clipped.append(self._gradients())
+
+    def _gradients(self) -> dict[str, np.ndarray]:
         model = getattr(self.model, "module", self.model)
-        self.grads.append({name: array(p.grad) for name, p in model.named_parameters()})
+        return {name: array(p.grad) for name, p in model.named_parameters()}
 
     def after_step(self) -> None:
         """Keeps weights."""
@@ -167,18 +176,22 @@ class Oracle(Callback):
 def of_output(x: np.ndarray, eps: float = 0.05) -> list[float]:
     """Statistics of a whole output, in the order of `OUTPUTS`."""
     good = x[np.isfinite(x)]
-    low, high = good.min(), good.max()
+    low, high = (good.min(), good.max()) if good.size else (np.nan, np.nan)
     shares = [(np.abs(x) <= eps).mean(), (x == 0).mean(), len(x) - len(good)]
     centered = x - x.mean()
     std = np.sqrt((centered**2).sum() / (len(x) - 1))
     return [x.mean(), std, low, high, max(high, -low), *shares]
 
 
-def of_param(g: np.ndarray, start: np.ndarray, before: np.ndarray, now: np.ndarray) -> list[float]:
+def of_param(
+    g: np.ndarray, clipped: np.ndarray, start: np.ndarray, before: np.ndarray, now: np.ndarray
+) -> list[float]:
     """Statistics of a whole parameter, in the order of `GRADIENTS` and `WEIGHTS`."""
-    norm = np.linalg.norm(g)
+    norm, good = np.linalg.norm(g), np.abs(g[np.isfinite(g)])
     zero_rows = (np.abs(g.reshape(len(g), -1)).sum(1) == 0).mean() if g.ndim > 1 else np.nan
-    found = [norm, norm, norm / np.sqrt(g.size), np.abs(g).max(), (~np.isfinite(g)).sum(), zero_rows]
+    largest = good.max() if good.size else np.nan
+    n_odd = (~np.isfinite(g)).sum()
+    found = [norm, np.linalg.norm(clipped), norm / np.sqrt(g.size), largest, n_odd, zero_rows]
     ratio = np.linalg.norm(now - before) / np.linalg.norm(before)
     drift = np.linalg.norm(now - start) / np.linalg.norm(start)
     return [*found, np.linalg.norm(now), now.mean(), now.std(ddof=1), ratio, drift]
@@ -199,7 +212,21 @@ def batches(group: int, n_groups: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randint(1, 9, (n, 4), generator=g), torch.arange(n) % 3) for n in sizes]
 
 
-def compare(way: str, wrap: Callable[[Net], nn.Module], n_groups: int, dtype: torch.dtype) -> dict:
+class Poison(Callback):
+    """Makes the loss of one rank NaN, in the second batch."""
+
+    def __init__(self, is_here: bool) -> None:
+        super().__init__()
+        self.is_here = is_here
+
+    def after_loss(self) -> None:
+        if self.is_here and self.train_iter == 1:
+            self.learn.loss = self.learn.loss * float("nan")
+
+
+def compare(
+    way: str, wrap: Callable[[Net], nn.Module], n_groups: int, dtype: torch.dtype, variant: str = ""
+) -> dict:
     """Largest relative differences of one way, by statistic, and what a step has sent."""
     torch.manual_seed(0)
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -228,7 +255,8 @@ def compare(way: str, wrap: Callable[[Net], nn.Module], n_groups: int, dtype: to
         return gather(self, item)
 
     with learn.no_logging(), mock.patch.multiple(Ranks, start=counted, gather=told):
-        learn.fit(1, cbs=[stats, health, oracle])
+        changes = {"clipped": [GradientClip(CLIP)], "NaN on a rank": [Poison(rank < world // n_groups)]}
+        learn.fit(1, cbs=[stats, health, oracle, *changes.get(variant, [])])
     off: dict[str, float] = {}
 
     def note(kind: str, stat: str, where: str, found: float, wanted: float, scale: float = 0.0) -> None:
@@ -240,22 +268,24 @@ def compare(way: str, wrap: Callable[[Net], nn.Module], n_groups: int, dtype: to
     worst: dict[str, str] = {}
     for i, outputs in enumerate(oracle.outputs):
         for name, x in outputs.items():
-            wants, size = of_output(x), float(np.abs(x[np.isfinite(x)]).max())
+            wants, size = of_output(x), float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
             for stat, wanted in zip(OUTPUTS, wants, strict=True):
                 # a mean of numbers that cancel is known to the rounding of their size
                 scale = size if stat == "mean" else 0.0
                 what = "std, offset" if (name, stat) == ("far", "std") else stat
                 note("output", what, f"{name}, batch {i}", stats.stats[i][name][stat], wanted, scale)
             edges = stats.hist_edges(name)
-            counts = histogram(torch.from_numpy(x)[None].to(dtype), edges[0], edges[-1], len(edges) - 1)[0]
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            counts = histogram(torch.from_numpy(x)[None].to(wide), edges[0], edges[-1], len(edges) - 1)[0]
             found = stats.hist(name).expm1()[:, i]
             if len(found) != len(counts):
                 counts = counts[1:-1]
             note("output", "histogram", name, float((found - counts).abs().max().round(decimals=6)), 0.0, 1.0)
     for i, grads in enumerate(oracle.grads):
         for name, g in grads.items():
-            wants = of_param(g, oracle.weights[0][name], oracle.weights[i][name], oracle.weights[i + 1][name])
-            size = float(np.abs(oracle.weights[i + 1][name]).max())
+            start, before, now = (oracle.weights[k][name] for k in (0, i, i + 1))
+            wants = of_param(g, oracle.clipped[i][name], start, before, now)
+            size = float(np.abs(now).max())
             row = health.stats[i][name]
             for stat, wanted in zip((*GRADIENTS, *WEIGHTS), wants, strict=True):
                 scale = size if stat == "weight_mean" else 0.0
@@ -271,8 +301,10 @@ def work(folder: Path) -> None:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     found = {}
     for way, (wrap, n_groups) in ways(world).items():
-        for dtype in (torch.float64, torch.float32):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
             found[f"{way}, {str(dtype)[6:]}"] = compare(way, wrap, n_groups, dtype)
+        for variant in VARIANTS:
+            found[f"{way}, {variant}, float64"] = compare(way, wrap, n_groups, torch.float64, variant)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 

@@ -143,7 +143,10 @@ def findings_of_all(
     is_same = not _differ([crc32(repr(own).encode())], ranks)
     if not any(ranks.max([bool(found)])) and is_same:
         return [], list(gaps)
-    of_all: list[tuple[list[Finding], Sequence[Gap]]] = ranks.gather((found, gaps))
+    own_text, of_main = repr((found, gaps)), ranks.of_main(lambda: (found, gaps))
+    # most ranks find what rank 0 finds, and need not send it
+    given = ranks.gather(None if own_text == repr(of_main) else (found, gaps))
+    of_all: list[tuple[list[Finding], Sequence[Gap]]] = [of_main if x is None else x for x in given]
     alike: dict[tuple[str, str, str], dict[int, Finding]] = {}
     for rank, (findings, _) in enumerate(of_all):
         for finding in findings:

@@ -8,7 +8,7 @@ from tests.ranks.support import ROOT, launched, shared
 
 pytestmark = pytest.mark.slow
 
-EXACT = 1e-12
+EXACT, ROUNDED = 1e-12, 1e-6  # in float64, and in narrower types, whose statistics are in float32
 LIMITS = {"output std, offset": 1e-9}  # ranks share means, which a float64 of 1e6 has to 1e-10
 
 
@@ -30,7 +30,7 @@ def test_they_are_those_of_an_oracle(ranks):
         for rank in ranks
         for way in rank
         for stat, value in rank[way]["off"].items()
-        if way.endswith("float64") and value > LIMITS.get(stat, EXACT)
+        if value > (LIMITS.get(stat, EXACT) if way.endswith("float64") else ROUNDED)
     }
     assert found == {}
 

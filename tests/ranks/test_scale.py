@@ -15,7 +15,12 @@ GROWING = {
     "`StepTimer`, 100 steps": lambda n: 64 * n,
     "`MemoryStats`, an epoch": lambda n: 8 * n,
     "gather of 500 bytes": lambda n: 8 * n + 500 * n,
+    "sightings, a fit": lambda n: 16 + 110 * n,
+    "checksums of a checkpoint": lambda n: 16 + 76 * n,
+    "hops of a reduction, tree": lambda n: 2 * (n - 1).bit_length(),
+    "hops of a reduction, ring": lambda n: 2 * (n - 1),
 }
+PLANS = 8_000  # bytes of a rank in a save, by torch
 
 
 def test_the_table_of_the_page_is_right():
@@ -44,5 +49,11 @@ def test_counts_are_those_of_the_page(world, tmp_path_factory):
         assert 0 <= more(how, "ActivationStats") - N_LOOKS * 8 * (11 * N_LAYERS + 1) <= 200
         of_hosts = more(how, "StepTimer") - GROWING["`StepTimer`, 100 steps"](world)
         assert 0 < of_hosts <= (8 + 300) * world
+    # losses, findings and the verdict do not grow; hosts, phases, sightings and what is not found again do
+    hosts = of_hosts - 8 * world
+    grows = GROWING["sightings, a fit"](world) + GROWING["`StepTimer`, 100 steps"](world) + 20 * world + hosts
+    assert 0 < more("ddp", "Diagnose") - grows < 13_000
+    checksums = N_EPOCHS * GROWING["checksums of a checkpoint"](world)
+    assert 0 < more("ddp", "Checkpoint") - checksums - 14 * world < N_EPOCHS * (PLANS * world + 20_000)
     of_looks = N_LOOKS * 8 * 15 * N_PARAMS + 8 * (2 * N_PARAMS + 1)
     assert more("fsdp2", "GradientHealth") - of_looks == 16
