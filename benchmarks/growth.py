@@ -3,12 +3,14 @@
     python benchmarks/growth.py [layers steps parameters] [--rounds 3] [--write]
 
 Processor time of one thread: what a callback adds to the same fit without it, the least over rounds in
-changing order. The exponent is fitted to the upper half of the sizes (1 is linear), because what is fixed hides
-it below them, and to what is more than twice what a fit adds to itself. `--write` draws docs/growth-*.svg and
-puts the tables into docs/costs.md; it needs matplotlib.
+changing order. The exponent (1 is linear) is fitted to the upper half of the sizes, as below them what is
+fixed hides it, and to what is more than twice what a fit adds to itself. Python's garbage collector is off:
+what it walks through is mostly torch, and when it runs depends on what ran before. `--write` draws
+docs/growth-*.svg and puts the tables into docs/costs.md; it needs matplotlib.
 """
 
 import argparse
+import gc
 import math
 import random
 import time
@@ -62,6 +64,7 @@ def workload(title: str, model: Callable[[], nn.Module], steps: int) -> Workload
 
 
 def timed(run: Callable[[], object]) -> float:
+    gc.collect()
     began = time.process_time()
     run()
     return time.process_time() - began
@@ -239,6 +242,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="draw the pictures, write into docs/costs.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    gc.disable()
     warnings.simplefilter("ignore")  # verdicts of Diagnose
     for name in args.what:
         growth = GROWTHS[name]
