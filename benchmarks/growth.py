@@ -197,7 +197,7 @@ def rows_of(curves: Curves, sizes: Collection[int]) -> list[list[str]]:
     rows = []
     for who, curve in curves.items():
         slope = exponent(curve, sizes if who != SUMMARY else curve)
-        ends = [f(curve) for f in (min, max)] if curve else []
+        ends = [min(curve), max(curve)] if curve else []
         times = [cell for n in ends for cell in (f"{n:,}", f"{curve[n] * 1e6:,.0f}")] or [""] * 4
         fit = (
             ["lost in noise", ""]
