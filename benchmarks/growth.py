@@ -251,7 +251,8 @@ def main() -> None:
         show(HEAD, table)
         if args.write:
             draw(name, growth, curves)
-            write(f"growth-{name}", HEAD, [table])
+            title, rows, _ = table
+            write(f"growth-{name}", HEAD, [(title, rows, f"![{growth.title}](growth-{name}.svg)")])
 
 
 if __name__ == "__main__":
