@@ -252,7 +252,7 @@ def main() -> None:
         if args.write:
             draw(name, growth, curves)
             title, rows, _ = table
-            write(f"growth-{name}", HEAD, [(title, rows, f"![{growth.title}](growth-{name}.svg)")])
+            write(f"growth-{name}", HEAD, (title, rows, f"![{growth.title}](growth-{name}.svg)"))
 
 
 if __name__ == "__main__":

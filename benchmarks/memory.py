@@ -148,7 +148,7 @@ def main() -> None:
         table = measure()
         show(head, table)
         if write_too:
-            write(key, head, [table])
+            write(key, head, table)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from hookcb.activations.stats import LAYER_STATS, ROW, SAMPLED, histogram, summa
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
 
-MAX_ELEMENTS = 64 * ROW  # elements of all layers that wait to be reduced: 16 MB
+MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
 MAX_BATCHES = 64  # batches that wait to be reduced
-MAX_REDUCED = 4 * ROW  # elements reduced together: 1 MB, which a CPU's cache holds
 MAX_JOINED = SAMPLED  # elements of a batch that are joined; a copy of more takes longer than it saves
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
@@ -199,12 +198,12 @@ def joined(
 
 
 def _portions(waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
-    """Portions of about `MAX_REDUCED` elements; long rows are reduced one by one."""
+    """Portions of about `MAX_ELEMENTS` elements; long rows are reduced one by one."""
     portion: list[Waiting] = []
     n_elements = 0
     for item in waiting:
         n = item.rows.numel()
-        if portion and (n_elements + n > MAX_REDUCED or item.rows.shape[1] > ROW):
+        if portion and (n_elements + n > MAX_ELEMENTS or item.rows.shape[1] > ROW):
             yield portion
             portion, n_elements = [], 0
         portion.append(item)

@@ -13,7 +13,7 @@ from hookcb.activations.bins import at_level
 from hookcb.activations.buffer import (
     HIGH,
     LOW,
-    MAX_REDUCED,
+    MAX_ELEMENTS,
     Output,
     OutputBuffer,
     floats,
@@ -112,7 +112,7 @@ class Merger:
         """Statistics of this rank's outputs; those of the same shape together, in a fraction of the time."""
         found = {name: output for name, output in outputs.items() if output.elements is not None}
         look = Look({name: (output.type, output.shape) for name, output in found.items()}, {}, {})
-        for names, rows, exact in joined(found, MAX_REDUCED):
+        for names, rows, exact in joined(found, MAX_ELEMENTS):
             values = moved(summarize(rows, exact, buffer.eps, wide=True), self.device)
             look.values |= dict(zip(names, values, strict=True))
             look.rows |= dict(zip(names, rows, strict=True)) if buffer.bins else {}
