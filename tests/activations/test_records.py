@@ -432,7 +432,7 @@ def test_outputs_wait_for_one_another_in_bounded_memory_and_each_keeps_its_numbe
         records.take("fc", torch.full((n,), float(step)), "Linear")
         records.take("small", torch.tensor([float(step)]), "Linear")
         records.end_batch("train", 0, step)
-        waiting = [w.rows.numel() for w in records.buffer._waiting]
+        waiting = [w.output.elements.numel() for w in records.buffer._waiting]
         assert sum(waiting) <= MAX_ELEMENTS
         assert len(waiting) < 2 * MAX_BATCHES
     assert records.series("fc", "mean") == records.series("small", "mean") == list(map(float, range(150)))
