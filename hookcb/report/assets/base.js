@@ -1,0 +1,68 @@
+"use strict";
+// Helpers for elements, text and time. Text reaches the page only through textContent.
+
+const $ = (id) => document.getElementById(id);
+
+/** An element: `make("p.soft", {title: "…"}, "text", node)`; an attribute that is a function is a listener. */
+function make(what, attributes = {}, ...children) {
+  const [name, ...classes] = what.split(".");
+  const node = document.createElement(name);
+  if (classes.length) node.className = classes.join(" ");
+  for (const [key, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(key, value);
+    else if (value !== null) node.setAttribute(key, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== ""));
+  return node;
+}
+
+const list = (kind, items) => make(kind, {}, ...items.map((item) => make("li", {}, item)));
+const fold = (title, ...children) => make("details", {}, make("summary", {}, title), ...children);
+const mapped = (object, change) =>
+  Object.fromEntries(Object.entries(object).map(([key, value]) => [key, change(value, key)]));
+const counted = (n, noun) => `${whole(n)} ${noun}${n === 1 ? "" : "s"}`;
+const whole = (n) => Math.round(n).toLocaleString("en-US");
+const words = (name) => name.replaceAll("_", " ");
+const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
+
+/** A number with three digits. */
+function short(x) {
+  if (x === null || x === undefined) return "–";
+  if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "∞" : "−∞";
+  const size = Math.abs(x);
+  const text = size && (size < 1e-3 || size >= 1e5) ? x.toExponential(2) : String(+x.toPrecision(3));
+  return text.replace(/\.?0*e\+?/, "e").replaceAll("-", "−");
+}
+
+/** A number with the largest of `units` that leaves at least one of it. */
+function scaled(x, units) {
+  const [size, unit] = units.find(([least]) => Math.abs(x) >= least) || units.at(-1);
+  return Number.isFinite(x) ? `${short(x / size)} ${unit}` : short(x);
+}
+const seconds = (x) => (x === 0 ? "0 s" : scaled(x, [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]]));
+const bytes = (x) => scaled(x, [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]);
+
+/** `names` without the dotted parts with which all of them begin; one part stays. */
+function withoutPrefix(names) {
+  const parts = names.map((name) => name.split("."));
+  let n = 0;
+  while (names.length > 1 && parts.every((x) => x.length > n + 1 && x[n] === parts[0][n])) n += 1;
+  return parts.map((x) => x.slice(n).join("."));
+}
+
+/** `name` with its end kept, which is where names differ. */
+const cut = (name, room) => (name.length > room ? `…${name.slice(1 - room)}` : name);
+
+// Work that can wait is done in slices, so that a click is answered at once.
+const waiting = [];
+function later(work) {
+  if (waiting.push(work) === 1) setTimeout(workOn);
+}
+function workOn() {
+  const end = performance.now() + 12;
+  while (waiting.length && performance.now() < end) waiting.shift()();
+  if (waiting.length) setTimeout(workOn);
+}
+function workOff() {
+  while (waiting.length) waiting.shift()();
+}

@@ -1,0 +1,310 @@
+// Charts over steps: one range of steps and one cursor for all; a drag zooms, a double click shows everything.
+
+const timeline = {
+  full: [0, 1],
+  range: [0, 1],
+  charts: new Set(), // those on the page
+  strips: new Set(), // functions to call when the range has changed
+  cursors: new Set(), // functions to call with the step under the cursor, or null
+
+  zoom(first, last) {
+    const [low, high] = this.full;
+    this.range = last - first < 1 ? this.full : [Math.max(low, first), Math.min(high, last)];
+    for (const chart of this.live()) chart.show(this.range);
+    for (const paint of this.strips) paint();
+    $("zoomed").hidden = this.range[0] <= low && this.range[1] >= high;
+    $("zoomed-range").textContent = `Steps ${this.ends().map(whole).join(" to ")} are shown.`;
+  },
+
+  /** First and last step that are shown. */
+  ends() {
+    return [Math.ceil(this.range[0]) + 0, Math.floor(this.range[1])]; // no negative zero
+  },
+
+  point(step, source = null) {
+    for (const chart of this.live()) if (chart !== source) chart.point(step);
+    for (const tell of this.cursors) tell(step);
+  },
+
+  /** What is shown, null if that is everything; an end at the newest step stays there. */
+  kept() {
+    const [first, last] = this.range;
+    return first <= this.full[0] && last >= this.full[1] ? null : [first, last >= this.full[1] ? null : last];
+  },
+
+  restore(kept) {
+    if (kept) this.zoom(kept[0], kept[1] ?? this.full[1]);
+  },
+
+  *live() {
+    for (const chart of this.charts) {
+      if (chart.box.isConnected) yield chart;
+      else this.charts.delete(chart);
+    }
+  },
+};
+
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((x) => [x, 2 * x, 5 * x]); // distances of ticks
+
+const MARKS = { // what cannot be drawn at its place, and the place where it is drawn
+  nan: { text: "NaN", sign: "×", atTop: false },
+  high: { text: "infinite", sign: "▲", atTop: true },
+  low: { text: "−infinite", sign: "▼", atTop: false },
+  zero: { text: "zero, which has no place on a logarithmic axis", sign: "▾", atTop: false },
+  over: { text: "above the range shown", sign: "▴", atTop: true },
+};
+
+/**
+ * A chart as an element; it is drawn when there is time.
+ *
+ * lines: `{label, series, points}`, each in a color of its own; `stack` lays them over one another.
+ * limit: a number to draw as a dashed line. marks: `{step, text}`, vertical lines.
+ * format: text of a value. cells: paints below the lines; `rows` are the limits of the y axis then.
+ * names: those of the places on an x axis that has no steps. top: upper limit of the y axis. wide: extremes of
+ * all that the chart may come to show. yNames: those of the places on the y axis, from the top. isLinear: never on a logarithmic axis.
+ */
+class Chart {
+  constructor(options) {
+    Object.assign(this, { lines: [], marks: [], limit: null, format: short, height: 11, note: "" }, options);
+    this.plot = make(this.names ? "div.plot" : "div.plot.of-steps", { tabindex: "0", role: "group", "aria-label": this.described(), keydown: (e) => this.press(e) });
+    this.legend = make("ul.legend");
+    const title = make("figcaption", {}, make("strong", {}, this.title), this.note ? ` ${this.note}` : "");
+    this.box = make("figure.chart", {}, title, this.plot, this.legend, tableOf(this));
+    this.plot.style.height = `${this.height}rem`;
+    timeline.charts.add(this);
+    resized.observe(this.plot);
+    later(() => this.draw());
+  }
+
+  described() {
+    const found = extremes(this.lines.map(({ series }) => series.values));
+    const range = found.high >= found.low ? `, from ${this.format(found.low)} to ${this.format(found.high)}` : "";
+    return `Chart of ${this.title}${range}. Arrow keys move the cursor, + and − zoom, Escape shows everything.`;
+  }
+
+  /** Numbers as uPlot wants them; what it cannot draw becomes a mark. */
+  read() {
+    const found = this.wide || extremes(this.lines.map(({ series }) => series.values));
+    this.isLog = !this.stack && !this.isLinear && isWide(found);
+    this.found = [];
+    const tables = this.lines.map(({ series }, line) => [series.steps, Array.from(series.values, (x, i) => {
+      const kind = Number.isNaN(x) ? "nan" : x === Infinity ? "high" : x === -Infinity ? "low"
+        : this.isLog && x <= 0 ? "zero" : x > this.top ? "over" : null;
+      if (kind) this.found.push({ line, kind, step: series.steps[i] });
+      return Number.isFinite(x) && kind !== "zero" ? x : null;
+    })]);
+    if (!tables.length) return [Array.from(this.cells.steps)];
+    const [x, ...ys] = tables.length > 1 ? uPlot.join(tables) : [Array.from(tables[0][0]), tables[0][1]];
+    this.values = ys;
+    if (!this.stack) return [x, ...ys];
+    const sum = new Array(x.length).fill(0);
+    return [x, ...ys.map((values) => values.map((y, i) => (sum[i] += y || 0))).reverse()];
+  }
+
+  draw() {
+    if (!this.box.isConnected && this.box.parentNode === null) return;
+    const rem = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
+    const font = `${12 * rem}px system-ui, sans-serif`;
+    const filter = (_, at) => (this.isLog ? at.map((y) => (Math.log10(y) % 1 ? null : y)) : at); // decades only
+    const axis = { stroke: color("--soft"), font, labelFont: font, grid: { stroke: color("--line"), width: 1 },
+      ticks: { stroke: color("--line"), width: 1, size: 4 } };
+    const order = this.lines.map((_, i) => i);
+    if (this.stack) order.reverse();
+    const data = this.read();
+    this.plotted?.destroy();
+    this.plotted = new uPlot({
+      ...this.size(),
+      padding: [(this.marks.some(({ text }) => text) ? 18 : 6) * rem, (this.names ? 12 : 34) * rem, 0, 0],
+      legend: { show: false },
+      scales: {
+        x: { time: false, range: () => (this.names ? [-0.5, this.names.length - 0.5] : timeline.range) },
+        y: { distr: this.isLog ? 3 : 1, dir: this.yNames ? -1 : 1, range: (_, low, high) => this.limits(low, high) },
+      },
+      axes: [
+        { ...axis, size: 26 * rem, values: (_, at) => at.map((x) => this.placeName(x)), space: (this.names ? 90 : 60) * rem, incrs: WHOLE },
+        { ...axis, grid: { ...axis.grid, filter }, size: 60 * rem, ...(this.yNames && { incrs: WHOLE, space: 14 * rem }),
+          values: (_, at) => at.map((y) => (y === null ? "" : this.yNames ? this.yNames[y] ?? "" : this.format(y))) },
+      ],
+      series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
+      cursor: { y: false, drag: { x: !this.names, y: false, setScale: false }, points: { show: !this.stack && !this.cells } },
+      hooks: {
+        drawAxes: [(u) => this.cells?.paint(u)],
+        draw: [(u) => this.drawMarks(u, rem)],
+        setCursor: [(u) => this.moved(u)],
+        setSelect: [(u) => this.selected(u)],
+      },
+    }, data, this.plot);
+    this.plotted.over.addEventListener("dblclick", () => this.names || timeline.zoom(...timeline.full));
+    this.tell(null);
+  }
+
+  seriesStyle(i, rem) {
+    const { points = false } = this.lines[i], stroke = lineColor(i);
+    return { stroke, dash: i < PALETTE.length ? undefined : [6, 4], width: this.stack ? 0 : 1.75 * rem, fill: this.stack ? stroke : undefined,
+      points: { show: points || this.lines[i].series.steps.length <= 30, size: 5 * rem, fill: stroke } };
+  }
+
+  size() {
+    return { width: Math.max(160, this.plot.clientWidth), height: this.plot.clientHeight };
+  }
+
+  limits(low, high) {
+    if (this.rows) return this.rows;
+    if (low === null) [low, high] = [0, 1];
+    if (this.wide) [low, high] = [this.isLog ? this.wide.positive : this.wide.low, this.wide.high];
+    if (this.limit !== null && (!this.isLog || this.limit > 0)) {
+      [low, high] = [Math.min(low, this.limit), Math.max(high, this.limit)];
+    }
+    if (this.isLog) return [low / 1.3, high * 1.3];
+    if (this.stack) return [0, Math.min(high, this.top ?? high) * 1.05 || 1];
+    const room = (high - low || Math.abs(high) || 1) * 0.08;
+    return [low >= 0 && low < room ? 0 : low - room, high + room];
+  }
+
+  placeName(x) {
+    if (!this.names) return whole(x);
+    return cut(this.names[x] ?? "", 12);
+  }
+
+  drawMarks(u, rem) {
+    const pen = u.ctx, { left, top, width, height } = u.bbox, px = devicePixelRatio * rem;
+    pen.save();
+    [pen.font, pen.textAlign, pen.textBaseline] = [`${11.5 * px}px system-ui, sans-serif`, "left", "alphabetic"];
+    pen.lineWidth = 1.5 * px;
+    const label = (text, x, y, ink) => {
+      const room = pen.measureText(text).width;
+      const at = clamp(x, left + 2 * px, left + width - room - 2 * px);
+      pen.fillStyle = color("--paper");
+      pen.globalAlpha = 0.85;
+      pen.fillRect(at - 2 * px, y - 11 * px, room + 4 * px, 14 * px);
+      pen.globalAlpha = 1;
+      pen.fillStyle = ink;
+      pen.fillText(text, at, y);
+    };
+    const line = (from, to) => {
+      pen.beginPath();
+      pen.moveTo(...from);
+      pen.lineTo(...to);
+      pen.stroke();
+    };
+    const bad = color("--bad");
+    const ends = []; // where the texts of each row of labels end
+    for (const { step, text } of this.marks) {
+      const x = Math.round(u.valToPos(step, "x", true));
+      if (x < left || x > left + width) continue;
+      [pen.strokeStyle, pen.globalAlpha] = [color("--soft"), 0.7];
+      line([x, top], [x, top + height]);
+      pen.globalAlpha = 1;
+      if (!text) continue;
+      const room = pen.measureText(text).width + 10 * px;
+      let row = ends.findIndex((end) => end < x);
+      if (row < 0) row = ends.push(0) - 1;
+      ends[row] = Math.min(x, left + width - room) + room;
+      if (row < 4) label(text, x, top + (15 * row - 5) * px, color("--ink")); // the first row is above the plot
+    }
+    if (this.limit !== null && (!this.isLog || this.limit > 0)) {
+      const y = Math.round(u.valToPos(this.limit, "y", true));
+      pen.strokeStyle = bad;
+      pen.setLineDash([6 * px, 4 * px]);
+      line([left, y], [left + width, y]);
+      pen.setLineDash([]);
+      label(`limit ${this.format(this.limit)}`, left + width, y < top + 18 * px ? y + 14 * px : y - 4 * px, bad);
+    }
+    pen.textAlign = "center";
+    for (const { line: i, kind, step } of this.found) {
+      const { sign, atTop } = MARKS[kind];
+      pen.fillStyle = kind === "zero" || kind === "over" ? (this.stack ? color("--ink") : lineColor(i)) : color("--alarm");
+      pen.fillText(sign, u.valToPos(step, "x", true), atTop ? top + 11 * px : top + height - 3 * px);
+    }
+    pen.restore();
+  }
+
+  show([first, last]) {
+    if (this.names) return;
+    this.plotted?.setScale("x", { min: first, max: last });
+  }
+
+  /** Moves the cursor to a step of another chart. */
+  point(step) {
+    const u = this.plotted;
+    if (!u || this.names) return;
+    const left = step === null ? -10 : u.valToPos(step, "x");
+    u.setCursor({ left, top: left < 0 ? -10 : 1 }, false);
+    this.tell(u.cursor.idx);
+  }
+
+  moved(u) {
+    const { idx, left } = u.cursor;
+    this.tell(left < 0 ? null : idx);
+    if (!this.names) timeline.point(left < 0 ? null : u.posToVal(left, "x"), this);
+  }
+
+  selected(u) {
+    const { left, width } = u.select;
+    if (width < 4) return;
+    u.setSelect({ left: 0, width: 0 }, false);
+    timeline.zoom(u.posToVal(left, "x"), u.posToVal(left + width, "x"));
+  }
+
+  press(event) {
+    const u = this.plotted;
+    if (!u || event.target !== this.plot || event.ctrlKey || event.metaKey || event.altKey) return;
+    const n = u.data[0].length, at = u.cursor.idx ?? (event.key === "ArrowLeft" ? n : -1);
+    const far = event.shiftKey ? Math.ceil(n / 20) : 1, middle = u.data[0][clamp(at, 0, n - 1)];
+    const [first, last] = timeline.range;
+    if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
+      const i = clamp(at + (event.key === "ArrowRight" ? far : -far), 0, n - 1);
+      u.setCursor({ left: u.valToPos(u.data[0][i], "x"), top: 1 });
+    } else if (event.key === "Escape") timeline.zoom(...timeline.full);
+    else if (this.names) return;
+    else if (event.key === "+") timeline.zoom(middle - (middle - first) / 2, middle + (last - middle) / 2);
+    else if (event.key === "-") timeline.zoom(middle - (middle - first) * 2 - 1, middle + (last - middle) * 2 + 1);
+    else return;
+    event.preventDefault();
+  }
+
+  /** Writes the legend, with the values at a place of the x axis. */
+  tell(idx) {
+    if (!this.plotted) return;
+    const x = idx === null || idx === undefined ? null : this.plotted.data[0][idx];
+    const value = (i) => (x === null ? null : this.values?.[i][idx]);
+    const entries = this.lines.map(({ label }, i) => {
+      const own = value(i), text = own === null || own === undefined ? "" : ` ${this.format(own)}`;
+      const key = make("span.line", { "aria-hidden": "true" });
+      key.style.background = lineColor(i);
+      if (this.lines.length === 1 && label === this.title) return text && make("li", {}, make("b", {}, text));
+      return make("li", {}, key, label, make("b", {}, text));
+    });
+    const where = x === null ? "" : make("li.where", {}, this.names ? this.names[x] : `step ${whole(x)}`);
+    const kinds = Object.entries(Object.groupBy(this.found, ({ kind }) => kind)).map(([kind, found]) =>
+      make(`li.${kind === "zero" || kind === "over" ? "off" : "nonfinite"}`, {}, `${MARKS[kind].sign} ${MARKS[kind].text} (${found.length}×)`));
+    this.legend.replaceChildren(...[where, ...entries, ...kinds].filter(Boolean));
+  }
+}
+
+/** The element of a chart, see `Chart`. */
+const chart = (options) => new Chart(options).box;
+
+/** Charts of `lines` by title, and a sentence on those whose numbers are one and the same. */
+function partlySame(all, drawn, named = (title) => title) {
+  const charts = [], same = [];
+  for (const [title, lines] of all) {
+    const { low, high, isFinite } = extremes(lines.map(({ series }) => series.values));
+    const n = Math.max(...lines.map(({ series }) => series.steps.length));
+    if (isFinite && low === high && n > 1) same.push(`${named(title)} = ${short(low)}`);
+    else charts.push(drawn(title, lines));
+  }
+  return [charts, same.length ? make("p.soft", {}, `The same at all recorded steps: ${same.join(", ")}.`) : ""];
+}
+
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    for (const own of [...timeline.live()]) if (own.plot === target) own.plotted?.setSize(own.size());
+  }
+});
+
+/** Draws all charts again, after the colors or the size of the page have changed. */
+function redraw() {
+  for (const own of timeline.live()) own.draw();
+  for (const paint of timeline.strips) paint();
+}

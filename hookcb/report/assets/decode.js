@@ -1,0 +1,39 @@
+// Reading the data that the page holds, see `PageData` in data.py.
+
+/** The page with `{steps, values}` in place of each series. */
+async function readPage(text) {
+  const page = JSON.parse(text);
+  const numbers = await inflated(page.numbers);
+  const views = new Map(); // steps that are alike are one array
+  const series = ([steps, values, n]) => {
+    const key = `${steps}:${n}`;
+    if (!views.has(key)) views.set(key, new Int32Array(numbers, 4 * steps, n));
+    return { steps: views.get(key), values: new Float32Array(numbers, 4 * values, n) };
+  };
+  const byName = (group) => mapped(group, series);
+  const recorded = (own) => ({
+    ...own,
+    stats: byName(own.stats),
+    hist: own.hist && { ...own.hist, bins: own.hist.bins.map(series) },
+  });
+  page.run = byName(page.run);
+  page.epochs = byName(page.epochs);
+  page.layers = mapped(page.layers, recorded);
+  page.params = mapped(page.params, recorded);
+  if (page.time) page.time.phases = byName(page.time.phases);
+  if (page.memory) page.memory.used = series(page.memory.used);
+  if (page.ranks) {
+    page.ranks.loss = page.ranks.loss.map(series);
+    page.ranks.phases = mapped(page.ranks.phases, (ranks) => ranks.map(series));
+  }
+  return page;
+}
+
+/** First and last step of everything that was recorded. */
+function stepsOf(page) {
+  const recorded = [...Object.values(page.layers), ...Object.values(page.params)].map((own) => own.stats);
+  const all = [page.run, page.epochs, ...recorded].flatMap(Object.values).filter((own) => own.steps.length);
+  const first = all.reduce((least, { steps }) => Math.min(least, steps[0]), Infinity);
+  const last = all.reduce((most, { steps }) => Math.max(most, steps.at(-1)), page.n_batches - 1);
+  return Number.isFinite(first) ? [first - 0.5, last + 0.5] : [0, 1]; // room for whole cells
+}

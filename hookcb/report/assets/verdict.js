@@ -1,0 +1,72 @@
+// The verdict: what is wrong, the series that shows it, why, and what to do next.
+
+/** The series that shows a finding, or null. */
+function seriesOf(page, shown) {
+  if (!shown) return null;
+  const { of: group, name, stat } = shown;
+  return (group === "run" ? page.run[name] || page.run[stat] : page[group]?.[name]?.stats[stat]) || null;
+}
+
+const placeOf = (finding) => finding.layer || finding.param;
+
+function whenOf({ step, last_step: last }) {
+  if (step === null) return "";
+  return last === null || last === step ? `at step ${whole(step)}` : `steps ${whole(step)} to ${whole(last)}`;
+}
+
+function onRanks({ ranks, n_ranks: n }) {
+  return ranks.length ? `on rank ${ranks.join(", ")}${n ? ` of ${n}` : ""}` : "";
+}
+
+function findingBox(page, finding, index, isMain) {
+  const series = seriesOf(page, finding.shown_by), place = placeOf(finding);
+  const where = place && make("button.link", { type: "button", click: () => layers.choose(place, true) }, place);
+  const kind = finding.kind ? `(${finding.kind})` : "";
+  const facts = [where, kind, whenOf(finding), onRanks(finding)].filter(Boolean).flatMap((part) => [part, " "]);
+  const box = make(`article.finding.${finding.severity}`, { id: `finding-${index}` },
+    make("h2", {}, make("span.badge", {}, finding.severity), " ", make("code", {}, finding.code), " ", ...facts),
+    make("p", {}, finding.message));
+  if (series && series.steps.length) {
+    const { name, stat, limit } = finding.shown_by;
+    const label = statName(stat, finding.shown_by.of === "params");
+    const title = [label, name === stat ? "" : name].filter(Boolean).join(" of ");
+    const marks = finding.step === null ? [] : [{ step: finding.step, text: `step ${whole(finding.step)}` }];
+    box.append(chart({ title, lines: [{ label: title, series }], limit, marks, height: isMain ? 13 : 9 }));
+  }
+  const facet = (title, items, kindOfList) => (items.length ? make("div", {}, make("h4", {}, title), list(kindOfList, items)) : "");
+  box.append(make("div.facets", {}, facet("Likely", finding.causes, "ul"),
+    facet("Next", finding.next_steps, finding.next_steps.length > 1 ? "ol" : "ul")));
+  return box;
+}
+
+function showVerdict(page) {
+  const { verdict } = page, place = $("verdict");
+  if (!verdict) return;
+  const { findings } = verdict;
+  const index = (finding) => findings.indexOf(finding);
+  const primary = findings.findIndex((own) => verdict.primary && JSON.stringify(own) === JSON.stringify(verdict.primary));
+  const causes = findings.filter((own) => !own.consequence_of);
+  const effects = findings.filter((own) => own.consequence_of);
+  place.append(...causes.map((own) => findingBox(page, own, index(own), index(own) === primary)));
+  if (effects.length) {
+    place.append(fold(`What follows from it (${effects.length})`, ...effects.map((own) => findingBox(page, own, index(own), false))));
+  }
+  if (verdict.looked.length) {
+    const ran = verdict.n_checks ? `; ${verdict.n_checked} of ${verdict.n_checks} checks ran` : "";
+    place.append(make("p.looked", {}, make("b", {}, "Looked at: "), `${verdict.looked.join("; ")}${ran}.`));
+  }
+  if (verdict.ruled_out.length) place.append(fold(`Ruled out (${verdict.ruled_out.length})`, list("ul", verdict.ruled_out)));
+  const gaps = verdict.gaps.map(({ codes, reason }) => [reason, codes.join(", ")]);
+  if (gaps.length) {
+    const n = verdict.gaps.reduce((sum, { codes }) => sum + codes.length, 0);
+    place.append(fold(`Not looked at (${counted(n, "check")})`, table(["why", "checks"], gaps, "Checks that could not run")));
+  }
+}
+
+/** Findings with a step, as marks of a chart; `isNamed`: with their codes. */
+function findingMarks(page, isNamed) {
+  const all = (page.verdict?.findings || []).filter(({ step }) => step !== null);
+  const byStep = Map.groupBy(all, ({ step }) => step);
+  return [...byStep].sort(([a], [b]) => a - b).map(([step, found]) =>
+    ({ step, text: isNamed ? [...new Set(found.map(({ code }) => code))].join(", ") : "" }));
+}
