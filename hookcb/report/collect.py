@@ -32,6 +32,7 @@ from hookcb.profiling.steps.timer import StepTimer
 from hookcb.profiling.steps.times import STEP_PHASES
 from hookcb.records.records import module_of
 from hookcb.report.data import (
+    MAX_RECORDS,
     HistogramOverTime,
     MemoryUsed,
     ModuleRow,
@@ -44,7 +45,6 @@ from hookcb.report.data import (
 from hookcb.training.recorder import Recorder
 
 C = TypeVar("C", bound=Callback)
-MAX_RECORDS = 512  # of a layer
 NOT_METRICS = ("epoch", "time")
 NOTHING_DONE = {"clip_coef": 1.0, "scale": 1.0, "skipped": 0.0}  # these are not shown
 SHOWN_BY = (ActivationStats, GradientHealth, StepTimer, MemoryStats)  # what each section of a page needs
@@ -161,14 +161,14 @@ def _series(records: Any, path: str, steps: list[int]) -> dict[str, Series]:
 
 
 def _picked(values: Tensor, most: int) -> Tensor:
-    """Places of at most about `most` rows that are not all NaN, one of each stretch, if possible not finite."""
+    """Places of about `most` rows, none of them all NaN: one of each stretch, if possible not finite."""
     places = values.isnan().all(1).logical_not().nonzero()[:, 0]
     stride = -(-len(places) // most)
     if stride < 2:
         return places
     known = values[:, values.isfinite().any(0)]
     is_bad = known[places].isfinite().all(1).logical_not()
-    stretches = zip(places.split(stride), is_bad.int().split(stride), strict=True)
+    stretches = zip(torch.split(places, stride), torch.split(is_bad.int(), stride), strict=True)
     return torch.stack([own[bad.argmax()] for own, bad in stretches])
 
 
@@ -187,10 +187,18 @@ def _params(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
         name: Recorded(
             name.rpartition(".")[0],
             "×".join(map(str, known[name].shape)) if name in known else "",
-            _series(health.records, name, steps),
+            _without_copies(_series(health.records, name, steps)),
         )
         for name in health.names
     }
+
+
+def _without_copies(stats: dict[str, Series]) -> dict[str, Series]:
+    """Statistics without those that follow from others."""
+    copies = {"rms"}  # the norm, divided by a constant
+    if str(stats.get("clipped_norm")) == str(stats.get("norm")):
+        copies.add("clipped_norm")
+    return {stat: series for stat, series in stats.items() if stat not in copies}
 
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str, int]]:

@@ -17,7 +17,9 @@ from hookcb.diagnosis.evidence import Series
 
 SCHEMA = 1
 MAX_POINTS = 2_000  # values of a series of the whole run
-MAX_TEXT = 200_000  # characters of all numbers
+MIN_RECORDS, MAX_RECORDS = 16, 512  # values of a series of a layer
+MAX_NUMBERS = 150_000  # of all layers
+MAX_TEXT = 200_000  # characters of all
 MANTISSA = 23  # bits of a float32
 DAMAGED = (KeyError, TypeError, AttributeError, zlib.error, binascii.Error, json.JSONDecodeError)
 
@@ -179,21 +181,23 @@ class PageData:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """The data as JSON, about 220 kB at most, in which no text can end an HTML element.
+        """The data as JSON: `schema`; `content`, the fields; and `numbers`. No text can end an HTML element.
 
-        A series is `[offset of its steps, offset of its values, length]` in `numbers`: int32 differences of
-        steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶ for counts of
-        histograms. Numbers are little-endian, the first bytes of all of them before the second ones,
-        deflated, in base64. Of longer series some values are left out, but not what is not finite.
+        In `content` a series is `[offset of its steps, offset of its values, length]` in `numbers`: int32
+        differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶
+        for counts of histograms, little-endian, the first bytes of all before the second ones. Both are
+        deflated, in base64. Of long series some values are left out, but not what is not finite, so that both
+        have about 200,000 characters at most.
         """
-        for most in (512, 256, 128, 64, 32, 16):  # records of a layer
-            packed = _Packed(most)
-            state = {"schema": SCHEMA, **packed.plain(self)}
-            numbers = packed.text()
-            if len(numbers) <= MAX_TEXT:
-                break
-        text = json.dumps(state | {"numbers": numbers}, ensure_ascii=False, allow_nan=False)
-        return text.replace("<", r"\u003c")
+        n_series = sum(len(own.stats) for own in (*self.layers.values(), *self.params.values()))
+        most = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series))
+        while True:
+            packed = _Packed(max(most, MIN_RECORDS))
+            content = json.dumps(packed.plain(self), ensure_ascii=False, allow_nan=False)
+            content, numbers = _deflated(content.encode()), _deflated(packed.planes())
+            if len(content) + len(numbers) <= MAX_TEXT or most <= MIN_RECORDS:
+                return json.dumps({"schema": SCHEMA, "content": content, "numbers": numbers})
+            most //= 2
 
     @classmethod
     def from_json(cls, text: str) -> "PageData":
@@ -204,15 +208,22 @@ class PageData:
         """
         try:
             state = json.loads(text)
-            schema = state.pop("schema")
+            schema = state["schema"]
             if schema != SCHEMA:
                 raise ValueError(f"it has version {schema!r}, and this hookcb reads version {SCHEMA}")
-            planes = zlib.decompress(base64.b64decode(state.pop("numbers"), validate=True))
-            numbers = _joined(planes)
-            data = _revived(cls, state, numbers)
+            numbers = _joined(_inflated(state["numbers"]))
+            data = _revived(cls, json.loads(_inflated(state["content"])), numbers)
         except DAMAGED as error:
             raise ValueError(f"its data are damaged: {type(error).__name__}: {error}") from error
         return cast(PageData, data)
+
+
+def _deflated(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+
+
+def _inflated(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text, validate=True))
 
 
 class _Packed:
@@ -249,10 +260,9 @@ class _Packed:
             return [self.plain(value, most, bits) for value in x]
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
-    def text(self) -> str:
-        """All numbers as base64."""
-        planes = b"".join(self._numbers[i::4] for i in range(4))
-        return base64.b64encode(zlib.compress(planes, 9)).decode("ascii")
+    def planes(self) -> bytes:
+        """All numbers: first the first bytes of all, then the second bytes, and so on."""
+        return b"".join(self._numbers[i::4] for i in range(4))
 
     def _add(self, series: Series, bits: int) -> list[int]:
         first = series.steps[:1]

@@ -2,8 +2,9 @@
 
 /** The page with `{steps, values}` in place of each series. */
 async function readPage(text) {
-  const page = JSON.parse(text);
-  const numbers = joined(await inflated(page.numbers));
+  const packed = JSON.parse(text);
+  const page = JSON.parse(new TextDecoder().decode(await inflated(packed.content)));
+  const numbers = joined(await inflated(packed.numbers));
   const views = new Map(); // steps that are alike are one array
   const series = ([steps, values, n]) => {
     const key = `${steps}:${n}`;
