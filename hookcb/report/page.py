@@ -19,6 +19,8 @@ SCRIPTS = (
     "assets/colors.js",
     "assets/stats.js",
     "assets/tables.js",
+    "assets/timeline.js",
+    "assets/marks.js",
     "assets/charts.js",
     "assets/verdict.js",
     "assets/run.js",

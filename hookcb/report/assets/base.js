@@ -20,27 +20,47 @@ const list = (kind, items) => make(kind, {}, ...items.map((item) => make("li", {
 const fold = (title, ...children) => make("details", {}, make("summary", {}, title), ...children);
 const mapped = (object, change) =>
   Object.fromEntries(Object.entries(object).map(([key, value]) => [key, change(value, key)]));
-const counted = (n, noun) => `${whole(n)} ${noun}${n === 1 ? "" : "s"}`;
+const counted = (n, noun, plural = `${noun}s`) => `${whole(n)} ${n === 1 ? noun : plural}`;
 const whole = (n) => Math.round(n).toLocaleString("en-US");
 const words = (name) => name.replaceAll("_", " ");
 const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
 
-/** A number with three digits. */
-function short(x) {
+/** A number with three digits, or `digits`. */
+function short(x, digits = 3) {
   if (x === null || x === undefined) return "–";
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  const text = size && (size < 1e-3 || size >= 1e5) ? x.toExponential(2) : String(+x.toPrecision(3));
-  return text.replace(/\.?0*e\+?/, "e").replaceAll("-", "−");
+  return size && (size < 1e-3 || size >= 1e5)
+    ? power(x, digits)
+    : String(+x.toPrecision(digits)).replace("-", "−");
 }
+const power = (x, digits) =>
+  x
+    .toExponential(digits - 1)
+    .replace(/\.?0*e\+?/, "e")
+    .replaceAll("-", "−");
 
 /** A number with the largest of `units` that leaves at least one of it. */
 function scaled(x, units) {
   const [size, unit] = units.find(([least]) => Math.abs(x) >= least) || units.at(-1);
   return Number.isFinite(x) ? `${short(x / size)} ${unit}` : short(x);
 }
-const seconds = (x) => (x === 0 ? "0 s" : scaled(x, [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]]));
-const bytes = (x) => scaled(x, [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]);
+const seconds = (x) =>
+  x === 0
+    ? "0 s"
+    : scaled(x, [
+        [1, "s"],
+        [1e-3, "ms"],
+        [1e-6, "µs"],
+      ]);
+const bytes = (x) =>
+  scaled(x, [
+    [2 ** 40, "TiB"],
+    [2 ** 30, "GiB"],
+    [2 ** 20, "MiB"],
+    [2 ** 10, "KiB"],
+    [1, "B"],
+  ]);
 
 /** `names` without the dotted parts with which all of them begin; one part stays. */
 function withoutPrefix(names) {
@@ -53,10 +73,10 @@ function withoutPrefix(names) {
 /** `name` with its end kept, which is where names differ. */
 const cut = (name, room) => (name.length > room ? `…${name.slice(1 - room)}` : name);
 
-// Work that can wait is done in slices, so that a click is answered at once.
+// Work that can wait is done in slices after the next frame, so that a click is answered at once.
 const waiting = [];
 function later(work) {
-  if (waiting.push(work) === 1) setTimeout(workOn);
+  if (waiting.push(work) === 1) requestAnimationFrame(() => setTimeout(workOn));
 }
 function workOn() {
   const end = performance.now() + 12;

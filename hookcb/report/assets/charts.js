@@ -1,75 +1,31 @@
-// Charts over steps: one range of steps and one cursor for all; a drag zooms, a double click shows everything.
-
-const timeline = {
-  full: [0, 1],
-  range: [0, 1],
-  charts: new Set(), // those on the page
-  strips: new Set(), // functions to call when the range has changed
-  cursors: new Set(), // functions to call with the step under the cursor, or null
-
-  zoom(first, last) {
-    const [low, high] = this.full;
-    this.range = last - first < 1 ? this.full : [Math.max(low, first), Math.min(high, last)];
-    for (const chart of this.live()) chart.show(this.range);
-    for (const paint of this.strips) paint();
-    $("zoomed").hidden = this.range[0] <= low && this.range[1] >= high;
-    $("zoomed-range").textContent = `Steps ${this.ends().map(whole).join(" to ")} are shown.`;
-  },
-
-  /** First and last step that are shown. */
-  ends() {
-    return [Math.ceil(this.range[0]) + 0, Math.floor(this.range[1])]; // no negative zero
-  },
-
-  point(step, source = null) {
-    for (const chart of this.live()) if (chart !== source) chart.point(step);
-    for (const tell of this.cursors) tell(step);
-  },
-
-  /** What is shown, null if that is everything; an end at the newest step stays there. */
-  kept() {
-    const [first, last] = this.range;
-    return first <= this.full[0] && last >= this.full[1] ? null : [first, last >= this.full[1] ? null : last];
-  },
-
-  restore(kept) {
-    if (kept) this.zoom(kept[0], kept[1] ?? this.full[1]);
-  },
-
-  *live() {
-    for (const chart of this.charts) {
-      if (chart.box.isConnected) yield chart;
-      else this.charts.delete(chart);
-    }
-  },
-};
+// Charts, by uPlot, with a legend of our own that tells the values under the cursor.
 
 const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((x) => [x, 2 * x, 5 * x]); // distances of ticks
-
-const MARKS = { // what cannot be drawn at its place, and the place where it is drawn
-  nan: { text: "NaN", sign: "×", atTop: false },
-  high: { text: "infinite", sign: "▲", atTop: true },
-  low: { text: "−infinite", sign: "▼", atTop: false },
-  zero: { text: "zero, which has no place on a logarithmic axis", sign: "▾", atTop: false },
-  over: { text: "above the range shown", sign: "▴", atTop: true },
-};
 
 /**
  * A chart as an element; it is drawn when there is time.
  *
  * lines: `{label, series, points}`, each in a color of its own; `stack` lays them over one another.
  * limit: a number to draw as a dashed line. marks: `{step, text}`, vertical lines.
- * format: text of a value. cells: paints below the lines; `rows` are the limits of the y axis then.
+ * format: text of a value. cells: `paint(plot)` paints cells, the numbers of which are those of its `lines`; `rows`
+ * are the limits of the y axis then.
  * names: those of the places on an x axis that has no steps. top: upper limit of the y axis. wide: extremes of
- * all that the chart may come to show. yNames: those of the places on the y axis, from the top. isLinear: never on a logarithmic axis.
+ * all that the chart may come to show. yNames: those of the places on the y axis, from the top.
+ * axisFormat: text of a number at the y axis, if it is not one of the values. isLinear: never on a logarithmic axis.
  */
 class Chart {
   constructor(options) {
     Object.assign(this, { lines: [], marks: [], limit: null, format: short, height: 11, note: "" }, options);
-    this.plot = make(this.names ? "div.plot" : "div.plot.of-steps", { tabindex: "0", role: "group", "aria-label": this.described(), keydown: (e) => this.press(e) });
+    this.plot = make(this.names ? "div.plot" : "div.plot.of-steps", {
+      tabindex: "0",
+      role: "group",
+      "aria-label": this.described(),
+      keydown: (e) => this.press(e),
+    });
     this.legend = make("ul.legend");
     const title = make("figcaption", {}, make("strong", {}, this.title), this.note ? ` ${this.note}` : "");
     this.box = make("figure.chart", {}, title, this.plot, this.legend, tableOf(this));
+    this.plot.chart = this;
     this.plot.style.height = `${this.height}rem`;
     timeline.charts.add(this);
     resized.observe(this.plot);
@@ -77,8 +33,9 @@ class Chart {
   }
 
   described() {
-    const found = extremes(this.lines.map(({ series }) => series.values));
-    const range = found.high >= found.low ? `, from ${this.format(found.low)} to ${this.format(found.high)}` : "";
+    const found = extremes((this.cells || this).lines.map(({ series }) => series.values));
+    const range =
+      found.high >= found.low ? `, from ${this.format(found.low)} to ${this.format(found.high)}` : "";
     return `Chart of ${this.title}${range}. Arrow keys move the cursor, + and − zoom, Escape shows everything.`;
   }
 
@@ -87,61 +44,108 @@ class Chart {
     const found = this.wide || extremes(this.lines.map(({ series }) => series.values));
     this.isLog = !this.stack && !this.isLinear && isWide(found);
     this.found = [];
-    const tables = this.lines.map(({ series }, line) => [series.steps, Array.from(series.values, (x, i) => {
-      const kind = Number.isNaN(x) ? "nan" : x === Infinity ? "high" : x === -Infinity ? "low"
-        : this.isLog && x <= 0 ? "zero" : x > this.top ? "over" : null;
-      if (kind) this.found.push({ line, kind, step: series.steps[i] });
-      return Number.isFinite(x) && kind !== "zero" ? x : null;
-    })]);
+    const tables = this.lines.map(({ series }, line) => [
+      series.steps,
+      Array.from(series.values, (x, i) => {
+        const kind = Number.isNaN(x)
+          ? "nan"
+          : x === Infinity
+            ? "high"
+            : x === -Infinity
+              ? "low"
+              : this.isLog && x <= 0
+                ? "zero"
+                : null;
+        if (kind) this.found.push({ line, kind, step: series.steps[i] });
+        return Number.isFinite(x) && kind !== "zero" ? x : null;
+      }),
+    ]);
     if (!tables.length) return [Array.from(this.cells.steps)];
     const [x, ...ys] = tables.length > 1 ? uPlot.join(tables) : [Array.from(tables[0][0]), tables[0][1]];
     this.values = ys;
     if (!this.stack) return [x, ...ys];
     const sum = new Array(x.length).fill(0);
-    return [x, ...ys.map((values) => values.map((y, i) => (sum[i] += y || 0))).reverse()];
+    const layered = ys.map((values) => values.map((y, i) => (sum[i] += y || 0))).reverse();
+    sum.forEach((y, i) => y > this.top && this.found.push({ line: 0, kind: "over", step: x[i] }));
+    return [x, ...layered];
   }
 
   draw() {
-    if (!this.box.isConnected && this.box.parentNode === null) return;
+    if (!this.box.isConnected) return; // another layer was chosen meanwhile
     const rem = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
     const font = `${12 * rem}px system-ui, sans-serif`;
     const filter = (_, at) => (this.isLog ? at.map((y) => (Math.log10(y) % 1 ? null : y)) : at); // decades only
-    const axis = { stroke: color("--soft"), font, labelFont: font, grid: { stroke: color("--line"), width: 1 },
-      ticks: { stroke: color("--line"), width: 1, size: 4 } };
+    const axis = {
+      stroke: color("--soft"),
+      font,
+      labelFont: font,
+      grid: { stroke: color("--line"), width: 1 },
+      ticks: { stroke: color("--line"), width: 1, size: 4 },
+    };
     const order = this.lines.map((_, i) => i);
     if (this.stack) order.reverse();
     const data = this.read();
     this.plotted?.destroy();
-    this.plotted = new uPlot({
-      ...this.size(),
-      padding: [(this.marks.some(({ text }) => text) ? 18 : 6) * rem, (this.names ? 12 : 34) * rem, 0, 0],
-      legend: { show: false },
-      scales: {
-        x: { time: false, range: () => (this.names ? [-0.5, this.names.length - 0.5] : timeline.range) },
-        y: { distr: this.isLog ? 3 : 1, dir: this.yNames ? -1 : 1, range: (_, low, high) => this.limits(low, high) },
+    this.plotted = new uPlot(
+      {
+        ...this.size(),
+        padding: [(this.marks.some(({ text }) => text) ? 18 : 6) * rem, (this.names ? 12 : 34) * rem, 0, 0],
+        legend: { show: false },
+        scales: {
+          x: { time: false, range: () => (this.names ? [-0.5, this.names.length - 0.5] : timeline.range) },
+          y: {
+            distr: this.isLog ? 3 : 1,
+            dir: this.yNames ? -1 : 1,
+            range: (_, low, high) => this.limits(low, high),
+          },
+        },
+        axes: [
+          {
+            ...axis,
+            size: 26 * rem,
+            values: (_, at) => at.map((x) => this.placeName(x)),
+            space: (this.names ? 90 : 60) * rem,
+            incrs: WHOLE,
+          },
+          {
+            ...axis,
+            grid: { ...axis.grid, filter },
+            size: 60 * rem,
+            ...(this.yNames && { incrs: WHOLE, space: 14 * rem }),
+            values: (_, at, axis, space, distance) =>
+              at.map((y) => (y === null ? "" : this.tick(y, distance, at))),
+          },
+        ],
+        series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
+        cursor: {
+          y: false,
+          drag: { x: !this.names, y: false, setScale: false },
+          points: { show: !this.stack && !this.cells },
+        },
+        hooks: {
+          drawAxes: [(u) => this.cells?.paint(u)],
+          draw: [(u) => drawMarks(this, u, rem)],
+          setCursor: [(u) => this.moved(u)],
+          setSelect: [(u) => this.selected(u)],
+        },
       },
-      axes: [
-        { ...axis, size: 26 * rem, values: (_, at) => at.map((x) => this.placeName(x)), space: (this.names ? 90 : 60) * rem, incrs: WHOLE },
-        { ...axis, grid: { ...axis.grid, filter }, size: 60 * rem, ...(this.yNames && { incrs: WHOLE, space: 14 * rem }),
-          values: (_, at) => at.map((y) => (y === null ? "" : this.yNames ? this.yNames[y] ?? "" : this.format(y))) },
-      ],
-      series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
-      cursor: { y: false, drag: { x: !this.names, y: false, setScale: false }, points: { show: !this.stack && !this.cells } },
-      hooks: {
-        drawAxes: [(u) => this.cells?.paint(u)],
-        draw: [(u) => this.drawMarks(u, rem)],
-        setCursor: [(u) => this.moved(u)],
-        setSelect: [(u) => this.selected(u)],
-      },
-    }, data, this.plot);
+      data,
+      this.plot,
+    );
     this.plotted.over.addEventListener("dblclick", () => this.names || timeline.zoom(...timeline.full));
     this.tell(null);
   }
 
   seriesStyle(i, rem) {
-    const { points = false } = this.lines[i], stroke = lineColor(i);
-    return { stroke, dash: i < PALETTE.length ? undefined : [6, 4], width: this.stack ? 0 : 1.75 * rem, fill: this.stack ? stroke : undefined,
-      points: { show: points || this.lines[i].series.steps.length <= 30, size: 5 * rem, fill: stroke } };
+    const { points = false } = this.lines[i];
+    const stroke = lineColor(i);
+    return {
+      stroke,
+      dash: i < PALETTE.length ? undefined : [6, 4],
+      width: this.stack ? 0 : 1.75 * rem,
+      fill: this.stack ? stroke : undefined,
+      points: { show: points || this.lines[i].series.steps.length <= 30, size: 5 * rem, fill: stroke },
+    };
   }
 
   size() {
@@ -151,7 +155,8 @@ class Chart {
   limits(low, high) {
     if (this.rows) return this.rows;
     if (low === null) [low, high] = [0, 1];
-    if (this.wide) [low, high] = [this.isLog ? this.wide.positive : this.wide.low, this.wide.high];
+    if (this.wide?.high >= this.wide?.low)
+      [low, high] = [this.isLog ? this.wide.positive : this.wide.low, this.wide.high];
     if (this.limit !== null && (!this.isLog || this.limit > 0)) {
       [low, high] = [Math.min(low, this.limit), Math.max(high, this.limit)];
     }
@@ -166,57 +171,13 @@ class Chart {
     return cut(this.names[x] ?? "", 12);
   }
 
-  drawMarks(u, rem) {
-    const pen = u.ctx, { left, top, width, height } = u.bbox, px = devicePixelRatio * rem;
-    pen.save();
-    [pen.font, pen.textAlign, pen.textBaseline] = [`${11.5 * px}px system-ui, sans-serif`, "left", "alphabetic"];
-    pen.lineWidth = 1.5 * px;
-    const label = (text, x, y, ink) => {
-      const room = pen.measureText(text).width;
-      const at = clamp(x, left + 2 * px, left + width - room - 2 * px);
-      pen.fillStyle = color("--paper");
-      pen.globalAlpha = 0.85;
-      pen.fillRect(at - 2 * px, y - 11 * px, room + 4 * px, 14 * px);
-      pen.globalAlpha = 1;
-      pen.fillStyle = ink;
-      pen.fillText(text, at, y);
-    };
-    const line = (from, to) => {
-      pen.beginPath();
-      pen.moveTo(...from);
-      pen.lineTo(...to);
-      pen.stroke();
-    };
-    const bad = color("--bad");
-    const ends = []; // where the texts of each row of labels end
-    for (const { step, text } of this.marks) {
-      const x = Math.round(u.valToPos(step, "x", true));
-      if (x < left || x > left + width) continue;
-      [pen.strokeStyle, pen.globalAlpha] = [color("--soft"), 0.7];
-      line([x, top], [x, top + height]);
-      pen.globalAlpha = 1;
-      if (!text) continue;
-      const room = pen.measureText(text).width + 10 * px;
-      let row = ends.findIndex((end) => end < x);
-      if (row < 0) row = ends.push(0) - 1;
-      ends[row] = Math.min(x, left + width - room) + room;
-      if (row < 4) label(text, x, top + (15 * row - 5) * px, color("--ink")); // the first row is above the plot
-    }
-    if (this.limit !== null && (!this.isLog || this.limit > 0)) {
-      const y = Math.round(u.valToPos(this.limit, "y", true));
-      pen.strokeStyle = bad;
-      pen.setLineDash([6 * px, 4 * px]);
-      line([left, y], [left + width, y]);
-      pen.setLineDash([]);
-      label(`limit ${this.format(this.limit)}`, left + width, y < top + 18 * px ? y + 14 * px : y - 4 * px, bad);
-    }
-    pen.textAlign = "center";
-    for (const { line: i, kind, step } of this.found) {
-      const { sign, atTop } = MARKS[kind];
-      pen.fillStyle = kind === "zero" || kind === "over" ? (this.stack ? color("--ink") : lineColor(i)) : color("--alarm");
-      pen.fillText(sign, u.valToPos(step, "x", true), atTop ? top + 11 * px : top + height - 3 * px);
-    }
-    pen.restore();
+  /** Text at the y axis; numbers have as many digits as tell them apart. */
+  tick(y, distance, all) {
+    if (this.yNames) return this.yNames[y] ?? "";
+    if (this.format !== short || this.isLog) return (this.axisFormat || this.format)(y);
+    if (y && all.every((other) => Math.abs(other) < 0.01)) return power(y, 3);
+    const digits = 2 + Math.max(0, Math.floor(Math.log10(Math.abs(y / distance || 1))));
+    return short(y, Math.max(3, digits));
   }
 
   show([first, last]) {
@@ -249,8 +210,10 @@ class Chart {
   press(event) {
     const u = this.plotted;
     if (!u || event.target !== this.plot || event.ctrlKey || event.metaKey || event.altKey) return;
-    const n = u.data[0].length, at = u.cursor.idx ?? (event.key === "ArrowLeft" ? n : -1);
-    const far = event.shiftKey ? Math.ceil(n / 20) : 1, middle = u.data[0][clamp(at, 0, n - 1)];
+    const n = u.data[0].length;
+    const at = u.cursor.idx ?? (event.key === "ArrowLeft" ? n : -1);
+    const far = event.shiftKey ? Math.ceil(n / 20) : 1;
+    const middle = u.data[0][clamp(at, 0, n - 1)];
     const [first, last] = timeline.range;
     if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
       const i = clamp(at + (event.key === "ArrowRight" ? far : -far), 0, n - 1);
@@ -258,7 +221,8 @@ class Chart {
     } else if (event.key === "Escape") timeline.zoom(...timeline.full);
     else if (this.names) return;
     else if (event.key === "+") timeline.zoom(middle - (middle - first) / 2, middle + (last - middle) / 2);
-    else if (event.key === "-") timeline.zoom(middle - (middle - first) * 2 - 1, middle + (last - middle) * 2 + 1);
+    else if (event.key === "-")
+      timeline.zoom(middle - (middle - first) * 2 - 1, middle + (last - middle) * 2 + 1);
     else return;
     event.preventDefault();
   }
@@ -269,7 +233,8 @@ class Chart {
     const x = idx === null || idx === undefined ? null : this.plotted.data[0][idx];
     const value = (i) => (x === null ? null : this.values?.[i][idx]);
     const entries = this.lines.map(({ label }, i) => {
-      const own = value(i), text = own === null || own === undefined ? "" : ` ${this.format(own)}`;
+      const own = value(i);
+      const text = own === null || own === undefined ? "" : ` ${this.format(own)}`;
       const key = make("span.line", { "aria-hidden": "true" });
       key.style.background = lineColor(i);
       if (this.lines.length === 1 && label === this.title) return text && make("li", {}, make("b", {}, text));
@@ -277,7 +242,12 @@ class Chart {
     });
     const where = x === null ? "" : make("li.where", {}, this.names ? this.names[x] : `step ${whole(x)}`);
     const kinds = Object.entries(Object.groupBy(this.found, ({ kind }) => kind)).map(([kind, found]) =>
-      make(`li.${kind === "zero" || kind === "over" ? "off" : "nonfinite"}`, {}, `${MARKS[kind].sign} ${MARKS[kind].text} (${found.length}×)`));
+      make(
+        `li.${kind === "zero" || kind === "over" ? "off" : "nonfinite"}`,
+        {},
+        `${MARKS[kind].sign} ${MARKS[kind].text} (${found.length}×)`,
+      ),
+    );
     this.legend.replaceChildren(...[where, ...entries, ...kinds].filter(Boolean));
   }
 }
@@ -287,20 +257,23 @@ const chart = (options) => new Chart(options).box;
 
 /** Charts of `lines` by title, and a sentence on those whose numbers are one and the same. */
 function partlySame(all, drawn, named = (title) => title) {
-  const charts = [], same = [];
+  const charts = [];
+  const same = [];
   for (const [title, lines] of all) {
     const { low, high, isFinite } = extremes(lines.map(({ series }) => series.values));
     const n = Math.max(...lines.map(({ series }) => series.steps.length));
     if (isFinite && low === high && n > 1) same.push(`${named(title)} = ${short(low)}`);
     else charts.push(drawn(title, lines));
   }
-  return [charts, same.length ? make("p.soft", {}, `The same at all recorded steps: ${same.join(", ")}.`) : ""];
+  return [
+    charts,
+    same.length ? make("p.soft", {}, `The same at all recorded steps: ${same.join(", ")}.`) : "",
+  ];
 }
 
 const resized = new ResizeObserver((entries) => {
-  for (const { target } of entries) {
-    for (const own of [...timeline.live()]) if (own.plot === target) own.plotted?.setSize(own.size());
-  }
+  for (const { target } of entries)
+    if (target.isConnected) target.chart.plotted?.setSize(target.chart.size());
 });
 
 /** Draws all charts again, after the colors or the size of the page have changed. */

@@ -8,9 +8,17 @@ const follow = {
   start(page) {
     addEventListener("pagehide", () => this.keep());
     if (!page.every) return;
-    addEventListener("pointerdown", () => { this.isDragging = true; });
-    for (const type of ["pointerup", "pointercancel"]) addEventListener(type, () => { this.isDragging = false; });
-    for (const type of ["keydown", "input"]) addEventListener(type, () => { this.typedAt = Date.now(); });
+    addEventListener("pointerdown", () => {
+      this.isDragging = true;
+    });
+    for (const type of ["pointerup", "pointercancel"])
+      addEventListener(type, () => {
+        this.isDragging = false;
+      });
+    for (const type of ["keydown", "input"])
+      addEventListener(type, () => {
+        this.typedAt = Date.now();
+      });
     setTimeout(() => this.reload(), 1000 * Math.max(1, page.every));
   },
 
@@ -25,15 +33,26 @@ const follow = {
   },
 
   keep() {
-    const state = { at: scrollY, map: layers.state?.(), zoom: timeline.kept(), open: this.folds().filter(([, node]) => node.open).map(([key]) => key),
-      depth: depthKept(), focus: document.activeElement?.id || "", row: document.activeElement?.dataset?.name ?? null };
+    const state = {
+      at: scrollY,
+      map: layers.state?.(),
+      zoom: timeline.kept(),
+      open: this.folds()
+        .filter(([, node]) => node.open)
+        .map(([key]) => key),
+      depth: depthKept(),
+      focus: document.activeElement?.id || "",
+      row: document.activeElement?.dataset?.name ?? null,
+    };
     const text = JSON.stringify(state);
     try {
       sessionStorage.setItem(this.key, text);
     } catch {
       try {
         history.replaceState(null, "", `#${encodeURIComponent(text)}`);
-      } catch { /* a page without an address of its own starts anew */ }
+      } catch {
+        /* a page without an address of its own starts anew */
+      }
     }
   },
 

@@ -1,27 +1,46 @@
 // The page from top to bottom.
 
 function showHead(page) {
-  const [, word, rest] = page.headline.match(/^(SICK|SUSPECT|HEALTHY|UNKNOWN)(?=\s)(.*)$/s) || [null, "", page.headline];
+  const [, word, rest] = page.headline.match(/^(SICK|SUSPECT|HEALTHY|UNKNOWN)(?=\s)(.*)$/s) || [
+    null,
+    "",
+    page.headline,
+  ];
   const status = word.toLowerCase();
   $("headline").append(word && make(`span.status.${status}`, {}, word), rest);
   document.title = [page.title, status || "hookcb"].filter(Boolean).join(": ");
   const written = page.written && new Date(page.written);
-  const facts = [page.title, page.n_batches ? counted(page.n_batches, "batch").replace(/batchs$/, "batches") : "",
+  const facts = [
+    page.title,
+    page.n_batches ? counted(page.n_batches, "batch", "batches") : "",
     written && !page.every ? `written ${written.toLocaleString()}` : "",
-    page.hookcb && `hookcb ${page.hookcb}`].filter(Boolean);
+    page.hookcb && `hookcb ${page.hookcb}`,
+  ].filter(Boolean);
   $("facts").append(...facts.flatMap((fact, i) => [i ? " · " : "", make("span", {}, fact)]));
   $("live").hidden = !page.every;
   if (page.every) {
     const time = written && !Number.isNaN(+written) ? `, last written ${written.toLocaleTimeString()}` : "";
-    $("live").textContent = `The run goes on; updates every ${short(page.every)} s${time}`;
+    $("live").textContent =
+      `${facts.length ? "· " : ""}the run goes on: updates every ${short(page.every)} s${time}`;
   }
 }
 
 async function show() {
   const page = await readPage($("data").textContent);
   timeline.full = timeline.range = stepsOf(page);
-  for (const part of [showHead, showVerdict, showRun, (own) => layers.start(own), showDepth, showTime, showMemory, showRanks,
-    showConfig, showNotes]) part(page);
+  for (const part of [
+    showHead,
+    showVerdict,
+    showRun,
+    (own) => layers.start(own),
+    showDepth,
+    showTime,
+    showMemory,
+    showRanks,
+    showConfig,
+    showNotes,
+  ])
+    part(page);
   $("zoom-out").addEventListener("click", () => timeline.zoom(...timeline.full));
   follow.restore();
   follow.start(page);
@@ -36,13 +55,17 @@ function preparePrint() {
   const before = () => {
     document.documentElement.dataset.print = "yes";
     opened = [...document.querySelectorAll("#verdict details:not([open])")];
-    opened.forEach((node) => { node.open = true; });
+    opened.forEach((node) => {
+      node.open = true;
+    });
     workOff();
     redraw();
   };
   const after = () => {
     delete document.documentElement.dataset.print;
-    opened.forEach((node) => { node.open = false; });
+    opened.forEach((node) => {
+      node.open = false;
+    });
     redraw();
   };
   addEventListener("beforeprint", before);

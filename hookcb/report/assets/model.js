@@ -4,7 +4,18 @@
 function modelOf(page) {
   const rows = new Map();
   const add = (name, about) => {
-    const row = { name, label: name, type: "", about: "", parent: null, children: [], layer: null, params: [], findings: [], ...about };
+    const row = {
+      name,
+      label: name,
+      type: "",
+      about: "",
+      parent: null,
+      children: [],
+      layer: null,
+      params: [],
+      findings: [],
+      ...about,
+    };
     rows.set(name, row);
     return row;
   };
@@ -16,7 +27,8 @@ function modelOf(page) {
   };
   const attach = (row, parent) => {
     row.parent = parent;
-    row.label = parent && row.name.startsWith(`${parent.name}.`) ? row.name.slice(parent.name.length + 1) : row.name;
+    row.label =
+      parent && row.name.startsWith(`${parent.name}.`) ? row.name.slice(parent.name.length + 1) : row.name;
     if (parent) parent.children.push(row);
   };
   for (const { name, type, about, n_params: n } of page.modules) {
@@ -47,7 +59,11 @@ function modelOf(page) {
 /** What can be shown of rows: `{key, label, group, of(row)}`; `of` gives a series, a number, or null. */
 function choicesOf(page) {
   const output = (stat) => ({
-    key: stat, label: statName(stat), group: "Outputs", isShare: SHARES.has(stat), title: `${statName(stat)} of the output`,
+    key: stat,
+    label: statName(stat),
+    group: "Outputs",
+    isShare: SHARES.has(stat),
+    title: `${statName(stat)} of the output`,
     of: ({ layer }) => (layer?.stats[stat]?.steps.length ? layer.stats[stat] : null),
   });
   const cache = new Map(); // the largest of several parameters is computed once
@@ -64,19 +80,35 @@ function choicesOf(page) {
   const outputs = statsOf(page.layers).map(output);
   const params = statsOf(page.params).map((stat) => ({
     key: outputs.some(({ key }) => key === stat) ? `param ${stat}` : stat,
-    label: statName(stat, true), group: "Parameters", isShare: SHARES.has(stat), of: (row) => ofParams(row, stat),
-    title: `${statName(stat, true)}, of the weight; of the parameter with most, for layers without one`,
+    label: statName(stat, true),
+    group: "Parameters",
+    isShare: SHARES.has(stat),
+    of: (row) => ofParams(row, stat),
+    title: `${statName(stat, true)} of the weight, or the largest of the parameters`,
   }));
   const sum = (numbers) => numbers.reduce((total, x) => total + (x || 0), 0);
   const cost = (key, group, format, title) => ({
-    key, label: key, group: "Cost", isCost: true, format, title, of: ({ name }) => (group[name] ? sum(group[name]) : null),
+    key,
+    label: key,
+    group: "Cost",
+    isCost: true,
+    format,
+    title,
+    of: ({ name }) => (group[name] ? sum(group[name]) : null),
   });
   const costs = [];
   if (Object.keys(page.memory?.layers || {}).length) {
     costs.push(cost("memory", page.memory.layers, bytes, `memory: ${page.memory.columns.join(", ")}`));
   }
   if (Object.keys(page.time?.layers || {}).length) {
-    costs.push(cost("time", page.time.layers, seconds, "time of a forward, and of a backward if it is known, without layers inside"));
+    costs.push(
+      cost(
+        "time",
+        page.time.layers,
+        seconds,
+        "time of a forward, and of a backward if it is known, without layers inside",
+      ),
+    );
   }
   return [...outputs, ...params, ...costs];
 }
@@ -85,20 +117,28 @@ function choicesOf(page) {
 function worstFirst(rows, choice) {
   const latest = (row) => {
     const own = choice.of(row);
-    return typeof own === "number" ? own : median(own.values.slice(-Math.max(1, Math.ceil(own.values.length / 10))));
+    return typeof own === "number"
+      ? own
+      : median(own.values.slice(-Math.max(1, Math.ceil(own.values.length / 10))));
   };
   const isLargeBad = choice.isShare || choice.isCost || choice.key.endsWith("nonfinite");
-  const numbers = rows.map(latest), bend = numbers.every((x) => !(x < 0)) ? (x) => Math.log(x + 1e-30) : (x) => x;
+  const numbers = rows.map(latest);
+  const bend = numbers.every((x) => !(x < 0)) ? (x) => Math.log(x + 1e-30) : (x) => x;
   const middle = median(numbers.map(bend));
   const far = (x) => (isLargeBad ? x : Math.abs(bend(x) - middle));
-  const rank = new Map(rows.map((row, i) => {
-    const isBad = typeof choice.of(row) !== "number" && choice.of(row).values.some((x) => !Number.isFinite(x));
-    return [row, [row.findings[0] ?? Infinity, isBad ? 0 : 1, -far(numbers[i]) || 0]];
-  }));
+  const rank = new Map(
+    rows.map((row, i) => {
+      const isBad =
+        typeof choice.of(row) !== "number" && choice.of(row).values.some((x) => !Number.isFinite(x));
+      return [row, [row.findings[0] ?? Infinity, isBad ? 0 : 1, -far(numbers[i]) || 0]];
+    }),
+  );
   return [...rows].sort((a, b) => {
-    const [x, y] = [rank.get(a), rank.get(b)], i = x.findIndex((own, k) => own !== y[k]);
+    const [x, y] = [rank.get(a), rank.get(b)];
+    const i = x.findIndex((own, k) => own !== y[k]);
     return i < 0 ? 0 : x[i] - y[i];
   });
 }
-const ORDER_RULE = "Layers with findings first, then those with NaN or inf, then those whose latest values are farthest " +
+const ORDER_RULE =
+  "Layers with findings first, then those with NaN or inf, then those whose latest values are farthest " +
   "from the median of all layers; shares, memory and time: largest first.";

@@ -4,8 +4,12 @@
 function runCharts(page) {
   const charts = new Map();
   const add = (title, line) => charts.set(title, [...(charts.get(title) || []), line]);
-  const { total_norm: norm, clipped_total_norm: clipped } = page.run, isClipped = clipped && !isSame(norm, clipped);
-  const labels = { loss: "each batch", ...(isClipped && { total_norm: "before clipping", clipped_total_norm: "after clipping" }) };
+  const { total_norm: norm, clipped_total_norm: clipped } = page.run;
+  const isClipped = clipped && !isSame(norm, clipped);
+  const labels = {
+    loss: "each batch",
+    ...(isClipped && { total_norm: "before clipping", clipped_total_norm: "after clipping" }),
+  };
   for (const [name, series] of Object.entries(page.run)) {
     if (!series.steps.length || (series === clipped && !isClipped)) continue;
     add(series === clipped ? "total_norm" : name, { label: labels[name] || runName(name), series });
@@ -18,16 +22,31 @@ function runCharts(page) {
   return charts;
 }
 
-const RUN_NAMES = { lr: "learning rate", total_norm: "gradient norm of all parameters", scale: "scale of the loss",
-  clip_coef: "clipping coefficient", mean_norm: "mean gradient norm", skipped: "skipped steps" };
+const RUN_NAMES = {
+  lr: "learning rate",
+  total_norm: "gradient norm of all parameters",
+  scale: "scale of the loss",
+  clip_coef: "clipping coefficient",
+  mean_norm: "mean gradient norm",
+  skipped: "skipped steps",
+};
 
 const runName = (name) => RUN_NAMES[name] || words(name);
 
 function showRun(page) {
   const place = $("run");
-  const [charts, same] = partlySame(runCharts(page), (name, lines) => chart({
-    title: runName(name), lines, marks: findingMarks(page, name === "loss"), height: 12, isLinear: name === "lr",
-  }), runName);
+  const [charts, same] = partlySame(
+    runCharts(page),
+    (name, lines) =>
+      chart({
+        title: runName(name),
+        lines,
+        marks: findingMarks(page, name === "loss"),
+        height: 12,
+        isLinear: name === "lr",
+      }),
+    runName,
+  );
   place.append(make("div.charts", {}, ...charts), same);
   if (!charts.length && !same) place.append(make("p.soft", {}, "No batch was recorded."));
 }

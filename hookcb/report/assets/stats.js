@@ -1,22 +1,42 @@
 // Statistics by name: how they are called, and how they are grouped.
 
 const STATS = {
-  std: "std", mean: "mean", min: "smallest", max: "largest", abs_max: "largest magnitude", near_zero: "near zero",
-  zeros: "zeros", nonfinite: "NaN or inf", spread: "spread over the batch", saturated: "saturated", dead: "dead units",
-  grad_nonfinite: "NaN or inf in the gradient", norm: "gradient norm", clipped_norm: "gradient norm after clipping",
-  rms: "gradient rms", zero_rows: "rows without gradient", weight_norm: "weight norm", weight_mean: "weight mean",
-  weight_std: "weight std", update_ratio: "update ratio", drift: "drift of the weight",
+  std: "std",
+  mean: "mean",
+  min: "smallest",
+  max: "largest",
+  abs_max: "largest magnitude",
+  near_zero: "near zero",
+  zeros: "zeros",
+  nonfinite: "NaN or inf",
+  spread: "spread over the batch",
+  saturated: "saturated",
+  dead: "dead units",
+  grad_nonfinite: "NaN or inf in the gradient",
+  norm: "gradient norm",
+  clipped_norm: "gradient norm after clipping",
+  rms: "gradient rms",
+  zero_rows: "rows without gradient",
+  weight_norm: "weight norm",
+  weight_mean: "weight mean",
+  weight_std: "weight std",
+  update_ratio: "update ratio",
+  drift: "drift of the weight",
 };
 const GRADIENT = { abs_max: "largest gradient", nonfinite: "NaN or inf in the gradient" }; // of parameters
 const SHARES = new Set(["near_zero", "zeros", "saturated", "dead", "zero_rows"]); // 0 to 1
 const FIRST = ["std", "near_zero", "norm", "update_ratio", "dead"]; // those asked for most
 
-const statName = (stat, isOfParam = false) => (isOfParam && GRADIENT[stat]) || STATS[stat] || words(stat || "");
+const statName = (stat, isOfParam = false) =>
+  (isOfParam && GRADIENT[stat]) || STATS[stat] || words(stat || "");
 
 /** Names of the statistics that any of `recorded` has, those asked for most first. */
 function statsOf(recorded) {
-  const found = new Set(Object.values(recorded).flatMap(({ stats }) =>
-    Object.keys(stats).filter((stat) => stats[stat].steps.length)));
+  const found = new Set(
+    Object.values(recorded).flatMap(({ stats }) =>
+      Object.keys(stats).filter((stat) => stats[stat].steps.length),
+    ),
+  );
   const rank = (stat) => (FIRST.includes(stat) ? FIRST.indexOf(stat) : FIRST.length);
   return [...found].sort((a, b) => rank(a) - rank(b));
 }
@@ -38,6 +58,8 @@ function largest(all) {
 const isSame = (one, other) => one && other && String(one.values) === String(other.values);
 
 function median(numbers) {
-  const sorted = Array.from(numbers).filter(Number.isFinite).sort((a, b) => a - b);
+  const sorted = Array.from(numbers)
+    .filter(Number.isFinite)
+    .sort((a, b) => a - b);
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : NaN;
 }

@@ -3,11 +3,19 @@
 const MAX_ROWS = 200;
 
 function table(head, rows, caption = "") {
-  const cells = (row) => row.map((text, i) => (i ? make("td", {}, text) : make("th", { scope: "row" }, text)));
-  return make("div.scroll", { tabindex: "0", role: "group", "aria-label": caption || "table" }, make("table", {},
-    caption ? make("caption", {}, caption) : null,
-    make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))),
-    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row))))));
+  const cells = (row) =>
+    row.map((text, i) => (i ? make("td", {}, text) : make("th", { scope: "row" }, text)));
+  return make(
+    "div.scroll",
+    { tabindex: "0", role: "group", "aria-label": caption || "table" },
+    make(
+      "table",
+      {},
+      caption ? make("caption", {}, caption) : null,
+      make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))),
+      make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row)))),
+    ),
+  );
 }
 
 /** Every n-th of `rows`, such that at most `MAX_ROWS` remain, and a sentence that says so. */
@@ -27,14 +35,23 @@ function foldLater(title, content) {
 }
 
 /** The numbers of a chart. */
-function tableOf({ title, lines, names, format }) {
+function tableOf({ title, lines: drawn, cells, names, format }) {
+  const { lines } = cells || { lines: drawn };
   const node = foldLater("As a table", () => {
-    const columns = lines.map(({ series }) => new Map(Array.from(series.steps, (step, i) => [step, series.values[i]])));
+    const columns = lines.map(
+      ({ series }) => new Map(Array.from(series.steps, (step, i) => [step, series.values[i]])),
+    );
     const places = [...new Set(columns.flatMap((column) => [...column.keys()]))].sort((a, b) => a - b);
     const [shown, said] = thinned(places);
-    const rows = shown.map((at) => [names ? names[at] : whole(at),
-      ...columns.map((column) => (column.has(at) ? format(column.get(at)) : ""))]);
-    return table([names ? "layer" : "step", ...lines.map(({ label }) => label)], rows, `${title}. ${said}`.trim());
+    const rows = shown.map((at) => [
+      names ? names[at] : whole(at),
+      ...columns.map((column) => (column.has(at) ? format(column.get(at)) : "")),
+    ]);
+    return table(
+      [names ? "layer" : "step", ...lines.map(({ label }) => label)],
+      rows,
+      `${title}. ${said}`.trim(),
+    );
   });
   node.className = "behind";
   return node;
