@@ -32,13 +32,8 @@ def test_a_page_gives_back_the_verdict_and_the_losses(fitted, tmp_path):
 
 def test_numbers_come_back_in_their_places_with_those_not_finite():
     odd = Series([0, 5, 9], [1.0, math.inf, math.nan])
-<<<<<<< HEAD
-    losses = Series([1, 2], [3.0, 4.0])
-    page = PageData("x", run={"loss": losses}, layers={"a": Recorded("a", stats={"std": odd})})
-=======
     loss = Series([1, 2], [3.0, 4.0])
     page = PageData("x", run={"loss": loss}, layers={"a": Recorded("a", stats={"std": odd})})
->>>>>>> s23-f
     back = PageData.from_json(page.to_json())
     assert back.run["loss"].values == [3.0, 4.0]
     assert back.layers["a"].stats["std"].steps == [0, 5, 9]
@@ -47,12 +42,8 @@ def test_numbers_come_back_in_their_places_with_those_not_finite():
 
 def test_a_name_cannot_end_its_element():
     name = "</script><script>alert(1)</script>@@DATA@@"
-<<<<<<< HEAD
-    text = page_of(PageData(name, layers={name: Recorded(name, stats={"std": Series([0], [1.0])})}))
-=======
     layers = {name: Recorded(name, stats={"std": Series([0], [1.0])})}
     text = page_of(PageData(name, title=name, layers=layers, config={name: [[name, name]]}))
->>>>>>> s23-f
     assert "alert(1)</script>" not in text
     assert name not in text
 
