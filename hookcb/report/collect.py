@@ -4,9 +4,10 @@ import inspect
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
@@ -54,23 +55,30 @@ MEMORY_COLUMNS = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
 def collect(loop: Any) -> PageData:
     """Everything that the callbacks of a learner or a watched loop have recorded, and the verdict on it."""
     cbs = recorded_in(loop)
-    evidence = _evidence(loop, cbs)
-    data = PageData("", written=datetime.now().astimezone().isoformat(timespec="seconds"))
-    data.run, data.epochs = _run(cbs, evidence), _epochs(cbs)
-    data.n_batches = max([evidence.n_batches, *(series.steps[-1] + 1 for series in data.run.values())])
-    data.layers, data.params = _layers(cbs, evidence), _params(cbs, evidence)
+    data = of_records(cbs, _evidence(loop, cbs))
     with suppress(RuntimeError):  # a watched model may have been freed
         data.modules = [ModuleRow(*row) for row in _modules(loop.model)]
-    data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
     data.ranks = _ranks(loop, cbs)
     data.config = {title: rows for title, rows in _config(loop, cbs) if rows}
-    data.notes = [_how_to_record(kind) for kind in SHOWN_BY if _first(cbs, kind) is None]
     try:
         verdict = loop.diagnose()
     except RuntimeError as error:  # nothing is recorded
         data.headline = f"No verdict: {error}."
     else:
         data.headline, data.verdict = verdict.headline, _with_series(verdict, data)
+    return data
+
+
+def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> PageData:
+    """What callbacks have recorded."""
+    evidence = evidence or Evidence()
+    data = PageData("", hookcb=version("hookcb"))
+    data.written = datetime.now().astimezone().isoformat(timespec="seconds")
+    data.run, data.epochs = _run(cbs, evidence), _epochs(cbs)
+    data.n_batches = max([evidence.n_batches, *(series.steps[-1] + 1 for series in data.run.values())])
+    data.layers, data.params = _layers(cbs, evidence), _params(cbs, evidence)
+    data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
+    data.notes = [_how_to_record(kind) for kind in SHOWN_BY if _first(cbs, kind) is None]
     return data
 
 

@@ -21,7 +21,7 @@ def fitted():
 
 
 def test_a_page_gives_back_the_verdict_and_the_losses(fitted, tmp_path):
-    path = fitted.report(tmp_path / "run.html")
+    path = fitted.report(tmp_path / "run.html").path
     page = load_report(path)
     assert page.headline == fitted.diagnose().headline
     assert page.verdict["status"] == fitted.diagnose().status
@@ -51,7 +51,7 @@ def test_a_name_cannot_end_its_element():
 def test_a_learner_without_records_has_a_page_that_says_so(tmp_path):
     net = nn.Linear(2, 1)
     learn = Learner([], net, loss_func=nn.functional.mse_loss, opt_func=torch.optim.SGD)
-    page = load_report(learn.report(tmp_path / "run.html"))
+    page = load_report(learn.report(tmp_path / "run.html").path)
     assert page.verdict is None
     assert page.headline.startswith("No verdict: nothing is recorded")
 
@@ -67,7 +67,7 @@ def test_a_learner_without_records_has_a_page_that_says_so(tmp_path):
     ],
 )
 def test_a_page_that_cannot_be_read_says_why(fitted, tmp_path, change, said):
-    path = fitted.report(tmp_path / "run.html")
+    path = fitted.report(tmp_path / "run.html").path
     path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
     with pytest.raises(ValueError, match=said):
         load_report(path)
