@@ -27,6 +27,7 @@ SCRIPTS = (
     "assets/run.js",
     "assets/model.js",
     "assets/layers.js",
+    "assets/strips.js",
     "assets/layer.js",
     "assets/costs.js",
     "assets/follow.js",

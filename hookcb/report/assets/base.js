@@ -78,9 +78,12 @@ const waiting = [];
 function later(work) {
   if (waiting.push(work) === 1) requestAnimationFrame(() => setTimeout(workOn));
 }
-function workOn() {
+async function workOn() {
   const end = performance.now() + 12;
-  while (waiting.length && performance.now() < end) waiting.shift()();
+  while (waiting.length && performance.now() < end) {
+    waiting.shift()();
+    await null; // uPlot draws in a microtask
+  }
   if (waiting.length) setTimeout(workOn);
 }
 function workOff() {

@@ -23,7 +23,14 @@ class Chart {
       keydown: (e) => this.press(e),
     });
     this.legend = make("ul.legend");
-    const title = make("figcaption", {}, make("strong", {}, this.title), this.note ? ` ${this.note}` : "");
+    this.where = make("span.where");
+    const title = make(
+      "figcaption",
+      {},
+      make("strong", {}, this.title),
+      this.note ? ` ${this.note}` : "",
+      this.where,
+    );
     this.box = make("figure.chart", {}, title, this.plot, this.legend, tableOf(this));
     this.plot.chart = this;
     this.plot.style.height = `${this.height}rem`;
@@ -174,6 +181,7 @@ class Chart {
   /** Text at the y axis; numbers have as many digits as tell them apart. */
   tick(y, distance, all) {
     if (this.yNames) return this.yNames[y] ?? "";
+    if (this.isLog && Math.log10(y) % 1 && all.at(-1) > 10 * all[0]) return "";
     if (this.format !== short || this.isLog) return (this.axisFormat || this.format)(y);
     if (y && all.every((other) => Math.abs(other) < 0.01)) return power(y, 3);
     const digits = 2 + Math.max(0, Math.floor(Math.log10(Math.abs(y / distance || 1))));
@@ -225,30 +233,43 @@ class Chart {
       timeline.zoom(middle - (middle - first) * 2 - 1, middle + (last - middle) * 2 + 1);
     else return;
     event.preventDefault();
+    $("said").textContent = this.legend.textContent;
   }
 
-  /** Writes the legend, with the values at a place of the x axis. */
+  /** Writes the legend, with the values at a place of the x axis, or else the latest. */
   tell(idx) {
     if (!this.plotted) return;
-    const x = idx === null || idx === undefined ? null : this.plotted.data[0][idx];
-    const value = (i) => (x === null ? null : this.values?.[i][idx]);
-    const entries = this.lines.map(({ label }, i) => {
-      const own = value(i);
-      const text = own === null || own === undefined ? "" : ` ${this.format(own)}`;
-      const key = make("span.line", { "aria-hidden": "true" });
-      key.style.background = lineColor(i);
-      if (this.lines.length === 1 && label === this.title) return text && make("li", {}, make("b", {}, text));
-      return make("li", {}, key, label, make("b", {}, text));
+    const x = this.plotted.data[0][idx ?? -1] ?? null;
+    this.where.textContent =
+      x !== null ? (this.names ? this.names[x] : `step ${whole(x)}`) : this.hasLatest() ? "latest" : "";
+    const entries = this.lines.map((line, i) => this.entry(line, i, x, idx));
+    const kinds = Object.entries(Object.groupBy(this.found, ({ kind }) => kind)).map(([kind, found]) => {
+      const { sign, text, value } = MARKS[kind];
+      return make(Number.isFinite(value) ? "li" : "li.nonfinite", {}, `${sign} ${text} (${found.length}×)`);
     });
-    const where = x === null ? "" : make("li.where", {}, this.names ? this.names[x] : `step ${whole(x)}`);
-    const kinds = Object.entries(Object.groupBy(this.found, ({ kind }) => kind)).map(([kind, found]) =>
-      make(
-        `li.${kind === "zero" || kind === "over" ? "off" : "nonfinite"}`,
-        {},
-        `${MARKS[kind].sign} ${MARKS[kind].text} (${found.length}×)`,
-      ),
-    );
-    this.legend.replaceChildren(...[where, ...entries, ...kinds].filter(Boolean));
+    this.legend.replaceChildren(...entries, ...kinds);
+  }
+
+  hasLatest() {
+    return !this.names && this.lines.length > 0;
+  }
+
+  /** A line of the legend; its label is left out if it is the title. */
+  entry({ label }, i, x, idx) {
+    const key = make("span.line", { "aria-hidden": "true" });
+    key.style.background = lineColor(i);
+    const value = make("b", {}, this.valueText(i, x, idx));
+    return this.lines.length === 1 && label === this.title
+      ? make("li", {}, value)
+      : make("li", {}, key, `${label} `, value);
+  }
+
+  valueText(i, x, idx) {
+    if (x === null) return !this.hasLatest() ? "" : this.format(this.lines[i].series.values.at(-1));
+    const value = this.values[i][idx];
+    if (value !== null && value !== undefined) return this.format(value);
+    const mark = this.found.find((own) => own.line === i && own.step === x);
+    return mark ? this.format(MARKS[mark.kind].value) : "";
   }
 }
 

@@ -113,7 +113,7 @@ function showTime({ time }) {
     ]);
     place.append(
       make("h3", {}, "Slow steps"),
-      table(["step", "took", "usual", "most of it in", "what is known"], rows, "Slow steps"),
+      table(["step", "took", "usual", "most of it in", "what is known"], rows, "", "Slow steps"),
     );
   }
   const parts = Math.max(0, ...Object.values(time.layers).map((own) => own.length));
@@ -121,9 +121,9 @@ function showTime({ time }) {
 }
 
 function showMemory({ memory }) {
-  const place = $("memory"),
-    isThere =
-      memory && (hasSteps(memory.used) || memory.sentences.length || Object.keys(memory.layers).length);
+  const place = $("memory");
+  const isThere =
+    memory && (hasSteps(memory.used) || memory.sentences.length || Object.keys(memory.layers).length);
   $("memory-section").hidden = !isThere;
   if (!isThere) return;
   place.append(sentences(memory.sentences));

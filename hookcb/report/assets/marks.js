@@ -2,11 +2,11 @@
 
 // What cannot be drawn at its place, and whether it is drawn at the top or at the bottom.
 const MARKS = {
-  nan: { text: "NaN", sign: "×", atTop: false },
-  high: { text: "infinite", sign: "▲", atTop: true },
-  low: { text: "−infinite", sign: "▼", atTop: false },
-  zero: { text: "zero, which has no place on a logarithmic axis", sign: "▾", atTop: false },
-  over: { text: "above the range shown", sign: "▴", atTop: true },
+  nan: { text: "NaN", value: NaN, sign: "×", atTop: false },
+  high: { text: "infinite", value: Infinity, sign: "▲", atTop: true },
+  low: { text: "−infinite", value: -Infinity, sign: "▼", atTop: false },
+  zero: { text: "zero, which has no place on a logarithmic axis", value: 0, sign: "▾", atTop: false },
+  over: { text: "above the range shown", value: 0, sign: "▴", atTop: true },
 };
 
 /** Draws all of them on the canvas of `u`, uPlot's part of `chart`; `rem` is the size of text relative to 16 px. */
@@ -60,9 +60,12 @@ function drawFound(chart, u, px) {
   const { top, height } = u.bbox;
   u.ctx.textAlign = "center";
   for (const { line, kind, step } of chart.found) {
-    const { sign, atTop } = MARKS[kind];
-    const isNumber = kind === "zero" || kind === "over";
-    u.ctx.fillStyle = !isNumber ? color("--alarm") : chart.stack ? color("--ink") : lineColor(line);
+    const { sign, atTop, value } = MARKS[kind];
+    u.ctx.fillStyle = !Number.isFinite(value)
+      ? color("--alarm")
+      : chart.stack
+        ? color("--ink")
+        : lineColor(line);
     u.ctx.fillText(sign, u.valToPos(step, "x", true), atTop ? top + 11 * px : top + height - 3 * px);
   }
 }

@@ -2,12 +2,12 @@
 
 const MAX_ROWS = 200;
 
-function table(head, rows, caption = "") {
+function table(head, rows, caption = "", label = caption || "table") {
   const cells = (row) =>
     row.map((text, i) => (i ? make("td", {}, text) : make("th", { scope: "row" }, text)));
   return make(
     "div.scroll",
-    { tabindex: "0", role: "group", "aria-label": caption || "table" },
+    { tabindex: "0", role: "group", "aria-label": label },
     make(
       "table",
       {},

@@ -95,7 +95,7 @@ function showVerdict(page) {
     place.append(
       fold(
         `Not looked at (${counted(n, "check")})`,
-        table(["why", "checks"], gaps, "Checks that could not run"),
+        table(["why", "checks"], gaps, "", "Checks that could not run"),
       ),
     );
   }
