@@ -29,6 +29,7 @@ SCRIPTS = (
     "assets/layers.js",
     "assets/strips.js",
     "assets/layer.js",
+    "assets/depth.js",
     "assets/costs.js",
     "assets/follow.js",
     "assets/main.js",

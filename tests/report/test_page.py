@@ -1,6 +1,10 @@
 """A page holds what was recorded, and says what is wrong with a file that cannot be read."""
 
+import base64
 import math
+import re
+import zlib
+from hashlib import sha256
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ from hookcb import Diagnose, Learner, load_report, synth_learner
 from hookcb.diagnosis.evidence import Series
 from hookcb.report.data import PageData, Recorded
 from hookcb.report.page import page_of
+
+PACKED = ' type="application/octet-stream" id="script"'
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,21 @@ def test_a_name_cannot_end_its_element():
     text = page_of(PageData(name, title=name, layers=layers, config={name: [[name, name]]}))
     assert "alert(1)</script>" not in text
     assert name not in text
+
+
+def test_the_policy_of_a_page_allows_its_own_scripts_and_styles_and_nothing_else():
+    text = page_of(PageData("x"))
+    packed, boot = (re.findall(rf"<script{kind}>(.*?)</script>", text, re.S)[-1] for kind in (PACKED, ""))
+    script = zlib.decompress(base64.b64decode(packed))
+    style = re.findall("<style>(.*?)</style>", text, re.S)[0]
+    hashes = [
+        base64.b64encode(sha256(own).digest()).decode() for own in (boot.encode(), script, style.encode())
+    ]
+    policy = re.findall('Content-Security-Policy" content="(.*?)"', text)[0]
+    assert re.findall("'sha256-(.*?)'", policy) == hashes
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert script.startswith(b'"use strict";')
 
 
 def test_a_learner_without_records_has_a_page_that_says_so(tmp_path):

@@ -119,8 +119,9 @@ class Chart {
             grid: { ...axis.grid, filter },
             size: 60 * rem,
             ...(this.yNames && { incrs: WHOLE, space: 14 * rem }),
-            values: (_, at, axis, space, distance) =>
-              at.map((y) => (y === null ? "" : this.tick(y, distance, at))),
+            ticks: { show: false },
+            values: (u, at, axis, space, distance) =>
+              at.map((y) => (y === null ? "" : this.tick(y, distance, u.scales.y))),
           },
         ],
         series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
@@ -179,11 +180,11 @@ class Chart {
   }
 
   /** Text at the y axis; numbers have as many digits as tell them apart. */
-  tick(y, distance, all) {
+  tick(y, distance, { min, max }) {
     if (this.yNames) return this.yNames[y] ?? "";
-    if (this.isLog && Math.log10(y) % 1 && all.at(-1) > 10 * all[0]) return "";
+    if (this.isLog && Math.log10(y) % 1 && max > 10 * min) return "";
     if (this.format !== short || this.isLog) return (this.axisFormat || this.format)(y);
-    if (y && all.every((other) => Math.abs(other) < 0.01)) return power(y, 3);
+    if (y && max < 0.01 && min > -0.01) return power(y, 3);
     const digits = 2 + Math.max(0, Math.floor(Math.log10(Math.abs(y / distance || 1))));
     return short(y, Math.max(3, digits));
   }
@@ -233,16 +234,18 @@ class Chart {
       timeline.zoom(middle - (middle - first) * 2 - 1, middle + (last - middle) * 2 + 1);
     else return;
     event.preventDefault();
-    $("said").textContent = this.legend.textContent;
+    $("said").textContent = `${this.where.textContent} ${this.legend.textContent}`;
   }
 
   /** Writes the legend, with the values at a place of the x axis, or else the latest. */
   tell(idx) {
     if (!this.plotted) return;
     const x = this.plotted.data[0][idx ?? -1] ?? null;
-    this.where.textContent =
+    const place =
       x !== null ? (this.names ? this.names[x] : `step ${whole(x)}`) : this.hasLatest() ? "latest" : "";
-    const entries = this.lines.map((line, i) => this.entry(line, i, x, idx));
+    const isPlain = this.lines.length === 1 && this.lines[0].label === this.title; // the title is the legend
+    this.where.replaceChildren(place, " ", ...(isPlain ? [make("b", {}, this.valueText(0, x, idx))] : []));
+    const entries = isPlain ? [] : this.lines.map((line, i) => this.entry(line, i, x, idx));
     const kinds = Object.entries(Object.groupBy(this.found, ({ kind }) => kind)).map(([kind, found]) => {
       const { sign, text, value } = MARKS[kind];
       return make(Number.isFinite(value) ? "li" : "li.nonfinite", {}, `${sign} ${text} (${found.length}×)`);
@@ -254,14 +257,10 @@ class Chart {
     return !this.names && this.lines.length > 0;
   }
 
-  /** A line of the legend; its label is left out if it is the title. */
   entry({ label }, i, x, idx) {
     const key = make("span.line", { "aria-hidden": "true" });
-    key.style.background = lineColor(i);
-    const value = make("b", {}, this.valueText(i, x, idx));
-    return this.lines.length === 1 && label === this.title
-      ? make("li", {}, value)
-      : make("li", {}, key, `${label} `, value);
+    key.style.background = `var(${paletteName(i)})`;
+    return make("li", {}, key, `${label} `, make("b", {}, this.valueText(i, x, idx)));
   }
 
   valueText(i, x, idx) {
@@ -275,6 +274,19 @@ class Chart {
 
 /** The element of a chart, see `Chart`. */
 const chart = (options) => new Chart(options).box;
+
+/** A chart of cells: a row for each of `painted`, from the top; `lines` are their numbers for the table. */
+function heatChart({ painted, lines, scale, range, ...options }) {
+  const paint = ({ ctx: pen, bbox: { left, top, width, height } }) => {
+    const image = raster(painted, timeline.range, Math.max(1, Math.round(width)), scale);
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(image, left, top, width, height);
+  };
+  const { steps } = painted.find((series) => series.steps.length);
+  const box = chart({ ...options, rows: range, cells: { steps, paint, lines } });
+  box.querySelector("figcaption").after(colorKey(scale, options.format));
+  return box;
+}
 
 /** Charts of `lines` by title, and a sentence on those whose numbers are one and the same. */
 function partlySame(all, drawn, named = (title) => title) {

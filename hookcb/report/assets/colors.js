@@ -15,7 +15,8 @@ const VIRIDIS = [
 ];
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const lineColor = (i) => color(PALETTE[i % PALETTE.length]);
+const paletteName = (i) => PALETTE[i % PALETTE.length];
+const lineColor = (i) => color(paletteName(i));
 
 const rgb = (hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const pixel = ([red, green, blue]) => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;

@@ -18,7 +18,7 @@ function bars(title, columns, numbers, format) {
     own.forEach((x, i) => {
       const part = make("span");
       part.style.width = `${(100 * (x || 0)) / most}%`;
-      part.style.background = lineColor(i);
+      part.style.background = `var(${paletteName(i)})`;
       bar.append(part);
     });
     return make(
@@ -34,7 +34,7 @@ function bars(title, columns, numbers, format) {
     {},
     ...columns.map((column, i) => {
       const square = make("span.square", { "aria-hidden": "true" });
-      square.style.background = lineColor(i);
+      square.style.background = `var(${paletteName(i)})`;
       return make("li", {}, square, column);
     }),
   );
@@ -150,33 +150,19 @@ function showRanks({ ranks }) {
   for (const [phase, all] of Object.entries(ranks.phases)) {
     if (!all.some(hasSteps)) continue;
     const scale = colorScale(all.map(({ values }) => values));
-    const paint = (u) => {
-      const { left, top, width, height } = u.bbox;
-      u.ctx.imageSmoothingEnabled = false;
-      u.ctx.drawImage(
-        raster(all, timeline.range, Math.max(1, Math.round(width)), scale),
-        left,
-        top,
-        width,
-        height,
-      );
-    };
-    const box = chart({
-      title: `${phase}: time by rank`,
-      note: "a row for each rank",
-      format: seconds,
-      height: clamp(all.length * 1.4 + 2, 5, 20),
-      lines: [],
-      yNames: all.map((_, rank) => String(rank)),
-      rows: [-0.5, all.length - 0.5],
-      cells: {
-        steps: all.find(hasSteps).steps,
-        paint,
+    place.append(
+      heatChart({
+        title: `${phase}: time by rank`,
+        note: "a row for each rank",
+        painted: all,
         lines: all.map((series, rank) => ({ label: name(rank), series })),
-      },
-    });
-    box.querySelector("figcaption").after(colorKey(scale, seconds));
-    place.append(box);
+        scale,
+        format: seconds,
+        yNames: all.map((_, rank) => String(rank)),
+        range: [-0.5, all.length - 0.5],
+        height: clamp(all.length * 1.4 + 2, 5, 20),
+      }),
+    );
   }
   const losses = ranks.loss.flatMap((series, rank) =>
     hasSteps(series) ? [{ label: name(rank), series }] : [],

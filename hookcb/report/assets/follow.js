@@ -1,7 +1,7 @@
 // Following a run that goes on: the page loads itself again, and keeps its place.
 
 const follow = {
-  key: `hookcb ${location.pathname}`,
+  key: `hookcb 1 ${location.pathname}`,
   isDragging: false,
   typedAt: 0,
 
@@ -35,12 +35,12 @@ const follow = {
   keep() {
     const state = {
       at: scrollY,
-      map: layers.state?.(),
+      map: layers.state(),
       zoom: timeline.kept(),
       open: this.folds()
         .filter(([, node]) => node.open)
         .map(([key]) => key),
-      depth: depthKept(),
+      depth: depth.kept(),
       focus: document.activeElement?.id || "",
       row: document.activeElement?.dataset?.name ?? null,
     };
@@ -82,9 +82,9 @@ const follow = {
   restore() {
     const state = this.kept();
     if (!state) return;
-    layers.restore?.(state.map);
+    layers.restore(state.map);
     timeline.restore(state.zoom);
-    restoreDepth(state.depth);
+    depth.restore(state.depth);
     for (const [key, node] of this.folds()) if (state.open.includes(key)) node.open = true;
     if (state.row !== null) layers.focus(state.row);
     else if (state.focus) $(state.focus)?.focus({ preventScroll: true });

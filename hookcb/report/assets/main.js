@@ -33,7 +33,7 @@ async function show() {
     showVerdict,
     showRun,
     (own) => layers.start(own),
-    showDepth,
+    (own) => depth.start(own),
     showTime,
     showMemory,
     showRanks,
