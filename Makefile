@@ -41,7 +41,8 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/costs.py --write
 	$(BIN)/python benchmarks/costs.py --take --write
 	$(BIN)/python benchmarks/costs.py --diagnose --write
-	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/growth.py --write
+	$(BIN)/python benchmarks/memory.py --write
 	$(BIN)/python benchmarks/profiler.py
 	$(BIN)/python benchmarks/watch.py
 

@@ -1,36 +1,48 @@
-"""Memory of a training of 10,000 steps with statistics, in a separate process for each figure; Linux only.
+"""Memory of a training with callbacks, in a separate process for each row; Linux only.
 
-python benchmarks/memory.py
+    python benchmarks/memory.py [--write]
+
+Resident memory over 10,000 steps of a tiny net, Python objects among it (tracemalloc); the peak of the
+process on the transformer of costs.py; and the outputs of its layers that are still in memory when the next
+batch begins. `--write` puts the tables into docs/costs.md.
 """
 
+import argparse
 import gc
 import re
 import tracemalloc
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
-from costs import hookcb
-from rich.table import Table
-from timing import wide_console
-from workloads import TINY
+from costs import hookcb, show, write
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from workloads import KEPT, TINY, Workload
 
-from hookcb import ActivationStats, Callback
+from hookcb import ActivationStats, Callback, Diagnose, GradientHealth
 
 MARKS = (1_000, 5_000, 10_000)  # steps
 CONTESTANTS: dict[str, Callable[[], list[Callback]]] = {
     "hookcb without callbacks": list,
     "ActivationStats()": lambda: [ActivationStats()],
     "ActivationStats(with_hist=True)": lambda: [ActivationStats(with_hist=True)],
+    "GradientHealth()": lambda: [GradientHealth()],
+    "Diagnose()": lambda: [Diagnose()],
 }
+PLAIN = next(iter(CONTESTANTS))
+STEPS = 40  # of the transformer
+PEAK = 1.02  # target
 
 
 def memory_of(who: str, traced: bool) -> dict[str, float]:
     """Train in this process; MB of Python objects or the process, after each of MARKS and at the peak."""
-    torch.set_num_threads(1)
+    quiet()
     measured: dict[str, float] = {}
 
     def look(cb: Callback) -> None:
@@ -49,6 +61,50 @@ def memory_of(who: str, traced: bool) -> dict[str, float]:
     return measured
 
 
+def peak_of(who: str) -> float:
+    """Train the transformer in this process; MB at the peak."""
+    quiet()
+    hookcb(replace(KEPT["transformer"], steps=STEPS), CONTESTANTS[who]())()
+    return resident("VmHWM")
+
+
+def kept_by(who: str) -> int:
+    """Train the transformer in this process; number of outputs in memory when the next batch begins."""
+    quiet()
+    outputs: list[StorageWeakRef] = []
+    counts: list[int] = []
+
+    def note(module: nn.Module, args: object, output: Any) -> None:
+        if isinstance(output, Tensor):
+            outputs.append(StorageWeakRef(output.untyped_storage()))
+
+    def model() -> nn.Module:
+        made = KEPT["transformer"].model()
+        for module in made.modules():
+            if not list(module.children()):
+                module.register_forward_hook(note)
+        return made
+
+    def count(cb: Callback) -> None:
+        counts.append(sum(not output.expired() for output in outputs))
+        outputs.clear()
+
+    work: Workload = replace(KEPT["transformer"], steps=STEPS, model=model)
+    hookcb(work, [*CONTESTANTS[who](), Callback(before_batch=count, name="count")])()
+    return max(counts[1:])
+
+
+def quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # verdicts of Diagnose
+
+
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """Result of a function in a new process."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
 def resident(field: str) -> float:
     """VmRSS or VmHWM (the peak) of this process, in MB. `ru_maxrss` would start at the parent's value."""
     match = re.search(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())
@@ -57,22 +113,43 @@ def resident(field: str) -> float:
     return int(match[1]) * 1024 / 1e6
 
 
-def show_memory() -> None:
-    table = Table(title=f"{TINY.title}: MB after each number of steps, each row in a separate process")
-    for column in ("", *(f"{mark:,}" for mark in MARKS), "peak"):
-        table.add_column(column, justify="right" if column else "left")
-    for traced, kind in (True, "Python objects (tracemalloc)"), (False, "resident"):
-        measured = {}
+def over_steps() -> tuple[str, list[list[str]], str]:
+    """Table of the memory over MARKS."""
+    rows = []
+    for traced, kind in (True, "Python objects"), (False, "resident"):
         for who in CONTESTANTS:
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                measured[who] = pool.submit(memory_of, who, traced).result()
-            table.add_row(f"{kind}, {who}", *(f"{mb:,.2f}" for mb in measured[who].values()))
-        table.add_section()
-    plain, *others = (measured[who]["peak"] for who in CONTESTANTS)
-    ratios = " and ".join(f"{peak / plain:.3f}" for peak in others)
-    table.caption = f"peak resident memory relative to a fit without callbacks: {ratios}"
-    wide_console().print(table)
+            measured = alone(memory_of, who, traced)
+            rows.append([f"{kind}, {who}", *(f"{mb:,.2f}" for mb in measured.values())])
+    return f"{TINY.title}: MB after each number of steps", rows, ""
+
+
+def on_transformer() -> tuple[str, list[list[str]], str]:
+    """Table of peaks, the least of three processes each, and of outputs that are kept."""
+    peaks = {who: min(alone(peak_of, who) for _ in range(3)) for who in CONTESTANTS}
+    again = min(alone(peak_of, PLAIN) for _ in range(3)) / peaks[PLAIN]
+    rows = []
+    for who, peak in peaks.items():
+        ratio = peak / peaks[PLAIN]
+        verdict = ["", ""] if who == PLAIN else [f"{PEAK:g}", "yes" if ratio <= PEAK else "no"]
+        rows.append([who, f"{peak:,.1f}", f"{ratio:.3f}", *verdict, str(alone(kept_by, who))])
+    caption = f"Peak of the process; without callbacks and without again: {again:.3f}."
+    return f"{KEPT['transformer'].title}, {STEPS} steps", rows, caption
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/costs.md")
+    write_too = parser.parse_args().write
+    heads = {
+        "memory": ["", "peak, MB", "ratio", "target", "met", "outputs kept"],
+        "memory-steps": ["", *(f"{mark:,}" for mark in MARKS), "peak"],
+    }
+    for (key, head), measure in zip(heads.items(), (on_transformer, over_steps), strict=True):
+        table = measure()
+        show(head, table)
+        if write_too:
+            write(key, head, table)
 
 
 if __name__ == "__main__":
-    show_memory()
+    main()

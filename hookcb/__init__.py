@@ -45,6 +45,7 @@ from hookcb.nans.trace import NanTrace
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.timer import StepTimer
+from hookcb.report.callback import Report
 from hookcb.report.page import load_report
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
 from hookcb.training.accumulate import GradientAccumulation
@@ -130,6 +131,7 @@ __all__ = [
     "RankError",
     "Recorder",
     "ReduceLROnPlateau",
+    "Report",
     "SamplingCallback",
     "Schedule",
     "StepTimer",

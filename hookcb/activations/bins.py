@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 HELD = 0.99  # share of the values of all records that the joined range holds
-PICKED = 256  # elements by which a range is chosen; it holds all of these, so usually 99.6 % of the values
+PICKED = 256  # elements by which a range is chosen, so that it holds 99 % of these
 MAX_LEVEL = 60  # more would exceed the numbers of float32
 
 
@@ -30,9 +30,11 @@ def level_of(rows: Tensor, ranges: Tensor, bins: int) -> Tensor:
     some = torch.where(some.isfinite(), some - center[:, None], 0.0)
     if not some.shape[1]:
         return torch.zeros_like(center)
-    above, below = some.amax(1) / ((bins - still) * width), -some.amin(1) / (still * width)
     # nothing can be done for elements beyond an end that stays
-    reach = torch.maximum(torch.where(still < bins, above, 0.0), torch.where(still > 0, below, 0.0))
+    above = torch.where(still < bins, 1 / ((bins - still) * width), 0.0)[:, None]
+    below = torch.where(still > 0, -1 / (still * width), 0.0)[:, None]
+    n_outside = round((1 - HELD) * some.shape[1])
+    reach = (some * torch.where(some > 0, above, below)).topk(1 + n_outside, 1).values[:, -1]
     mantissa, exponent = torch.frexp(reach)
     return (exponent - mantissa.eq(0.5).int()).clamp(-MAX_LEVEL, MAX_LEVEL).to(ranges.dtype)
 
@@ -88,9 +90,9 @@ def _shares(higher: float, bins: int, still: float) -> Tensor:
         bins: number of bins.
         still: number of bins below the edge that both have.
     """
-    size = 2.0**higher  # in bins of the other range, as are the positions
-    begins = still + (torch.arange(bins, dtype=torch.float64) - still) * size
-    cuts = torch.arange(bins + 1, dtype=torch.float64)
+    size = 2.0**higher  # in bins of the other range, as are the positions, which begin at the edge both have
+    begins = (torch.arange(bins, dtype=torch.float64) - still) * size
+    cuts = torch.arange(bins + 1, dtype=torch.float64) - still
     far = torch.tensor([torch.inf], dtype=torch.float64)
     lows, highs = torch.cat([-far, cuts]), torch.cat([cuts, far])
     overlap = torch.minimum(begins[:, None] + size, highs) - torch.maximum(begins[:, None], lows)

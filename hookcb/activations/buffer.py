@@ -1,7 +1,7 @@
 """OutputBuffer: layers' outputs on their way from the hook to the records."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from hookcb.activations.bins import at_level, level_of
-from hookcb.activations.stats import LAYER_STATS, ROW, SAMPLED, histogram, summarize
+from hookcb.activations.stats import LAYER_STATS, ROW, Known, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
 
-MAX_ELEMENTS = 64 * ROW  # elements of all layers that wait to be reduced: 16 MB
+MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
 MAX_BATCHES = 64  # batches that wait to be reduced
-MAX_REDUCED = 4 * ROW  # elements reduced together: 1 MB, which a CPU's cache holds
-MAX_JOINED = SAMPLED  # elements of a batch that are joined; a copy of more takes longer than it saves
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
@@ -38,19 +36,18 @@ class Output(NamedTuple):
     type: str
     shape: tuple[int, ...] = ()
     elements: Tensor | None = None
-    exact: Tensor | None = None
+    exact: Known | None = None
     n: int = 0
     copies: int = 1
 
 
 class Waiting(NamedTuple):
-    """Elements of outputs of one shape in one batch, which has a record."""
+    """A layer's output in a batch that has a record."""
 
     phase: str
-    names: tuple[str, ...]  # of k layers
+    name: str
     record: int
-    rows: Tensor  # (k, n)
-    exact: Tensor | None  # (k, 6)
+    output: Output
 
 
 class OutputBuffer:
@@ -100,60 +97,47 @@ class OutputBuffer:
         """Gives the batch a record, if it has statistics; returns its outputs by name."""
         named = self.take_batch()
         record = None
-        for names, rows, exact in joined(named, MAX_JOINED):
-            record = self.stores[phase].begin(epoch, step) if record is None else record
-            self._waiting.append(Waiting(phase, names, record, rows, exact))
-            self._n_elements += rows.numel()
+        for name, output in named.items():
+            if output.elements is not None:
+                record = self.stores[phase].begin(epoch, step) if record is None else record
+                self._waiting.append(Waiting(phase, name, record, output))
+                self._n_elements += output.elements.numel()
         self._n_batches += record is not None
         if self._n_batches == MAX_BATCHES or self._n_elements > MAX_ELEMENTS:
             self.reduce()
         return named
 
     def reduce(self) -> None:
-        """Puts the statistics of waiting outputs into the stores; rows of one length are reduced together."""
+        """Puts the statistics of waiting outputs into the stores; those of one shape are reduced together."""
         waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, [], 0, 0
-        alike: dict[tuple[Any, ...], dict[tuple[str, tuple[str, ...]], list[Waiting]]] = {}
-        for item in waiting:
-            rows = item.rows
-            kind = rows.shape[1], rows.dtype, rows.device, item.exact is None
-            alike.setdefault(kind, {}).setdefault((item.phase, item.names), []).append(item)
-        for by_names in alike.values():
-            for group in _portions([item for items in by_names.values() for item in items]):
-                self._put(group)
+        for portion, rows in portions(waiting):
+            self._put(portion, rows)
 
-    def _put(self, group: Sequence[Waiting]) -> None:
-        rows, known = _cat([x.rows for x in group]), [x.exact for x in group if x.exact is not None]
-        values = summarize(rows, _cat(known) if known else None, self.eps)
+    def _put(self, portion: Sequence[Waiting], rows: Tensor) -> None:
         runs = [
-            (phase, names, [x.record for x in same])
-            for (phase, names), same in groupby(group, lambda x: (x.phase, x.names))
+            (key, [x.record for x in same]) for key, same in groupby(portion, lambda x: (x.phase, x.name))
         ]
-        sizes = [len(names) * len(records) for _, names, records in runs]
-        of_runs = torch.split(values, sizes)
+        sizes = [len(records) for _, records in runs]
+        values = summarize(rows, known_of(portion), self.eps)
         if self.bins:
-            pairs = zip(runs, of_runs, strict=True)
-            ranges = torch.cat(
-                [self._edges(phase, names, x).repeat(len(records), 1) for (phase, names, records), x in pairs]
-            )
-            levels = self.levels(rows, ranges)
-            edges = at_level(ranges, levels, self.bins)
+            firsts = torch.split(values, sizes)
+            ranges = [
+                self._range(*key, x[0]).expand(len(x), 2) for (key, _), x in zip(runs, firsts, strict=True)
+            ]
+            levels = self.levels(rows, torch.cat(ranges))
+            edges = at_level(torch.cat(ranges), levels, self.bins)
             counts = histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
             values = torch.cat([values, counts.to(values.dtype), levels[:, None].to(values.dtype)], 1)
-            of_runs = torch.split(values, sizes)
-        for (phase, names, records), x in zip(runs, of_runs, strict=True):
-            for i, name in enumerate(names):
-                self.stores[phase].put(name, records, x[i :: len(names)])
+        for ((phase, name), records), x in zip(runs, torch.split(values, sizes), strict=True):
+            self.stores[phase].put(name, records, x)
 
-    def _edges(self, phase: str, names: Sequence[str], values: Tensor) -> Tensor:
-        """Ranges of histograms of k layers, `(k, 2)`; the first k rows of `values` are of a new record."""
-        device, dtype, given = values.device, widest(values.device), self.hist_range
-        for i, name in enumerate(names):
-            key = phase, name
-            if key not in self.ranges:
-                own = range_around(values[i, LOW], values[i, HIGH]) if given is None else pair(given)
-                self.ranges[key] = own
-            self.ranges[key] = self.ranges[key].to(device, dtype, non_blocking=True)
-        return torch.stack([self.ranges[phase, name] for name in names])
+    def _range(self, phase: str, name: str, values: Tensor) -> Tensor:
+        """Range of a layer's histograms at level 0, `(2,)`; at first it is made from a record's `values`."""
+        key, given = (phase, name), self.hist_range
+        if key not in self.ranges:
+            self.ranges[key] = range_around(values[LOW], values[HIGH]) if given is None else pair(given)
+        own = self.ranges[key] = self.ranges[key].to(values.device, widest(values.device), non_blocking=True)
+        return own
 
     def levels(self, rows: Tensor, ranges: Tensor) -> Tensor:
         """Levels of ranges that fit rows, `(R,)`; 0 for a range that was given."""
@@ -173,48 +157,30 @@ class OutputBuffer:
         self.ranges = {(phase, name): pair(edges) for phase, name, edges in state}
 
 
-def joined(
-    outputs: Mapping[str, Output], most: int
-) -> Iterator[tuple[tuple[str, ...], Tensor, Tensor | None]]:
-    """Joins elements of outputs of one shape into matrices of about `most` elements.
-
-    Many small tensors, kept apart, would cost the memory and the time of as many allocations.
+def portions(waiting: Iterable[Waiting]) -> Iterator[tuple[list[Waiting], Tensor]]:
+    """Joins outputs of one shape, layer by layer, to matrices of at most `MAX_ELEMENTS`; long rows are alone.
 
     Yields:
-        Names of k layers; their elements, `(k, n)`; and their moments, `(k, 6)`, or None.
+        k outputs, all with known moments or none; and their elements, `(k, n)`.
     """
-    alike: dict[tuple[Any, ...], list[str]] = {}
-    for name, output in outputs.items():
-        if (x := output.elements) is not None:
-            alike.setdefault((x.shape, x.dtype, x.device, output.exact is None), []).append(name)
-    for (shape, *_), names in alike.items():
-        n = math.prod(shape)
-        at_once = 1 if n > ROW else max(1, most // max(1, n))
-        for i in range(0, len(names), at_once):
-            some = tuple(names[i : i + at_once])
-            elements = [x for name in some if (x := outputs[name].elements) is not None]
-            exact = [x for name in some if (x := outputs[name].exact) is not None]
-            rows = elements[0] if len(some) == 1 else torch.stack(elements)  # a single one needs no copy
-            yield some, rows.reshape(len(some), -1), _cat(exact) if exact else None
-
-
-def _portions(waiting: Sequence[Waiting]) -> Iterator[list[Waiting]]:
-    """Portions of about `MAX_REDUCED` elements; long rows are reduced one by one."""
-    portion: list[Waiting] = []
-    n_elements = 0
+    alike: dict[tuple[Any, ...], dict[tuple[str, str], list[Waiting]]] = {}
     for item in waiting:
-        n = item.rows.numel()
-        if portion and (n_elements + n > MAX_REDUCED or item.rows.shape[1] > ROW):
-            yield portion
-            portion, n_elements = [], 0
-        portion.append(item)
-        n_elements += n
-    if portion:
-        yield portion
+        if (x := item.output.elements) is not None:
+            kind = x.shape, x.dtype, x.device, item.output.exact is None
+            alike.setdefault(kind, {}).setdefault((item.phase, item.name), []).append(item)
+    for (shape, *_), layers in alike.items():
+        items, n = [item for same in layers.values() for item in same], math.prod(shape)
+        at_once = 1 if n > ROW else MAX_ELEMENTS // max(1, n)
+        for i in range(0, len(items), at_once):
+            some = items[i : i + at_once]
+            elements = [x for item in some if (x := item.output.elements) is not None]
+            rows = elements[0] if len(some) == 1 else torch.stack(elements)  # a single one needs no copy
+            yield some, rows.reshape(len(some), -1)
 
 
-def _cat(xs: Sequence[Tensor]) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat(list(xs))
+def known_of(portion: Sequence[Waiting]) -> list[Known]:
+    """Moments of outputs; empty if they are not known."""
+    return [exact for item in portion if (exact := item.output.exact) is not None]
 
 
 def pair(edges: tuple[float, float]) -> Tensor:

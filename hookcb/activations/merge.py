@@ -13,12 +13,13 @@ from hookcb.activations.bins import at_level
 from hookcb.activations.buffer import (
     HIGH,
     LOW,
-    MAX_REDUCED,
     Output,
     OutputBuffer,
+    Waiting,
     floats,
-    joined,
+    known_of,
     pair,
+    portions,
     range_around,
 )
 from hookcb.activations.stats import histogram, summarize
@@ -112,8 +113,9 @@ class Merger:
         """Statistics of this rank's outputs; those of the same shape together, in a fraction of the time."""
         found = {name: output for name, output in outputs.items() if output.elements is not None}
         look = Look({name: (output.type, output.shape) for name, output in found.items()}, {}, {})
-        for names, rows, exact in joined(found, MAX_REDUCED):
-            values = moved(summarize(rows, exact, buffer.eps, wide=True), self.device)
+        for portion, rows in portions(Waiting(phase, name, 0, output) for name, output in found.items()):
+            names = [item.name for item in portion]
+            values = moved(summarize(rows, known_of(portion), buffer.eps, wide=True), self.device)
             look.values |= dict(zip(names, values, strict=True))
             look.rows |= dict(zip(names, rows, strict=True)) if buffer.bins else {}
         look.sizes |= {name: self._sizes(phase, name, output) for name, output in found.items()}

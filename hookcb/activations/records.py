@@ -222,10 +222,16 @@ class ActivationRecords(SavedRecords):
         store = self.store_of(phase)
 
         def edges(name: str) -> Tensor:
-            low, high = self._joined(name, phase)[1].tolist()
+            low, high = self.layer_hist(name, phase)[1].tolist()
             return torch.linspace(low, high, self.bins + 1, dtype=torch.float64).to(store.series(name).dtype)
 
         return self.of_layers(layer, edges)
+
+    def layer_hist(self, name: str, phase: str = "train") -> tuple[Tensor, Tensor]:
+        """Elements in each bin, `(n_records, bins + 2)`, NaN if the layer was not called; and their range."""
+        of_bins = self.store_of(phase).series(name)[:, len(self.columns) :]
+        first = torch.tensor(self.buffer.range_of(phase, name), dtype=torch.float64)
+        return join(of_bins[:, :-1], of_bins[:, -1], first)
 
     def color_dim(
         self,
@@ -246,7 +252,7 @@ class ActivationRecords(SavedRecords):
         self._check_hist()
 
         def hist(name: str) -> plots.Hist:
-            counts, (low, high) = self._joined(name, "train")
+            counts, (low, high) = self.layer_hist(name, "train")
             return plots.Hist(counts.T.log1p(), low.item(), high.item(), self.layer_series(name, "nonfinite"))
 
         return plots.color_dim({name: hist(name) for name in self.names_of(layer)}, self.steps(), figsize, ax)
@@ -351,13 +357,8 @@ class ActivationRecords(SavedRecords):
         return ""
 
     def _counts(self, name: str, phase: str) -> Tensor:
-        counts = self._joined(name, phase)[0]
+        counts = self.layer_hist(name, phase)[0]
         return counts.T.nan_to_num(0).log1p().to(self.store_of(phase).series(name).dtype)
-
-    def _joined(self, name: str, phase: str) -> tuple[Tensor, Tensor]:
-        """Elements in each bin, `(n_records, bins + 2)`, NaN if the layer was not called; and their range."""
-        of_bins = self.store_of(phase).series(name)[:, len(self.columns) :]
-        return join(of_bins[:, :-1], of_bins[:, -1], torch.tensor(self.buffer.range_of(phase, name)).double())
 
     def range_at(self, name: str, level: float) -> tuple[float, float]:
         """Range of a layer's histogram in a training record, from its level."""

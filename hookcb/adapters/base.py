@@ -1,6 +1,7 @@
 """Attached: base of the adapters to trainers of other libraries."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 from torch import distributed
@@ -10,6 +11,7 @@ from hookcb.core.callback_list import Callbacks, new_callbacks, renamed
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.loops.external import ExternalLoop
 from hookcb.loops.watch import flat
+from hookcb.report.page import Page
 
 
 class Attached:
@@ -79,6 +81,17 @@ class Attached:
         if self.followed is None:
             raise RuntimeError("nothing is recorded yet; train first, with this callback in the trainer")
         return self.followed.diagnose()
+
+    def report(self, path: str | Path | None = None) -> Page:
+        """The training that is followed, or was last, as a page; see `Learner.report`.
+
+        Raises:
+            RuntimeError: If there was none.
+            OSError: If the file cannot be written.
+        """
+        if self.followed is None:
+            raise RuntimeError("nothing is recorded yet; train first, with this callback in the trainer")
+        return self.followed.report(path)
 
     def close(self, error: BaseException | None = None) -> None:
         """Removes all hooks; results stay readable. A second call does nothing.

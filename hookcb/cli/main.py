@@ -1,4 +1,4 @@
-"""The command line: `hookcb demo`, `hookcb diagnose`, `hookcb explain` and `hookcb export`."""
+"""The command line: `hookcb demo`, `diagnose`, `report`, `explain` and `export`."""
 
 import argparse
 import sys
@@ -18,6 +18,8 @@ from hookcb.core.console import show, show_error
 from hookcb.core.ranks import RankError
 from hookcb.diagnosis.explain import explain
 from hookcb.distributed.process_group import n_processes
+from hookcb.report.page import Page
+from hookcb.report.saved import load_run
 
 PICTURE = "activations.png"
 TRACE = "trace.json"
@@ -33,13 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(given)
-    if args.command == "diagnose":  # argparse would drop a leading "--" of the script's arguments
-        return run_script(args.script, given[given.index(args.script, 1) + 1 :])
+    if args.command == "diagnose":
+        start = len(given) - len(args.args)
+        start -= given[start - 1] == "--"  # argparse drops a leading "--" of the script's arguments
+        return run_script(args.script, given[start:], args.html)
     if args.command == "explain":
         show(args.text, soft_wrap=True, highlight=False, markup=False)
         return 0
-    if args.command == "export":
-        return _export(args)
+    if args.command in ("export", "report"):
+        return _convert(args)
     if args.list_faults:
         show("\n".join(fault_lines()), soft_wrap=True, highlight=False, markup=False)
         return 0
@@ -77,12 +81,18 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> int:
     try:
-        show(export(args.checkpoint, args.file), soft_wrap=True, highlight=False, markup=False)
+        if args.command == "export":
+            said = export(args.checkpoint, args.file)
+        else:
+            page = Page(load_run(args.run))
+            beside = args.run.with_suffix(".html") if args.run.is_file() else Path(f"{args.run}.html")
+            said = f"{page.save(args.output or beside)}: {page.data.headline}"
     except (ModuleNotFoundError, OSError, ValueError) as error:
-        show_error(f"hookcb export: {error}")
+        show_error(f"hookcb {args.command}: {error}")
         return 1
+    show(said, soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
@@ -131,6 +141,9 @@ def _parser() -> argparse.ArgumentParser:
         "and print the verdicts: sick, suspect, healthy or unknown, the cause, and what to do. The exit code "
         "is 0 if all models are healthy, 1 if not, or the script's own if that is not 0.",
     )
+    script.add_argument(
+        "--html", type=Path, metavar="FILE", help="write what was recorded as a page, too; one for each model"
+    )
     script.add_argument("script", type=_file, help="the script; it does not have to import hookcb")
     script.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     check = commands.add_parser(
@@ -140,6 +153,14 @@ def _parser() -> argparse.ArgumentParser:
         "may lead to. CODE is in the first line of a finding, such as unit.dead.",
     )
     check.add_argument("text", type=_explained, metavar="CODE", help="code of a finding, such as unit.dead")
+    page = commands.add_parser(
+        "report",
+        help="write saved records, or a checkpoint, as a page",
+        description="Write what files have of a run as one HTML page: records.save(), a checkpoint, or a "
+        "folder of them, of which the newest checkpoint is read.",
+    )
+    page.add_argument("run", type=Path, help="file or folder")
+    page.add_argument("-o", "--output", type=Path, metavar="FILE", help="what to write, by default RUN.html")
     weights = commands.add_parser(
         "export",
         help="write the weights in a checkpoint as one plain file",

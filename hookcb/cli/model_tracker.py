@@ -26,6 +26,8 @@ from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_find import LRFinder
 from hookcb.loops.preflight import NAME as PREFLIGHT
+from hookcb.report.collect import collect
+from hookcb.report.data import PageData
 
 MAX_MODELS = 4  # watched at a time, as their memory is held until their verdict
 UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
@@ -34,11 +36,15 @@ UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
 class ModelTracker:
     """Finds and watches each model that is trained in this thread during `watching`.
 
+    Args:
+        makes_pages: whether to collect what a page shows of each model.
+
     Attributes:
         notes: sentences for the user about what could not be watched, and why.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, makes_pages: bool = False) -> None:
+        self._makes_pages = makes_pages
         self.notes: list[str] = []
         self._all: list[TrackedModel] = []
         self._open: list[TrackedModel] = []  # being watched, the most recently called one last
@@ -53,6 +59,10 @@ class ModelTracker:
         """Heading and verdict of each model that was meant to be trained, and whether the verdict counts."""
         shown = [m for m in self._all if m.is_part_of_result]
         return [(m.heading, m.verdict, m.counts) for m in shown if m.verdict is not None]
+
+    def pages(self) -> list[tuple[str, PageData]]:
+        """Heading and page of each model that has a verdict."""
+        return [(m.heading, m.page) for m in self._all if m.is_part_of_result and m.page is not None]
 
     def _note_optimizers(self) -> None:
         named = {name for m in self._all for name in m.optimizers}
@@ -169,6 +179,7 @@ class ModelTracker:
             names = self._optimizers.names_for(learn.model) or (type(learn.opt).__name__,)
             model = TrackedModel(self._title(learn.model), None, verdict=diagnose.verdict, is_trained=True)
             model.optimizers = model.steppers = names
+            model.page = collect(learn) if self._makes_pages else None
             self._all.append(model)
 
     # ---- models
@@ -209,7 +220,7 @@ class ModelTracker:
         return self._watch(root)
 
     def _watch(self, root: nn.Module) -> TrackedModel:
-        model = TrackedModel(self._title(root), root)
+        model = TrackedModel(self._title(root), root, makes_page=self._makes_pages)
         for part in root.modules():
             self._model_of[part] = model
         try:

@@ -12,11 +12,12 @@ from hookcb.cli.model_tracker import ModelTracker
 from hookcb.cli.ranks import INTERRUPTED, own_rank
 from hookcb.core.console import safe_console, show, show_error
 from hookcb.distributed.process_group import n_processes
+from hookcb.report.page import Page
 
 OURS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "diagnosis"))  # hidden in tracebacks
 
 
-def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
+def run_script(path: str | Path, args: Sequence[str] = (), html: Path | None = None) -> int:
     """Runs a script as `python path args…` does, watches what it trains, and prints the verdicts.
 
     The script needs no change. A model is the outermost module with trainable parameters that is called with
@@ -27,6 +28,7 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
     Args:
         path: the script.
         args: its arguments.
+        html: file for a page of what was recorded; a second model gets `run-2.html` beside `run.html`.
 
     Returns:
         Exit code: 0 if all models are healthy; 1 if one is suspect or sick, if one has an optimizer but no
@@ -34,7 +36,7 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
         not 0; 130 after Ctrl-C. Under torchrun, the verdicts of rank 0 decide: the others show theirs if they
         are their own and not healthy, and exit with the code of the script.
     """
-    tracker = ModelTracker()
+    tracker = ModelTracker(makes_pages=html is not None and not own_rank())
     code, has_failed = _run(os.fspath(path), list(args), tracker)
     shown = tracker.verdicts()
     for title, verdict, _ in shown:
@@ -49,9 +51,22 @@ def run_script(path: str | Path, args: Sequence[str] = ()) -> int:
         return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
     for note in [*([] if shown else [_no_training_in(path)]), *tracker.notes]:
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
+    if html is not None:
+        _write_pages(html, tracker)
     counted = [verdict for _, verdict, counts in shown if counts]
     is_well = bool(counted) and all(counted)
     return code or (0 if is_well else 1)
+
+
+def _write_pages(html: Path, tracker: ModelTracker) -> None:
+    for i, (title, data) in enumerate(tracker.pages(), 1):
+        file = html if i == 1 else html.with_stem(f"{html.stem}-{i}")
+        data.title = title
+        try:
+            said = f"{title}: {Page(data).save(file)}"
+        except OSError as error:
+            said = f"the page of {title} cannot be written: {error}"
+        show(f"hookcb diagnose: {said}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _no_training_in(path: str | Path) -> str:

@@ -8,6 +8,8 @@ from hookcb.core.console import show_error
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.loops.external import ExternalLoop
 from hookcb.loops.watcher import Watch
+from hookcb.report.collect import collect
+from hookcb.report.data import PageData
 
 
 def say_sick(verdict: Verdict) -> None:
@@ -62,6 +64,8 @@ class TrackedModel:
         has_gradients: whether a backward reached it.
         optimizers: names of the optimizers that have its parameters.
         steppers: names of those that made a step.
+        makes_page: whether `page` is wanted.
+        page: what a page shows, once it is closed.
     """
 
     title: str
@@ -72,6 +76,8 @@ class TrackedModel:
     has_gradients: bool = False
     optimizers: tuple[str, ...] = ()
     steppers: tuple[str, ...] = ()
+    makes_page: bool = False
+    page: PageData | None = None
 
     @property
     def heading(self) -> str:
@@ -101,6 +107,7 @@ class TrackedModel:
             return
         watch.close(error)
         self.verdict = watch.diagnose()
+        self.page = collect(watch) if self.makes_page else None
         # a watch does not follow steps of LBFGS, but they move the model
         has_moved = bool(self.steppers) or watch.seen["after_step"] > 0 or watch.facts.n_moved_by_hand > 0
         self.is_trained = has_moved or watch.failure is not None

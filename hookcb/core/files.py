@@ -198,18 +198,6 @@ def read_saved(file: str | Path, device: torch.device) -> Any:
     return state
 
 
-def load_saved(file: str | Path, device: torch.device, keys: set[str]) -> dict[str, Any]:
-    """Reads a dict from a file of `save_whole`, with its tensors on `device`; runs no code from the file.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is truncated or damaged, or has other keys; the message names the file.
-    """
-    state: dict[str, Any] = read_saved(file, device)
-    check_saved(state, file, keys)
-    return state
-
-
 def check_saved(state: Any, file: str | Path, keys: set[str]) -> None:
     """Checks that `state` is a dict with these keys.
 

@@ -31,6 +31,9 @@ PRECISION = -20
 NONFINITE = -10
 """Checks for NaN and infinity before other callbacks use the loss."""
 
+REPORT = -6
+"""Shows the verdict of `Diagnose`: at the end of a fit the first callbacks act last."""
+
 DIAGNOSE = -5
 """Acts before the callbacks that it adds."""
 

@@ -148,6 +148,12 @@ class Diagnose(EvidenceRecorder):
             raise CancelFitException
 
 
+def recorded_in(loop: Any) -> list[Callback]:
+    """Callbacks of a loop, and those of fits that have ended, which are still its attributes."""
+    named = [cb for cb in vars(loop).values() if isinstance(cb, Callback)]
+    return [*loop.cbs, *(cb for cb in named if not any(cb is other for other in loop.cbs))]
+
+
 def diagnose_loop(loop: Any) -> Verdict:
     """Verdict on the training of a loop, from its `Diagnose` or else the records of other callbacks.
 
@@ -156,9 +162,7 @@ def diagnose_loop(loop: Any) -> Verdict:
     Raises:
         RuntimeError: If nothing is recorded.
     """
-    # callbacks of fits that have ended are still attributes of the loop
-    named = [cb for cb in vars(loop).values() if isinstance(cb, Callback)]
-    cbs = [*loop.cbs, *(cb for cb in named if not any(cb is other for other in loop.cbs))]
+    cbs = recorded_in(loop)
     diagnose = next((cb for cb in cbs if isinstance(cb, Diagnose)), None)
     if diagnose is not None:
         return diagnose.judge()

@@ -71,6 +71,9 @@ class Check:
         function: yields findings, or what was ruled out or skipped.
         leads_to: codes of findings that may follow from one of these, as `fnmatch` patterns.
         subject: what it checks, if some trainings do not have it, see `Evidence.absent`.
+        shown_by: the series that shows its findings, "run.loss" of the whole run, "layers.std" of the layer
+            or "params.norm" of the parameter; "" if none does.
+        draws_limit: whether `Finding.limit` is in the unit of that series.
     """
 
     code: str
@@ -80,6 +83,8 @@ class Check:
     function: CheckFunction
     leads_to: tuple[str, ...]
     subject: str = ""
+    shown_by: str = ""
+    draws_limit: bool = False
 
     @property
     def doc(self) -> str:
@@ -98,6 +103,8 @@ def check(
     exact: bool = False,
     leads_to: tuple[str, ...] = (),
     subject: str = "",
+    shown_by: str = "",
+    draws_limit: bool = False,
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Registers a check; see `Check` for the arguments.
 
@@ -110,7 +117,7 @@ def check(
         )
 
     def register(function: CheckFunction) -> CheckFunction:
-        CHECKS[code] = Check(code, site, exact, needs, function, leads_to, subject)
+        CHECKS[code] = Check(code, site, exact, needs, function, leads_to, subject, shown_by, draws_limit)
         return function
 
     return register

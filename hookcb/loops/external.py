@@ -28,7 +28,7 @@ from hookcb.loops.names import NamedLoop
 from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
 from hookcb.loops.taps import outside_transforms
-from hookcb.report.page import write_report
+from hookcb.report.page import Page, make_page
 
 
 class ExternalLoop(NamedLoop):
@@ -271,13 +271,13 @@ class ExternalLoop(NamedLoop):
         """
         return diagnose_loop(self)
 
-    def report(self, path: str | Path) -> Path:
-        """Writes what was recorded, and the verdict, as one HTML file; see `Learner.report`.
+    def report(self, path: str | Path | None = None) -> Page:
+        """What was recorded, and the verdict, as a page; see `Learner.report`.
 
         Raises:
             OSError: If the file cannot be written.
         """
-        return write_report(self, path)
+        return make_page(self, path)
 
     def __enter__(self) -> Self:
         _ = self.model  # raises if the model is gone

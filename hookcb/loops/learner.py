@@ -41,7 +41,7 @@ from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoc
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
-from hookcb.report.page import write_report
+from hookcb.report.page import Page, make_page
 from hookcb.training.checkpoint.names import with_plain_names
 from hookcb.training.checkpoint.resume import Resume, load_validated, read_any
 from hookcb.training.checkpoint.state import check_whole, fitted, read_opt
@@ -428,13 +428,15 @@ class Learner(NamedLoop):
         """
         return diagnose_loop(self)
 
-    def report(self, path: str | Path) -> Path:
-        """Writes what was recorded, and the verdict, as one HTML file; see `hookcb.load_report`.
+    def report(self, path: str | Path | None = None) -> Page:
+        """What was recorded, and the verdict, as a page, written as one HTML file to `path` if that is given.
+
+        A notebook shows the page; `hookcb.load_report` reads the data of a file back.
 
         Raises:
             OSError: If the file cannot be written.
         """
-        return write_report(self, path)
+        return make_page(self, path)
 
     def summary(self, *xb: Any, depth: int | None = None) -> Summary:
         """Summary of the model's modules, optimizer, loss and callbacks; see `module_summary`.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self, TypeVar, overload
 import torch
 from fastcore.foundation import L
 
-from hookcb.core.files import load_saved, save_whole
+from hookcb.core.files import check_saved, read_saved, save_whole
 from hookcb.core.text import join_names
 from hookcb.records.store import RecordInfo, StatStore
 
@@ -18,6 +18,7 @@ Layer = int | str | slice
 Stats = dict[str, float]
 T = TypeVar("T")
 PHASES = ("train", "valid")
+SCHEMA = 1  # version of saved records
 
 
 def module_of(name: str) -> str:
@@ -210,7 +211,7 @@ class SavedRecords(LayerRecords):
 
     def save(self, path: str | Path) -> Path:
         """Writes the records to one file, which `load` and `torch.load(weights_only=True)` read."""
-        return save_whole(self.state(), path)
+        return save_whole({"schema": SCHEMA, **self.state()}, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -218,6 +219,21 @@ class SavedRecords(LayerRecords):
 
         Raises:
             FileNotFoundError: If there is no file.
-            ValueError: If it was not written by `save`, is not whole, or has changed since.
+            ValueError: If it was not written by `save`, is of another version, is not whole, or has changed
+                since.
         """
-        return cls.from_state(load_saved(path, torch.device("cpu"), set(cls.keys)))
+        state = without_schema(read_saved(path, torch.device("cpu")), path)
+        check_saved(state, path, set(cls.keys))
+        return cls.from_state(state)
+
+
+def without_schema(state: Any, file: str | Path) -> Any:
+    """`state` of a file without the version of saved records.
+
+    Raises:
+        ValueError: If it is another version than that of this package.
+    """
+    found = state.get("schema", SCHEMA) if isinstance(state, dict) else SCHEMA
+    if found != SCHEMA:
+        raise ValueError(f"{file} has records of version {found!r}, and this hookcb reads version {SCHEMA}")
+    return {key: x for key, x in state.items() if key != "schema"} if isinstance(state, dict) else state

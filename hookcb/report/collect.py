@@ -1,42 +1,367 @@
 """Reading what a page shows from a loop and its callbacks."""
 
-from typing import Any
+import inspect
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from importlib.metadata import version
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
-from hookcb.diagnosis.callback import Diagnose
-from hookcb.diagnosis.evidence import Evidence
-from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.callback import Diagnose, recorded_in
+from hookcb.diagnosis.evidence import Evidence, Series
+from hookcb.diagnosis.frame import Frame, about
 from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.recorder import AttachedHealth, AttachedStats, AttachedTimer
+from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.verdict import Verdict
+from hookcb.gradients.callback import GradientHealth
+from hookcb.gradients.stats import STEP_STATS
+from hookcb.hooks.modules import device_of
+from hookcb.profiling.callback import ProfilerCallback
+from hookcb.profiling.memory.callback import MemoryStats
+from hookcb.profiling.steps.stragglers import OWN
+from hookcb.profiling.steps.timer import StepTimer
+from hookcb.profiling.steps.times import STEP_PHASES
 from hookcb.records.records import module_of
-from hookcb.report.data import PageData, Recorded
+from hookcb.report.data import (
+    MAX_RECORDS,
+    HistogramOverTime,
+    MemoryUsed,
+    ModuleRow,
+    PageData,
+    RanksCompared,
+    Recorded,
+    SlowStep,
+    TimeSpent,
+)
+from hookcb.training.recorder import Recorder
+
+C = TypeVar("C", bound=Callback)
+NOT_METRICS = ("epoch", "time")
+NOTHING_DONE = {"clip_coef": 1.0, "scale": 1.0, "skipped": 0.0}  # these are not shown
+SHOWN_BY = (ActivationStats, GradientHealth, StepTimer, MemoryStats)  # what each section of a page needs
+MEMORY_COLUMNS = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
 
 
 def collect(loop: Any) -> PageData:
-    """What the callbacks of a learner or a watched loop have recorded, and the verdict on it."""
-    evidence = _evidence(loop)
+    """Everything that the callbacks of a learner or a watched loop have recorded, and the verdict on it."""
+    cbs = recorded_in(loop)
+    data = of_records(cbs, _evidence(loop, cbs))
+    with suppress(RuntimeError):  # a watched model may have been freed
+        data.modules = [ModuleRow(*row) for row in _modules(loop.model)]
+    data.ranks = _ranks(loop, cbs)
+    data.config = {title: rows for title, rows in _config(loop, cbs) if rows}
     try:
         verdict = loop.diagnose()
     except RuntimeError as error:  # nothing is recorded
-        return PageData(f"No verdict: {error}.")
-    run = {"loss": evidence.loss, **evidence.steps}
-    return PageData(
-        verdict.headline,
-        verdict.to_dict(),
-        n_batches=evidence.n_batches,
-        run={name: series for name, series in run.items() if len(series)},
-        layers={
-            name: Recorded(module_of(name), stats=layer.stats)
-            for name, layer in evidence.layers.items()
-            if any(map(len, layer.stats.values()))
-        },
-    )
+        data.headline = f"No verdict: {error}."
+    else:
+        data.headline, data.verdict = verdict.headline, _with_series(verdict, data)
+    return data
 
 
-def _evidence(loop: Any) -> Evidence:
+def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> PageData:
+    """What callbacks have recorded."""
+    evidence = evidence or Evidence()
+    data = PageData("", hookcb=version("hookcb"))
+    data.written = datetime.now().astimezone().isoformat(timespec="seconds")
+    data.run, data.epochs = _run(cbs, evidence), _epochs(cbs)
+    data.n_batches = max([evidence.n_batches, *(series.steps[-1] + 1 for series in data.run.values())])
+    data.layers, data.params = _layers(cbs, evidence), _params(cbs, evidence)
+    data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
+    data.notes = [_how_to_record(kind) for kind in SHOWN_BY if _first(cbs, kind) is None]
+    return data
+
+
+def _evidence(loop: Any, cbs: Iterable[Callback]) -> Evidence:
     """Evidence of the loop's `Diagnose`, or else from the records of its other callbacks."""
-    named = [cb for cb in vars(loop).values() if isinstance(cb, Callback)]  # also of fits that have ended
-    cbs = list({id(cb): cb for cb in [*loop.cbs, *named]}.values())
-    diagnose = next((cb for cb in cbs if isinstance(cb, Diagnose)), None)
-    if diagnose is not None:
-        return diagnose.evidence()
-    return gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+    diagnose = _first(cbs, Diagnose)
+    with suppress(RuntimeError):  # nothing is recorded, or a watched model has been freed
+        if diagnose is not None:
+            return diagnose.evidence()
+        return gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+    return Evidence()
+
+
+def _first(cbs: Iterable[Callback], kind: type[C]) -> C | None:
+    return next((cb for cb in cbs if isinstance(cb, kind)), None)
+
+
+def _how_to_record(kind: type[Callback]) -> str:
+    what = {
+        ActivationStats: "outputs of layers",
+        GradientHealth: "gradients",
+        StepTimer: "times of steps",
+        MemoryStats: "memory",
+    }
+    return f"Not recorded: {what[kind]}; cbs={kind.__name__}() records them."
+
+
+# ---- numbers
+
+
+def _run(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Series]:
+    """Series of the whole run, with what is not finite."""
+    recorder, health = _first(cbs, Recorder), _first(cbs, GradientHealth)
+    found = {"loss": evidence.loss, "lr": evidence.lr, "input_rms": evidence.input_rms}
+    if recorder is not None and recorder.losses:
+        steps = list(range(len(recorder.losses)))
+        found |= {"loss": Series(steps, recorder.losses), "lr": Series(steps, recorder.lrs)}
+    if health is not None:
+        steps = health.steps()
+        found |= {stat: Series(steps, health.step_series(stat)) for stat in STEP_STATS if stat not in found}
+        for stat, nothing in NOTHING_DONE.items():
+            if all(x == nothing for x in found[stat].values if x == x):
+                del found[stat]
+        if "clip_coef" not in found:
+            del found["clipped_total_norm"]
+    return {name: series for name, series in found.items() if _has_numbers(series)}
+
+
+def _has_numbers(series: Series) -> bool:
+    return any(x == x for x in series.values)
+
+
+def _epochs(cbs: Iterable[Callback]) -> dict[str, Series]:
+    """Numbers after each epoch, at the last training batch of it."""
+    found: dict[str, Series] = {}
+    if (recorder := _first(cbs, Recorder)) is not None:
+        for end, row in zip(recorder.ends, recorder.rows, strict=False):
+            for name, x in row.items():
+                if name not in NOT_METRICS and isinstance(x, int | float):
+                    found.setdefault(name, Series()).add(max(end - 1, 0), float(x))
+    return found
+
+
+def _layers(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
+    """Recorded outputs, with what `Diagnose` alone measures."""
+    found: dict[str, Recorded] = {}
+    if (stats := _first(cbs, ActivationStats)) is not None:
+        steps = stats.steps()
+        for path in stats.names:
+            kind, shape = stats.outputs.get(path, ("", ()))
+            found[path] = Recorded(module_of(path), f"{kind} {tuple(shape)}", _series(stats, path, steps))
+            if stats.records.with_hist:
+                found[path].hist = _histogram(stats, path, steps)
+    for name, layer in evidence.layers.items():
+        own = found.setdefault(name, Recorded(name, layer.about))
+        own.stats |= {stat: x for stat, x in layer.stats.items() if stat not in own.stats and _has_numbers(x)}
+    return {name: own for name, own in found.items() if own.stats}
+
+
+def _series(records: Any, path: str, steps: list[int]) -> dict[str, Series]:
+    """All statistics of a layer or parameter, without the records in which it was not called."""
+    values = records.store_of("train").series(path)[:, : len(records.columns)]
+    rows = _picked(values, MAX_RECORDS)
+    kept = [steps[i] for i in rows.tolist()]
+    columns = zip(records.columns, values[rows].T.tolist(), strict=True)
+    found = {stat: Series(kept, column) for stat, column in columns}
+    return {stat: series for stat, series in found.items() if _has_numbers(series)}
+
+
+def _picked(values: Tensor, most: int) -> Tensor:
+    """Places of about `most` rows, none of them all NaN: one of each stretch, if possible not finite."""
+    places = values.isnan().all(1).logical_not().nonzero()[:, 0]
+    stride = -(-len(places) // most)
+    if stride < 2:
+        return places
+    known = values[:, values.isfinite().any(0)]
+    is_bad = known[places].isfinite().all(1).logical_not()
+    stretches = zip(torch.split(places, stride), torch.split(is_bad.int(), stride), strict=True)
+    return torch.stack([own[bad.argmax()] for own, bad in stretches])
+
+
+def _histogram(stats: ActivationStats, path: str, steps: list[int]) -> HistogramOverTime:
+    counts, (low, high) = stats.records.layer_hist(path)
+    rows = _picked(counts, MAX_RECORDS // 4)
+    kept = [steps[i] for i in rows.tolist()]
+    return HistogramOverTime(low.item(), high.item(), [Series(kept, row) for row in counts[rows].T.tolist()])
+
+
+def _params(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
+    if (health := _first(cbs, GradientHealth)) is None:
+        return {}
+    steps, known = health.steps(), evidence.params
+    return {
+        name: Recorded(
+            name.rpartition(".")[0],
+            "×".join(map(str, known[name].shape)) if name in known else "",
+            _without_copies(_series(health.records, name, steps)),
+        )
+        for name in health.names
+    }
+
+
+def _without_copies(stats: dict[str, Series]) -> dict[str, Series]:
+    """Statistics without those that follow from others."""
+    copies = {"rms"}  # the norm, divided by a constant
+    if str(stats.get("clipped_norm")) == str(stats.get("norm")):
+        copies.add("clipped_norm")
+    return {stat: series for stat, series in stats.items() if stat not in copies}
+
+
+def _modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str, int]]:
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
+        yield name, type(module).__name__, about(module), sum(p.numel() for p in own)
+
+
+# ---- time, memory, ranks
+
+
+def _time(cbs: Iterable[Callback], evidence: Evidence) -> TimeSpent | None:
+    timer, profiler = _first(cbs, StepTimer), _first(cbs, ProfilerCallback)
+    found = TimeSpent(layers={name: [seconds] for name, seconds in evidence.layer_seconds.items()})
+    if profiler is not None:
+        with suppress(RuntimeError):  # nothing was profiled
+            found.layers = {
+                row.name: [row.forward_self, row.backward_self or 0.0] for row in profiler.layers()
+            }
+    if timer is not None and (times := timer.times):
+        steps = [t.step for t in times]
+        phases = {phase: Series(steps, [getattr(t, phase) for t in times]) for phase in STEP_PHASES}
+        found.phases = {phase: series for phase, series in phases.items() if any(series.values)}
+        found.slow = [
+            SlowStep(x.step, x.seconds, x.seconds / x.ratio, x.phase, "; ".join(x.notes))
+            for x in timer.outliers()
+        ]
+        found.sentences = timer.report().lines
+    elif len(evidence.batches):
+        rest = [
+            whole - wait for whole, wait in zip(evidence.batches.values, evidence.waits.values, strict=False)
+        ]
+        found.phases = {"data": evidence.waits, "all else": Series(evidence.batches.steps, rest)}
+    return found if found.phases or found.layers else None
+
+
+def _memory(cbs: Iterable[Callback], evidence: Evidence) -> MemoryUsed | None:
+    stats = _first(cbs, MemoryStats)
+    found = MemoryUsed(used=evidence.memory)
+    with suppress(RuntimeError):  # no batch was watched
+        if stats is not None:
+            found.columns = ["kept", "parameters", "gradients", "optimizer"]
+            found.layers = {
+                row.name: [float(getattr(row, column)) for column in MEMORY_COLUMNS] for row in stats.layers()
+            }
+            found.sentences = stats.report().lines
+    return found if found.layers or len(found.used) else None
+
+
+def _ranks(loop: Any, cbs: Iterable[Callback]) -> RanksCompared | None:
+    timer = _first(cbs, StepTimer)
+    times = None if timer is None else timer.records.ranks
+    if loop.ranks.world == 1 and times is None:
+        return None
+    if times is None:
+        sentences = ["Ranks were not compared; StepTimer() compares them."]
+        return RanksCompared(loop.ranks.world, loop.ranks.rank, sentences=sentences)
+    found = RanksCompared(len(times.hosts), times.rank, list(times.hosts))
+    steps = [n - 1 for n, _ in times.latest]
+    by_rank = zip(*(own for _, own in times.latest), strict=True)
+    found.phases = {OWN: [Series(steps, list(seconds)) for seconds in by_rank]}
+    found.sentences = times.lines()
+    return found
+
+
+# ---- configuration
+
+
+def _config(loop: Any, cbs: Iterable[Callback]) -> Iterator[tuple[str, list[list[str]]]]:
+    model, opt = None, loop.opt
+    with suppress(RuntimeError):  # a watched model may have been freed
+        model = loop.model
+    yield "Run", [[key, value] for key, value in _environment(model) if value]
+    if model is not None:
+        params = [p for p in model.parameters() if not is_lazy(p)]
+        n, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+        yield "Model", [["type", type(model).__name__], ["parameters", f"{n:,}"], ["trained", f"{trained:,}"]]
+    groups = [] if opt is None else opt.param_groups
+    for i, group in enumerate(groups):
+        title = type(opt).__name__ if len(groups) == 1 else f"{type(opt).__name__}, group {i}"
+        size = sum(p.numel() for p in group["params"] if not is_lazy(p))
+        rest = [[key, f"{x}"[:200]] for key, x in group.items() if key != "params"]
+        yield title, [["parameters", f"{size:,}"], *rest]
+    own = [cb for cb in cbs if not isinstance(cb, AttachedStats | AttachedHealth | AttachedTimer)]
+    yield "Callbacks", [[type(cb).__name__, ", ".join(_arguments(cb))] for cb in own]
+
+
+def _environment(model: torch.nn.Module | None) -> Iterator[tuple[str, str]]:
+    yield "command", " ".join([sys.executable.rpartition("/")[2], *sys.argv])[:500]
+    yield "git commit", _commit()
+    yield "seed of torch", str(torch.initial_seed())
+    yield "device", "" if model is None else _device(device_of(model))
+    yield "machine", f"{platform.node()}, {platform.platform()}"
+    yield "Python", platform.python_version()
+    yield "torch", torch.__version__
+
+
+def _device(device: torch.device) -> str:
+    return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def _commit() -> str:
+    """Commit of the current folder, "" outside of a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            timeout=2,
+            text=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _arguments(cb: Callback) -> Iterator[str]:
+    """Arguments that differ from their defaults, as far as the callback keeps them."""
+    for name, parameter in inspect.signature(type(cb)).parameters.items():
+        value = vars(cb).get(name, parameter.default)
+        if name != "name" and value is not parameter.default and repr(value) != repr(parameter.default):
+            yield f"{name}={value!r:.80}"
+
+
+# ---- the verdict
+
+
+def _with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
+    """The verdict as plain values, with the series that shows each finding."""
+    state = verdict.to_dict()
+    for finding in state["findings"]:
+        finding["shown_by"] = _shown_by(finding, data)
+    return state
+
+
+def _shown_by(finding: dict[str, Any], data: PageData) -> dict[str, Any] | None:
+    check = CHECKS.get(finding["code"])
+    if check is None or not check.shown_by:
+        return None
+    of, _, stat = check.shown_by.partition(".")
+    limit = finding["limit"] if check.draws_limit else None
+    if of == "run":
+        return {"of": of, "name": stat, "stat": "", "limit": limit} if stat in data.run else None
+    for group, name, own in _places(finding, of, data):
+        if stat in own.stats:
+            return {"of": group, "name": name, "stat": stat, "limit": limit}
+    return None
+
+
+def _places(finding: dict[str, Any], of: str, data: PageData) -> Iterator[tuple[str, str, Recorded]]:
+    """Records that a finding may be about, its own first, then those of its module, weights first."""
+    layer = finding["layer"] or finding["param"].rpartition(".")[0]
+    for group, records in (("params", data.params), ("layers", data.layers)):
+        names = sorted(
+            (name for name, own in records.items() if own.module == layer or name == finding["param"]),
+            key=lambda name: (name != finding["param"], not name.endswith("weight")),
+        )
+        if group == of or finding["code"].startswith("nonfinite"):
+            yield from ((group, name, records[name]) for name in names)

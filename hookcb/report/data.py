@@ -6,13 +6,21 @@ import json
 import math
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import accumulate, pairwise
 from typing import Any, cast, get_args, get_origin, get_type_hints
+
+import torch
 
 from hookcb.diagnosis.evidence import Series
 
 SCHEMA = 1
-MAX_POINTS = 5_000  # of a series
+MAX_POINTS = 2_000  # values of a series of the whole run
+MIN_RECORDS, MAX_RECORDS = 16, 512  # values of a series of a layer
+MAX_NUMBERS = 150_000  # of all layers
+MAX_TEXT = 200_000  # characters of all
+MANTISSA = 23  # bits of a float32
 DAMAGED = (KeyError, TypeError, AttributeError, zlib.error, binascii.Error, json.JSONDecodeError)
 
 
@@ -173,13 +181,23 @@ class PageData:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """The data as JSON; a series is `[offset of its steps, offset of its values, length]` in `numbers`.
+        """The data as JSON: `schema`; `content`, the fields; and `numbers`. No text can end an HTML element.
 
-        `numbers` are int32 and float32, little-endian, deflated, in base64. No text can end an HTML element.
+        In `content` a series is `[offset of its steps, offset of its values, length]` in `numbers`: int32
+        differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶
+        for counts of histograms, little-endian, the first bytes of all before the second ones. Both are
+        deflated, in base64. Of long series some values are left out, but not what is not finite, so that both
+        have about 200,000 characters at most.
         """
-        packed = _Packed()
-        state = {"schema": SCHEMA, **packed.plain(self), "numbers": packed.text()}
-        return json.dumps(state, ensure_ascii=False, allow_nan=False).replace("<", r"\u003c")
+        n_series = sum(len(own.stats) for own in (*self.layers.values(), *self.params.values()))
+        most = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series))
+        while True:
+            packed = _Packed(max(most, MIN_RECORDS))
+            content = json.dumps(packed.plain(self), ensure_ascii=False, allow_nan=False)
+            content, numbers = _deflated(content.encode()), _deflated(packed.planes())
+            if len(content) + len(numbers) <= MAX_TEXT or most <= MIN_RECORDS:
+                return json.dumps({"schema": SCHEMA, "content": content, "numbers": numbers})
+            most //= 2
 
     @classmethod
     def from_json(cls, text: str) -> "PageData":
@@ -190,49 +208,130 @@ class PageData:
         """
         try:
             state = json.loads(text)
-            schema = state.pop("schema")
+            schema = state["schema"]
             if schema != SCHEMA:
                 raise ValueError(f"it has version {schema!r}, and this hookcb reads version {SCHEMA}")
-            numbers = zlib.decompress(base64.b64decode(state.pop("numbers"), validate=True))
-            data = _revived(cls, state, numbers)
+            numbers = _joined(_inflated(state["numbers"]))
+            data = _revived(cls, json.loads(_inflated(state["content"])), numbers)
         except DAMAGED as error:
             raise ValueError(f"its data are damaged: {type(error).__name__}: {error}") from error
         return cast(PageData, data)
 
 
-class _Packed:
-    """Numbers of several series one after another; steps that are alike are kept once."""
+def _deflated(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
 
-    def __init__(self) -> None:
-        self.numbers = bytearray()
+
+def _inflated(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text, validate=True))
+
+
+class _Packed:
+    """Numbers of several series one after another; steps that are alike are kept once.
+
+    Args:
+        most: number of values of a layer's series.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._numbers = bytearray()
         self._steps: dict[bytes, int] = {}
 
-    def plain(self, x: Any) -> Any:
-        """`x` as values for JSON; numbers that are not finite become None."""
+    def plain(self, x: Any, most: int = MAX_POINTS, bits: int = MANTISSA) -> Any:
+        """`x` as values for JSON; numbers that are not finite become None, but not in series.
+
+        Args:
+            x: dataclasses, containers, series and plain values.
+            most: number of values of a series.
+            bits: number of bits of a value's mantissa.
+        """
         if isinstance(x, Series):
-            return self._add(x)
+            return self._add((envelope if most == MAX_POINTS else thinned)(x, most), bits)
+        if isinstance(x, Recorded):
+            most, bits = self.most, 13
+        elif isinstance(x, HistogramOverTime):
+            most, bits = self.most // 4, 5
         if is_dataclass(x):
-            return {own.name: self.plain(getattr(x, own.name)) for own in fields(x)}
+            return {own.name: self.plain(getattr(x, own.name), most, bits) for own in fields(x)}
         if isinstance(x, dict):
-            return {key: self.plain(value) for key, value in x.items()}
+            return {key: self.plain(value, most, bits) for key, value in x.items()}
         if isinstance(x, list | tuple):
-            return [self.plain(value) for value in x]
+            return [self.plain(value, most, bits) for value in x]
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
-    def text(self) -> str:
-        """All numbers as base64."""
-        return base64.b64encode(zlib.compress(bytes(self.numbers), 9)).decode("ascii")
+    def planes(self) -> bytes:
+        """All numbers: first the first bytes of all, then the second bytes, and so on."""
+        return b"".join(self._numbers[i::4] for i in range(4))
 
-    def _add(self, series: Series) -> list[int]:
-        every = -(-len(series.steps) // MAX_POINTS) or 1
-        steps, values = array("i", series.steps[::every]).tobytes(), array("f", series.values[::every])
+    def _add(self, series: Series, bits: int) -> list[int]:
+        first = series.steps[:1]
+        differences = [*first, *(b - a for a, b in pairwise(series.steps))]
+        steps = array("i", differences).tobytes()
         if steps not in self._steps:
             self._steps[steps] = self._append(steps)
-        return [self._steps[steps], self._append(values.tobytes()), len(values)]
+        return [self._steps[steps], self._append(_rounded(series.values, bits)), len(series)]
 
     def _append(self, data: bytes) -> int:
-        self.numbers += data
-        return (len(self.numbers) - len(data)) // 4
+        self._numbers += data
+        return (len(self._numbers) - len(data)) // 4
+
+
+def thinned(series: Series, most: int) -> Series:
+    """At most about `most` values: of each stretch the first that is not finite, else the first.
+
+    >>> thinned(Series([0, 1, 2, 3, 4, 5], [0.0, 1.0, 2.0, math.nan, 4.0, 5.0]), 3).steps
+    [0, 3, 4, 5]
+    """
+    n = len(series)
+    if n <= most:
+        return series
+    stride = -(-n // most)
+    bad = [i for i, x in enumerate(series.values) if not math.isfinite(x)]
+    chosen = {i // stride: i for i in range(0, n, stride)} | {i // stride: i for i in reversed(bad)}
+    places = sorted({*chosen.values(), n - 1})  # and the last
+    return Series([series.steps[i] for i in places], [series.values[i] for i in places])
+
+
+def envelope(series: Series, most: int) -> Series:
+    """At most about `most` values: of each stretch the least, the largest, and the first that is not finite.
+
+    >>> envelope(Series([0, 1, 2, 3, 4, 5, 6, 7], [0.0, 9.0, 2.0, 1.0, 1.0, 2.0, 5.0, 1.0]), 4).values
+    [0.0, 9.0, 1.0, 5.0]
+    """
+    n = len(series)
+    if n <= most:
+        return series
+    stride, places = -(-2 * n // most), set[int]()
+    for start in range(0, n, stride):
+        stretch = range(start, min(start + stride, n))
+        finite = [i for i in stretch if math.isfinite(series.values[i])]
+        if finite:
+            places |= {min(finite, key=series.values.__getitem__), max(finite, key=series.values.__getitem__)}
+        if len(finite) < len(stretch):
+            places.add(next(i for i in stretch if not math.isfinite(series.values[i])))
+    return Series([series.steps[i] for i in sorted(places)], [series.values[i] for i in sorted(places)])
+
+
+def _rounded(values: Sequence[float], bits: int) -> bytes:
+    """Values as float32 with so many bits in the mantissa; none becomes infinite by it."""
+    wide = torch.tensor(values, dtype=torch.float64)
+    limit = torch.finfo(torch.float32).max
+    x = wide.where(wide.isinf(), wide.clamp(-limit, limit)).float()
+    drop = MANTISSA - bits
+    if drop:
+        rounded = (((x.view(torch.int32) + (1 << drop - 1)) >> drop) << drop).view(torch.float32)
+        x = rounded.where(x.isfinite() & rounded.isfinite(), x)
+    return array("f", x.tolist()).tobytes()
+
+
+def _joined(planes: bytes) -> bytes:
+    """Numbers of 4 bytes, from the first bytes of all, the second bytes, and so on."""
+    n = len(planes) // 4
+    numbers = bytearray(4 * n)
+    for i in range(4):
+        numbers[i::4] = planes[i * n : (i + 1) * n]
+    return bytes(numbers)
 
 
 def _revived(kind: Any, x: Any, numbers: bytes) -> Any:
@@ -258,4 +357,4 @@ def _unpacked(numbers: bytes, at: list[int]) -> Series:
     own_steps, own_values = array("i"), array("f")
     own_steps.frombytes(numbers[4 * steps : 4 * (steps + n)])
     own_values.frombytes(numbers[4 * values : 4 * (values + n)])
-    return Series(own_steps.tolist(), own_values.tolist())
+    return Series(list(accumulate(own_steps)), own_values.tolist())

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import zlib
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,50 @@ BOOT = ("assets/boot.js",)
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
-def write_report(loop: Any, path: str | Path) -> Path:
-    """Writes what was recorded in a loop as one HTML file, which needs neither server nor network.
+class Page:
+    """A run as a page: one HTML file, which needs neither server nor network. Notebooks show it as it is.
+
+    Attributes:
+        data: what it shows.
+        path: the file that it was written to, None if it was not.
+    """
+
+    def __init__(self, data: PageData) -> None:
+        self.data = data
+        self.path: Path | None = None
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the page to a file, whose folder is created if it is missing.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        path = Path(path)
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; give the path of a file, as {path / 'run.html'}")
+        self.data.title = self.data.title or path.stem
+        self.path = write_whole(path, lambda file: file.write(page_of(self.data).encode()))
+        return self.path
+
+    def __repr__(self) -> str:
+        where = "not written yet, see save()" if self.path is None else f"written to {self.path}"
+        return f"Page({self.data.headline!r}, {where})"
+
+    def _repr_html_(self) -> str:
+        frame = "width:100%; height:80vh; border:1px solid #8884"
+        return f'<iframe title="hookcb" style="{frame}" srcdoc="{escape(page_of(self.data))}"></iframe>'
+
+
+def make_page(loop: Any, path: str | Path | None) -> Page:
+    """A page of what was recorded in a loop, written to `path` if that is given.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    text = page_of(collect(loop))
-    return write_whole(path, lambda file: file.write(text.encode()))
+    page = Page(collect(loop))
+    if path is not None:
+        page.save(path)
+    return page
 
 
 def load_report(path: str | Path) -> PageData:

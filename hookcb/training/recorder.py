@@ -27,6 +27,7 @@ class Recorder(Callback):
     Attributes:
         losses: the loss of each training batch, in the loss function's unit.
         lrs: the learning rate of each of these batches, from the optimizer's last parameter group.
+        ends: number of training batches when each epoch ended.
         rows: a dict per epoch: `epoch`, `train_loss`, `valid_loss`, what other callbacks put into
             `learn.row`, and `time` in seconds. Losses are averages over samples.
 
@@ -50,7 +51,7 @@ class Recorder(Callback):
         self._train = _Losses()
         self._lrs: list[float | Tensor] = []
         self._first = 0  # first batch of this epoch
-        self._ends: list[int] = []  # number of batches when each epoch ended
+        self.ends: list[int] = []
 
     @property
     def losses(self) -> list[float]:
@@ -101,7 +102,7 @@ class Recorder(Callback):
     def after_epoch(self) -> None:
         self.learn.row["time"] = time.perf_counter() - self._began
         self.rows.append({"epoch": self.epoch, **self.learn.row})
-        self._ends.append(len(self._train.values))
+        self.ends.append(len(self._train.values))
 
     def plot(self, figsize: tuple[float, float] | None = None) -> "Figure":
         """A figure of losses, metrics and learning rate over the batches.
@@ -110,7 +111,7 @@ class Recorder(Callback):
             ModuleNotFoundError: Without matplotlib.
             ValueError: If no batch was recorded.
         """
-        return run_lines(self.losses, self.lrs, self.rows, self._ends, figsize)
+        return run_lines(self.losses, self.lrs, self.rows, self.ends, figsize)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -119,13 +120,13 @@ class Recorder(Callback):
             "lrs": torch.tensor(self.lrs, dtype=torch.float64),
             "rows": [dict(row) for row in self.rows],
             "first": self._first,
-            "ends": list(self._ends),
+            "ends": list(self.ends),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._train.values, self._train.sizes = state["losses"].tolist(), state["sizes"].tolist()
         self._lrs, self.rows, self._first = state["lrs"].tolist(), L(state["rows"]), state["first"]
-        self._ends = list(state["ends"])
+        self.ends = list(state["ends"])
 
 
 class _Losses:

@@ -20,7 +20,8 @@ def counts(stats, layer="odd"):
 
 
 def totals(stats, layer="odd"):
-    return counts(stats, layer).sum(0).tolist()
+    """Number of elements by record; a record with a wider range than `hist_edges` has parts in its bins."""
+    return stats.hist(layer).double().expm1().sum(0).round(decimals=2).tolist()
 
 
 def by_hand(x, lo, hi, bins):
@@ -99,7 +100,7 @@ def test_random_elements_are_counted_by_the_edges_that_are_told(sample):
     ids=lambda item: item[0],
 )
 @pytest.mark.parametrize("bins", [1, 40, 1000])
-def test_in_the_first_record_nothing_is_outside_the_automatic_range(make, bins):
+def test_the_automatic_range_holds_the_first_record(make, bins):
     x = make[1]()
     stats = watch(x, x * 2 if x.is_floating_point() else x, x, with_hist=True, bins=bins)
     n = x.isfinite().sum().item()
@@ -111,10 +112,7 @@ def test_in_the_first_record_nothing_is_outside_the_automatic_range(make, bins):
     found = counts(stats)
     assert found.shape == (bins + 2, 3)
     if x.dtype != torch.float64 or x.abs().max() < 1e38:
-        assert edges[0] <= x[x.isfinite()].min()
-        assert edges[-1] >= x[x.isfinite()].max()
-        assert found[[0, -1], 0].tolist() == [0, 0]
-        assert found[1:-1, 0].sum() == n
+        assert found[1:-1, 0].sum() >= 0.99 * n
     assert totals(stats) == [n] * 3
 
 
@@ -148,17 +146,29 @@ def test_infinite_elements_do_not_widen_the_automatic_range():
     assert edges.abs().max() < 20
     found = counts(stats)[:, 0]
     assert (found[0], found[-1]) == (2, 1)
-    assert found[1:-1].sum() == 1000
+    assert found[1:-1].sum() >= 990
 
 
-def test_later_records_go_over_and_under_the_range_of_the_first():
+def test_the_range_follows_when_most_elements_leave_that_of_the_first_record():
     stats = watch(
         torch.linspace(-1, 1, 200), torch.full((70,), 50.0), torch.full((30,), -50.0), with_hist=True
     )
-    found = counts(stats)
-    assert found[:, 1].tolist() == [0] * 41 + [70]
-    assert found[:, 2].tolist() == [30] + [0] * 41
-    assert found[[0, -1], 0].tolist() == [0, 0]
+    edges, found = stats.hist_edges("odd"), counts(stats)
+    assert 50 <= edges[-1] <= 200
+    assert found[[0, -1]].sum() == 0
+    for record, value, n in ((1, 50.0, 70), (2, -50.0, 30)):
+        (at,) = found[:, record].nonzero().flatten().tolist()
+        assert edges[at - 1] <= value <= edges[at]
+        assert found[at, record] == n
+
+
+def test_rare_outliers_do_not_widen_the_range():
+    stats = watch(
+        *[randn(2000) for _ in range(9)], torch.cat([randn(1990), torch.full((10,), 1e4)]), with_hist=True
+    )
+    assert stats.hist_edges("odd")[-1] < 10
+    assert counts(stats)[-1, -1] >= 10
+    assert totals(stats) == [2000] * 10
 
 
 @pytest.mark.parametrize(("sample", "n"), [("auto", 4096), (None, 100_003), (1000, 1000), (7, 7)])
@@ -196,7 +206,7 @@ def test_a_range_that_is_given_holds_for_all_layers():
         assert stats.hist(layer).shape == (18, 3)
 
 
-def test_an_automatic_range_is_of_each_layer_and_stays_in_the_fit():
+def test_an_automatic_range_is_of_each_layer_and_holds_all_records_of_the_fit():
     class Two(Around):
         def forward(self, x):
             self.fc2(x)
@@ -207,9 +217,9 @@ def test_an_automatic_range_is_of_each_layer_and_stays_in_the_fit():
     stats = ActivationStats(True, modules=["odd", "fc2"])
     fit(Learner([torch.ones(3, 2)] * 2, model, torch.mean, torch.optim.SGD, cbs=stats))
     odd, other = stats.hist_edges("odd"), stats.hist_edges("fc2")
-    assert 9 <= odd[-1] < 50
+    assert 99 <= odd[-1] < 400
     assert -2000 < other[0] <= -999
-    assert counts(stats)[-1, 1] == (torch.arange(100.0) > odd[-1]).sum()
+    assert totals(stats) == [10, 100]
     assert totals(stats, "fc2") == [1000, 3]
 
 

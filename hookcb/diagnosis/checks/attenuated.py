@@ -24,6 +24,7 @@ _Low = tuple[Param, float, Span]  # a weight with small gradients, their ratio t
 @check(
     "grad.attenuated",
     site=Site.BACKWARD,
+    shown_by="params.norm",
     needs=("gradients",),
     leads_to=("update.too_small", "loss.flat", "loss.trivial", "param.not_stepped"),
 )

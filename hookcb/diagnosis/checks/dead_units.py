@@ -20,6 +20,7 @@ ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in r
 @check(
     "unit.dead",
     site=Site.MODULES,
+    shown_by="layers.zeros",
     needs=("gradients",),
     leads_to=(
         "grad.attenuated",

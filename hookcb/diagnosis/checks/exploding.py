@@ -27,6 +27,7 @@ MAX_RISE, MIN_AFTER = 2.0, 3  # loss after a jump / loss before it, and the numb
 @check(
     "grad.exploding",
     site=Site.BACKWARD,
+    shown_by="params.norm",
     needs=("gradients",),
     leads_to=(
         "update.too_large",

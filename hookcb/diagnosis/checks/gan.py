@@ -14,7 +14,9 @@ WON = 0.05  # loss of a discriminator that has won
 N_FIRST = 5  # records in the median of the beginning; the end is a single one, as records get rare
 
 
-@check("gan.balance", site=Site.RUN, needs=("gradients", "steps", "loss"), subject="players")
+@check(
+    "gan.balance", site=Site.RUN, shown_by="run.loss", needs=("gradients", "steps", "loss"), subject="players"
+)
 def balance(evidence: Evidence) -> Iterator[Result]:
     """A discriminator so good that its generator no longer learns.
 

@@ -47,7 +47,7 @@ PREDICTIONS = {
 }
 
 
-@check("loss.trivial", site=Site.RUN, needs=("loss",), leads_to=("loss.flat",))
+@check("loss.trivial", site=Site.RUN, shown_by="run.loss", needs=("loss",), leads_to=("loss.flat",))
 def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     """A model that is no better than the best constant prediction, which ignores the input.
 
@@ -106,7 +106,11 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
 
 
 @check(
-    "loss.penalty", site=Site.LOSS, needs=("loss", "batch", "graph"), leads_to=("loss.trivial", "loss.flat")
+    "loss.penalty",
+    site=Site.LOSS,
+    shown_by="run.loss",
+    needs=("loss", "batch", "graph"),
+    leads_to=("loss.trivial", "loss.flat"),
 )
 def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
     """A penalty on parameters that is nearly all of the loss.
@@ -170,6 +174,7 @@ def _of_constant(evidence: Evidence) -> str:
 @check(
     "head.stuck",
     site=Site.LOSS,
+    shown_by="run.loss",
     needs=("loss", "batch", "graph"),
     leads_to=("loss.*", "update.*", "grad.*", "unit.dead", "act.collapse"),
 )
@@ -208,7 +213,7 @@ def stuck_head(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("train.unfinished", site=Site.RUN, needs=("loss",), subject="end")
+@check("train.unfinished", site=Site.RUN, shown_by="run.loss", needs=("loss",), subject="end")
 def unfinished_training(evidence: Evidence) -> Iterator[Result]:
     """A loss that is far from its end: a note, never an alarm.
 

@@ -20,6 +20,8 @@ MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of unit
 @check(
     "input.scale",
     site=Site.INPUT,
+    shown_by="run.input_rms",
+    draws_limit=True,
     needs=("batch", "gradients"),
     leads_to=("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*"),
 )

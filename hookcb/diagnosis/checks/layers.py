@@ -47,6 +47,8 @@ def _head(evidence: Evidence) -> float:
 @check(
     "unit.saturated",
     site=Site.MODULES,
+    shown_by="layers.saturated",
+    draws_limit=True,
     needs=("activations",),
     leads_to=("grad.attenuated", "loss.flat", "loss.trivial", "act.collapse", "update.too_small"),
     subject="flat ends",
@@ -107,6 +109,7 @@ def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span, began
 @check(
     "act.scale",
     site=Site.MODULES,
+    shown_by="layers.std",
     needs=("activations",),
     leads_to=("grad.*", "loss.*", "update.*", "unit.*", "nonfinite.*", "attn.collapse", "act.collapse"),
 )
@@ -208,6 +211,8 @@ def _near_overflow(layer: Layer, most: float, span: Span) -> Finding:
 @check(
     "act.collapse",
     site=Site.MODULES,
+    shown_by="layers.spread",
+    draws_limit=True,
     needs=("activations",),
     leads_to=("loss.flat", "loss.trivial", "grad.attenuated", "unit.dead"),
 )

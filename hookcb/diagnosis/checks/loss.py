@@ -40,7 +40,7 @@ SPIKE, SPIKE_WINDOW, SPIKE_BEFORE, N_SPIKES = 6.0, 128, 32, 2  # standard deviat
 N_LATEST = 4_096  # batches that are searched for spikes, so that a long run takes less than a second
 
 
-@check("loss.init", site=Site.LOSS, needs=("loss",))
+@check("loss.init", site=Site.LOSS, shown_by="run.loss", draws_limit=True, needs=("loss",))
 def first_loss(evidence: Evidence) -> Iterator[Result]:
     """A first loss far above that of guessing: the model begins confident and wrong.
 
@@ -84,7 +84,7 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("loss.flat", site=Site.RUN, needs=("loss",))
+@check("loss.flat", site=Site.RUN, shown_by="run.loss", draws_limit=True, needs=("loss",))
 def flat_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that has not fallen since the beginning.
 
@@ -126,7 +126,14 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("loss.diverging", site=Site.RUN, needs=("loss",), leads_to=("nonfinite.*",))
+@check(
+    "loss.diverging",
+    site=Site.RUN,
+    shown_by="run.loss",
+    draws_limit=True,
+    needs=("loss",),
+    leads_to=("nonfinite.*",),
+)
 def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that is higher than at the beginning and stays there.
 
@@ -210,6 +217,8 @@ def _beginning(evidence: Evidence) -> float:
 @check(
     "loss.unbounded",
     site=Site.LOSS,
+    shown_by="run.loss",
+    draws_limit=True,
     needs=("loss",),
     leads_to=("loss.diverging", "update.*", "act.*", "grad.*", "nonfinite.*", "unit.*"),
 )
@@ -254,7 +263,7 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-@check("loss.spike", site=Site.RUN, needs=("loss",))
+@check("loss.spike", site=Site.RUN, shown_by="run.loss", draws_limit=True, needs=("loss",))
 def loss_spikes(evidence: Evidence) -> Iterator[Result]:
     """Single losses far above those before them: a note, never an alarm.
 

@@ -11,7 +11,15 @@ from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.verdict import Finding
 
 
-@check("nonfinite.first", site=Site.MODULES, needs=(), exact=True, leads_to=EVERYTHING)
+@check(
+    "nonfinite.first",
+    site=Site.MODULES,
+    shown_by="layers.nonfinite",
+    draws_limit=True,
+    needs=(),
+    exact=True,
+    leads_to=EVERYTHING,
+)
 def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
     """The first module that makes NaN or infinity from finite inputs, or from finite gradients.
 
@@ -66,7 +74,14 @@ def _nonfinite(evidence: Evidence, bad: dict[str, int]) -> Finding:
     )
 
 
-@check("nonfinite.contained", site=Site.BACKWARD, needs=("gradients",), exact=True)
+@check(
+    "nonfinite.contained",
+    site=Site.BACKWARD,
+    shown_by="params.nonfinite",
+    draws_limit=True,
+    needs=("gradients",),
+    exact=True,
+)
 def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
     """A NaN or infinite gradient of a layer's output, at a step with finite gradients of all parameters.
 

@@ -27,6 +27,7 @@ MAX_SKIPPED, MAX_SKIPPED_STEPS = 0.1, 4
 @check(
     "clip.always",
     site=Site.GRADIENTS,
+    shown_by="run.clip_coef",
     needs=("gradients",),
     leads_to=("update.too_small", "loss.flat", "loss.trivial"),
 )
@@ -81,6 +82,7 @@ def _clip_advice(evidence: Evidence) -> str:
 @check(
     "param.not_stepped",
     site=Site.OPTIMIZER,
+    shown_by="params.update_ratio",
     needs=("gradients",),
     exact=True,
     leads_to=("loss.flat", "loss.trivial"),
@@ -186,6 +188,7 @@ def _no_rate(evidence: Evidence, span: Span) -> Finding:
 @check(
     "amp.scale_collapse",
     site=Site.GRADIENTS,
+    shown_by="run.scale",
     needs=("gradients",),
     exact=True,
     leads_to=("param.not_stepped", "update.too_small", "loss.flat", "loss.trivial"),

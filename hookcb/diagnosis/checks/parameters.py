@@ -17,6 +17,7 @@ MIN_STEPS = 20  # of the run
 @check(
     "param.unreachable",
     site=Site.BACKWARD,
+    shown_by="params.norm",
     needs=("gradients",),
     exact=True,
     leads_to=("loss.flat", "loss.trivial"),
@@ -137,6 +138,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
 @check(
     "init.zero",
     site=Site.MODULES,
+    shown_by="params.norm",
     needs=("gradients",),
     exact=True,
     leads_to=("loss.flat", "loss.trivial", "unit.dead", "grad.attenuated", "act.collapse"),
@@ -176,6 +178,7 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
 @check(
     "param.restored",
     site=Site.OPTIMIZER,
+    shown_by="params.update_ratio",
     needs=("gradients", "batches"),
     exact=True,
     leads_to=("loss.flat", "loss.trivial"),

@@ -13,6 +13,7 @@ ROUNDING = 1e-3  # relative difference of two norms that are rounded
 @check(
     "grad.rescaled",
     site=Site.GRADIENTS,
+    shown_by="params.norm",
     needs=("gradients",),
     exact=True,
     leads_to=("loss.*", "update.*"),

@@ -54,6 +54,8 @@ MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
 @check(
     "update.too_large",
     site=Site.OPTIMIZER,
+    shown_by="params.update_ratio",
+    draws_limit=True,
     needs=("gradients",),
     leads_to=(
         "unit.*",
@@ -172,6 +174,8 @@ def _too_large(evidence: Evidence, large: _Large, is_error: bool) -> Finding:
 @check(
     "update.too_small",
     site=Site.OPTIMIZER,
+    shown_by="params.update_ratio",
+    draws_limit=True,
     needs=("gradients",),
     leads_to=("loss.flat", "loss.trivial", "train.unfinished"),
 )

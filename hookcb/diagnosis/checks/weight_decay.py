@@ -30,6 +30,7 @@ MAX_DECAY_OF_NORMS = 0.05  # sum of lr · weight decay
 @check(
     "wd.dominates",
     site=Site.OPTIMIZER,
+    shown_by="params.weight_norm",
     needs=("gradients", "optimizers"),
     leads_to=("loss.flat", "loss.trivial", "act.collapse", "unit.*", "grad.attenuated", "update.*"),
 )

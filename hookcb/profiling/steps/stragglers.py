@@ -3,6 +3,7 @@
 import math
 import socket
 import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from hookcb.records.printing import Printed
 from hookcb.records.tables import Column, fitted
 
 BLOCK = 100  # steps of all ranks that are compared at once
+MAX_LATEST = 64  # blocks that are kept one by one
 MIN_BLOCK = 10  # fewer, at the end of an epoch, are not compared
 MAX_EXCESS = 0.1  # share of a step by which a rank may have more work than the others usually have
 MIN_EXCESS = 3e-3  # seconds; less is the noise of a machine
@@ -88,6 +90,7 @@ class RankTimes(Printed):
         n_blocks: number of blocks.
         n_steps: number of steps in them.
         n_slowest: for each rank, in how many blocks it was the slowest.
+        latest: of the last 64 blocks the number of steps until its end, and the own work of each rank.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class RankTimes(Printed):
         self._waits_for_main, self._main_waits = waits_for_main, main_waits
         self.n_blocks = self.n_steps = 0
         self.n_slowest = [0] * len(self.hosts)
+        self.latest = deque[tuple[int, list[float]]](maxlen=MAX_LATEST)
         self._sums = torch.zeros(len(self.hosts), len(STEP_PHASES), dtype=torch.float64)
         self._whole = 0.0  # seconds of all steps, of a mean rank
 
@@ -127,7 +131,9 @@ class RankTimes(Printed):
         self._sums += seconds * steps
         self._whole += float(whole) * steps
         self.n_steps, self.n_blocks = self.n_steps + steps, self.n_blocks + 1
-        self.n_slowest[int(seconds[:, self._columns()].sum(1).argmax())] += 1
+        own = seconds[:, self._columns()].sum(1)
+        self.n_slowest[int(own.argmax())] += 1
+        self.latest.append((self.n_steps, own.tolist()))
 
     @property
     def straggler(self) -> Straggler | None:

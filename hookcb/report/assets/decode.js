@@ -2,12 +2,13 @@
 
 /** The page with `{steps, values}` in place of each series. */
 async function readPage(text) {
-  const page = JSON.parse(text);
-  const numbers = await inflated(page.numbers);
+  const packed = JSON.parse(text);
+  const page = JSON.parse(new TextDecoder().decode(await inflated(packed.content)));
+  const numbers = joined(await inflated(packed.numbers));
   const views = new Map(); // steps that are alike are one array
   const series = ([steps, values, n]) => {
     const key = `${steps}:${n}`;
-    if (!views.has(key)) views.set(key, new Int32Array(numbers, 4 * steps, n));
+    if (!views.has(key)) views.set(key, summed(new Int32Array(numbers, 4 * steps, n)));
     return { steps: views.get(key), values: new Float32Array(numbers, 4 * values, n) };
   };
   const byName = (group) => mapped(group, series);
@@ -36,4 +37,18 @@ function stepsOf(page) {
   const first = all.reduce((least, { steps }) => Math.min(least, steps[0]), Infinity);
   const last = all.reduce((most, { steps }) => Math.max(most, steps.at(-1)), page.n_batches - 1);
   return Number.isFinite(first) ? [first - 0.5, last + 0.5] : [0, 1]; // room for whole cells
+}
+
+/** Numbers of 4 bytes from planes: the first bytes of all, the second bytes, and so on. */
+function joined(planes) {
+  const bytes = new Uint8Array(planes), n = bytes.length / 4;
+  const numbers = new Uint8Array(bytes.length);
+  for (let i = 0; i < bytes.length; i += 1) numbers[4 * (i % n) + Math.floor(i / n)] = bytes[i];
+  return numbers.buffer;
+}
+
+/** Steps from their differences. */
+function summed(differences) {
+  let sum = 0;
+  return differences.map((difference) => (sum += difference));
 }
