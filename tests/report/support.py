@@ -42,7 +42,7 @@ HOSTILE = (
     "x" * 300,
     "🔥🧨.👩‍👩‍👧",
     "&lt;b&gt;&amp;&#x3C;",
-    "line\nbreak\ttab\x00nul",
+    "line\nbreak\ttab",
     "__proto__",
     "constructor",
     "@@DATA@@ ${7*7} {{7*7}}",
