@@ -43,19 +43,13 @@ def open_page(browser):
     opened, wrong = [], []
 
     def open_(path, width=1280, scheme="light", height=900, **options):
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme, **options
-        )
+        size = {"width": width, "height": height}
+        context = browser.new_context(viewport=size, color_scheme=scheme, **options)
         page = context.new_page()
-        page.on(
-            "console",
-            lambda said: wrong.append(f"{said.type}: {said.text}") if said.type == "error" else None,
-        )
+        page.on("console", lambda said: wrong.extend([said.text] if said.type == "error" else []))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
-        page.on(
-            "request", lambda request: wrong.append(request.url) if request.url != path.as_uri() else None
-        )
+        page.on("request", lambda sent: wrong.extend({sent.url} - {path.as_uri()}))
         page.goto(path.as_uri())
         page.wait_for_selector("body[data-ready=yes]", timeout=20_000)
         opened.append(context)

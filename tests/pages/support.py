@@ -54,27 +54,20 @@ def only_diagnosed():
 def large(n_layers=500, n_records=128):
     """Many layers, in blocks, with synthetic numbers."""
     rng = random.Random(0)
-    steps, data = (
-        list(range(0, 10 * n_records, 10)),
-        PageData("HEALTHY  as far as checked", n_batches=10 * n_records),
-    )
-    data.run["loss"] = Series(list(range(10 * n_records)), [rng.random() for _ in range(10 * n_records)])
+    steps, n = list(range(0, 10 * n_records, 10)), 10 * n_records
+    data = PageData("HEALTHY  as far as checked", n_batches=n)
+    data.run["loss"] = Series(list(range(n)), [rng.random() for _ in range(n)])
     data.modules.append(ModuleRow("", "Net"))
     for i in range(n_layers):
         if i % 10 == 0:
             data.modules.append(ModuleRow(f"block{i // 10}", "Block"))
         name = f"block{i // 10}.linear{i % 10}"
         data.modules.append(ModuleRow(name, "Linear", "Linear 8→8", 72))
-        stats = {
-            stat: Series(steps, [rng.lognormvariate(0, 1) for _ in steps])
-            for stat in ("std", "mean", "zeros")
-        }
+        series = [Series(steps, [rng.lognormvariate(0, 1) for _ in steps]) for _ in range(5)]
+        stats = dict(zip(("std", "mean", "zeros"), series, strict=False))
         data.layers[name] = Recorded(name, "Linear", stats)
-        norms = {
-            stat: Series(steps, [rng.lognormvariate(-3, 1) for _ in steps])
-            for stat in ("norm", "update_ratio")
-        }
-        data.params[f"{name}.weight"] = Recorded(name, "8×8", norms)
+        stats = dict(zip(("norm", "update_ratio"), series[3:], strict=True))
+        data.params[f"{name}.weight"] = Recorded(name, "8×8", stats)
     return data
 
 
@@ -100,10 +93,8 @@ def of_two_ranks():
     steps = list(range(99, 1000, 100))
     data.ranks = RanksCompared(2, 0, ["node-a", "node-b"])
     data.ranks.phases = {"own work": [Series(steps, [0.01] * 10), Series(steps, [0.01] * 5 + [0.03] * 5)]}
-    data.ranks.loss = [
-        data.run["loss"],
-        Series(data.run["loss"].steps, [2 * x for x in data.run["loss"].values]),
-    ]
+    loss = data.run["loss"]
+    data.ranks.loss = [loss, Series(loss.steps, [2 * x for x in loss.values])]
     data.ranks.sentences = ["the others wait for rank 1 (node-b): its own work takes 30 ms a step"]
     data.time = data.time or TimeSpent()
     return data

@@ -17,9 +17,8 @@ ROWS = "#layers [role=treeitem]"
 
 
 def names(page):
-    return page.eval_on_selector_all(
-        ROWS, "rows => rows.filter(r => r.checkVisibility()).map(r => r.dataset.name)"
-    )
+    shown = "rows => rows.filter(row => row.checkVisibility()).map(row => row.dataset.name)"
+    return page.eval_on_selector_all(ROWS, shown)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -45,7 +44,6 @@ def test_a_page_opens_within_a_second(kind, pages, open_page):
     for _ in range(3):
         page = open_page(pages(kind))
         times.append(page.evaluate("performance.now()"))
-    print(f"{kind}: ready after {min(times):.0f} ms, {pages(kind).stat().st_size:,} bytes")
     assert min(times) < 2_000  # 1 s on a quiet machine
 
 
@@ -129,7 +127,8 @@ def test_a_click_is_answered_at_once_among_500_layers(pages, open_page):
     page = open_page(pages("large"))
     times = page.evaluate(
         """async () => {
-            const rows = [...document.querySelectorAll("#layers [role=treeitem]")].filter(r => r.dataset.name.includes("."));
+            const all = [...document.querySelectorAll("#layers [role=treeitem]")];
+            const rows = all.filter((row) => row.dataset.name.includes("."));
             const times = [];
             for (const row of rows.filter((_, i) => i % 60 === 5)) {
                 const began = performance.now();
@@ -140,7 +139,6 @@ def test_a_click_is_answered_at_once_among_500_layers(pages, open_page):
             return times;
         }"""
     )
-    print(f"a click takes {statistics.median(times):.0f} ms")
     assert statistics.median(times) < 300  # 100 ms on a quiet machine
 
 
@@ -169,8 +167,7 @@ def test_a_table_stands_behind_each_chart(pages, open_page):
 
 def test_names_are_only_text(pages, open_page):
     page = open_page(pages("hostile"))
-    assert (
-        HOSTILE in page.locator("#headline").inner_text()
+    assert HOSTILE[:40] in page.locator("#headline").inner_text()
         or HOSTILE[:40] in page.locator("#headline").inner_text()
     )
     for name in NAMES:
