@@ -12,7 +12,7 @@ NO_ONE_FILE = {
     "interop",
     "pages",
     "ranks",
-}  # what is there is about more than a file
+}  # about more than a file
 HELPER = re.compile(r"(support|conftest|__init__|\w+_worker)\.py")
 
 

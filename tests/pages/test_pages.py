@@ -168,8 +168,6 @@ def test_a_table_stands_behind_each_chart(pages, open_page):
 def test_names_are_only_text(pages, open_page):
     page = open_page(pages("hostile"))
     assert HOSTILE[:40] in page.locator("#headline").inner_text()
-        or HOSTILE[:40] in page.locator("#headline").inner_text()
-    )
     for name in NAMES:
         row = page.locator(ROWS).evaluate_all(
             "(rows, name) => rows.findIndex(row => row.dataset.name === name)", name
