@@ -208,7 +208,7 @@ def test_it_can_be_printed(pages, open_page, tmp_path):
 
 def test_a_running_page_follows_and_keeps_its_place(open_page, tmp_path):
     data = healthy()
-    data.every = 1.0
+    data.every = 3.0
     path = Page(data).save(tmp_path / "run.html")
     page = open_page(path, height=500)
     page.fill("#find", "2")
@@ -226,7 +226,7 @@ def test_a_running_page_follows_and_keeps_its_place(open_page, tmp_path):
     Page(data).save(path)
     page.locator("#headline", has_text="end").wait_for(timeout=15_000)
     page.evaluate("window.isThisOne = true")
-    page.wait_for_timeout(2_500)
+    page.wait_for_timeout(3_500)
     assert page.evaluate("window.isThisOne")
 
 
