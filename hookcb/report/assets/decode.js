@@ -41,7 +41,8 @@ function stepsOf(page) {
 
 /** Numbers of 4 bytes from planes: the first bytes of all, the second bytes, and so on. */
 function joined(planes) {
-  const bytes = new Uint8Array(planes), n = bytes.length / 4;
+  const bytes = new Uint8Array(planes),
+    n = bytes.length / 4;
   const numbers = new Uint8Array(bytes.length);
   for (let i = 0; i < bytes.length; i += 1) numbers[4 * (i % n) + Math.floor(i / n)] = bytes[i];
   return numbers.buffer;

@@ -16,14 +16,18 @@ function runCharts(page) {
   }
   for (const [name, series] of Object.entries(page.epochs)) {
     const [, part, title] = name.match(/^(?:(train|valid)_)?(.*)$/s);
-    const label = { train: "training, each epoch", valid: "validation" }[part] || "each epoch";
+    const label = { train: "epoch", valid: "validation" }[part] || "each epoch";
     if (series.steps.length) add(title || name, { label, series, points: true });
   }
-  return charts;
+  const first = ["loss", ...Object.keys(page.epochs), "lr"]; // then the others, the inputs last
+  const rank = ([name]) =>
+    first.includes(name) ? first.indexOf(name) : name === "input_rms" ? Infinity : first.length;
+  return new Map([...charts].sort((a, b) => rank(a) - rank(b) || 0));
 }
 
 const RUN_NAMES = {
   lr: "learning rate",
+  input_rms: "RMS of the inputs",
   total_norm: "gradient norm of all parameters",
   scale: "scale of the loss",
   clip_coef: "clipping coefficient",
