@@ -18,8 +18,12 @@ function make(what, attributes = {}, ...children) {
 
 const list = (kind, items) => make(kind, {}, ...items.map((item) => make("li", {}, item)));
 const fold = (title, ...children) => make("details", {}, make("summary", {}, title), ...children);
-const mapped = (object, change) =>
-  Object.fromEntries(Object.entries(object).map(([key, value]) => [key, change(value, key)]));
+/** An object with changed values; it has no prototype, as a layer may be called "constructor". */
+function mapped(object, change = (value) => value) {
+  const made = Object.create(null);
+  for (const [key, value] of Object.entries(object)) made[key] = change(value);
+  return made;
+}
 const counted = (n, noun, plural = `${noun}s`) => `${whole(n)} ${n === 1 ? noun : plural}`;
 const whole = (n) => Math.round(n).toLocaleString("en-US");
 const words = (name) => name.replaceAll("_", " ");

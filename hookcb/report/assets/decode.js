@@ -21,8 +21,14 @@ async function readPage(text) {
   page.epochs = byName(page.epochs);
   page.layers = mapped(page.layers, recorded);
   page.params = mapped(page.params, recorded);
-  if (page.time) page.time.phases = byName(page.time.phases);
-  if (page.memory) page.memory.used = series(page.memory.used);
+  if (page.time) {
+    page.time.phases = byName(page.time.phases);
+    page.time.layers = mapped(page.time.layers);
+  }
+  if (page.memory) {
+    page.memory.used = series(page.memory.used);
+    page.memory.layers = mapped(page.memory.layers);
+  }
   if (page.ranks) {
     page.ranks.loss = page.ranks.loss.map(series);
     page.ranks.phases = mapped(page.ranks.phases, (ranks) => ranks.map(series));

@@ -7,6 +7,7 @@ function runCharts(page) {
   const { total_norm: norm, clipped_total_norm: clipped } = page.run;
   const isClipped = clipped && !isSame(norm, clipped);
   const labels = {
+    __proto__: null,
     loss: "each batch",
     ...(isClipped && { total_norm: "before clipping", clipped_total_norm: "after clipping" }),
   };
@@ -26,6 +27,7 @@ function runCharts(page) {
 }
 
 const RUN_NAMES = {
+  __proto__: null,
   lr: "learning rate",
   input_rms: "RMS of the inputs",
   total_norm: "gradient norm of all parameters",
