@@ -5,9 +5,12 @@ BIN = $(VENV)/bin
 # what is imported is compiled then, which is a small part
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
+# Debian's; another browser: make pages CHROMIUM=/path/to/chrome
+CHROMIUM ?= /usr/bin/chromium
+
 NOTEBOOKS = $(wildcard nbs/*.ipynb)
 
-.PHONY: demo test test-all interop lint notebooks bench gpu planted real clean $(NOTEBOOKS)
+.PHONY: demo test test-all interop pages lint notebooks bench gpu planted real clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -22,6 +25,10 @@ test-all: test
 # with the packages of others that we follow
 interop: $(VENV)/.installed-dev $(VENV)/.installed-interop
 	$(BIN)/python -m pytest tests/interop
+
+# pages of runs in a browser; screenshots are in build/pages
+pages: $(VENV)/.installed-dev $(VENV)/.installed-pages $(CHROMIUM)
+	CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest tests/pages
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -65,6 +72,9 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"hookcb needs Python 3.11 or newer, this is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+
+/usr/bin/chromium:
+	apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium
 
 # a stamp per extra: installing again only when what is asked for has changed
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NO_ONE_FILE = {"scenarios", "contract", "interop", "ranks"}  # what is there is about more than a file
+NO_ONE_FILE = {
+    "scenarios",
+    "contract",
+    "interop",
+    "pages",
+    "ranks",
+}  # about more than a file
 HELPER = re.compile(r"(support|conftest|__init__|\w+_worker)\.py")
 
 
@@ -16,7 +22,7 @@ def misplaced(root):
     for path in sorted((root / "tests").rglob("*.py")):
         file = path.relative_to(root / "tests")
         room = file.parts[0]
-        if HELPER.fullmatch(file.name) or room == "interop":
+        if HELPER.fullmatch(file.name) or room in ("interop", "pages"):
             continue
         if not file.name.startswith("test_"):
             found.append(f"tests/{file} has no tests: helpers are in support.py, conftest.py or *_worker.py")

@@ -272,7 +272,7 @@ class ExternalLoop(NamedLoop):
         return diagnose_loop(self)
 
     def report(self, path: str | Path | None = None) -> Page:
-        """What was recorded, and the verdict, as a page; see `Learner.report`.
+        """A page of what was recorded, and of the verdict; see `Learner.report`.
 
         Raises:
             OSError: If the file cannot be written.

@@ -429,7 +429,7 @@ class Learner(NamedLoop):
         return diagnose_loop(self)
 
     def report(self, path: str | Path | None = None) -> Page:
-        """What was recorded, and the verdict, as a page, written as one HTML file to `path` if that is given.
+        """A page of what was recorded, and of the verdict: one HTML file, written to `path` if that is given.
 
         A notebook shows the page; `hookcb.load_report` reads the data of a file back.
 

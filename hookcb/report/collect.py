@@ -70,13 +70,14 @@ def collect(loop: Any) -> PageData:
 
 
 def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> PageData:
-    """What callbacks have recorded."""
+    """A page of what callbacks have recorded, without a verdict."""
     evidence = evidence or Evidence()
     data = PageData("", hookcb=version("hookcb"))
     data.written = datetime.now().astimezone().isoformat(timespec="seconds")
     data.run, data.epochs = _run(cbs, evidence), _epochs(cbs)
-    data.n_batches = max([evidence.n_batches, *(series.steps[-1] + 1 for series in data.run.values())])
     data.layers, data.params = _layers(cbs, evidence), _params(cbs, evidence)
+    seen = [evidence.loss, *(own for name, own in data.run.items() if name != "input_rms")]
+    data.n_batches = max([evidence.n_batches, *(own.steps[-1] + 1 for own in seen if len(own))])
     data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
     data.notes = [_how_to_record(kind) for kind in SHOWN_BY if _first(cbs, kind) is None]
     return data

@@ -57,7 +57,7 @@ class HistogramOverTime:
 
 @dataclass
 class Recorded:
-    """What was recorded of a layer's output or of a parameter.
+    """Records of a layer's output or of a parameter.
 
     Attributes:
         module: qualified name of its module.
@@ -85,7 +85,7 @@ class SlowStep:
 
 @dataclass
 class TimeSpent:
-    """Where time goes.
+    """Time by phase and by layer, in seconds.
 
     Attributes:
         phases: seconds of each step by phase: "data", "forward", "loss", "backward", "optimizer",
@@ -103,7 +103,7 @@ class TimeSpent:
 
 @dataclass
 class MemoryUsed:
-    """Where memory goes: bytes.
+    """Memory by layer and over steps, in bytes.
 
     Attributes:
         columns: what is counted: "kept" for the backward, "parameters", "gradients", "optimizer".
@@ -197,7 +197,7 @@ class PageData:
             content, numbers = _deflated(content.encode()), _deflated(packed.planes())
             if len(content) + len(numbers) <= MAX_TEXT or most <= MIN_RECORDS:
                 return json.dumps({"schema": SCHEMA, "content": content, "numbers": numbers})
-            most //= 2
+            most = most * 2 // 3
 
     @classmethod
     def from_json(cls, text: str) -> "PageData":

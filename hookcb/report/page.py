@@ -21,6 +21,7 @@ SCRIPTS = (
     "assets/stats.js",
     "assets/tables.js",
     "assets/timeline.js",
+    "assets/axis.js",
     "assets/marks.js",
     "assets/charts.js",
     "assets/verdict.js",

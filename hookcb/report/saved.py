@@ -26,7 +26,7 @@ POSSIBLE = "a page, what records.save() has written, a checkpoint, or a folder o
 
 
 def load_run(path: str | Path) -> PageData:
-    """What a page, saved records, a checkpoint, or a folder of these have of a run.
+    """Reads what files have of a run: a page, saved records, a checkpoint, or a folder of these.
 
     Of the checkpoints in a folder, the newest is read. Only a page has a verdict.
 

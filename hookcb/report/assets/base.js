@@ -18,8 +18,12 @@ function make(what, attributes = {}, ...children) {
 
 const list = (kind, items) => make(kind, {}, ...items.map((item) => make("li", {}, item)));
 const fold = (title, ...children) => make("details", {}, make("summary", {}, title), ...children);
-const mapped = (object, change) =>
-  Object.fromEntries(Object.entries(object).map(([key, value]) => [key, change(value, key)]));
+/** An object with changed values; it has no prototype, as a layer may be called "constructor". */
+function mapped(object, change = (value) => value) {
+  const made = Object.create(null);
+  for (const [key, value] of Object.entries(object)) made[key] = change(value);
+  return made;
+}
 const counted = (n, noun, plural = `${noun}s`) => `${whole(n)} ${n === 1 ? noun : plural}`;
 const whole = (n) => Math.round(n).toLocaleString("en-US");
 const words = (name) => name.replaceAll("_", " ");
@@ -41,26 +45,14 @@ const power = (x, digits) =>
     .replaceAll("-", "−");
 
 /** A number with the largest of `units` that leaves at least one of it. */
-function scaled(x, units) {
+function scaled(x, units, digits) {
   const [size, unit] = units.find(([least]) => Math.abs(x) >= least) || units.at(-1);
-  return Number.isFinite(x) ? `${short(x / size)} ${unit}` : short(x);
+  return Number.isFinite(x) ? `${short(x / size, digits)} ${unit}` : short(x);
 }
-const seconds = (x) =>
-  x === 0
-    ? "0 s"
-    : scaled(x, [
-        [1, "s"],
-        [1e-3, "ms"],
-        [1e-6, "µs"],
-      ]);
-const bytes = (x) =>
-  scaled(x, [
-    [2 ** 40, "TiB"],
-    [2 ** 30, "GiB"],
-    [2 ** 20, "MiB"],
-    [2 ** 10, "KiB"],
-    [1, "B"],
-  ]);
+const SECONDS = Object.entries({ s: 1, ms: 1e-3, µs: 1e-6 }).map(([unit, size]) => [size, unit]);
+const BYTES = ["TB", "GB", "MB", "kB", "B"].map((unit, i) => [1000 ** (4 - i), unit]);
+const seconds = (x, digits) => (x === 0 ? "0 s" : scaled(x, SECONDS, digits));
+const bytes = (x, digits) => scaled(x, BYTES, digits);
 
 /** `names` without the dotted parts with which all of them begin; one part stays. */
 function withoutPrefix(names) {

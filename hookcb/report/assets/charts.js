@@ -81,7 +81,6 @@ class Chart {
     if (!this.box.isConnected) return; // another layer was chosen meanwhile
     const rem = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
     const font = `${12 * rem}px system-ui, sans-serif`;
-    const filter = (_, at) => (this.isLog ? at.map((y) => (Math.log10(y) % 1 ? null : y)) : at); // decades only
     const axis = {
       stroke: color("--soft"),
       font,
@@ -96,7 +95,12 @@ class Chart {
     this.plotted = new uPlot(
       {
         ...this.size(),
-        padding: [(this.marks.some(({ text }) => text) ? 18 : 6) * rem, (this.names ? 12 : 34) * rem, 0, 0],
+        padding: [
+          (this.marks.some(({ text }) => text) ? 18 : 6) * rem,
+          (this.names ? 12 : 34) * rem,
+          0,
+          60 * rem,
+        ],
         legend: { show: false },
         scales: {
           x: { time: false, range: () => (this.names ? [-0.5, this.names.length - 0.5] : timeline.range) },
@@ -114,15 +118,7 @@ class Chart {
             space: (this.names ? 90 : 60) * rem,
             incrs: WHOLE,
           },
-          {
-            ...axis,
-            grid: { ...axis.grid, filter },
-            size: 60 * rem,
-            ...(this.yNames && { incrs: WHOLE, space: 14 * rem }),
-            ticks: { show: false },
-            values: (u, at, axis, space, distance) =>
-              at.map((y) => (y === null ? "" : this.tick(y, distance, u.scales.y))),
-          },
+          { show: false },
         ],
         series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
         cursor: {
@@ -131,7 +127,7 @@ class Chart {
           points: { show: !this.stack && !this.cells },
         },
         hooks: {
-          drawAxes: [(u) => this.cells?.paint(u)],
+          drawAxes: [(u) => drawAxis(this, u, rem), (u) => this.cells?.paint(u)],
           draw: [(u) => drawMarks(this, u, rem)],
           setCursor: [(u) => this.moved(u)],
           setSelect: [(u) => this.selected(u)],
@@ -177,16 +173,6 @@ class Chart {
   placeName(x) {
     if (!this.names) return whole(x);
     return cut(this.names[x] ?? "", 12);
-  }
-
-  /** Text at the y axis; numbers have as many digits as tell them apart. */
-  tick(y, distance, { min, max }) {
-    if (this.yNames) return this.yNames[y] ?? "";
-    if (this.isLog && Math.log10(y) % 1 && max > 10 * min) return "";
-    if (this.format !== short || this.isLog) return (this.axisFormat || this.format)(y);
-    if (y && max < 0.01 && min > -0.01) return power(y, 3);
-    const digits = 2 + Math.max(0, Math.floor(Math.log10(Math.abs(y / distance || 1))));
-    return short(y, Math.max(3, digits));
   }
 
   show([first, last]) {

@@ -3,6 +3,7 @@
 const SHOWN = 20; // bars shown at first
 
 const sentences = (lines) => (lines.length ? list("ul", lines) : "");
+const isDetail = (line) => line.startsWith("- "); // of the line above
 const hasSteps = (series) => series && series.steps.length > 0;
 
 /** Bars of numbers by name, the largest first; a table for eyes and for screen readers. */
@@ -24,7 +25,7 @@ function bars(title, columns, numbers, format) {
     return make(
       "tr",
       {},
-      make("th", { scope: "row", title: name }, name),
+      make("th", { scope: "row", title: name }, name || "(the model)"),
       make("td", {}, bar),
       make("td", {}, format(sum(own))),
     );
@@ -62,7 +63,7 @@ function bars(title, columns, numbers, format) {
     const [shown, said] = thinned(all);
     return table(
       ["layer", ...columns],
-      shown.map(([name, own]) => [name, ...columns.map((_, i) => format(own[i] || 0))]),
+      shown.map(([name, own]) => [name || "(the model)", ...columns.map((_, i) => format(own[i] || 0))]),
       `${title}. ${said}`.trim(),
     );
   });
@@ -85,7 +86,7 @@ function showTime({ time }) {
     time && (phases.length || time.slow.length || time.sentences.length || Object.keys(time.layers).length);
   $("time-section").hidden = !isThere;
   if (!isThere) return;
-  place.append(sentences(time.sentences));
+  place.append(sentences(time.sentences.filter((line) => !time.slow.length || !isDetail(line)))); // they are in the table
   if (phases.length) {
     const totals = new Map();
     for (const [, { steps, values }] of phases)

@@ -21,8 +21,14 @@ async function readPage(text) {
   page.epochs = byName(page.epochs);
   page.layers = mapped(page.layers, recorded);
   page.params = mapped(page.params, recorded);
-  if (page.time) page.time.phases = byName(page.time.phases);
-  if (page.memory) page.memory.used = series(page.memory.used);
+  if (page.time) {
+    page.time.phases = byName(page.time.phases);
+    page.time.layers = mapped(page.time.layers);
+  }
+  if (page.memory) {
+    page.memory.used = series(page.memory.used);
+    page.memory.layers = mapped(page.memory.layers);
+  }
   if (page.ranks) {
     page.ranks.loss = page.ranks.loss.map(series);
     page.ranks.phases = mapped(page.ranks.phases, (ranks) => ranks.map(series));
@@ -41,7 +47,8 @@ function stepsOf(page) {
 
 /** Numbers of 4 bytes from planes: the first bytes of all, the second bytes, and so on. */
 function joined(planes) {
-  const bytes = new Uint8Array(planes), n = bytes.length / 4;
+  const bytes = new Uint8Array(planes),
+    n = bytes.length / 4;
   const numbers = new Uint8Array(bytes.length);
   for (let i = 0; i < bytes.length; i += 1) numbers[4 * (i % n) + Math.floor(i / n)] = bytes[i];
   return numbers.buffer;

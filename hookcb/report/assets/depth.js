@@ -12,9 +12,18 @@ const depth = {
     this.charts = charts;
     $("depth").append(make("div.charts", {}, ...charts.map(({ own }) => own.box)));
     $("depth-step").max = this.steps.length - 1;
-    $("depth-step").value = this.steps.length - 1;
+    $("depth-step").value = this.fullest(all);
     $("depth-step").addEventListener("input", () => this.slide());
     this.slide();
+  },
+
+  /** Place of the newest of the steps at which most layers were recorded. */
+  fullest(all) {
+    const counts = new Map();
+    for (const step of all) counts.set(step, (counts.get(step) || 0) + 1);
+    const most = Math.max(...counts.values());
+    this.first = this.steps.findLastIndex((step) => counts.get(step) === most);
+    return this.first;
   },
 
   /** The chart of a statistic of all layers; none if fewer than two have it. */
@@ -52,10 +61,10 @@ const depth = {
     }
   },
 
-  /** The step that is shown, null if it is the newest. */
+  /** The step that is shown, null if it is the one that is shown first. */
   kept() {
     const at = Number($("depth-step").value);
-    return at < this.steps.length - 1 ? this.steps[at] : null;
+    return at === this.first ? null : (this.steps[at] ?? null);
   },
 
   restore(step) {

@@ -1,17 +1,21 @@
 // The chosen layer: its curves, its histogram over time, its parameters.
 
-const GROUPED = { min: "smallest and largest", max: "smallest and largest" };
+const GROUPED = {
+  __proto__: null,
+  min: "smallest and largest",
+  max: "smallest and largest",
+};
 for (const stat of SHARES) GROUPED[stat] = "share of the output";
 
 /** Charts of the statistics of an output or of several parameters. */
 function statCharts(recorded, marks, isOfParam) {
   const charts = new Map();
-  const names = Object.keys(recorded);
+  const names = [...recorded.keys()];
   const shortNames = withoutPrefix(names);
-  for (const stat of statsOf(recorded)) {
+  for (const stat of statsOf([...recorded.values()])) {
     const title = (!isOfParam && GROUPED[stat]) || statName(stat, isOfParam);
     const lines = names.flatMap((name, i) => {
-      const series = recorded[name].stats[stat];
+      const series = recorded.get(name).stats[stat];
       return series?.steps.length
         ? [{ label: isOfParam ? shortNames[i].split(".").at(-1) : statName(stat), series }]
         : [];
@@ -75,12 +79,12 @@ function showLayer(page, row) {
   if (row.layer) {
     const isCounted = row.layer.hist?.bins.some(({ values }) => values.some((n) => n > 0));
     const hist = isCounted ? [histogramChart(row.layer.hist, marks)] : [];
-    const [charts, same] = statCharts({ [row.name]: row.layer }, marks, false);
+    const [charts, same] = statCharts(new Map([[row.name, row.layer]]), marks, false);
     section("Output", [...hist, ...charts], same);
   }
-  const params = Object.fromEntries(row.params.map((name) => [name, page.params[name]]));
+  const params = new Map(row.params.map((name) => [name, page.params[name]]));
   section(
-    `Parameters: ${Object.entries(params)
+    `Parameters: ${[...params]
       .map(([name, { about }]) => `${name.split(".").at(-1)} ${about}`.trim())
       .join(", ")}`,
     ...statCharts(params, marks, true),

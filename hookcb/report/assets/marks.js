@@ -59,14 +59,18 @@ function drawLimit(chart, u, px) {
 function drawFound(chart, u, px) {
   const { top, height } = u.bbox;
   u.ctx.textAlign = "center";
+  let last = null; // the sign before; those that would cover one another are left out
   for (const { line, kind, step } of chart.found) {
+    const x = u.valToPos(step, "x", true);
+    if (last && last.line === line && last.kind === kind && Math.abs(x - last.x) < 8 * px) continue;
+    last = { line, kind, x };
     const { sign, atTop, value } = MARKS[kind];
     u.ctx.fillStyle = !Number.isFinite(value)
       ? color("--alarm")
       : chart.stack
         ? color("--ink")
         : lineColor(line);
-    u.ctx.fillText(sign, u.valToPos(step, "x", true), atTop ? top + 11 * px : top + height - 3 * px);
+    u.ctx.fillText(sign, x, atTop ? top + 11 * px : top + height - 3 * px);
   }
 }
 

@@ -77,8 +77,8 @@ function choicesOf(page) {
     }
     return cache.get(key);
   };
-  const outputs = statsOf(page.layers).map(output);
-  const params = statsOf(page.params).map((stat) => ({
+  const outputs = statsOf(Object.values(page.layers)).map(output);
+  const params = statsOf(Object.values(page.params)).map((stat) => ({
     key: outputs.some(({ key }) => key === stat) ? `param ${stat}` : stat,
     label: statName(stat, true),
     group: "Parameters",

@@ -7,6 +7,7 @@ function runCharts(page) {
   const { total_norm: norm, clipped_total_norm: clipped } = page.run;
   const isClipped = clipped && !isSame(norm, clipped);
   const labels = {
+    __proto__: null,
     loss: "each batch",
     ...(isClipped && { total_norm: "before clipping", clipped_total_norm: "after clipping" }),
   };
@@ -16,14 +17,19 @@ function runCharts(page) {
   }
   for (const [name, series] of Object.entries(page.epochs)) {
     const [, part, title] = name.match(/^(?:(train|valid)_)?(.*)$/s);
-    const label = { train: "training, each epoch", valid: "validation" }[part] || "each epoch";
+    const label = { train: "epoch", valid: "validation" }[part] || "each epoch";
     if (series.steps.length) add(title || name, { label, series, points: true });
   }
-  return charts;
+  const first = ["loss", ...Object.keys(page.epochs), "lr"]; // then the others, the inputs last
+  const rank = ([name]) =>
+    first.includes(name) ? first.indexOf(name) : name === "input_rms" ? Infinity : first.length;
+  return new Map([...charts].sort((a, b) => rank(a) - rank(b) || 0));
 }
 
 const RUN_NAMES = {
+  __proto__: null,
   lr: "learning rate",
+  input_rms: "RMS of the inputs",
   total_norm: "gradient norm of all parameters",
   scale: "scale of the loss",
   clip_coef: "clipping coefficient",

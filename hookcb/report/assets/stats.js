@@ -1,6 +1,7 @@
 // Statistics by name: how they are called, and how they are grouped.
 
 const STATS = {
+  __proto__: null,
   std: "std",
   mean: "mean",
   min: "smallest",
@@ -23,7 +24,11 @@ const STATS = {
   update_ratio: "update ratio",
   drift: "drift of the weight",
 };
-const GRADIENT = { abs_max: "largest gradient", nonfinite: "NaN or inf in the gradient" }; // of parameters
+const GRADIENT = {
+  __proto__: null,
+  abs_max: "largest gradient",
+  nonfinite: "NaN or inf in the gradient",
+}; // of parameters
 const SHARES = new Set(["near_zero", "zeros", "saturated", "dead", "zero_rows"]); // 0 to 1
 const FIRST = ["std", "near_zero", "norm", "update_ratio", "dead"]; // those asked for most
 
@@ -33,9 +38,7 @@ const statName = (stat, isOfParam = false) =>
 /** Names of the statistics that any of `recorded` has, those asked for most first. */
 function statsOf(recorded) {
   const found = new Set(
-    Object.values(recorded).flatMap(({ stats }) =>
-      Object.keys(stats).filter((stat) => stats[stat].steps.length),
-    ),
+    recorded.flatMap(({ stats }) => Object.keys(stats).filter((stat) => stats[stat].steps.length)),
   );
   const rank = (stat) => (FIRST.includes(stat) ? FIRST.indexOf(stat) : FIRST.length);
   return [...found].sort((a, b) => rank(a) - rank(b));

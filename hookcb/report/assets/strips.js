@@ -142,9 +142,12 @@ const strips = {
 
 /** Index of the record nearest to a step, -1 if there is none within its cell. */
 function nearest(steps, step) {
-  let best = -1;
-  for (let i = 0; i < steps.length; i += 1) {
-    if (best < 0 || Math.abs(steps[i] - step) < Math.abs(steps[best] - step)) best = i;
+  let [low, high] = [0, steps.length - 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < step) low = middle + 1;
+    else high = middle;
   }
-  return best >= 0 && Math.abs(steps[best] - step) <= Math.max(1, 0.75 * usualGap(steps)) ? best : -1;
+  if (low > 0 && step - steps[low - 1] < Math.abs(steps[low] - step)) low -= 1;
+  return Math.abs(steps[low] - step) <= Math.max(1, 0.75 * usualGap(steps)) ? low : -1;
 }

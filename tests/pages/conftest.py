@@ -1,0 +1,68 @@
+"""Pages in headless Chromium: `make pages`. No test may be skipped for want of a browser."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from playwright.sync_api import sync_playwright
+
+from hookcb.report.page import Page
+from tests.pages.support import KINDS
+
+BUILD = Path("build") / "pages"  # screenshots, for looking at
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Debian's Chromium, or the one that CHROMIUM names."""
+    with sync_playwright() as playwright:
+        path = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory):
+    """Writes the page of a kind of run, once; returns its path."""
+    folder, written = tmp_path_factory.mktemp("pages"), {}
+
+    def write(kind):
+        if kind not in written:
+            torch.manual_seed(0)
+            written[kind] = Page(KINDS[kind]()).save(folder / f"{kind}.html")
+        return written[kind]
+
+    return write
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a file; afterwards nothing must have gone wrong in it, and nothing been fetched."""
+    opened, wrong = [], []
+
+    def open_(path, width=1280, scheme="light", height=900, **options):
+        size = {"width": width, "height": height}
+        context = browser.new_context(viewport=size, color_scheme=scheme, **options)
+        page = context.new_page()
+        page.on("console", lambda said: wrong.extend([said.text] if said.type == "error" else []))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
+        page.on("request", lambda sent: wrong.extend({sent.url} - {path.as_uri()}))
+        page.goto(path.as_uri())
+        page.wait_for_selector("body[data-ready=yes]", timeout=20_000)
+        opened.append(context)
+        return page
+
+    yield open_
+    for context in opened:
+        context.close()
+    assert wrong == []
+
+
+@pytest.fixture
+def shoot():
+    """Writes a screenshot of the whole page to the folder build/pages."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    return lambda page, name: page.screenshot(path=BUILD / f"{name}.png", full_page=True)
