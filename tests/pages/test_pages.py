@@ -206,9 +206,9 @@ def test_it_can_be_printed(pages, open_page, tmp_path):
     assert len(pdf) > 20_000
 
 
-def test_a_running_page_follows_and_keeps_its_place(open_page, tmp_path):
+def test_a_page_that_loads_itself_again_keeps_its_place(open_page, tmp_path):
     data = healthy()
-    data.every = 1.0
+    data.every = 1000.0
     path = Page(data).save(tmp_path / "run.html")
     page = open_page(path, height=500)
     page.fill("#find", "2")
@@ -216,12 +216,20 @@ def test_a_running_page_follows_and_keeps_its_place(open_page, tmp_path):
     page.evaluate("scrollTo(0, 600)")
     data.headline = "HEALTHY  a second time"
     Page(data).save(path)
+    page.wait_for_timeout(2_500)  # as nobody has typed for two seconds
+    page.evaluate("follow.reload()")
     page.locator("#headline", has_text="second").wait_for(timeout=15_000)
     page.wait_for_selector("body[data-ready=yes]")
-    page.wait_for_timeout(200)
     assert page.locator("#find").input_value() == "2"
     assert page.locator("#layer h3").first.inner_text().startswith("2")
     assert abs(page.evaluate("scrollY") - 600) < 50
+
+
+def test_a_page_follows_while_the_run_goes_on(open_page, tmp_path):
+    data = healthy()
+    data.every = 1.0
+    path = Page(data).save(tmp_path / "run.html")
+    page = open_page(path)
     data.headline, data.every = "HEALTHY  at the end", None
     Page(data).save(path)
     page.locator("#headline", has_text="end").wait_for(timeout=15_000)
