@@ -44,8 +44,7 @@ def pytest_runtest_setup(item):
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     """Report if no test is left to run: xdist does not mention deselected tests."""
-    is_default = config.option.markexpr == "not slow and not pages"
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and is_default:
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and config.option.markexpr == "not slow":
         terminalreporter.write_line("slow tests are deselected; -m slow runs them, -m '' runs all")
 
 
