@@ -18,10 +18,9 @@ def page(seed, change=None, n=100, names=("a", "b", "c")):
         values = [math.exp(drift + rng.gauss(0, 0.1) + 0.003 * step) for step in range(n)]
         if change is not None:
             values = [x * change(name, step) for step, x in enumerate(values)]
-        data.layers[name] = Recorded(name, stats={"std": Series(list(range(0, 5 * n, 5)), values)})
-        data.params[f"{name}.weight"] = Recorded(
-            name, stats={"norm": Series(list(range(0, 5 * n, 5)), values)}
-        )
+        steps = range(0, 5 * n, 5)
+        data.layers[name] = Recorded(name, stats={"std": Series(list(steps), list(values))})
+        data.params[f"{name}.weight"] = Recorded(name, stats={"norm": Series(list(steps), list(values))})
     return data
 
 

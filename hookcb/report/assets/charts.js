@@ -36,6 +36,8 @@ class Chart {
     this.plot.style.height = `${this.height}rem`;
     timeline.charts.add(this);
     resized.observe(this.plot);
+    this.found = []; // what has no place in the plot, see `MARKS`
+    this.tell(null); // so that it has its height from the first
     later(() => this.draw());
   }
 
@@ -225,8 +227,7 @@ class Chart {
 
   /** Writes the legend, with the values at a place of the x axis, or else the latest. */
   tell(idx) {
-    if (!this.plotted) return;
-    const x = this.plotted.data[0][idx ?? -1] ?? null;
+    const x = this.plotted?.data[0][idx ?? -1] ?? null;
     const place =
       x !== null ? (this.names ? this.names[x] : `step ${whole(x)}`) : this.hasLatest() ? "latest" : "";
     const isPlain = this.lines.length === 1 && this.lines[0].label === this.title; // the title is the legend

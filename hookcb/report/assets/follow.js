@@ -6,6 +6,7 @@ const follow = {
   typedAt: 0,
 
   start(page) {
+    history.scrollRestoration = "manual";
     addEventListener("pagehide", () => this.keep());
     if (!page.every) return;
     addEventListener("pointerdown", () => {
@@ -88,7 +89,6 @@ const follow = {
     for (const [key, node] of this.folds()) if (state.open.includes(key)) node.open = true;
     if (state.row !== null) layers.focus(state.row);
     else if (state.focus) $(state.focus)?.focus({ preventScroll: true });
-    history.scrollRestoration = "manual";
-    scrollTo(0, state.at);
+    scrollTo({ top: state.at, behavior: "instant" });
   },
 };

@@ -33,7 +33,10 @@ function histogramChart({ low, high, bins }, marks) {
   const size = (high - low) / Math.max(1, inner.length);
   const rows = bins.toReversed(); // the largest values on top
   const scale = colorScale(rows.map(({ values }) => values.filter((n) => n > 0)));
-  const emptied = rows.map(({ steps, values }) => ({ steps, values: values.map((n) => n || scale.low) }));
+  const totals = bins[0].values.map((_, i) => bins.reduce((sum, { values }) => sum + values[i], 0));
+  scale.isFinite = totals.every((n) => n > 0); // without a finite element there is nothing to count
+  const shade = (n, i) => (totals[i] ? n || scale.low : NaN);
+  const painted = rows.map(({ steps, values }) => ({ steps, values: values.map(shade) }));
   const edge = (i) => short(low + i * size);
   const labels = inner.map((_, i) => `${edge(i)} to ${edge(i + 1)}`);
   const all = [`below ${edge(0)}`, ...labels, `above ${edge(inner.length)}`];
@@ -41,7 +44,7 @@ function histogramChart({ low, high, bins }, marks) {
   const box = heatChart({
     title: "histogram over time",
     note: "elements by value; top and bottom row: beyond the range",
-    painted: emptied,
+    painted,
     lines,
     scale,
     format: whole,
