@@ -16,6 +16,11 @@ def png_of(figure: Any) -> bytes:
         return file.getvalue()
 
 
+def image_of(figure: Any) -> Any:
+    """A figure of matplotlib as an image of Pillow, which comes with matplotlib."""
+    return import_module("PIL.Image").open(BytesIO(png_of(figure)))
+
+
 class WandbMedia:
     """Logs texts and figures to a run of wandb, or to the module itself.
 
@@ -33,7 +38,7 @@ class WandbMedia:
 
     def log_figure(self, name: str, figure: Any, /, step: int) -> None:
         """Logs a figure as an image."""
-        self.run.log({name: self._wandb.Image(figure)}, step=step)
+        self.run.log({name: self._wandb.Image(image_of(figure))}, step=step)
 
 
 class TrackioMedia:
@@ -48,8 +53,7 @@ class TrackioMedia:
 
     def log_figure(self, name: str, figure: Any, /, step: int) -> None:
         """Logs a figure as an image."""
-        image = import_module("PIL.Image").open(BytesIO(png_of(figure)))
-        self.run.log({name: self._trackio.Image(image)}, step=step)
+        self.run.log({name: self._trackio.Image(image_of(figure))}, step=step)
 
 
 FOREIGN = {"wandb": WandbMedia, "trackio": TrackioMedia}

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import pytest
 
@@ -35,9 +36,11 @@ def test_tensorboard_has_text_and_images(tmp_path):
         assert image.width > 100
 
 
-def test_mlflow_has_artifacts_and_a_tag(tmp_path):
+def test_mlflow_has_artifacts_and_a_tag(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the store that mlflow-skinny has
     mlflow = importlib.import_module("mlflow")
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     client = mlflow.MlflowClient()
     experiment = client.create_experiment("first", artifact_location=(tmp_path / "artifacts").as_uri())
     run = client.create_run(experiment)
@@ -46,6 +49,7 @@ def test_mlflow_has_artifacts_and_a_tag(tmp_path):
     folder = next((tmp_path / "artifacts").glob("*/artifacts"))
     assert (folder / "verdict.txt").read_text(encoding="utf-8").startswith(headline)
     assert (folder / "figures/activation_stats/depth.png").read_bytes().startswith(PNG)
+    mlflow.set_tracking_uri(before)
 
 
 def test_wandb_has_html_images_and_a_summary(tmp_path, monkeypatch):
@@ -61,8 +65,6 @@ def test_wandb_has_html_images_and_a_summary(tmp_path, monkeypatch):
 
 
 def test_trackio_has_markdown_and_images(tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # which it reads when it is imported
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
