@@ -1,6 +1,7 @@
 """Pages in headless Chromium: `make pages`. No test may be skipped for want of a browser."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ from playwright.sync_api import sync_playwright
 from hookcb.report.page import Page
 from tests.pages.support import KINDS
 
+# what a page must not do, and when it was ready
+WATCH = """
+window.wrong = []; window.alert = (text) => wrong.push(`alert: ${text}`);
+addEventListener("securitypolicyviolation", (e) => wrong.push(`${e.violatedDirective}: ${e.sample}`), true);
+new MutationObserver(() => { if (document.body?.dataset.ready) window.readyAt ??= performance.now(); })
+  .observe(document, {subtree: true, childList: true, attributes: true, attributeFilter: ["data-ready"]});
+"""
 BUILD = Path("build") / "pages"  # screenshots, for looking at
 
 
@@ -45,19 +53,21 @@ def open_page(browser):
     def open_(path, width=1280, scheme="light", height=900, **options):
         size = {"width": width, "height": height}
         context = browser.new_context(viewport=size, color_scheme=scheme, **options)
+        context.add_init_script(WATCH)
         page = context.new_page()
-        page.on("console", lambda said: wrong.extend([said.text] if said.type == "error" else []))
+        page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}"))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
         page.on("request", lambda sent: wrong.extend({sent.url} - {path.as_uri()}))
         page.goto(path.as_uri())
         page.wait_for_selector("body[data-ready=yes]", timeout=20_000)
-        opened.append(context)
+        opened.append(page)
         return page
 
     yield open_
-    for context in opened:
-        context.close()
+    for page in opened:
+        wrong += page.evaluate("wrong")
+        page.context.close()
     assert wrong == []
 
 
@@ -66,3 +76,16 @@ def shoot():
     """Writes a screenshot of the whole page to the folder build/pages."""
     BUILD.mkdir(parents=True, exist_ok=True)
     return lambda page, name: page.screenshot(path=BUILD / f"{name}.png", full_page=True)
+
+
+@pytest.fixture
+def note():
+    """Writes a measured number to the folder build/pages, and returns it."""
+
+    def write(what, number, unit):
+        BUILD.mkdir(parents=True, exist_ok=True)
+        text = f"{what}: {number:,.0f} {unit}"
+        (BUILD / f"{re.sub('[^a-z0-9]+', '-', what)}.txt").write_text(f"{text}\n", encoding="utf-8")
+        return number
+
+    return write

@@ -2,17 +2,46 @@
 
 import math
 import random
+from contextlib import suppress
 
 import torch
 from torch import nn
 
-from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, MemoryStats, StepTimer
+from hookcb import (
+    ActivationRecords,
+    ActivationStats,
+    Diagnose,
+    GradientHealth,
+    Learner,
+    MemoryStats,
+    StepTimer,
+)
 from hookcb.diagnosis.evidence import Series
-from hookcb.report.collect import collect
-from hookcb.report.data import HistogramOverTime, ModuleRow, PageData, RanksCompared, Recorded, TimeSpent
+from hookcb.report.collect import collect, of_records
+from hookcb.report.data import (
+    HistogramOverTime,
+    MemoryUsed,
+    ModuleRow,
+    PageData,
+    RanksCompared,
+    Recorded,
+    SlowStep,
+    TimeSpent,
+)
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&`@@DATA@@</script>"
-NAMES = [HOSTILE, "x" * 300, "\u202etfel\u202c 🦊", "constructor", "__proto__", "a b\nc"]
+NAMES = [
+    HOSTILE,
+    "--><img src=x onerror=alert(3)>",
+    "' onmouseover=alert(4) \" onfocus=alert(5) autofocus x='",
+    "javascript:alert(6)",
+    "&lt;b&gt;&amp;&#x3C;",
+    "x" * 300,
+    "\u202etfel\u202c 🦊",
+    "constructor",
+    "__proto__",
+    "a b\nc",
+]
 
 
 def trained(model, lr, *, n=4, scale=1.0, opt=torch.optim.SGD, with_all=True):
@@ -71,10 +100,43 @@ def large(n_layers=500, n_records=128):
     return data
 
 
+def stored():
+    """Noise in 100 layers and 200 parameters, 5,000 records of each, as callbacks keep them."""
+    stats, health = ActivationStats(with_hist=True), GradientHealth()
+    stats.records = ActivationRecords(with_hist=True)
+    layers = [f"blocks.{i // 10}.linear{i % 10}" for i in range(100)]
+    stats.records.outputs = {name: ("Linear", (32, 64)) for name in layers}
+    params = [f"{name}.{own}" for name in layers for own in ("weight", "bias")]
+    random_state = torch.Generator().manual_seed(0)
+    for cb, names in ((stats, layers), (health, params)):
+        store = cb.records.store_of("train")
+        records = [store.begin(epoch=i // 500, step=i) for i in range(5_000)]
+        for name in names:
+            values = torch.randn(5_000, len(store.columns), generator=random_state).exp()
+            values[:, -1] = 0  # a histogram's level
+            store.put(name, records, values)
+    data = of_records([stats, health])
+    data.headline = "UNKNOWN  the numbers are made up"
+    return data
+
+
+def of_first_batch():
+    """A fit that an error has ended in its first batch."""
+    learn = Learner(
+        ([(torch.randn(4, 16), torch.randn(4, 1))], None),
+        nn.Sequential(nn.Linear(16, 4), nn.ReLU(), nn.Linear(3, 1)),
+        loss_func=nn.functional.mse_loss,
+        opt_func=torch.optim.SGD,
+    )
+    with suppress(RuntimeError), learn.no_logging():  # shapes do not fit
+        learn.fit(1, cbs=[ActivationStats(), Diagnose("ignore", show=False)])
+    return collect(learn)
+
+
 def with_hostile_names():
     """Names, messages and values that would do harm, were they more than text."""
     data = sick()
-    data.headline = data.title = HOSTILE
+    data.headline, data.title, data.hookcb = f"SICK  {HOSTILE}", HOSTILE, HOSTILE
     data.notes = [HOSTILE]
     data.config = {name: [[name, name]] for name in NAMES}
     steps = [0, 1, 2]
@@ -83,6 +145,14 @@ def with_hostile_names():
         hist = HistogramOverTime(0.0, 1.0, [Series(steps, [1.0, 2.0, math.nan])] * 4)
         data.layers[name] = Recorded(name, HOSTILE, {"std": Series(steps, [1.0, math.inf, 2.0])}, hist)
         data.params[f"{name}.weight"] = Recorded(name, HOSTILE, {"norm": Series(steps, [1.0, 2.0, 3.0])})
+    series, costs = Series(steps, [1.0, 2.0, 3.0]), {name: [1.0, 2.0] for name in NAMES}
+    data.run |= dict.fromkeys(NAMES, series)
+    data.epochs |= dict.fromkeys(NAMES, series)
+    phases = dict.fromkeys(NAMES, series)
+    data.time = TimeSpent(phases, [SlowStep(1, 9.0, 1.0, HOSTILE, HOSTILE)], [HOSTILE], costs)
+    data.memory = MemoryUsed(NAMES[:2], costs, series, [HOSTILE])
+    data.ranks = RanksCompared(2, 0, NAMES[:2], [series] * 2, {HOSTILE: [series] * 2}, [HOSTILE])
+    data.verdict["gaps"] = [{"codes": NAMES, "reason": HOSTILE}]
     data.verdict["findings"][0] |= {"message": HOSTILE, "causes": [HOSTILE], "next_steps": [HOSTILE]}
     data.verdict["looked"] = data.verdict["ruled_out"] = [HOSTILE]
     return data
@@ -107,6 +177,8 @@ KINDS = {
     "empty": without_records,
     "diagnosed": only_diagnosed,
     "large": large,
+    "stored": stored,
+    "first": of_first_batch,
     "hostile": with_hostile_names,
     "ranks": of_two_ranks,
 }

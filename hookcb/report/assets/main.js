@@ -53,6 +53,7 @@ async function show() {
 function preparePrint() {
   let opened = [];
   const before = () => {
+    if (document.documentElement.dataset.print) return; // both events come
     document.documentElement.dataset.print = "yes";
     opened = [...document.querySelectorAll("#verdict details:not([open])")];
     opened.forEach((node) => {
