@@ -46,6 +46,7 @@ from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.report.callback import Report
+from hookcb.report.compare import compare
 from hookcb.report.page import load_report
 from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
 from hookcb.training.accumulate import GradientAccumulation
@@ -147,6 +148,7 @@ __all__ = [
     "assert_no_hooks",
     "check_callback",
     "check_gradients",
+    "compare",
     "count_hooks",
     "diagnose",
     "dummy_eval",

@@ -1,4 +1,4 @@
-"""The command line: `hookcb demo`, `diagnose`, `report`, `explain` and `export`."""
+"""The command line: `hookcb demo`, `diagnose`, `report`, `compare`, `explain` and `export`."""
 
 import argparse
 import sys
@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hookcb.activations.callback import ActivationStats
+from hookcb.cli.compare import compare_runs
 from hookcb.cli.demo import train_digits
 from hookcb.cli.export import export
 from hookcb.cli.faults import Fault, fault_lines, find_fault
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.command in ("export", "report"):
         return _convert(args)
+    if args.command == "compare":
+        return compare_runs(args.runs, args.output, args.fail_if)
     if args.list_faults:
         show("\n".join(fault_lines()), soft_wrap=True, highlight=False, markup=False)
         return 0
@@ -161,6 +164,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     page.add_argument("run", type=Path, help="file or folder")
     page.add_argument("-o", "--output", type=Path, metavar="FILE", help="what to write, by default RUN.html")
+    several = commands.add_parser(
+        "compare",
+        help="lay two to eight runs over one another",
+        description="Compare pages, saved records or checkpoints: what the runs end with, which layer "
+        "departs first and at which step, and how their configurations differ. With --fail-if the exit code "
+        "is 1 if a condition is met, 0 if none is, 3 if the noise within the runs does not allow to say, and "
+        "2 if a run or a condition cannot be read.",
+    )
+    several.add_argument(
+        "runs", nargs="+", metavar="RUN", help="file or folder; the first one is the reference"
+    )
+    several.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the comparison as a page")
+    several.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help='on the ratio of the last run to the first, such as "step_time > 1.1" or "accuracy < 0.99"',
+    )
     weights = commands.add_parser(
         "export",
         help="write the weights in a checkpoint as one plain file",

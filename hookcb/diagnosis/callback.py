@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
-from hookcb.core.console import show, warn
+from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence
@@ -25,6 +26,14 @@ from hookcb.training.progress import Progress
 
 OnSick = Literal["warn", "stop", "ignore"] | Callable[[Verdict], object]
 FIRST_CHECK, CHECK_GROWTH = 20, 10  # check after batch 20, then after ten times as many
+
+
+@runtime_checkable
+class TakesVerdict(Protocol):
+    """A callback that gets the verdict of each fit, as `Log` does; an error in it becomes a warning."""
+
+    def take_verdict(self, verdict: Verdict) -> object:
+        """Takes the verdict, once the fit has ended or failed."""
 
 
 class Diagnose(EvidenceRecorder):
@@ -106,6 +115,9 @@ class Diagnose(EvidenceRecorder):
                 verdict = self._judge(evidence := self.evidence(), ranks)
         self.finish(evidence)
         self.verdict = verdict
+        for cb in self.learn.cbs:
+            if isinstance(cb, TakesVerdict):
+                attempt(partial(cb.take_verdict, verdict))
         if self.show and not self._is_quiet():
             show(verdict)
 

@@ -77,6 +77,22 @@ class TakesHistograms(Protocol):
 
 
 @runtime_checkable
+class TakesText(Protocol):
+    """A logger that also logs texts, such as a verdict."""
+
+    def log_text(self, name: str, text: str, /, step: int) -> object:
+        """Logs a text of several lines."""
+
+
+@runtime_checkable
+class TakesFigures(Protocol):
+    """A logger that also logs figures of matplotlib."""
+
+    def log_figure(self, name: str, figure: Any, /, step: int) -> object:
+        """Logs a figure."""
+
+
+@runtime_checkable
 class Opens(Protocol):
     """A logger that opens a resource when it first logs, and again when it logs after `close`."""
 

@@ -1,7 +1,8 @@
 """Log: writes the numbers of a training to loggers."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from numbers import Real
 from operator import itemgetter
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import ranks_of
+from hookcb.gradients.callback import GradientHealth
 from hookcb.loggers.adapt import as_logger
 from hookcb.loggers.base import DiffersByRank, Histogram, Logger
 from hookcb.loggers.group import LoggerGroup
 from hookcb.loggers.newest import Newest
+from hookcb.training.recorder import Recorder
 
 
 class Log(Callback):
@@ -28,6 +32,10 @@ class Log(Callback):
     histograms; `gradients/<parameter>/<stat>` and `gradients/step/<stat>` of `GradientHealth`;
     `time/<phase>`, in seconds, of `StepTimer`. After an epoch it logs the row of the epoch, `epoch/<column>`,
     and new records. If a recorder was given a name, that takes the place of the first part.
+
+    If there is a `Diagnose`, its verdict is logged at the end of the fit as a text, `verdict`, and what was
+    recorded as figures, `figures/<name>`, if matplotlib is installed: to TensorBoard, MLflow, wandb and
+    trackio; JSONL gets the text.
 
     Reading the loss and the records waits for the device; between these batches nothing is read. Steps count
     the training batches of the fit from 0; a resumed fit continues the count, and logs the steps since its
@@ -130,6 +138,28 @@ class Log(Callback):
     def after_fit(self) -> None:
         self._batch = None
         self._group.end()
+
+    def take_verdict(self, verdict: Any) -> None:
+        """Logs the verdict of the fit, and figures; `Diagnose` calls it once the fit has ended."""
+        if self._writes:
+            others = [finding for finding in verdict.findings if finding is not verdict.primary]
+            text = "\n\n".join(map(str, [verdict, *others]))
+            self._group.show(max(0, self.train_iter - 1), {"verdict": text}, dict(self._figures()))
+            self._group.end()
+
+    def _figures(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Figures of what the callbacks of this fit have recorded, by name, as functions that draw them."""
+        if find_spec("matplotlib") is None:
+            return
+        for cb in self.learn.cbs:
+            if isinstance(cb, Recorder) and cb.losses:
+                yield "figures/run", cb.plot
+            elif isinstance(cb, ActivationStats) and len(cb.stats):
+                yield f"figures/{cb.name}/depth", cb.records.plot_depth
+                if cb.with_hist:
+                    yield f"figures/{cb.name}/histograms", cb.color_dim
+            elif isinstance(cb, GradientHealth) and len(cb.stats):
+                yield f"figures/{cb.name}/flow", cb.plot_flow
 
     @property
     def _is_due(self) -> bool:

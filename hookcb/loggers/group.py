@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from hookcb.core.console import warn
 from hookcb.core.randomness import random_state, set_random_state
-from hookcb.loggers.base import Histogram, Logger, Opens, TakesHistograms
+from hookcb.loggers.base import Histogram, Logger, Opens, TakesFigures, TakesHistograms, TakesText
+from hookcb.loggers.media import with_media
 
 
 class LoggerGroup:
@@ -36,6 +37,23 @@ class LoggerGroup:
                 acts.append((i, partial(logger.log, dict(values), step=step)))
             if hists and isinstance(logger, TakesHistograms):
                 acts.append((i, partial(logger.log_histograms, dict(hists), step=step)))
+        self._guarded(acts)
+
+    def show(self, step: int, texts: Mapping[str, str], figures: Mapping[str, Callable[[], Any]]) -> None:
+        """Logs texts, and figures, which are made if a logger takes them."""
+        made: dict[str, Any] = {}
+
+        def log_figure(logger: TakesFigures, name: str) -> None:
+            if name not in made:
+                made[name] = figures[name]()
+            logger.log_figure(name, made[name], step=step)
+
+        acts: list[tuple[int, Callable[[], object]]] = []
+        for i, logger in enumerate(map(with_media, self.loggers)):
+            if isinstance(logger, TakesText):
+                acts += [(i, partial(logger.log_text, name, text, step=step)) for name, text in texts.items()]
+            if isinstance(logger, TakesFigures):
+                acts += [(i, partial(log_figure, logger, name)) for name in figures]
         self._guarded(acts)
 
     def end(self) -> None:

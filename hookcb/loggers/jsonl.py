@@ -56,6 +56,10 @@ class JSONLLogger:
         """Appends a line of histograms, each an object with the fields of `Histogram`."""
         self._append(step, {name: asdict(hist) for name, hist in hists.items()})
 
+    def log_text(self, name: str, text: str, /, step: int) -> None:
+        """Appends a line with a text."""
+        _file(self.path).append(json.dumps({"step": int(step), name: text}) + "\n")
+
     def of_rank(self, rank: int) -> "JSONLLogger":
         """Logger for another rank, `run.rank3.jsonl`."""
         return JSONLLogger(rank_file(self.path, rank))
@@ -110,4 +114,4 @@ def _decoded(value: Any) -> Any:
         return {name: _decoded(x) for name, x in value.items()}
     if isinstance(value, list):
         return [_decoded(x) for x in value]
-    return NONFINITE[value] if isinstance(value, str) else value
+    return NONFINITE.get(value, value) if isinstance(value, str) else value

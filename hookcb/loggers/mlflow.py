@@ -64,6 +64,16 @@ class MLflowLogger:
         while some := list(islice(metrics, MAX_VALUES)):
             client.log_batch(self.run_id, metrics=some)
 
+    def log_text(self, name: str, text: str, /, step: int) -> None:
+        """Writes a text as an artifact, `verdict.txt`, and its first line as a tag."""
+        client, safe = self._opened(), INVALID.sub("-", name)
+        client.log_text(self.run_id, text, f"{safe}.txt")
+        client.set_tag(self.run_id, safe, text.partition("\n")[0])
+
+    def log_figure(self, name: str, figure: Any, /, step: int) -> None:
+        """Writes a figure of matplotlib as an artifact, `figures/run.png`."""
+        self._opened().log_figure(self.run_id, figure, f"{INVALID.sub('-', name)}.png")
+
     def close(self) -> None:
         """Ends a run that was started here; a later log continues it."""
         if self._is_running:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hookcb.loggers.base import Histogram, import_extra
+from hookcb.loggers.media import png_of
 
 PROTOS = "tensorboard.compat.proto"
 
@@ -45,6 +46,17 @@ class TensorBoardLogger:
         """Writes histograms, for the tabs Distributions and Histograms."""
         self._write([{"tag": name, "histo": _histo(hist)} for name, hist in hists.items()], step)
 
+    def log_text(self, name: str, text: str, /, step: int) -> None:
+        """Writes a text, for the tab Text, line by line as it is."""
+        summary = _import("torch.utils.tensorboard.summary").text(name, f"```\n{text}\n```")
+        self._add(summary, step)
+
+    def log_figure(self, name: str, figure: Any, /, step: int) -> None:
+        """Writes a figure of matplotlib, for the tab Images."""
+        width, height = map(int, figure.get_size_inches() * figure.dpi)
+        image = {"width": width, "height": height, "colorspace": 4, "encoded_image_string": png_of(figure)}
+        self._write([{"tag": name, "image": image}], step)
+
     def close(self) -> None:
         """Closes the file of events; a later log opens another one in the same folder."""
         if self._writer is not None:
@@ -56,10 +68,13 @@ class TensorBoardLogger:
         return TensorBoardLogger(self.folder / f"rank{rank}" if rank else self.folder)
 
     def _write(self, values: list[dict[str, Any]], step: int) -> None:
+        # all in one event, as each event takes 0.1 ms
+        self._add(_import(f"{PROTOS}.summary_pb2").Summary(value=values), step)
+
+    def _add(self, summary: Any, step: int) -> None:
         if self._writer is None:
             self._open(step)
-        # all in one event, as each event takes 0.1 ms
-        self._writer.add_summary(_import(f"{PROTOS}.summary_pb2").Summary(value=values), step)
+        self._writer.add_summary(summary, step)
         self._writer.flush()
 
     def _open(self, step: int) -> None:

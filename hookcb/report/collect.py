@@ -235,7 +235,7 @@ def _time(cbs: Iterable[Callback], evidence: Evidence) -> TimeSpent | None:
             SlowStep(x.step, x.seconds, x.seconds / x.ratio, x.phase, "; ".join(x.notes))
             for x in timer.outliers()
         ]
-        found.sentences = timer.report().lines
+        found.sentences = [line for line in timer.report().lines if not line.startswith("- ")]
     elif len(evidence.batches):
         rest = [
             whole - wait for whole, wait in zip(evidence.batches.values, evidence.waits.values, strict=False)

@@ -181,23 +181,8 @@ class PageData:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """The data as JSON: `schema`; `content`, the fields; and `numbers`. No text can end an HTML element.
-
-        In `content` a series is `[offset of its steps, offset of its values, length]` in `numbers`: int32
-        differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶
-        for counts of histograms, little-endian, the first bytes of all before the second ones. Both are
-        deflated, in base64. Of long series some values are left out, but not what is not finite, so that both
-        have about 200,000 characters at most.
-        """
-        n_series = sum(len(own.stats) for own in (*self.layers.values(), *self.params.values()))
-        most = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series))
-        while True:
-            packed = _Packed(max(most, MIN_RECORDS))
-            content = json.dumps(packed.plain(self), ensure_ascii=False, allow_nan=False)
-            content, numbers = _deflated(content.encode()), _deflated(packed.planes())
-            if len(content) + len(numbers) <= MAX_TEXT or most <= MIN_RECORDS:
-                return json.dumps({"schema": SCHEMA, "content": content, "numbers": numbers})
-            most = most * 2 // 3
+        """The data as JSON, see `to_text`."""
+        return to_text(self, sum(len(own.stats) for own in (*self.layers.values(), *self.params.values())))
 
     @classmethod
     def from_json(cls, text: str) -> "PageData":
@@ -216,6 +201,29 @@ class PageData:
         except DAMAGED as error:
             raise ValueError(f"its data are damaged: {type(error).__name__}: {error}") from error
         return cast(PageData, data)
+
+
+def to_text(data: Any, n_series: int = 1) -> str:
+    """A dataclass as JSON: `schema`; `content`, the fields; and `numbers`. No text can end an HTML element.
+
+    In `content` a series is `[offset of its steps, offset of its values, length]` in `numbers`: int32
+    differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶ for
+    counts of histograms, little-endian, the first bytes of all before the second ones. Both are deflated, in
+    base64. Of long series some values are left out, but not what is not finite, so that both together have
+    about 200,000 characters at most.
+
+    Args:
+        data: the dataclass.
+        n_series: number of series of layers and parameters.
+    """
+    most = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series))
+    while True:
+        packed = _Packed(max(most, MIN_RECORDS))
+        content = json.dumps(packed.plain(data), ensure_ascii=False, allow_nan=False)
+        content, numbers = _deflated(content.encode()), _deflated(packed.planes())
+        if len(content) + len(numbers) <= MAX_TEXT or most <= MIN_RECORDS:
+            return json.dumps({"schema": SCHEMA, "content": content, "numbers": numbers})
+        most = most * 2 // 3
 
 
 def _deflated(data: bytes) -> str:

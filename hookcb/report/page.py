@@ -5,7 +5,7 @@ import hashlib
 import zlib
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hookcb.core.files import write_whole
 from hookcb.report.collect import collect
@@ -13,7 +13,7 @@ from hookcb.report.data import PageData
 
 HERE = Path(__file__).parent
 STYLES = ("vendor/uPlot-1.6.32.min.css", "assets/page.css")
-SCRIPTS = (
+SHARED = (
     "assets/base.js",  # first: all of them are strict by it
     "vendor/uPlot-1.6.32.iife.min.js",
     "assets/decode.js",
@@ -24,19 +24,34 @@ SCRIPTS = (
     "assets/axis.js",
     "assets/marks.js",
     "assets/charts.js",
-    "assets/verdict.js",
     "assets/run.js",
-    "assets/model.js",
-    "assets/layers.js",
-    "assets/strips.js",
-    "assets/layer.js",
-    "assets/depth.js",
-    "assets/costs.js",
-    "assets/follow.js",
-    "assets/main.js",
 )
 BOOT = ("assets/boot.js",)
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
+
+
+class Document(NamedTuple):
+    """A kind of page: its HTML, and the scripts that it has beside the shared ones."""
+
+    html: str
+    scripts: tuple[str, ...]
+
+
+RUN = Document(
+    "assets/page.html",
+    (
+        "assets/verdict.js",
+        "assets/model.js",
+        "assets/layers.js",
+        "assets/strips.js",
+        "assets/layer.js",
+        "assets/depth.js",
+        "assets/costs.js",
+        "assets/follow.js",
+        "assets/main.js",
+    ),
+)
+COMPARISON = Document("assets/compare.html", ("assets/compare.js",))
 
 
 class Page:
@@ -104,16 +119,21 @@ def load_report(path: str | Path) -> PageData:
 
 
 def page_of(data: PageData) -> str:
-    """The page as text. Only our own scripts and styles may run in it, by their hashes.
+    """The page as text."""
+    return filled(RUN, data.to_json())
+
+
+def filled(kind: Document, text: str) -> str:
+    """A document with its data. Only our own scripts and styles may run in it, by their hashes.
 
     The script is deflated, in base64, which saves half of an empty page.
     """
-    style, script, boot = (_joined(names) for names in (STYLES, SCRIPTS, BOOT))
+    style, script, boot = (_joined(names) for names in (STYLES, (*SHARED, *kind.scripts), BOOT))
     scripts = f"script-src {_hash(boot)} {_hash(script)}"
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": data.to_json()}
-    pieces = (HERE / "assets/page.html").read_text(encoding="utf-8").split("@@")  # text, name, text, name …
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": text}
+    pieces = (HERE / kind.html).read_text(encoding="utf-8").split("@@")  # text, name, text, name …
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import axe_playwright_python
 import pytest
 
-from hookcb import load_report
+from hookcb import compare, load_report
 from hookcb.report.page import Page
 from tests.pages.support import HOSTILE, KINDS, NAMES, healthy, sick, stored
 
@@ -396,3 +396,21 @@ def test_a_page_is_shown_inside_a_notebook(open_page, tmp_path):
     frame.locator("body[data-ready=yes]").wait_for(timeout=15_000)
     assert frame.locator("#headline").inner_text().startswith("HEALTHY")
     assert frame.locator("#run canvas").count() >= 1
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_runs_are_laid_over_one_another(scheme, width, pages, open_page, shoot, tmp_path):
+    path = compare(*(pages(kind) for kind in ("healthy", "sick", "nan", "hostile"))).save(
+        tmp_path / "all.html"
+    )
+    page = open_page(path, width, scheme, bypass_csp=True)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert "departs from healthy" in page.locator("#headline").inner_text()
+    assert page.locator("#run canvas").count() >= 3
+    assert page.locator("#verdict tbody tr").count() == 4
+    assert "SGD" in page.locator("#config").inner_text()
+    page.evaluate(AXE)
+    violations = page.evaluate("axe.run()")["violations"]
+    assert [rule["id"] for rule in violations if rule["impact"] in ("serious", "critical")] == []
+    shoot(page, f"compare-{width}-{scheme}")

@@ -75,7 +75,7 @@ def test_time_memory_and_configuration_are_there(learn, page):
     assert sum(map(sum, (series.values for series in page.time.phases.values()))) == pytest.approx(
         sum(t.total for t in learn.step_timer.times)
     )
-    row = learn.memory_stats.layers()[1]
+    row = learn.memory_stats.layers().rows[1]
     sizes = [row.kept_self, row.param_bytes, row.grad_bytes, row.optimizer_bytes]
     assert page.memory.layers[row.name] == sizes
     config = {title: dict(rows) for title, rows in page.config.items()}

@@ -1,9 +1,9 @@
 // Reading the data that the page holds, see `PageData` in data.py.
 
-/** The page with `{steps, values}` in place of each series. */
-async function readPage(text) {
+/** The fields of a text of `to_text`, and a function that gives `{steps, values}` for a series in them. */
+async function unpacked(text) {
   const packed = JSON.parse(text);
-  const page = JSON.parse(new TextDecoder().decode(await inflated(packed.content)));
+  const fields = JSON.parse(new TextDecoder().decode(await inflated(packed.content)));
   const numbers = joined(await inflated(packed.numbers));
   const views = new Map(); // steps that are alike are one array
   const series = ([steps, values, n]) => {
@@ -11,6 +11,12 @@ async function readPage(text) {
     if (!views.has(key)) views.set(key, summed(new Int32Array(numbers, 4 * steps, n)));
     return { steps: views.get(key), values: new Float32Array(numbers, 4 * values, n) };
   };
+  return [fields, series];
+}
+
+/** The page with its series. */
+async function readPage(text) {
+  const [page, series] = await unpacked(text);
   const byName = (group) => mapped(group, series);
   const recorded = (own) => ({
     ...own,

@@ -1,0 +1,129 @@
+"""The verdict goes to loggers as a text, and what was recorded as figures."""
+
+import json
+
+import pytest
+
+from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, synth_learner
+from hookcb.loggers import JSONLLogger, Log, TensorBoardLogger, read_jsonl
+
+
+class Kept:
+    """A logger that keeps what it gets."""
+
+    def __init__(self):
+        self.texts, self.figures, self.n, self.n_closed = [], [], 0, 0
+
+    def log(self, values, step):
+        self.n += 1
+
+    def log_text(self, name, text, step):
+        self.texts.append((name, text, step))
+
+    def log_figure(self, name, figure, step):
+        self.figures.append((name, figure, step))
+
+
+class OnlyNumbers:
+    def __init__(self):
+        self.n = 0
+
+    def log(self, values, step):
+        self.n += 1
+
+
+def fit(*cbs, n=2, fails=False):
+    learn = synth_learner()
+    with learn.no_logging():
+        if fails:
+            with pytest.raises(KeyError, match="lost"):
+                learn.fit(n, cbs=[*cbs, Callback(after_epoch=fail, name="fails")])
+        else:
+            learn.fit(n, cbs=cbs)
+    return learn
+
+
+def fail(cb):
+    raise KeyError("lost")
+
+
+def test_the_verdict_and_figures_arrive_at_the_end():
+    kept, plain = Kept(), OnlyNumbers()
+    cbs = [ActivationStats(with_hist=True), GradientHealth(), Log([kept, plain]), Diagnose(show=False)]
+    learn = fit(*cbs)
+    ((name, text, step),) = kept.texts
+    assert (name, step) == ("verdict", 19)
+    assert text.startswith(learn.diagnosis.verdict.headline)
+    assert all(finding.message[:20] in text for finding in learn.diagnosis.verdict.findings)
+    names = ["run", "activation_stats/depth", "activation_stats/histograms", "gradient_health/flow"]
+    assert sorted(name for name, *_ in kept.figures) == sorted(f"figures/{name}" for name in names)
+    assert {step for *_, step in kept.figures} == {19}
+    assert plain.n == kept.n
+
+
+def test_without_a_diagnosis_nothing_more_is_logged():
+    kept = Kept()
+    fit(ActivationStats(), Log(kept))
+    assert kept.texts == kept.figures == []
+
+
+def test_a_fit_that_fails_has_its_verdict_logged_too():
+    kept = Kept()
+    fit(Log(kept), Diagnose(show=False), fails=True)
+    assert [name for name, *_ in kept.texts] == ["verdict"]
+
+
+def test_a_logger_that_fails_ends_no_training():
+    class Fails(Kept):
+        def log_text(self, name, text, step):
+            raise OSError("full")
+
+    fails, kept = Fails(), Kept()
+    with pytest.warns(UserWarning, match="full"):
+        learn = fit(Log([fails, kept]), Diagnose(show=False))
+    assert len(kept.texts) == 1
+    assert fails.figures == []
+    assert len(learn.recorder.losses) == 20
+
+
+def test_a_callback_of_ones_own_can_take_the_verdict():
+    class Sends(Callback):
+        def take_verdict(self, verdict):
+            self.sent = verdict
+            raise ConnectionError("offline")
+
+    sends = Sends()
+    with pytest.warns(UserWarning, match="offline"):
+        learn = fit(sends, Diagnose(show=False))
+    assert sends.sent is learn.diagnosis.verdict
+
+
+def test_a_figure_that_cannot_be_drawn_ends_no_training(monkeypatch):
+    def fail(*args, **kwargs):
+        raise ValueError("no room")
+
+    monkeypatch.setattr("hookcb.training.recorder.run_lines", fail)
+    with pytest.warns(UserWarning, match="no room"):
+        fit(Log(Kept()), Diagnose(show=False))
+
+
+def test_jsonl_has_the_text(tmp_path):
+    learn = fit(Log(JSONLLogger(tmp_path / "run.jsonl")), Diagnose(show=False))
+    row = read_jsonl(tmp_path / "run.jsonl")[-1]
+    assert row["step"] == 19
+    assert row["verdict"].startswith(learn.diagnosis.verdict.headline)
+    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])["verdict"] == row["verdict"]
+
+
+def test_figures_do_not_touch_those_of_the_user():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    before, backend = pyplot.get_fignums(), pyplot.get_backend()
+    fit(ActivationStats(), Log(Kept()), Diagnose(show=False))
+    assert (pyplot.get_fignums(), pyplot.get_backend()) == (before, backend)
+
+
+def test_a_folder_for_tensorboard_needs_its_package_only(tmp_path):
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path)
+    fit(ActivationStats(with_hist=True), Log(logger), Diagnose(show=False))
+    assert not logger.is_open
