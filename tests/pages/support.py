@@ -160,7 +160,7 @@ def with_hostile_names():
 
 def of_two_ranks():
     data = healthy()
-    steps = list(range(99, 1000, 100))
+    steps = list(range(5, 64, 6))
     data.ranks = RanksCompared(2, 0, ["node-a", "node-b"])
     data.ranks.phases = {"own work": [Series(steps, [0.01] * 10), Series(steps, [0.01] * 5 + [0.03] * 5)]}
     loss = data.run["loss"]
