@@ -57,8 +57,8 @@ class JSONLLogger:
         self._append(step, {name: asdict(hist) for name, hist in hists.items()})
 
     def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Appends a line with a text."""
-        _file(self.path).append(json.dumps({"step": int(step), name: text}) + "\n")
+        """Appends a line with a text, `{"step": 50, "texts": {"verdict": "…"}}`."""
+        _file(self.path).append(json.dumps({"step": int(step), "texts": {name: text}}) + "\n")
 
     def of_rank(self, rank: int) -> "JSONLLogger":
         """Logger for another rank, `run.rank3.jsonl`."""
@@ -88,8 +88,10 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     file = _file(Path(path))
     for number, line in file.read():
         try:
-            row = _decoded(json.loads(line))
-            rows.append({"step": row.pop("step"), **row})
+            encoded = json.loads(line)
+            texts = encoded.pop("texts", {})
+            row = _decoded(encoded)
+            rows.append({"step": row.pop("step"), **row, **texts})
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise file.broken(number) from error
     return rows
@@ -114,4 +116,4 @@ def _decoded(value: Any) -> Any:
         return {name: _decoded(x) for name, x in value.items()}
     if isinstance(value, list):
         return [_decoded(x) for x in value]
-    return NONFINITE.get(value, value) if isinstance(value, str) else value
+    return NONFINITE[value] if isinstance(value, str) else value

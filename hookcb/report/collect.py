@@ -253,7 +253,8 @@ def _memory(cbs: Iterable[Callback], evidence: Evidence) -> MemoryUsed | None:
             found.layers = {
                 row.name: [float(getattr(row, column)) for column in MEMORY_COLUMNS] for row in stats.layers()
             }
-            found.sentences = stats.report().lines
+            lines = "\n".join(stats.report().lines)  # what is indented belongs to the line above
+            found.sentences = lines.replace(":\n  ", ": ").replace("\n  ", "; ").split("\n")
     return found if found.layers or len(found.used) else None
 
 

@@ -23,7 +23,7 @@ from hookcb.report.departures import Departure, departures
 from hookcb.report.page import COMPARISON, Page, filled
 from hookcb.report.saved import load_run
 
-MOST = 8  # runs on a page, as many as there are colors
+MAX_RUNS = 8  # runs on a page
 STATUSES = {"healthy": 1.0, "suspect": 2.0, "sick": 3.0}
 N_WARM = 10  # steps that are left out of times
 LATEST = 0.1  # share of the losses whose mean is the loss of a run
@@ -98,7 +98,7 @@ class ComparisonData:
     """Content of a page that compares runs.
 
     Attributes:
-        headline: which layer departs first, in one line.
+        headline: the layer that departs first, in one line.
         names: names of the runs.
         verdicts: headline of each run, and what was looked at.
         figures: name, text of each run, and the ratio of the last run to the first.
@@ -137,7 +137,7 @@ class Comparison(Printed):
 
     @property
     def headline(self) -> str:
-        """Which layer departs first, in one line."""
+        """The layer that departs first, in one line."""
         pairs = zip(self.names[1:], self.departures, strict=True)
         found = [(name, own[0]) for name, own in pairs if own]
         if found:
@@ -248,8 +248,8 @@ def compare(*runs: Any, names: Sequence[str] | None = None) -> Comparison:
     >>> found["loss"].ratio > 1
     True
     """
-    if not 2 <= len(runs) <= MOST:
-        raise ValueError(f"compare takes 2 to {MOST} runs, got {len(runs)}")
+    if not 2 <= len(runs) <= MAX_RUNS:
+        raise ValueError(f"compare takes 2 to {MAX_RUNS} runs, got {len(runs)}")
     pages = [_page(run) for run in runs]
     if names is not None and len(names) != len(runs):
         raise ValueError(f"there are {len(runs)} runs, but {len(names)} names")

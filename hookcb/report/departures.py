@@ -1,4 +1,4 @@
-"""Where two runs begin to differ: the layer, and the step."""
+"""Departures: the layers at which two runs begin to differ, and the steps."""
 
 import math
 import statistics

@@ -112,7 +112,8 @@ def test_jsonl_has_the_text(tmp_path):
     row = read_jsonl(tmp_path / "run.jsonl")[-1]
     assert row["step"] == 19
     assert row["verdict"].startswith(learn.diagnosis.verdict.headline)
-    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])["verdict"] == row["verdict"]
+    line = (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    assert json.loads(line)["texts"] == {"verdict": row["verdict"]}
 
 
 def test_figures_do_not_touch_those_of_the_user():

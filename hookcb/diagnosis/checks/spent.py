@@ -90,12 +90,13 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
     large = {
         name: ratio(x / max(1.0, work.get(name, 0.0)), (whole - x) / rest[name])
         for name, x in seconds.items()
-        if x > MIN_LAYER * whole
+        if x > MIN_LAYER * whole and x >= MIN_OTHER
     }
-    slow = {name: x for name, x in large.items() if x > MAX_EXCESS and seconds[name] >= MIN_OTHER}
+    slow = {name: x for name, x in large.items() if x > MAX_EXCESS}
     if not slow:
         most = max(large.values(), default=0.0)
-        yield Passed(f"a layer that takes more time than its work (×{most:.1f})", most, MAX_EXCESS)
+        seen = f"×{most:.1f}" if large else "none takes a large part of the forward"
+        yield Passed(f"a layer that takes more time than its work ({seen})", most, MAX_EXCESS)
         return
     for name, x in slow.items():
         share = seconds[name] / whole
