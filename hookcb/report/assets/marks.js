@@ -19,8 +19,9 @@ function drawMarks(chart, u, rem) {
   pen.textAlign = "left";
   pen.lineWidth = 1.5 * px;
   drawSteps(chart, u, px);
-  if (chart.limit !== null && (!chart.isLog || chart.limit > 0)) drawLimit(chart, u, px);
   drawFound(chart, u, px);
+  pen.textAlign = "left";
+  if (chart.limit !== null && (!chart.isLog || chart.limit > 0)) drawLimit(chart, u, px); // its text over signs
   pen.restore();
 }
 
