@@ -16,7 +16,7 @@ from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.on_ranks import compare_batches, share_inputs, share_losses
+from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
 from hookcb.diagnosis.recorder import EvidenceRecorder, is_external
@@ -128,6 +128,7 @@ class Diagnose(EvidenceRecorder):
         # a rank with labels of its own kind may learn nothing, though all together do
         own = [finding for finding in judge(evidence).findings if finding.code == "loss.trivial"]
         evidence.notes.append(f"{ranks.world} ranks")
+        keep_losses(evidence, ranks)
         share_losses(evidence, ranks)
         share_inputs(evidence, ranks)
         compare_batches(evidence, ranks, can_compare(self.learn))

@@ -231,6 +231,7 @@ class Evidence:
             unknown.
         random_states: hashes of random states from which numbers were drawn in a forward, on several ranks.
         reduced: parameter whose gradient was read after the backward, and its norm, on several ranks.
+        losses_of_ranks: some of the losses of each rank, if there are several, but no more than 64.
         world: number of ranks.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
@@ -282,6 +283,7 @@ class Evidence:
     batch_hashes: list[list[tuple[int | None, int | None]]] = field(default_factory=list)
     random_states: list[int] = field(default_factory=list)
     reduced: tuple[str, Series] = field(default_factory=lambda: ("", Series()))
+    losses_of_ranks: list[Series] = field(default_factory=list)
     world: int = 1
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)

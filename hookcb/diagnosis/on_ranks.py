@@ -13,6 +13,7 @@ from hookcb.diagnosis.verdict import Finding, Gap
 
 MIN_COMPARED, N_COMPARED = 4, 8  # batches that are compared
 MAX_APART = 0.05  # relative difference between ranks of the loss of a guess, beyond which it is unknown
+MAX_SHOWN, N_SHOWN = 64, 100  # ranks, and losses of each, that are kept one by one
 SEVERITIES = "error", "warning", "info"
 
 
@@ -32,6 +33,14 @@ def share_losses(evidence: Evidence, ranks: Ranks) -> None:
     evidence.losses = dict(zip(evidence.losses, losses, strict=True))
     evidence.guess = _agreed(evidence.guess, ranks)
     evidence.constant = _agreed(evidence.constant, ranks)
+
+
+def keep_losses(evidence: Evidence, ranks: Ranks) -> None:
+    """Keeps some losses of each of up to 64 ranks, for pages."""
+    if ranks.world <= MAX_SHOWN:
+        every = max(1, math.ceil(len(evidence.loss) / N_SHOWN))
+        own = evidence.loss.steps[::every], evidence.loss.values[::every]
+        evidence.losses_of_ranks = [Series(*found) for found in ranks.gather(own)]
 
 
 def compare_batches(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:

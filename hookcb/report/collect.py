@@ -55,10 +55,11 @@ MEMORY_COLUMNS = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
 def collect(loop: Any) -> PageData:
     """Everything that the callbacks of a learner or a watched loop have recorded, and the verdict on it."""
     cbs = recorded_in(loop)
-    data = of_records(cbs, _evidence(loop, cbs))
+    evidence = _evidence(loop, cbs)
+    data = of_records(cbs, evidence)
     with suppress(RuntimeError):  # a watched model may have been freed
         data.modules = [ModuleRow(*row) for row in _modules(loop.model)]
-    data.ranks = _ranks(loop, cbs)
+    data.ranks = _ranks(loop, cbs, evidence)
     data.config = {title: rows for title, rows in _config(loop, cbs) if rows}
     try:
         verdict = loop.diagnose()
@@ -258,15 +259,17 @@ def _memory(cbs: Iterable[Callback], evidence: Evidence) -> MemoryUsed | None:
     return found if found.layers or len(found.used) else None
 
 
-def _ranks(loop: Any, cbs: Iterable[Callback]) -> RanksCompared | None:
+def _ranks(loop: Any, cbs: Iterable[Callback], evidence: Evidence) -> RanksCompared | None:
     timer = _first(cbs, StepTimer)
     times = None if timer is None else timer.records.ranks
     if loop.ranks.world == 1 and times is None:
         return None
     if times is None:
         sentences = ["Ranks were not compared; StepTimer() compares them."]
-        return RanksCompared(loop.ranks.world, loop.ranks.rank, sentences=sentences)
-    found = RanksCompared(len(times.hosts), times.rank, list(times.hosts))
+        return RanksCompared(
+            loop.ranks.world, loop.ranks.rank, loss=evidence.losses_of_ranks, sentences=sentences
+        )
+    found = RanksCompared(len(times.hosts), times.rank, list(times.hosts), evidence.losses_of_ranks)
     steps = [n - 1 for n, _ in times.latest]
     by_rank = zip(*(own for _, own in times.latest), strict=True)
     found.phases = {OWN: [Series(steps, list(seconds)) for seconds in by_rank]}

@@ -10,7 +10,13 @@ from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.on_ranks import compare_batches, findings_of_all, share_inputs, share_losses
+from hookcb.diagnosis.on_ranks import (
+    compare_batches,
+    findings_of_all,
+    keep_losses,
+    share_inputs,
+    share_losses,
+)
 from hookcb.diagnosis.verdict import Gap
 
 
@@ -65,6 +71,14 @@ def shared(*evidences):
 
 def losses(*values, **more):
     return Evidence(loss=Series.of(range(len(values)), values), n_batches=len(values), **more)
+
+
+def test_losses_of_each_rank_are_kept_for_pages():
+    evidences = [losses(*[float(rank)] * 250) for rank in range(3)]
+    on_ranks(keep_losses, evidences)
+    for evidence in evidences:
+        assert [set(own.values) for own in evidence.losses_of_ranks] == [{0.0}, {1.0}, {2.0}]
+        assert all(50 <= len(own) <= 100 for own in evidence.losses_of_ranks)
 
 
 def test_losses_are_averaged():

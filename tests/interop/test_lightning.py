@@ -271,10 +271,13 @@ def test_the_callback_gives_the_verdict_and_what_it_rests_on():
     callback = HookcbCallback([Diagnose(show=False)], cbs=[Recorder])
     with pytest.raises(RuntimeError, match="nothing is recorded yet"):
         callback.diagnose()
+    with pytest.raises(RuntimeError, match="nothing is recorded yet"):
+        callback.report()
     for _ in range(2):
         trainer = lightning_trainer(callback)
         trainer.fit(CallsItself(), *loaders())
         assert callback.diagnose() is callback.diagnosis.verdict
+        assert callback.report().data.headline == callback.diagnosis.verdict.headline
         assert callback.diagnose().coverage[0].startswith(f"{EPOCHS * N_TRAIN} batches")
         assert callback.activation_stats is callback.followed.activation_stats
         assert len(callback.recorder.losses) == EPOCHS * N_TRAIN

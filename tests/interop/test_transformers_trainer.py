@@ -298,9 +298,12 @@ def test_the_callback_gives_the_verdict_and_what_it_rests_on(tmp_path):
     callback = HookcbCallback(Diagnose(show=False))
     with pytest.raises(RuntimeError, match="nothing is recorded yet"):
         callback.diagnose()
+    with pytest.raises(RuntimeError, match="nothing is recorded yet"):
+        callback.report()
     trainer = hf_trainer(LossNet(), str(tmp_path), callback, eval_strategy="no")
     trainer.train()
     assert callback.diagnose() is callback.diagnosis.verdict
+    assert callback.report().data.headline == callback.diagnosis.verdict.headline
     assert callback.diagnose().coverage[0].startswith(f"{EPOCHS * N_TRAIN} batches")
     assert callback.activation_stats is callback.followed.activation_stats
     assert len(callback.gradient_health.stats) > 0
