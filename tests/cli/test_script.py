@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer
 
-from hookcb import Learner
+from hookcb import Learner, load_report
 from hookcb.cli.main import main
 from hookcb.cli.model_tracker import MAX_MODELS
 from hookcb.gradients.callback import GradientHealth
@@ -522,3 +522,24 @@ def test_a_model_that_cannot_be_watched_is_told_and_the_script_goes_on(run, monk
     assert code == 1
     assert out.startswith("to the end\n")
     assert "Sequential could not be watched: TypeError('not this one')" in out
+
+
+def test_a_page_of_each_model_is_written(tmp_path, capsys):
+    script, page = tmp_path / "script.py", tmp_path / "pages" / "run.html"
+    lines = "for _ in range(2):\n    train(*make())\nprint(sys.argv[1:])"
+    script.write_text(BEGIN + lines)
+    main(["diagnose", "--html", str(page), str(script), "--", "-x"])
+    out = capsys.readouterr().out
+    assert "['--', '-x']" in out
+    pages = [load_report(page), load_report(page.with_name("run-2.html"))]
+    assert [data.n_batches for data in pages] == [len(data.run["loss"]) for data in pages]
+    assert all(data.verdict is not None and data.modules for data in pages)
+    assert f"{pages[0].title}: {page}" in out
+
+
+def test_a_page_that_cannot_be_written_changes_no_exit_code(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + HEALTHY)
+    code = main(["diagnose", str(script)])
+    assert main(["diagnose", f"--html={tmp_path}", str(script)]) == code
+    assert "cannot be written" in capsys.readouterr().out
