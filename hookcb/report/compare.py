@@ -28,6 +28,7 @@ STATUSES = {"healthy": 1.0, "suspect": 2.0, "sick": 3.0}
 N_WARM = 10  # steps that are left out of times
 LATEST = 0.1  # share of the losses whose mean is the loss of a run
 N_RESAMPLED = 1_000
+MIN_SAMPLES = 8  # fewer have no interval
 CONDITION = re.compile(r"\s*([\w. -]+?)\s*([<>])\s*([-+.\w]+)\s*")
 
 
@@ -73,9 +74,6 @@ class Figure:
     def center(self) -> str:
         """How the number follows from the samples: "mean" for losses, "median" for times."""
         return "mean" if self.name == "loss" else "median"
-
-
-MIN_SAMPLES = 8
 
 
 class Difference(NamedTuple):
@@ -158,6 +156,8 @@ class Comparison(Printed):
     def check(self, condition: str) -> Outcome:
         """Whether a condition on the ratio of the last run to the first holds: `"step_time > 1.1"`.
 
+        If the number of the last run is not finite, each condition on it does.
+
         Raises:
             ValueError: If the condition cannot be read.
             LookupError: If there is no such figure.
@@ -168,6 +168,9 @@ class Comparison(Printed):
         except (TypeError, ValueError):
             raise ValueError(f"{condition!r} is no condition; give NAME > NUMBER or NAME < NUMBER") from None
         figure = self[name]
+        last = figure.values[-1]
+        if last is not None and not math.isfinite(last):  # worse than any limit
+            return Outcome(True, f"{name} is {last} in {self.names[-1]}")
         if not math.isfinite(figure.ratio):
             raise LookupError(self._unknown(name))
         low, high = figure.interval()

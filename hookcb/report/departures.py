@@ -15,7 +15,7 @@ MAX_SPREADS = 8.0
 MIN_RATIO = 2.0  # by which they differ besides
 MIN_FIRST_RATIO = 10.0  # by which they differ from the start
 N_IN_A_ROW = 4
-COMPARED = (("layers", "std", "output"), ("params", "norm", "gradient"))
+COMPARED = {"layers": "std", "params": "norm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def departures(one: PageData, other: PageData) -> list[Departure]:
     20 depart, with that layer first and at that step; in the others, seeds differ by as much.
     """
     found = []
-    for group, stat, _ in COMPARED:
+    for group, stat in COMPARED.items():
         pairs = {
             name: ratios
             for name, ratios in _ratios(getattr(one, group), getattr(other, group), stat).items()

@@ -64,6 +64,12 @@ def test_a_condition_within_the_noise_is_inconclusive():
     assert "with the noise within the runs" in outcome.why
 
 
+def test_a_loss_that_is_not_finite_meets_each_condition():
+    found = compare(run(), run(loss=math.nan), names=["old", "new"])
+    assert found.check("loss > 2") == (True, "loss is nan in new")
+    assert found.check("loss < 2").is_met
+
+
 def test_one_run_against_itself_differs_in_nothing():
     page = run()
     found = compare(page, page)
