@@ -1,9 +1,13 @@
 """Runs an unmodified training script, and prints a verdict on each model that it trains."""
 
+import importlib.util
+import json
 import os
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -11,13 +15,40 @@ from typing import Any
 from hookcb.cli.model_tracker import ModelTracker
 from hookcb.cli.ranks import INTERRUPTED, own_rank
 from hookcb.core.console import safe_console, show, show_error
+from hookcb.diagnosis.verdict import Verdict
 from hookcb.distributed.process_group import n_processes
 from hookcb.report.page import Page
 
-OURS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "diagnosis"))  # hidden in tracebacks
+Shown = list[tuple[str, Verdict, bool]]  # title, verdict, and whether it counts, of each model
+
+OURS = (
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "diagnosis"),
+    "<frozen runpy>",
+)  # hidden in tracebacks
 
 
-def run_script(path: str | Path, args: Sequence[str] = (), html: Path | None = None) -> int:
+@dataclass(frozen=True)
+class Options:
+    """What `run_script` does beside running and showing verdicts.
+
+    Attributes:
+        html: file for a page of what was recorded; a second model gets `run-2.html` beside `run.html`.
+        json: whether stdout gets the verdicts as JSON, and stderr all that the script writes.
+        coverage: whether to list what was seen of each model, and what was not.
+        is_module: whether to run a module by its name, as `python -m` does.
+    """
+
+    html: Path | None = None
+    json: bool = False
+    coverage: bool = False
+    is_module: bool = False
+
+
+NO_OPTIONS = Options()
+
+
+def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO_OPTIONS) -> int:
     """Runs a script as `python path args…` does, watches what it trains, and prints the verdicts.
 
     The script needs no change. A model is the outermost module with trainable parameters that is called with
@@ -26,9 +57,9 @@ def run_script(path: str | Path, args: Sequence[str] = (), html: Path | None = N
     when there is a fifth, the least recently called one gets its verdict.
 
     Args:
-        path: the script.
+        path: the script, or the name of a module.
         args: its arguments.
-        html: file for a page of what was recorded; a second model gets `run-2.html` beside `run.html`.
+        options: what else to do.
 
     Returns:
         Exit code: 0 if all models are healthy; 1 if one is suspect or sick, if one has an optimizer but no
@@ -36,9 +67,12 @@ def run_script(path: str | Path, args: Sequence[str] = (), html: Path | None = N
         not 0; 130 after Ctrl-C. Under torchrun, the verdicts of rank 0 decide: the others show theirs if they
         are their own and not healthy, and exit with the code of the script.
     """
-    tracker = ModelTracker(makes_pages=html is not None and not own_rank())
-    code, has_failed = _run(os.fspath(path), list(args), tracker)
-    shown = tracker.verdicts()
+    tracker = ModelTracker(makes_pages=options.html is not None and not own_rank())
+    with _stdout_as_stderr() if options.json else nullcontext():
+        code, has_failed = _run(os.fspath(path), list(args), tracker, options.is_module)
+        shown = tracker.verdicts()
+    if options.json:
+        return _write_json(shown, tracker, code, path, options)
     for title, verdict, _ in shown:
         is_shared = f"{n_processes()} ranks" in verdict.looked
         if own_rank() and (is_shared or verdict):
@@ -47,26 +81,66 @@ def run_script(path: str | Path, args: Sequence[str] = (), html: Path | None = N
         until = ", until the script failed" if has_failed else ""
         show(f"\n{title}{of}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
         show(verdict, soft_wrap=True)
+        if options.coverage:
+            show("\n".join(verdict.coverage), soft_wrap=True, highlight=False, markup=False)
     if own_rank():
         return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
-    for note in [*([] if shown else [_no_training_in(path)]), *tracker.notes]:
+    for note in [*_notes(shown, tracker, path), *_write_pages(options.html, tracker)]:
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
-    if html is not None:
-        _write_pages(html, tracker)
+    return _exit_code(code, shown)
+
+
+def _exit_code(code: int, shown: Shown) -> int:
     counted = [verdict for _, verdict, counts in shown if counts]
     is_well = bool(counted) and all(counted)
     return code or (0 if is_well else 1)
 
 
-def _write_pages(html: Path, tracker: ModelTracker) -> None:
+def _notes(shown: Shown, tracker: ModelTracker, path: str | Path) -> list[str]:
+    return [*([] if shown else [_no_training_in(path)]), *tracker.notes]
+
+
+def _write_json(shown: Shown, tracker: ModelTracker, code: int, path: str | Path, options: Options) -> int:
+    """Writes the verdicts of rank 0 to stdout as JSON; returns the exit code."""
+    if own_rank():
+        return code
+    notes, exit_code = (
+        [*_notes(shown, tracker, path), *_write_pages(options.html, tracker)],
+        _exit_code(code, shown),
+    )
+    models = [
+        {"title": title, "counts": counts, "verdict": verdict.to_dict()} for title, verdict, counts in shown
+    ]
+    state = {"schema": 1, "exit_code": exit_code, "models": models, "notes": notes}
+    sys.stdout.write(json.dumps(state, ensure_ascii=False, allow_nan=False) + "\n")
+    return exit_code
+
+
+@contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """Sends what Python and its child processes write to stdout to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _write_pages(html: Path | None, tracker: ModelTracker) -> Iterator[str]:
+    """Writes the page of each model; a sentence about each."""
+    if html is None:
+        return
     for i, (title, data) in enumerate(tracker.pages(), 1):
         file = html if i == 1 else html.with_stem(f"{html.stem}-{i}")
         data.title = title
         try:
-            said = f"{title}: {Page(data).save(file)}"
+            yield f"{title}: {Page(data).save(file)}"
         except OSError as error:
-            said = f"the page of {title} cannot be written: {error}"
-        show(f"hookcb diagnose: {said}", soft_wrap=True, highlight=False, markup=False)
+            yield f"the page of {title} cannot be written: {error}"
 
 
 def _no_training_in(path: str | Path) -> str:
@@ -76,9 +150,27 @@ def _no_training_in(path: str | Path) -> str:
     )
 
 
-def _run(path: str, args: list[str], tracker: ModelTracker) -> tuple[int, bool]:
+def is_module_name(text: str) -> bool:
+    """Whether `text` may name a module, such as package.train, and no file."""
+    return all(map(str.isidentifier, text.split("."))) and not text.endswith(".py")
+
+
+def has_module(name: str) -> bool:
+    """Whether a module of that name can be run from this folder; imports the packages around it."""
+    with _with_arguments(name, [], os.getcwd()):
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+
+def _run(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> tuple[int, bool]:
     """Runs the script to its end; returns the exit code Python would give, and whether the script raised."""
     try:
+        if is_module:
+            with tracker.watching(), _with_arguments(path, args, os.getcwd()):
+                runpy.run_module(path, run_name="__main__", alter_sys=True)
+            return 0, False
         with tracker.watching(), _as_main(path, args) as main:
             exec(compile(Path(path).read_bytes(), main["__file__"], "exec"), main)
     except SystemExit as ended:
@@ -101,13 +193,23 @@ def _as_main(path: str, args: list[str]) -> Iterator[dict[str, Any]]:
     module = ModuleType("__main__")
     # absolute since Python 3.9; multiprocessing starts its processes with this path
     vars(module).update(__file__=os.path.abspath(path), __builtins__=__builtins__)
-    before = sys.argv, sys.path[:], sys.modules["__main__"]
-    sys.argv, sys.modules["__main__"] = [path, *args], module
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    before, sys.modules["__main__"] = sys.modules["__main__"], module
     try:
-        yield vars(module)
+        with _with_arguments(path, args, os.path.dirname(os.path.realpath(path))):
+            yield vars(module)
     finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = before
+        sys.modules["__main__"] = before
+
+
+@contextmanager
+def _with_arguments(path: str, args: list[str], folder: str) -> Iterator[None]:
+    """Gives the script its arguments, and the folder that Python would import from first."""
+    before = sys.argv, sys.path[:]
+    sys.argv, sys.path[0] = [path, *args], folder
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
 
 
 def _hide_own_frames(error: BaseException | None) -> None:

@@ -1,5 +1,6 @@
 """`hookcb diagnose script.py` runs a script as Python does, and says whether what it trains is healthy."""
 
+import json
 import os
 import re
 import runpy
@@ -326,7 +327,7 @@ def test_the_installed_command_runs_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BEGIN + "print('lines of the script')\n" + SICK)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "hookcb.cli.main", "diagnose", script],
+        [sys.executable, "-W", "error", "-m", "hookcb", "diagnose", script],
         capture_output=True,
         text=True,
     )
@@ -543,3 +544,78 @@ def test_a_page_that_cannot_be_written_changes_no_exit_code(tmp_path, capsys):
     code = main(["diagnose", str(script)])
     assert main(["diagnose", f"--html={tmp_path}", str(script)]) == code
     assert "cannot be written" in capsys.readouterr().out
+
+
+# ---- a module, JSON, and coverage
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with the module fine and the module ill, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "cli_package"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "fine.py").write_text(f"print('given', __import__('sys').argv[1:])\n{BEGIN}{HEALTHY}")
+    (folder / "ill.py").write_text(BEGIN + SICK)
+    yield "cli_package"
+    for name in [name for name in sys.modules if name.startswith("cli_package")]:
+        del sys.modules[name]
+
+
+def test_a_module_is_run_by_its_name(package, capsys):
+    before = sys.argv, sys.path[:], sys.modules["__main__"]
+    assert main(["diagnose", "-m", f"{package}.fine", "--epochs", "3"]) == 0
+    assert "given ['--epochs', '3']" in capsys.readouterr().out
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+    assert main(["diagnose", "-m", f"{package}.ill"]) == 1
+    assert "SICK" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["-m", "cli_package.gone"], "there is no module 'cli_package.gone' to be had from"),
+        (["-m", "gone.away"], "there is no module 'gone.away'"),
+        (["cli_package.fine"], "for a module: hookcb diagnose -m cli_package.fine"),
+        (["gone.py"], "there is no file 'gone.py'\n"),
+    ],
+)
+def test_what_cannot_be_run_is_told(args, told, package, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["diagnose", *args])
+    assert told in capsys.readouterr().err
+
+
+def test_verdicts_as_json_are_all_that_stdout_gets(package, capfd):
+    code = main(["diagnose", "--json", "-m", f"{package}.fine"])
+    out, err = capfd.readouterr()
+    state = json.loads(out)
+    assert (code, state["exit_code"], state["schema"]) == (0, 0, 1)
+    assert [model["verdict"]["status"] for model in state["models"]] == ["healthy"]
+    assert "given []" in err
+    assert main(["diagnose", "--json", "--html", "run.html", "-m", f"{package}.ill"]) == 1
+    state = json.loads(capfd.readouterr().out)
+    assert state["models"][0]["verdict"]["primary"]["code"]
+    assert "run.html" in state["notes"][-1]
+
+
+def test_coverage_lists_what_was_not_seen(package, capsys):
+    main(["diagnose", "-m", f"{package}.fine"])
+    assert "not checked: " not in capsys.readouterr().out
+    main(["diagnose", "--coverage", "-m", f"{package}.fine"])
+    assert "not checked: time.data_bound" in capsys.readouterr().out
+
+
+def test_a_command_that_is_not_there_ends_in_a_similar_one(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["diagnos", "train.py"])
+    assert capsys.readouterr().err.endswith(
+        "did you mean diagnose?\nfor what is possible, type: hookcb --help\n"
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_a_shell_gets_completions(shell, capsys):
+    assert main(["completion", shell]) == 0
+    assert "diagnose" in capsys.readouterr().out
