@@ -21,6 +21,7 @@ from hookcb.core.events import (
     Event,
 )
 from hookcb.core.loop import Loop
+from hookcb.core.randomness import set_seed
 from hookcb.core.ranks import RankError
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.callback import Diagnose
@@ -165,6 +166,7 @@ __all__ = [
     "num_features_model",
     "read_csv",
     "read_jsonl",
+    "set_seed",
     "synth_learner",
     "total_params",
     "unfreeze",

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import batch_size, describe, n_batches, split_batch
+from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
@@ -24,7 +25,7 @@ from hookcb.core.ranks import group_of, is_sharded, ranks_of
 from hookcb.core.shards import drop_gathered, gathered
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.hooks.modules import device_of
+from hookcb.hooks.modules import device_of, resolve_device
 from hookcb.hooks.summary import Summary, module_summary
 from hookcb.loops.alike import facts_of, labels_of
 from hookcb.loops.checks import (
@@ -74,7 +75,8 @@ class Learner(NamedLoop):
         cbs: one callback or several. `Recorder`, `Metrics` and `Progress` are added unless one of the same
             class is given here.
         n_inp: number of items of a batch that are inputs; by default all but the last, or all of a mapping.
-        device: device to train on; by default the model's.
+        device: device to train on, or "auto" for the accelerator of this machine, or else the CPU; by default
+            the model's.
 
     Raises:
         TypeError: If an argument has the wrong type; the message says what is possible.
@@ -117,10 +119,10 @@ class Learner(NamedLoop):
         self._fetch_listeners: list[FetchListener] = []
         self._remaining: Remaining = everything
         self._uneven = UNEVEN[0]
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else resolve_device(device)
         self.add_cbs(cbs)
         defaults = (Recorder(), Metrics(metrics), Progress())
-        self.add_cbs([d for d in defaults if not any(isinstance(cb, type(d)) for cb in self.cbs)])
+        self.add_cbs([d for d in defaults if not any(_replaces(cb, d) for cb in self.cbs)])
 
     def fit_one_cycle(
         self,
@@ -552,3 +554,8 @@ class Learner(NamedLoop):
 def everything(level: str, items: Iterable[T]) -> Iterable[T]:
     """Selects all items of a level, as in a fit that is not resumed."""
     return items
+
+
+def _replaces(cb: Callback, default: Callback) -> bool:
+    """Whether a callback that was given takes the place of one that is there by default."""
+    return isinstance(cb, type(default)) and not (isinstance(cb, Metrics) and cb.on_train)
