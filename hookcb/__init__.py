@@ -67,6 +67,7 @@ from hookcb.training.schedules.one_cycle import OneCycle
 from hookcb.training.schedules.plateau import ReduceLROnPlateau
 from hookcb.training.schedules.schedule import Schedule
 from hookcb.training.schedules.warmup_cosine import WarmupCosine
+from hookcb.training.swa import SWA
 
 __version__ = "0.1.0"
 from hookcb.loggers import (
@@ -84,6 +85,7 @@ from hookcb.loops.watcher import Watch
 
 __all__ = [
     "EMA",
+    "SWA",
     "ActivationRecords",
     "ActivationStats",
     "CSVLogger",

@@ -30,7 +30,7 @@ OURS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What `run_script` does beside running and showing verdicts.
+    """Options of `run_script`.
 
     Attributes:
         html: file for a page of what was recorded; a second model gets `run-2.html` beside `run.html`.

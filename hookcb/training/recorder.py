@@ -1,6 +1,7 @@
 """Recorder: the losses and learning rates of a fit, and a row of numbers per epoch."""
 
 import time
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import Ranks
+from hookcb.records.frames import frame_of
 from hookcb.training.plots import run_lines
 
 if TYPE_CHECKING:
@@ -103,6 +105,22 @@ class Recorder(Callback):
         self.learn.row["time"] = time.perf_counter() - self._began
         self.rows.append({"epoch": self.epoch, **self.learn.row})
         self.ends.append(len(self._train.values))
+
+    def to_frame(self) -> Any:
+        """A DataFrame of pandas or polars with a row for each training batch: `step`, `epoch`, `loss`, `lr`.
+
+        `rows` has what was recorded by epoch.
+
+        Raises:
+            ModuleNotFoundError: If neither is installed.
+        """
+        values = zip(self.losses, self.lrs, strict=True)
+        return frame_of(
+            [
+                {"step": step, "epoch": bisect_right(self.ends, step), "loss": loss, "lr": lr}
+                for step, (loss, lr) in enumerate(values)
+            ]
+        )
 
     def plot(self, figsize: tuple[float, float] | None = None) -> "Figure":
         """A figure of losses, metrics and learning rate over the batches.
