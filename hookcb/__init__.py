@@ -1,5 +1,7 @@
 """hookcb: callbacks that let you see inside any PyTorch training run."""
 
+from typing import TYPE_CHECKING
+
 from hookcb.core.randomness import random_kept
 
 with random_kept():  # rich draws a number when it is imported
@@ -39,6 +41,7 @@ from hookcb.hooks.modules import find_modules, has_params, total_params
 from hookcb.hooks.summary import Summary, layer_info, module_summary
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_curve import LRFind
+from hookcb.loops.ported import missing_name
 from hookcb.loops.preflight import assert_healthy, diagnose
 from hookcb.nans.anomaly import DetectAnomaly
 from hookcb.nans.terminate import TerminateOnNaN, TerminateOnNaNCallback
@@ -82,6 +85,12 @@ from hookcb.loggers import (
 )
 from hookcb.loops.watch import watch
 from hookcb.loops.watcher import Watch
+
+if not TYPE_CHECKING:  # else a type checker would assume that every name exists
+
+    def __getattr__(name: str) -> object:
+        return missing_name(name)
+
 
 __all__ = [
     "EMA",

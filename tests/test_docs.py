@@ -47,7 +47,8 @@ GUIDE = [
     "gradients",
 ]
 HOW_TO = ["nan", "flat", "layer", "slow", "memory"]
-WITH_OUTPUT = ["docs/tutorial.md", *(f"docs/howto/{name}.md" for name in HOW_TO)]
+PORTING = ["fastai", "lightning", "keras"]
+WITH_OUTPUT = ["docs/tutorial.md", "docs/porting/index.md", *(f"docs/howto/{name}.md" for name in HOW_TO)]
 NUMBER = re.compile(r"[-\d.e]*\d[-\d.e]*")
 
 
@@ -60,8 +61,12 @@ def blocks(page):
 
 @pytest.mark.parametrize(
     "pages",
-    [["README.md"], [f"docs/guide/{name}.md" for name in [*GUIDE, "time_and_memory"]]],
-    ids=["readme", "guide"],
+    [
+        ["README.md"],
+        [f"docs/guide/{name}.md" for name in [*GUIDE, "time_and_memory"]],
+        *([f"docs/porting/{name}.md"] for name in PORTING),
+    ],
+    ids=["readme", "guide", *PORTING],
 )
 def test_the_python_of_pages_runs(pages, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -122,6 +122,16 @@ class Recorder(Callback):
             ]
         )
 
+    @property
+    def values(self) -> list[list[float]]:
+        """Numbers of each epoch, as in fastai: losses and metrics, without the epoch and its time."""
+        return [[x for name, x in row.items() if name not in ("epoch", "time")] for row in self.rows]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Columns of the rows."""
+        return list(self.rows[-1]) if self.rows else []
+
     def plot(self, figsize: tuple[float, float] | None = None) -> "Figure":
         """A figure of losses, metrics and learning rate over the batches.
 
@@ -130,6 +140,8 @@ class Recorder(Callback):
             ValueError: If no batch was recorded.
         """
         return run_lines(self.losses, self.lrs, self.rows, self.ends, figsize)
+
+    plot_loss = plot_sched = plot  # fastai's names
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
@@ -125,7 +125,7 @@ class SWA(RateCallback):
 
     def _renew_batch_norm(self) -> None:
         loader, model = self.learn.dls.train, self.model
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        norms = [m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor)]
         if not norms:
             return
         before = [copy.deepcopy(m.state_dict()) for m in norms]
