@@ -10,7 +10,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-all interop pages lint notebooks docs bench gpu planted real clean $(NOTEBOOKS)
+.PHONY: demo test test-all interop pages lint notebooks docs release bench gpu planted real clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -72,6 +72,13 @@ planted: $(VENV)/.installed-dev
 # faulty programs of the kinds that people ask about, and the same programs repaired
 real: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/real
+
+# wheel and sdist in dist, checked and tried in an environment of their own; uploads nothing
+release: $(VENV)/.installed-release
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python docs/release.py
 
 clean:
 	rm -rf $(VENV)

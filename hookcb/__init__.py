@@ -72,7 +72,7 @@ from hookcb.training.schedules.schedule import Schedule
 from hookcb.training.schedules.warmup_cosine import WarmupCosine
 from hookcb.training.swa import SWA
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 from hookcb.loggers import (
     CSVLogger,
     JSONLLogger,

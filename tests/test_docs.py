@@ -102,6 +102,9 @@ def alike(text):
 
 
 def test_the_version_is_the_same_everywhere():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == hookcb.__version__
-    assert f"[{hookcb.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert ROOT / project["tool"]["hatch"]["version"]["path"] == Path(hookcb.__file__)
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+    assert newest in (hookcb.__version__, "Unreleased")
+    assert f"\nversion: {hookcb.__version__}\n" in (ROOT / "CITATION.cff").read_text()
