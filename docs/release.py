@@ -34,16 +34,16 @@ def main() -> None:
     (wheel,), (source,) = (list((ROOT / "dist").glob(kind)) for kind in ("*.whl", "*.tar.gz"))
     check_wheel(wheel)
     check_source(source)
-    print(
-        f"{wheel.name}: {wheel.stat().st_size / 1e3:.0f} kB; {source.name}: {source.stat().st_size / 1e3:.0f} kB"
-    )
+    for file in (wheel, source):
+        print(f"{file.name}: {file.stat().st_size / 1e3:.0f} kB")
     with tempfile.TemporaryDirectory() as folder:
         try_wheel(wheel, Path(folder))
 
 
 def check_wheel(wheel: Path) -> None:
     """Checks that the wheel has the package and its licenses, and nothing of tests, docs or benchmarks."""
-    names = zipfile.ZipFile(wheel).namelist()
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
     missing = [name for name in NEEDED if not any(found.endswith(name) for found in names)]
     foreign = [
         name
@@ -58,7 +58,8 @@ def check_wheel(wheel: Path) -> None:
 
 def check_source(source: Path) -> None:
     """Checks that the source distribution has what building and testing need."""
-    names = {name.partition("/")[2] for name in tarfile.open(source).getnames()}
+    with tarfile.open(source) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
     if missing := [name for name in OF_SOURCE if name not in names]:
         sys.exit(f"{source.name}: missing {missing}")
 
@@ -75,9 +76,8 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     (folder / "empty").mkdir()
     command = [python, "-m", "hookcb", "demo", "--epochs", "3"]
     shown = subprocess.run(command, check=True, env=env, cwd=folder / "empty", capture_output=True, text=True)
-    print(
-        f"installed in {installed - began:.0f} s; the demo took {time.perf_counter() - installed:.0f} s and ends with"
-    )
+    took = time.perf_counter() - installed
+    print(f"installed in {installed - began:.0f} s; the demo took {took:.0f} s and ends with")
     print(shown.stdout.rstrip().splitlines()[-1])
 
 
