@@ -121,7 +121,7 @@ def missing_name(name: str) -> Any:
     frame = inspect.currentframe()
     asking = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
     if asking is not None and asking.f_code.co_name == "_handle_fromlist":
-        raise ImportError(f"hookcb has no {name}; it has {PUBLIC[name]}")
+        raise ImportError(f"hookcb has no {name}; it has {PUBLIC[name]}; see docs/porting/index.md")
     raise AttributeError(f"{text}; it has {PUBLIC[name]}")
 
 
