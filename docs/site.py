@@ -18,7 +18,12 @@ import hookcb
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 ROOMS = {  # title of the page of each room with public names
     "loops": "Loops",
     "diagnosis": "Diagnosis",

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
@@ -15,6 +15,7 @@ from hookcb.core.batch import split_batch
 from hookcb.core.console import warn
 from hookcb.core.randomness import random_state, set_random_state
 from hookcb.core.ranks import is_sharded, without_replicas
+from hookcb.core.torch_private import BatchNorm
 from hookcb.hooks.modules import device_of
 from hookcb.training.schedules.base import RateCallback
 
@@ -125,7 +126,7 @@ class SWA(RateCallback):
 
     def _renew_batch_norm(self) -> None:
         loader, model = self.learn.dls.train, self.model
-        norms = [m for m in model.modules() if isinstance(getattr(m, "running_mean", None), Tensor)]
+        norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
         if not norms:
             return
         before = [copy.deepcopy(m.state_dict()) for m in norms]
