@@ -30,7 +30,8 @@ def main() -> None:
         learn.report(OUT / f"{name}.html")
         about = FAULTS[name].about if name in FAULTS else "no fault"
         command = f"hookcb demo --fault {name}" if name in FAULTS else "hookcb demo"
-        parts += [f"## {about[0].upper()}{about[1:]}", f"`{command}`, {EPOCHS} epochs: {learn.diagnose().headline}"]
+        title = f"{about[0].upper()}{about[1:]}"
+        parts += [f"## {title}", f"`{command}`, {EPOCHS} epochs: {learn.diagnose().headline}"]
         parts.append(frame(f"{name}.html", f"the page of the run: {about}"))
     compare(OUT / "healthy.html", OUT / "dead-relu.html").save(OUT / "compare.html")
     parts += ["## Two runs over one another", "`hookcb compare healthy.html dead-relu.html -o compare.html`"]
