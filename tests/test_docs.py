@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hookcb
+from hookcb.cli.parser import make_parser
 
 ROOT = Path(__file__).parent.parent
 NOT_HERE = ("hookcb.__main__", "hookcb.adapters.lightning", "hookcb.adapters.transformers")  # need packages
@@ -108,3 +109,9 @@ def test_the_version_is_the_same_everywhere():
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
     assert newest in (hookcb.__version__, "Unreleased")
     assert f"\nversion: {hookcb.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_page_of_commands_names_each():
+    (commands,) = (action for action in make_parser()._actions if action.dest == "command")
+    page = (ROOT / "docs" / "guide" / "commands.md").read_text("utf-8")
+    assert [name for name in commands.choices if f"`hookcb {name}" not in page] == []
