@@ -24,7 +24,7 @@ class SWA(RateCallback):
     """Averages the weights at the end of each of the last epochs: stochastic weight averaging.
 
     From epoch `start` on, the rate goes to `lr` and stays there, and the average is updated after each epoch.
-    After the last one, the statistics of batch norm are computed anew with the average, by one pass over the
+    After the last one, or if the fit is stopped, the statistics of batch norm are computed anew with the average, by one pass over the
     training batches, for which data and random numbers are as they were. The trained model keeps its own
     weights; `learn.model.load_state_dict(learn.swa.model.state_dict())` takes those of the average.
 
@@ -121,10 +121,15 @@ class SWA(RateCallback):
     def after_epoch(self) -> None:
         if self.epoch + 1 >= self.first and self.scheduler is not None:
             self.scheduler.step()
-        if self.epoch + 1 == self.n_epoch and self.n_averaged:
+        if self.epoch + 1 == self.n_epoch:
             self._renew_batch_norm()
 
+    def after_cancel_fit(self) -> None:
+        self._renew_batch_norm()
+
     def _renew_batch_norm(self) -> None:
+        if not self.n_averaged:
+            return
         loader, model = self.learn.dls.train, self.model
         norms = [m for m in model.modules() if isinstance(m, BatchNorm)]
         if not norms:
@@ -155,11 +160,9 @@ class SWA(RateCallback):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        return (
-            state
-            if self._averaged is None
-            else state | {"averaged": self.model.state_dict(), "n_averaged": self.n_averaged}
-        )
+        if self._averaged is None:
+            return state
+        return state | {"averaged": self.model.state_dict(), "n_averaged": self.n_averaged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.lr is not None:

@@ -1,12 +1,14 @@
 """SWA averages the weights at the end of each of the last epochs."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
-from hookcb import SWA, Callback, Checkpoint, Learner, OneCycle
+from hookcb import SWA, Callback, CancelFitException, Checkpoint, Learner, OneCycle
 from tests.support import fit
 from tests.training.support import batches_of
 
@@ -97,6 +99,19 @@ def test_a_loader_that_can_be_read_once_leaves_the_statistics(recwarn):
     with pytest.warns(UserWarning, match="could not compute the statistics of batch norm anew"):
         fit(learn, 1)
     assert learn.swa.model[1].running_mean.abs().sum() > 0
+
+
+def test_a_fit_that_is_stopped_has_the_statistics_too():
+    def stop(cb):
+        if cb.epoch == 2:
+            raise CancelFitException
+
+    learn = learner([SWA(1), Callback(after_epoch=stop, name="stop")])
+    fit(learn, N)
+    averaged = copy.deepcopy(learn.swa.model)
+    update_bn(batches_of([8, 8, 8]), averaged)
+    assert learn.swa.n_averaged == 2
+    assert same(averaged, learn.swa.model)
 
 
 def test_inputs_may_be_several_or_have_names():
