@@ -24,9 +24,9 @@ class SWA(RateCallback):
     """Averages the weights at the end of each of the last epochs: stochastic weight averaging.
 
     From epoch `start` on, the rate goes to `lr` and stays there, and the average is updated after each epoch.
-    After the last one, or if the fit is stopped, the statistics of batch norm are computed anew with the average, by one pass over the
-    training batches, for which data and random numbers are as they were. The trained model keeps its own
-    weights; `learn.model.load_state_dict(learn.swa.model.state_dict())` takes those of the average.
+    When the fit ends, stopped or not, the statistics of batch norm are computed anew with the average, by one
+    pass over the training batches, for which data and random numbers are as they were. The trained model
+    keeps its own weights; `learn.model.load_state_dict(learn.swa.model.state_dict())` takes the average's.
 
     Needs the memory of one more model. Each rank averages its own replica.
 
