@@ -31,7 +31,7 @@ def run_on_ranks(n: int, argv: Sequence[str]) -> int:
         Exit code: 0, or that of torchrun, or 130 after Ctrl-C.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    command += ["-m", "hookcb.cli.main", *argv]
+    command += ["-m", "hookcb", *argv]
     threads = str(max(1, (os.cpu_count() or 1) // n))
     env = {"OMP_NUM_THREADS": threads, **os.environ}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:

@@ -1,23 +1,55 @@
 """Runs an unmodified training script, and prints a verdict on each model that it trains."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from hookcb.cli.hints import NotFoundError, no_module, similar_files
 from hookcb.cli.model_tracker import ModelTracker
 from hookcb.cli.ranks import INTERRUPTED, own_rank
-from hookcb.core.console import safe_console, show, show_error
+from hookcb.core.console import attempt, safe_console, show, show_error
 from hookcb.distributed.process_group import n_processes
 from hookcb.report.page import Page
 
+WRONG = 2  # exit code for what is given on the command line
 OURS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "diagnosis"))  # hidden in tracebacks
 
 
-def run_script(path: str | Path, args: Sequence[str] = (), html: Path | None = None) -> int:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a script is run, and how its verdicts are shown.
+
+    Attributes:
+        html: file for a page of what was recorded; a second model gets `run-2.html` beside `run.html`.
+        as_json: whether standard output gets the verdicts as JSON, and standard error all that is printed.
+        coverage: whether to list all that was and that could not be inspected.
+        is_module: whether the script is named as a module, as after `python -m`.
+    """
+
+    html: Path | None = None
+    as_json: bool = False
+    coverage: bool = False
+    is_module: bool = False
+
+
+def why_not_run(script: str, is_module: bool) -> str:
+    """Message for a script that is not there; "" if it may be."""
+    if not is_module:
+        return "" if Path(script).is_file() else f"there is no file {script!r}{similar_files(script)}"
+    if script.endswith(".py"):
+        return f"-m takes the name of a module, such as {Path(script).stem}; for a file, leave out -m"
+    return ""
+
+
+def run_script(path: str | Path, args: Sequence[str] = (), options: Options | None = None) -> int:
     """Runs a script as `python path args…` does, watches what it trains, and prints the verdicts.
 
     The script needs no change. A model is the outermost module with trainable parameters that is called with
@@ -28,18 +60,35 @@ def run_script(path: str | Path, args: Sequence[str] = (), html: Path | None = N
     Args:
         path: the script.
         args: its arguments.
-        html: file for a page of what was recorded; a second model gets `run-2.html` beside `run.html`.
+        options: what to show, and whether `path` is a module.
 
     Returns:
         Exit code: 0 if all models are healthy; 1 if one is suspect or sick, if one has an optimizer but no
         training of it was seen, if nothing was trained, or if the script raised; the script's own if that is
-        not 0; 130 after Ctrl-C. Under torchrun, the verdicts of rank 0 decide: the others show theirs if they
-        are their own and not healthy, and exit with the code of the script.
+        not 0; 130 after Ctrl-C; 2 if there is no such module. Under torchrun, the verdicts of rank 0 decide:
+        the others show theirs if they are their own and not healthy, and exit with the code of the script.
     """
-    tracker = ModelTracker(makes_pages=html is not None and not own_rank())
-    code, has_failed = _run(os.fspath(path), list(args), tracker)
+    options = options or Options()
+    if not options.as_json:
+        return _run_and_show(os.fspath(path), list(args), options)[0]
+    with _output_to_errors():
+        code, result = _run_and_show(os.fspath(path), list(args), options)
+    if result is not None:
+        attempt(lambda: print(json.dumps(result), flush=True))  # noqa: T201  # rich would replace :names:
+    return code
+
+
+def _run_and_show(path: str, args: list[str], options: Options) -> tuple[int, dict[str, Any] | None]:
+    """Runs a script and shows the verdicts; returns the exit code, and on rank 0 the result."""
+    html = None if own_rank() else options.html
+    tracker = ModelTracker(makes_pages=html is not None)
+    try:
+        code, has_failed = _run(path, args, tracker, options.is_module)
+    except NotFoundError as error:
+        show_error(f"hookcb diagnose: {error}")
+        return WRONG, None
     shown = tracker.verdicts()
-    for title, verdict, _ in shown:
+    for title, verdict, _ in [] if options.as_json and not own_rank() else shown:
         is_shared = f"{n_processes()} ranks" in verdict.looked
         if own_rank() and (is_shared or verdict):
             continue  # rank 0 shows the same, or is healthy too
@@ -47,15 +96,46 @@ def run_script(path: str | Path, args: Sequence[str] = (), html: Path | None = N
         until = ", until the script failed" if has_failed else ""
         show(f"\n{title}{of}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
         show(verdict, soft_wrap=True)
+        if options.coverage:
+            lines = ["Coverage:", *(f"  {line}" for line in verdict.coverage)]
+            show("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     if own_rank():
-        return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
-    for note in [*([] if shown else [_no_training_in(path)]), *tracker.notes]:
+        return code, None  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
+    notes = [*([] if shown else [_no_training_in(path)]), *tracker.notes]
+    for note in notes:
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
     if html is not None:
         _write_pages(html, tracker)
     counted = [verdict for _, verdict, counts in shown if counts]
-    is_well = bool(counted) and all(counted)
-    return code or (0 if is_well else 1)
+    code = code or (0 if counted and all(counted) else 1)
+    models = [{"model": title, "counts": counts, **verdict.to_dict()} for title, verdict, counts in shown]
+    return code, {"exit_code": code, "script_failed": has_failed, "models": models, "notes": notes}
+
+
+@contextmanager
+def _output_to_errors() -> Iterator[None]:
+    """Sends standard output to standard error, also that of C code and of processes that are started."""
+    for file in (sys.stdout, sys.__stdout__):
+        _flush(file)
+    try:
+        saved = os.dup(1)
+    except OSError:  # it is closed
+        saved = None
+    try:
+        if saved is not None:
+            os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _flush(sys.__stdout__)
+        if saved is not None:
+            os.dup2(saved, 1)
+            os.close(saved)
+
+
+def _flush(file: Any) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or missing
+        file.flush()
 
 
 def _write_pages(html: Path, tracker: ModelTracker) -> None:
@@ -76,11 +156,14 @@ def _no_training_in(path: str | Path) -> str:
     )
 
 
-def _run(path: str, args: list[str], tracker: ModelTracker) -> tuple[int, bool]:
+def _run(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> tuple[int, bool]:
     """Runs the script to its end; returns the exit code Python would give, and whether the script raised."""
     try:
-        with tracker.watching(), _as_main(path, args) as main:
-            exec(compile(Path(path).read_bytes(), main["__file__"], "exec"), main)
+        with tracker.watching(), _as_main(path, args, is_module) as main:
+            file = main["__file__"]
+            exec(compile(Path(file).read_bytes(), file, "exec"), main)
+    except NotFoundError:
+        raise
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0, False
@@ -96,18 +179,46 @@ def _run(path: str, args: list[str], tracker: ModelTracker) -> tuple[int, bool]:
 
 
 @contextmanager
-def _as_main(path: str, args: list[str]) -> Iterator[dict[str, Any]]:
-    """Makes the script's module `__main__`, with the arguments and import path that Python would give it."""
+def _as_main(path: str, args: list[str], is_module: bool) -> Iterator[dict[str, Any]]:
+    """Makes the script `__main__`, with the arguments and import path that Python would give it."""
     module = ModuleType("__main__")
-    # absolute since Python 3.9; multiprocessing starts its processes with this path
-    vars(module).update(__file__=os.path.abspath(path), __builtins__=__builtins__)
     before = sys.argv, sys.path[:], sys.modules["__main__"]
     sys.argv, sys.modules["__main__"] = [path, *args], module
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
     try:
+        spec = _find_spec(path) if is_module else None
+        # absolute since Python 3.9; multiprocessing starts its processes with this path
+        file = os.path.abspath((spec and spec.origin) or path)
+        vars(module).update(__file__=file, __builtins__=__builtins__)
+        if spec is not None:
+            sys.argv[0] = file
+            vars(module).update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader)
         yield vars(module)
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = before
+
+
+def _find_spec(name: str) -> ModuleSpec:
+    """Specification of the file that `python -m name` runs; imports the packages that contain it.
+
+    Raises:
+        NotFoundError: If there is none, or it is not a file of Python.
+    """
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            return _find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a module that the package imports is missing
+        spec = None
+    except ValueError as error:  # "", "a..b" and the like
+        raise NotFoundError(f"there is no module {name!r}: {error}") from None
+    if spec is None:
+        raise NotFoundError(no_module(name))
+    if not f"{spec.origin}".endswith(".py"):
+        raise NotFoundError(f"module {name!r} is not a file of Python, but {spec.origin}")
+    return spec
 
 
 def _hide_own_frames(error: BaseException | None) -> None:

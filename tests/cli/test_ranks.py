@@ -88,7 +88,7 @@ def test_an_error_of_torchrun_is_shown(capfd):
 
 @pytest.mark.slow
 def test_interrupting_ends_all_processes(tmp_path):
-    command = [sys.executable, "-m", "hookcb.cli.main", "demo", "--ranks", "2", "--epochs", "100000"]
+    command = [sys.executable, "-m", "hookcb", "demo", "--ranks", "2", "--epochs", "100000"]
     with open("out", "w") as out:
         process = subprocess.Popen(command, stdout=out, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     until = time.monotonic() + 60
@@ -136,7 +136,7 @@ def test_our_own_messages_are_shown_once_and_others_as_they_end():
 
 def diagnosed(script, *args):
     Path("train.py").write_text(script)
-    command = [sys.executable, *TORCHRUN, "-m", "hookcb.cli.main", "diagnose", "train.py", *args]
+    command = [sys.executable, *TORCHRUN, "-m", "hookcb", "diagnose", "train.py", *args]
     environment = {**os.environ, "COLUMNS": "100"}
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 

@@ -1,5 +1,6 @@
 """`hookcb diagnose script.py` runs a script as Python does, and says whether what it trains is healthy."""
 
+import json
 import os
 import re
 import runpy
@@ -326,7 +327,7 @@ def test_the_installed_command_runs_a_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BEGIN + "print('lines of the script')\n" + SICK)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "hookcb.cli.main", "diagnose", script],
+        [sys.executable, "-W", "error", "-m", "hookcb", "diagnose", script],
         capture_output=True,
         text=True,
     )
@@ -543,3 +544,69 @@ def test_a_page_that_cannot_be_written_changes_no_exit_code(tmp_path, capsys):
     code = main(["diagnose", str(script)])
     assert main(["diagnose", f"--html={tmp_path}", str(script)]) == code
     assert "cannot be written" in capsys.readouterr().out
+
+
+# ---- modules, JSON, coverage
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a healthy and a sick training, in the current folder."""
+    folder = tmp_path / "trainings"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "rates.py").write_text("SICK = 10.0\n")
+    (folder / "healthy.py").write_text(f"{BEGIN}{HEALTHY}print(sys.argv[1:], __name__, __package__)\n")
+    (folder / "__main__.py").write_text(f"{BEGIN}from .rates import SICK\ntrain(*make(SICK))\n")
+    (folder / "lacks.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "trainings"]:
+        del sys.modules[name]
+
+
+def test_a_module_runs_as_python_m_runs_it(package, capsys):
+    before = sys.argv, sys.path[:], sys.modules["__main__"]
+    assert main(["diagnose", "-m", "trainings.healthy", "--lr", "1", "-m"]) == 0
+    assert "['--lr', '1', '-m'] __main__ trainings" in capsys.readouterr().out
+    assert main(["diagnose", "-m", "trainings"]) == 1
+    assert "SICK" in capsys.readouterr().out
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+
+
+def test_a_module_that_is_not_there_is_told(package, capsys):
+    assert main(["diagnose", "-m", "trainings.helthy"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.partition(";")[0]) == ("", "hookcb diagnose: there is no module 'trainings.helthy'")
+    assert "similar: trainings.healthy" in err
+    assert main(["diagnose", "-m", "trainings.lacks"]) == 1
+    assert "No module named 'a_package_that_is_not_there'" in capsys.readouterr().err
+
+
+def test_json_is_all_that_standard_output_gets(tmp_path):
+    script = tmp_path / "script.py"
+    said = (
+        "import os; print('by print'); os.system('echo by a process'); sys.__stdout__.write('by hand\\n')\n"
+    )
+    script.write_text(f"{BEGIN}{said}{SICK}")
+    command = [sys.executable, "-m", "hookcb", "diagnose", "--json", "--coverage", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90)
+    result = json.loads(done.stdout)
+    assert done.returncode == result["exit_code"] == 1
+    (model,) = result["models"]
+    assert model["status"] == "sick"
+    assert model["primary"]["code"] in {finding["code"] for finding in model["findings"]}
+    assert model["coverage"]
+    assert not result["script_failed"]
+    for text in ("by print", "by a process", "by hand"):
+        assert text in done.stderr
+
+
+def test_coverage_lists_all_that_could_not_be_inspected(package, capsys):
+    main(["diagnose", "--coverage", "-m", "trainings.healthy"])
+    shown = capsys.readouterr().out
+    listed = shown.partition("\nCoverage:\n")[2]
+    assert "  40 batches" in listed
+    assert listed.count("not checked: ") > 1
