@@ -10,7 +10,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(wildcard nbs/*.ipynb)
 
-.PHONY: demo test test-all interop pages lint notebooks bench gpu planted real clean $(NOTEBOOKS)
+.PHONY: demo test test-all interop pages lint notebooks bench gpu planted real release clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -65,6 +65,10 @@ planted: $(VENV)/.installed-dev
 # faulty programs of the kinds that people ask about, and the same programs repaired
 real: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/real
+
+# wheel and sdist in dist/, checked, and the demo from the wheel in an environment of its own; uploads nothing
+release: $(VENV)/.installed-release
+	$(BIN)/python benchmarks/release.py
 
 clean:
 	rm -rf $(VENV)

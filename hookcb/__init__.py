@@ -23,6 +23,7 @@ from hookcb.core.events import (
 from hookcb.core.loop import Loop
 from hookcb.core.ranks import RankError
 from hookcb.core.sampling import SamplingCallback
+from hookcb.core.version import __version__ as __version__
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.one_backward import check_gradients
 from hookcb.diagnosis.verdict import Finding, Verdict
@@ -36,9 +37,21 @@ from hookcb.hooks.dry_run import dummy_eval, model_sizes, num_features_model
 from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
 from hookcb.hooks.modules import find_modules, has_params, total_params
 from hookcb.hooks.summary import Summary, layer_info, module_summary
+from hookcb.loggers import (
+    CSVLogger,
+    JSONLLogger,
+    Log,
+    Logger,
+    MLflowLogger,
+    TensorBoardLogger,
+    read_csv,
+    read_jsonl,
+)
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.preflight import assert_healthy, diagnose
+from hookcb.loops.watch import watch
+from hookcb.loops.watcher import Watch
 from hookcb.nans.anomaly import DetectAnomaly
 from hookcb.nans.terminate import TerminateOnNaN, TerminateOnNaNCallback
 from hookcb.nans.trace import NanTrace
@@ -66,20 +79,6 @@ from hookcb.training.schedules.one_cycle import OneCycle
 from hookcb.training.schedules.plateau import ReduceLROnPlateau
 from hookcb.training.schedules.schedule import Schedule
 from hookcb.training.schedules.warmup_cosine import WarmupCosine
-
-__version__ = "0.1.0"
-from hookcb.loggers import (
-    CSVLogger,
-    JSONLLogger,
-    Log,
-    Logger,
-    MLflowLogger,
-    TensorBoardLogger,
-    read_csv,
-    read_jsonl,
-)
-from hookcb.loops.watch import watch
-from hookcb.loops.watcher import Watch
 
 __all__ = [
     "EMA",

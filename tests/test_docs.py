@@ -44,6 +44,9 @@ def test_the_python_in_the_readme_runs(capsys, tmp_path, monkeypatch):
 
 
 def test_the_version_is_the_same_everywhere():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == hookcb.__version__
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]  # read from the file that the next line names
+    path = ROOT / settings["tool"]["hatch"]["version"]["path"]
+    assert f'__version__ = "{hookcb.__version__}"' in path.read_text()
+    assert f"\nversion: {hookcb.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"[{hookcb.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +9,7 @@ from hookcb.cli.completion import SHELLS
 from hookcb.cli.faults import Fault, find_fault
 from hookcb.cli.hints import similar, similar_files
 from hookcb.cli.summary import InputSpec
+from hookcb.core.version import __version__
 from hookcb.diagnosis.explain import explain
 
 EXIT_CODES = """exit codes:
@@ -52,7 +52,7 @@ def build_parser() -> Parser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"hookcb {version('hookcb')}")
+    parser.add_argument("--version", action="version", version=f"hookcb {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo = commands.add_parser(
         "demo",

@@ -31,6 +31,7 @@ from hookcb import (
     assert_no_hooks,
     watch,
 )
+from hookcb.core.torch_private import top_saved_hooks
 from tests.hooks import support as zoo
 from tests.support import CANCELS, SaysSo, changes_in, make_batches, make_model, no_collection
 from tests.training.support import Unsized, Wide, momentum
@@ -50,7 +51,7 @@ def of_process():
         "global hooks of optimizers": (list(_global_optimizer_pre_hooks), list(_global_optimizer_post_hooks)),
         "modes of dispatch": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
         "autocast and grad": (torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()),
-        "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "hooks of saved tensors": top_saved_hooks(),
         "anomaly mode": torch.is_anomaly_enabled(),
         "functions": [dict(vars(place)) for place in REACHED],
         "threads": set(threading.enumerate()),
