@@ -8,9 +8,9 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-
 # Debian's; another browser: make pages CHROMIUM=/path/to/chrome
 CHROMIUM ?= /usr/bin/chromium
 
-NOTEBOOKS = $(wildcard nbs/*.ipynb)
+NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-all interop pages lint notebooks bench gpu planted real release clean $(NOTEBOOKS)
+.PHONY: demo test test-all interop pages lint notebooks docs release bench gpu planted real clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -37,8 +37,15 @@ lint: $(VENV)/.installed-dev
 
 notebooks: $(NOTEBOOKS)
 
-$(NOTEBOOKS): $(VENV)/.installed-dev
-	$(BIN)/jupyter execute $@
+# with their outputs, for the site; the kernel runs in nbs
+$(NOTEBOOKS): build/notebooks/%: nbs/% $(VENV)/.installed-dev
+	mkdir -p $(@D)
+	$(BIN)/jupyter execute --output=../$(basename $@) $<
+
+# the site, in build/site
+docs: $(NOTEBOOKS) $(VENV)/.installed-docs
+	$(BIN)/python docs/gallery.py
+	$(BIN)/mkdocs build
 
 # fastai brings a torchvision built for CUDA, with which Lightning cannot be imported beside a torch for CPUs
 bench: $(VENV)/.installed-bench
@@ -66,9 +73,12 @@ planted: $(VENV)/.installed-dev
 real: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/real
 
-# wheel and sdist in dist/, checked, and the demo from the wheel in an environment of its own; uploads nothing
+# wheel and sdist in dist, checked and tried in an environment of their own; uploads nothing
 release: $(VENV)/.installed-release
-	$(BIN)/python benchmarks/release.py
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python docs/release.py
 
 clean:
 	rm -rf $(VENV)

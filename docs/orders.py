@@ -1,4 +1,4 @@
-"""Generate README's table of callback orders from hookcb/core/orders.py: `python docs/orders.py`."""
+"""Generate the orders in docs/guide/training.md from hookcb/core/orders.py: `python docs/orders.py`."""
 
 import ast
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import hookcb
 from hookcb.core import orders
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).with_name("guide") / "training.md"
 COMMAND = "python docs/orders.py"
 BEGIN, END = "<!-- orders -->\n", "<!-- /orders -->\n"
 BASES = ("Callback", "SamplingCallback")  # only their subclasses act
@@ -56,22 +56,24 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """README text with the current table."""
+    """Page with the current table."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"README.md has no {BEGIN.strip()} … {END.strip()}; the table belongs between them")
+        raise ValueError(
+            f"docs/guide/training.md has no {BEGIN.strip()} … {END.strip()}; the table belongs between them"
+        )
     return before + BEGIN + table() + END + after
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the table; with `--check`, only check it and exit with 1 if it is out of date."""
-    text = README.read_text("utf-8")
+    text = PAGE.read_text("utf-8")
     current = with_table(text)
     if "--check" not in (sys.argv[1:] if argv is None else argv):
-        README.write_text(current, "utf-8")
+        PAGE.write_text(current, "utf-8")
     elif text != current:
-        sys.stderr.write(f"the table of orders in README.md is out of date; run {COMMAND}\n")
+        sys.stderr.write(f"the table of orders in docs/guide/training.md is out of date; run {COMMAND}\n")
         return 1
     return 0
 

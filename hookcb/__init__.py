@@ -1,5 +1,7 @@
 """hookcb: callbacks that let you see inside any PyTorch training run."""
 
+from typing import TYPE_CHECKING
+
 from hookcb.core.randomness import random_kept
 
 with random_kept():  # rich draws a number when it is imported
@@ -21,9 +23,9 @@ from hookcb.core.events import (
     Event,
 )
 from hookcb.core.loop import Loop
+from hookcb.core.randomness import set_seed
 from hookcb.core.ranks import RankError
 from hookcb.core.sampling import SamplingCallback
-from hookcb.core.version import __version__ as __version__
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.one_backward import check_gradients
 from hookcb.diagnosis.verdict import Finding, Verdict
@@ -37,21 +39,10 @@ from hookcb.hooks.dry_run import dummy_eval, model_sizes, num_features_model
 from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
 from hookcb.hooks.modules import find_modules, has_params, total_params
 from hookcb.hooks.summary import Summary, layer_info, module_summary
-from hookcb.loggers import (
-    CSVLogger,
-    JSONLLogger,
-    Log,
-    Logger,
-    MLflowLogger,
-    TensorBoardLogger,
-    read_csv,
-    read_jsonl,
-)
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_curve import LRFind
+from hookcb.loops.ported import missing_name
 from hookcb.loops.preflight import assert_healthy, diagnose
-from hookcb.loops.watch import watch
-from hookcb.loops.watcher import Watch
 from hookcb.nans.anomaly import DetectAnomaly
 from hookcb.nans.terminate import TerminateOnNaN, TerminateOnNaNCallback
 from hookcb.nans.trace import NanTrace
@@ -79,9 +70,31 @@ from hookcb.training.schedules.one_cycle import OneCycle
 from hookcb.training.schedules.plateau import ReduceLROnPlateau
 from hookcb.training.schedules.schedule import Schedule
 from hookcb.training.schedules.warmup_cosine import WarmupCosine
+from hookcb.training.swa import SWA
+
+__version__ = "0.2.0"
+from hookcb.loggers import (
+    CSVLogger,
+    JSONLLogger,
+    Log,
+    Logger,
+    MLflowLogger,
+    TensorBoardLogger,
+    read_csv,
+    read_jsonl,
+)
+from hookcb.loops.watch import watch
+from hookcb.loops.watcher import Watch
+
+if not TYPE_CHECKING:  # else a type checker would assume that every name exists
+
+    def __getattr__(name: str) -> object:
+        return missing_name(name)
+
 
 __all__ = [
     "EMA",
+    "SWA",
     "ActivationRecords",
     "ActivationStats",
     "CSVLogger",
@@ -164,6 +177,7 @@ __all__ = [
     "num_features_model",
     "read_csv",
     "read_jsonl",
+    "set_seed",
     "synth_learner",
     "total_params",
     "unfreeze",

@@ -1,4 +1,4 @@
-"""`python -m hookcb`: the command line."""
+"""`python -m hookcb` is the command `hookcb`."""
 
 import sys
 

@@ -97,7 +97,7 @@ def nothing_is_left_on():
     from torch.optim import optimizer as of_all
 
     yield
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # since torch 2.8
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in torch 2.6
     assert top is None or top(True) is None
     assert not of_all._global_optimizer_pre_hooks
     assert not of_all._global_optimizer_post_hooks

@@ -99,9 +99,11 @@ def missing_of_callback(cls):
         yield f"hookcb/core/orders.py: the order of {name}, {cls.order}, has no name"
     if getattr(hookcb, name, None) is not cls or name not in hookcb.__all__:
         yield f"hookcb/__init__.py: {name} is not imported there, or not in __all__"
-    table = read(ROOT / "README.md").partition("<!-- orders -->")[2].partition("<!-- /orders -->")[0]
+    table = (
+        read(ROOT / "docs/guide/training.md").partition("<!-- orders -->")[2].partition("<!-- /orders -->")[0]
+    )
     if f"`{name}`" not in table and cls not in (Callback, hookcb.SamplingCallback):
-        yield f"README.md: {name} is not in the table of orders; run python docs/orders.py"
+        yield f"docs/guide/training.md: {name} is not in the table of orders; run python docs/orders.py"
     if not any(names(text, name) for text in texts_of_tests(room)):
         yield f"tests/{room}/test_{file}.py: no test names {name}"
     if not names(read(ROOT / "CHANGELOG.md"), name):
@@ -131,7 +133,7 @@ def test_the_places_of_a_callback_that_are_left_out_are_named():
         "hookcb/training/dummy.py",
         "hookcb/core/orders.py",
         "hookcb/__init__.py",
-        "README.md",
+        "docs/guide/training.md",
         "tests/training/test_dummy.py",
         "CHANGELOG.md",
     ]
@@ -255,10 +257,13 @@ def test_the_places_of_a_probe_that_are_left_out_are_named():
 # what is emitted under `watch` is in tests/scenarios/test_watch_ends.py
 
 
-def missing_of_event(event, readme, shown, fired):
+EVENTS = ROOT / "docs/guide/callbacks.md"
+
+
+def missing_of_event(event, page, shown, fired):
     told = "after_cancel_…" if event.startswith("after_cancel_") else event
-    if f"`{told}`" not in readme:
-        yield f"README.md: `{told}` is not in the table of events"
+    if f"`{told}`" not in page:
+        yield f"docs/guide/callbacks.md: `{told}` is not in the table of events"
     phases = {training for training, name in fired if name == event}
     if event not in {name for _, name in shown} or not {(phase, event) for phase in phases} <= shown:
         yield f"hookcb/core/loop_tree.py: show_training_loop() does not show {event} where it fires"
@@ -296,7 +301,7 @@ def fired():
 
 @pytest.mark.parametrize("event", list(Event))
 def test_an_event_is_in_all_places(event, shown, fired):
-    missing = list(missing_of_event(event.value, read(ROOT / "README.md"), shown, fired))
+    missing = list(missing_of_event(event.value, read(EVENTS), shown, fired))
     assert not missing, "\n".join(missing)
 
 
@@ -307,11 +312,11 @@ def test_the_exception_of_a_level_is_public(level):
 
 
 def test_the_places_of_an_event_that_are_left_out_are_named(shown, fired):
-    places = ["README.md", "hookcb/core/loop_tree.py", "CHANGELOG.md"]
-    missing = missing_of_event("after_dummy", read(ROOT / "README.md"), shown, fired)
+    places = ["docs/guide/callbacks.md", "hookcb/core/loop_tree.py", "CHANGELOG.md"]
+    missing = missing_of_event("after_dummy", read(EVENTS), shown, fired)
     assert [place.partition(":")[0] for place in missing] == places
     in_validation_only = shown - {(True, "after_loss")}
-    (missing,) = missing_of_event("after_loss", read(ROOT / "README.md"), in_validation_only, fired)
+    (missing,) = missing_of_event("after_loss", read(EVENTS), in_validation_only, fired)
     assert "does not show after_loss where it fires" in missing
 
 

@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -34,19 +35,76 @@ def test_every_public_class_has_an_example():
             assert ">>>" in thing.__doc__, f"{name} has no example"
 
 
-def test_the_python_in_the_readme_runs(capsys, tmp_path, monkeypatch):
+GUIDE = [
+    "learner",
+    "diagnosis",
+    "report",
+    "loops",
+    "training",
+    "callbacks",
+    "hooks",
+    "activations",
+    "gradients",
+]
+HOW_TO = ["nan", "flat", "layer", "slow", "memory"]
+PORTING = ["fastai", "lightning", "keras"]
+WITH_OUTPUT = ["docs/tutorial.md", "docs/porting/index.md", *(f"docs/howto/{name}.md" for name in HOW_TO)]
+NUMBER = re.compile(r"[-\d.e]*\d[-\d.e]*")
+
+
+def blocks(page):
+    """Language and text of each block of a page in Markdown."""
+    return re.findall(
+        r"^```(python|text)\n(.*?)```", (ROOT / page).read_text("utf-8"), flags=re.DOTALL | re.M
+    )
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        ["README.md"],
+        [f"docs/guide/{name}.md" for name in [*GUIDE, "time_and_memory"]],
+        *([f"docs/porting/{name}.md"] for name in PORTING),
+    ],
+    ids=["readme", "guide", *PORTING],
+)
+def test_the_python_of_pages_runs(pages, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert blocks
     names = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+    for page in pages:
+        found = [text for kind, text in blocks(page) if kind == "python"]
+        assert found
+        for text in found:
+            exec(compile(text, page, "exec"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_OUTPUT)
+def test_a_page_prints_what_it_shows(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    names, said, n_shown = {}, [], 0
+    with warnings.catch_warnings(action="ignore"):  # of trainings that are sick
+        for kind, text in blocks(page):
+            if kind == "python":
+                exec(compile(text, "train.py", "exec"), names)
+                said = alike(capsys.readouterr().out)
+            else:
+                n_shown += 1
+                shown = alike(text.partition("…")[0]) if "…" in text else alike(text)
+                assert [line for line in shown[:3] if line not in said] == []
+    assert n_shown
+
+
+def alike(text):
+    """Lines of a text, with a mark in place of each number, which differ from machine to machine."""
+    return [NUMBER.sub("#", line) for line in text.splitlines() if line.strip()]
 
 
 def test_the_version_is_the_same_everywhere():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert settings["project"]["dynamic"] == ["version"]  # read from the file that the next line names
-    path = ROOT / settings["tool"]["hatch"]["version"]["path"]
-    assert f'__version__ = "{hookcb.__version__}"' in path.read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert ROOT / project["tool"]["hatch"]["version"]["path"] == Path(hookcb.__file__)
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
+    assert newest in (hookcb.__version__, "Unreleased")
     assert f"\nversion: {hookcb.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"[{hookcb.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

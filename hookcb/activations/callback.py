@@ -89,6 +89,7 @@ class ActivationStats(HookCallback):
     series = forwarded(ActivationRecords.series)
     store_of = forwarded(ActivationRecords.store_of)
     table = forwarded(ActivationRecords.table)
+    to_frame = forwarded(ActivationRecords.to_frame)
     steps = forwarded(ActivationRecords.steps)
     layer_stats = forwarded(ActivationRecords.layer_stats)
     hist = forwarded(ActivationRecords.hist)

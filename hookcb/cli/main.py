@@ -1,4 +1,4 @@
-"""The command line: `hookcb demo`, `diagnose`, `summary`, `tail`, `report`, `compare` and others."""
+"""The command line: what `hookcb` does with its arguments."""
 
 import argparse
 import sys
@@ -9,14 +9,13 @@ from pathlib import Path
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.cli.compare import compare_runs
-from hookcb.cli.completion import show_completion
 from hookcb.cli.demo import train_digits
 from hookcb.cli.export import export
 from hookcb.cli.faults import fault_lines
-from hookcb.cli.parser import build_parser
+from hookcb.cli.parser import Parser, make_parser
 from hookcb.cli.ranks import own_rank, run_on_ranks
-from hookcb.cli.script import Options, run_script, why_not_run
-from hookcb.cli.summary import show_summary
+from hookcb.cli.script import Options, has_module, is_module_name, run_script
+from hookcb.cli.summary import summarize
 from hookcb.cli.tail import tail
 from hookcb.core.console import show, show_error
 from hookcb.core.ranks import RankError
@@ -37,18 +36,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         see `run_script`, for `demo --ranks` see `run_on_ranks`. An invalid option exits with 2 at once.
     """
     given = sys.argv[1:] if argv is None else list(argv)
-    parser = build_parser()
-    if given:
-        parser.check_command(given[0])
+    parser = make_parser()
     args = parser.parse_args(given)
     if args.command == "diagnose":
-        return _diagnose(args, given)
+        start = len(given) - len(args.args)
+        start -= given[start - 1] == "--"  # argparse drops a leading "--" of the script's arguments
+        if not (args.is_module or Path(args.script).is_file()):
+            hint = f"; for a module: hookcb diagnose -m {args.script}" if is_module_name(args.script) else ""
+            parser.error(f"there is no file {args.script!r}{hint}")
+        if args.is_module and not has_module(args.script):
+            parser.error(f"there is no module {args.script!r} to be had from {Path.cwd()}")
+        options = Options(args.html, args.json, args.coverage, args.is_module)
+        return run_script(args.script, given[start:], options)
     if args.command == "summary":
-        return show_summary(args.model, args.input, args.depth)
+        return summarize(args.model, args.input, args.depth)
     if args.command == "tail":
-        return tail(Path(args.file), args.lines, follow=not args.once)
+        return tail(args.file, args.n, follow=not args.once)
     if args.command == "completion":
-        return show_completion(parser, args.shell)
+        return _complete(parser, args.shell)
     if args.command == "explain":
         show(args.text, soft_wrap=True, highlight=False, markup=False)
         return 0
@@ -62,15 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.ranks > 1 and n_processes() == 1:
         return run_on_ranks(args.ranks, given)
     return _demo(args)
-
-
-def _diagnose(args: argparse.Namespace, given: list[str]) -> int:
-    if wrong := why_not_run(args.script, args.module):
-        args.wrong(wrong)
-    start = len(given) - len(args.args)
-    start -= given[start - 1] == "--"  # argparse drops a leading "--" of the script's arguments
-    options = Options(args.html, as_json=args.json, coverage=args.coverage, is_module=args.module)
-    return run_script(args.script, given[start:], options)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -102,6 +98,16 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
+def _complete(parser: Parser, shell: str) -> int:
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        show_error("hookcb completion: shtab is not installed; pip install 'hookcb[completion]'")
+        return 1
+    print(shtab.complete(parser, shell))  # noqa: T201  # a script for a shell
+    return 0
+
+
 def _convert(args: argparse.Namespace) -> int:
     try:
         if args.command == "export":
@@ -122,7 +128,3 @@ def _picture(stats: ActivationStats) -> str:
         return f"{PICTURE} was not drawn, because matplotlib is not installed; pip install 'hookcb[plot]'"
     stats.color_dim().savefig(PICTURE)
     return f"histograms of every layer, batch by batch: {PICTURE}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,58 +1,37 @@
-"""Parser of the command line: commands, options, and what is said if one is wrong."""
+"""The parser of the command line."""
 
 import argparse
+import re
 from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from hookcb.cli.completion import SHELLS
 from hookcb.cli.faults import Fault, find_fault
-from hookcb.cli.hints import similar, similar_files
-from hookcb.cli.summary import InputSpec
-from hookcb.core.version import __version__
+from hookcb.cli.summary import Input
 from hookcb.diagnosis.explain import explain
-
-EXIT_CODES = """exit codes:
-  0    success; diagnose: all models are healthy; compare: no condition is met
-  1    the command failed; diagnose: a model is not healthy, nothing was trained, or the script raised;
-       compare: a condition is met
-  2    a command, option, file or name is wrong
-  3    compare: the noise within the runs does not allow to say
-  130  Ctrl-C ended the script or the demo
-  If the script of diagnose ends with a code of its own, diagnose ends with it.
-
-`hookcb COMMAND --help` shows the options of a command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors about commands end in what to type."""
+    """Parser whose errors end in what to type."""
 
     def error(self, message: str) -> NoReturn:
-        """Exits with 2, after the message and the command that shows all options."""
-        super().error(f"{message}; try: {self.prog} --help")
-
-    def check_command(self, given: str) -> None:
-        """Exits with 2 if `given` is not a command, and names those like it."""
-        names = command_names(self)
-        if not given.startswith("-") and given not in names:
-            self.error(f"there is no command {given!r}{similar(given, names)}; commands: {', '.join(names)}")
+        """Exits with code 2 after a message that names a similar choice, if there is one."""
+        if found := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
+            similar = get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), 1)
+            message += f"; did you mean {similar[0]}?" if similar else ""
+        super().error(f"{message}\nfor what is possible, type: {self.prog} --help")
 
 
-def command_names(parser: argparse.ArgumentParser) -> list[str]:
-    """Names of the commands of a parser."""
-    commands: Any = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return list(commands.choices)
-
-
-def build_parser() -> Parser:
-    """Parser of the command `hookcb`."""
+def make_parser() -> Parser:
+    """Parser of the whole command line."""
     parser = Parser(
         prog="hookcb",
-        description="See inside a PyTorch training run.",
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="See inside a PyTorch training run. Exit codes: 0, 1 if something is wrong, 2 for a "
+        "command that cannot be understood, 130 after Ctrl-C.",
     )
-    parser.add_argument("--version", action="version", version=f"hookcb {__version__}")
+    parser.add_argument("--version", action="version", version=f"hookcb {version('hookcb')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo = commands.add_parser(
         "demo",
@@ -89,60 +68,44 @@ def build_parser() -> Parser:
         "--html", type=Path, metavar="FILE", help="write what was recorded as a page, too; one for each model"
     )
     script.add_argument(
-        "--json",
-        action="store_true",
-        help="print the verdicts as JSON, and all that the script prints to standard error",
+        "--json", action="store_true", help="write the verdicts as JSON, and nothing else, to stdout"
     )
     script.add_argument(
-        "--coverage", action="store_true", help="list all that was and that could not be inspected"
-    )
-    script.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
-    script.add_argument(
-        "script", metavar="SCRIPT", help="file, or with -m module; it does not have to import hookcb"
+        "--coverage", action="store_true", help="list what was seen, and what was not and why"
     )
     script.add_argument(
-        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script, which come last"
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m"
     )
-    script.set_defaults(wrong=script.error)
-    net = commands.add_parser(
+    script.add_argument("script", help="the script; it does not have to import hookcb")
+    script.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    model = commands.add_parser(
         "summary",
-        help="list the layers of a model, with their parameters and output shapes",
-        description="Make a model, run its forward once on inputs of the given sizes, and show what each "
-        "layer has and returns. Inputs are ones, or zeros if they are whole numbers.",
+        help="show the layers of a model",
+        description="Show the layers of a model with their parameters, outputs and multiply-adds, after one "
+        "forward in eval mode. The exit code is 1 if the model cannot be had or raises.",
     )
-    net.add_argument(
+    model.add_argument(
         "model",
-        metavar="MODEL",
-        help="module:name or file.py:name of a model, or of a function without arguments that makes one",
+        metavar="WHERE:NAME",
+        help="a model, its class, or a function that makes it: package.module:name or file.py:name",
     )
-    net.add_argument(
+    model.add_argument(
         "--input",
         action="append",
+        type=_input,
         default=[],
-        type=_spec,
-        metavar="SIZES",
-        help="sizes of an input, such as 1,3,224,224, and its dtype if it is not float32, such as "
-        "1,77:int64; once for each input",
+        metavar="SIZE",
+        help="shape of an input, with the batch: 1,3,224,224, or 1,128:int64; once for each input",
     )
-    net.add_argument("--depth", type=_depth, metavar="N", help="deepest rows to show; 0 is the whole model")
+    model.add_argument("--depth", type=_count("depth"), help="depth of the deepest rows, by default all")
     follow = commands.add_parser(
         "tail",
-        help="show the records of a JSONLLogger as they are written",
-        description="Show the last records of a file of JSONLLogger, and each new one as it is written, "
-        "until Ctrl-C, which exits with 0.",
+        help="follow the file of a JSONLLogger",
+        description="Show the last records in a file of a JSONLLogger, and each new one, until Ctrl-C.",
     )
-    follow.add_argument("file", type=_file, help="file of a JSONLLogger")
-    follow.add_argument(
-        "-n", "--lines", type=_count("lines"), default=10, metavar="N", help="past records to show first"
-    )
-    follow.add_argument("--once", action="store_true", help="show these, and exit")
-    shell = commands.add_parser(
-        "completion",
-        help="print the completion script for a shell",
-        description="Print a script that completes commands and options. In bash: "
-        'eval "$(hookcb completion bash)". Needs the extra completion.',
-    )
-    shell.add_argument("shell", choices=SHELLS)
+    follow.add_argument("file", type=Path, help="the file, such as run.jsonl")
+    follow.add_argument("-n", type=_count("n"), default=10, help="records to begin with, by default 10")
+    follow.add_argument("--once", action="store_true", help="show what is there, and exit")
     check = commands.add_parser(
         "explain",
         help="explain the check behind a finding",
@@ -185,6 +148,12 @@ def build_parser() -> Parser:
     )
     weights.add_argument("checkpoint", type=Path, help="file or folder of a Checkpoint, or of several")
     weights.add_argument("file", type=Path, help="what to write: .safetensors, or else as torch.save does")
+    shell = commands.add_parser(
+        "completion",
+        help="print a script that completes commands in your shell",
+        description="Print a script for your shell: source <(hookcb completion bash)",
+    )
+    shell.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="your shell")
     return parser
 
 
@@ -202,10 +171,14 @@ def _fault(name: str) -> Fault:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _file(path: str) -> str:
-    if not Path(path).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {path!r}{similar_files(path)}")
-    return path
+def _input(text: str) -> Input:
+    size, _, dtype = text.partition(":")
+    try:
+        return Input(tuple(int(n) for n in size.split(",")), dtype or "float32")
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"an input is whole numbers and perhaps a dtype, such as 1,3,224,224 or 1,128:int64, got {text!r}"
+        ) from None
 
 
 def _count(what: str) -> Callable[[str], int]:
@@ -221,16 +194,3 @@ def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"seed must be a whole number from 0 to 2**63 - 1, got {text!r}")
     return int(text)
-
-
-def _depth(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"depth must be a whole number, 0 or more, got {text!r}")
-    return int(text)
-
-
-def _spec(text: str) -> InputSpec:
-    try:
-        return InputSpec.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

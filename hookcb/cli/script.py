@@ -1,55 +1,54 @@
 """Runs an unmodified training script, and prints a verdict on each model that it trains."""
 
+import importlib.util
 import json
 import os
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from hookcb.cli.hints import NotFoundError, no_module, similar_files
 from hookcb.cli.model_tracker import ModelTracker
 from hookcb.cli.ranks import INTERRUPTED, own_rank
-from hookcb.core.console import attempt, safe_console, show, show_error
+from hookcb.core.console import safe_console, show, show_error
+from hookcb.diagnosis.verdict import Verdict
 from hookcb.distributed.process_group import n_processes
 from hookcb.report.page import Page
 
-WRONG = 2  # exit code for what is given on the command line
-OURS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "diagnosis"))  # hidden in tracebacks
+Shown = list[tuple[str, Verdict, bool]]  # title, verdict, and whether it counts, of each model
+
+OURS = (
+    str(Path(__file__).parent),
+    str(Path(__file__).parents[1] / "diagnosis"),
+    "<frozen runpy>",
+)  # hidden in tracebacks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Options:
-    """How a script is run, and how its verdicts are shown.
+    """Options of `run_script`.
 
     Attributes:
         html: file for a page of what was recorded; a second model gets `run-2.html` beside `run.html`.
-        as_json: whether standard output gets the verdicts as JSON, and standard error all that is printed.
-        coverage: whether to list all that was and that could not be inspected.
-        is_module: whether the script is named as a module, as after `python -m`.
+        json: whether stdout gets the verdicts as JSON, and stderr all that the script writes.
+        coverage: whether to list what was seen of each model, and what was not.
+        is_module: whether to run a module by its name, as `python -m` does.
     """
 
     html: Path | None = None
-    as_json: bool = False
+    json: bool = False
     coverage: bool = False
     is_module: bool = False
 
 
-def why_not_run(script: str, is_module: bool) -> str:
-    """Message for a script that is not there; "" if it may be."""
-    if not is_module:
-        return "" if Path(script).is_file() else f"there is no file {script!r}{similar_files(script)}"
-    if script.endswith(".py"):
-        return f"-m takes the name of a module, such as {Path(script).stem}; for a file, leave out -m"
-    return ""
+NO_OPTIONS = Options()
 
 
-def run_script(path: str | Path, args: Sequence[str] = (), options: Options | None = None) -> int:
+def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO_OPTIONS) -> int:
     """Runs a script as `python path args…` does, watches what it trains, and prints the verdicts.
 
     The script needs no change. A model is the outermost module with trainable parameters that is called with
@@ -58,37 +57,23 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options | No
     when there is a fifth, the least recently called one gets its verdict.
 
     Args:
-        path: the script.
+        path: the script, or the name of a module.
         args: its arguments.
-        options: what to show, and whether `path` is a module.
+        options: what else to do.
 
     Returns:
         Exit code: 0 if all models are healthy; 1 if one is suspect or sick, if one has an optimizer but no
         training of it was seen, if nothing was trained, or if the script raised; the script's own if that is
-        not 0; 130 after Ctrl-C; 2 if there is no such module. Under torchrun, the verdicts of rank 0 decide:
-        the others show theirs if they are their own and not healthy, and exit with the code of the script.
+        not 0; 130 after Ctrl-C. Under torchrun, the verdicts of rank 0 decide: the others show theirs if they
+        are their own and not healthy, and exit with the code of the script.
     """
-    options = options or Options()
-    if not options.as_json:
-        return _run_and_show(os.fspath(path), list(args), options)[0]
-    with _output_to_errors():
-        code, result = _run_and_show(os.fspath(path), list(args), options)
-    if result is not None:
-        attempt(lambda: print(json.dumps(result), flush=True))  # noqa: T201  # rich would replace :names:
-    return code
-
-
-def _run_and_show(path: str, args: list[str], options: Options) -> tuple[int, dict[str, Any] | None]:
-    """Runs a script and shows the verdicts; returns the exit code, and on rank 0 the result."""
-    html = None if own_rank() else options.html
-    tracker = ModelTracker(makes_pages=html is not None)
-    try:
-        code, has_failed = _run(path, args, tracker, options.is_module)
-    except NotFoundError as error:
-        show_error(f"hookcb diagnose: {error}")
-        return WRONG, None
-    shown = tracker.verdicts()
-    for title, verdict, _ in [] if options.as_json and not own_rank() else shown:
+    tracker = ModelTracker(makes_pages=options.html is not None and not own_rank())
+    with _stdout_as_stderr() if options.json else nullcontext():
+        code, has_failed = _run(os.fspath(path), list(args), tracker, options.is_module)
+        shown = tracker.verdicts()
+    if options.json:
+        return _write_json(shown, tracker, code, path, options)
+    for title, verdict, _ in shown:
         is_shared = f"{n_processes()} ranks" in verdict.looked
         if own_rank() and (is_shared or verdict):
             continue  # rank 0 shows the same, or is healthy too
@@ -97,56 +82,65 @@ def _run_and_show(path: str, args: list[str], options: Options) -> tuple[int, di
         show(f"\n{title}{of}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
         show(verdict, soft_wrap=True)
         if options.coverage:
-            lines = ["Coverage:", *(f"  {line}" for line in verdict.coverage)]
-            show("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+            show("\n".join(verdict.coverage), soft_wrap=True, highlight=False, markup=False)
     if own_rank():
-        return code, None  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
-    notes = [*([] if shown else [_no_training_in(path)]), *tracker.notes]
-    for note in notes:
+        return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
+    for note in [*_notes(shown, tracker, path), *_write_pages(options.html, tracker)]:
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
-    if html is not None:
-        _write_pages(html, tracker)
+    return _exit_code(code, shown)
+
+
+def _exit_code(code: int, shown: Shown) -> int:
     counted = [verdict for _, verdict, counts in shown if counts]
-    code = code or (0 if counted and all(counted) else 1)
-    models = [{"model": title, "counts": counts, **verdict.to_dict()} for title, verdict, counts in shown]
-    return code, {"exit_code": code, "script_failed": has_failed, "models": models, "notes": notes}
+    is_well = bool(counted) and all(counted)
+    return code or (0 if is_well else 1)
+
+
+def _notes(shown: Shown, tracker: ModelTracker, path: str | Path) -> list[str]:
+    return [*([] if shown else [_no_training_in(path)]), *tracker.notes]
+
+
+def _write_json(shown: Shown, tracker: ModelTracker, code: int, path: str | Path, options: Options) -> int:
+    """Writes the verdicts of rank 0 to stdout as JSON; returns the exit code."""
+    if own_rank():
+        return code
+    notes, exit_code = (
+        [*_notes(shown, tracker, path), *_write_pages(options.html, tracker)],
+        _exit_code(code, shown),
+    )
+    models = [
+        {"title": title, "counts": counts, "verdict": verdict.to_dict()} for title, verdict, counts in shown
+    ]
+    state = {"schema": 1, "exit_code": exit_code, "models": models, "notes": notes}
+    sys.stdout.write(json.dumps(state, ensure_ascii=False, allow_nan=False) + "\n")
+    return exit_code
 
 
 @contextmanager
-def _output_to_errors() -> Iterator[None]:
-    """Sends standard output to standard error, also that of C code and of processes that are started."""
-    for file in (sys.stdout, sys.__stdout__):
-        _flush(file)
+def _stdout_as_stderr() -> Iterator[None]:
+    """Sends what Python and its child processes write to stdout to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
     try:
-        saved = os.dup(1)
-    except OSError:  # it is closed
-        saved = None
-    try:
-        if saved is not None:
-            os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        _flush(sys.__stdout__)
-        if saved is not None:
-            os.dup2(saved, 1)
-            os.close(saved)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
-def _flush(file: Any) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or missing
-        file.flush()
-
-
-def _write_pages(html: Path, tracker: ModelTracker) -> None:
+def _write_pages(html: Path | None, tracker: ModelTracker) -> Iterator[str]:
+    """Writes the page of each model; a sentence about each."""
+    if html is None:
+        return
     for i, (title, data) in enumerate(tracker.pages(), 1):
         file = html if i == 1 else html.with_stem(f"{html.stem}-{i}")
         data.title = title
         try:
-            said = f"{title}: {Page(data).save(file)}"
+            yield f"{title}: {Page(data).save(file)}"
         except OSError as error:
-            said = f"the page of {title} cannot be written: {error}"
-        show(f"hookcb diagnose: {said}", soft_wrap=True, highlight=False, markup=False)
+            yield f"the page of {title} cannot be written: {error}"
 
 
 def _no_training_in(path: str | Path) -> str:
@@ -156,14 +150,29 @@ def _no_training_in(path: str | Path) -> str:
     )
 
 
+def is_module_name(text: str) -> bool:
+    """Whether `text` may name a module, such as package.train, and no file."""
+    return all(map(str.isidentifier, text.split("."))) and not text.endswith(".py")
+
+
+def has_module(name: str) -> bool:
+    """Whether a module of that name can be run from this folder; imports the packages around it."""
+    with _with_arguments(name, [], os.getcwd()):
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+
 def _run(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> tuple[int, bool]:
     """Runs the script to its end; returns the exit code Python would give, and whether the script raised."""
     try:
-        with tracker.watching(), _as_main(path, args, is_module) as main:
-            file = main["__file__"]
-            exec(compile(Path(file).read_bytes(), file, "exec"), main)
-    except NotFoundError:
-        raise
+        if is_module:
+            with tracker.watching(), _with_arguments(path, args, os.getcwd()):
+                runpy.run_module(path, run_name="__main__", alter_sys=True)
+            return 0, False
+        with tracker.watching(), _as_main(path, args) as main:
+            exec(compile(Path(path).read_bytes(), main["__file__"], "exec"), main)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0, False
@@ -179,46 +188,28 @@ def _run(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> 
 
 
 @contextmanager
-def _as_main(path: str, args: list[str], is_module: bool) -> Iterator[dict[str, Any]]:
-    """Makes the script `__main__`, with the arguments and import path that Python would give it."""
+def _as_main(path: str, args: list[str]) -> Iterator[dict[str, Any]]:
+    """Makes the script's module `__main__`, with the arguments and import path that Python would give it."""
     module = ModuleType("__main__")
-    before = sys.argv, sys.path[:], sys.modules["__main__"]
-    sys.argv, sys.modules["__main__"] = [path, *args], module
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
+    # absolute since Python 3.9; multiprocessing starts its processes with this path
+    vars(module).update(__file__=os.path.abspath(path), __builtins__=__builtins__)
+    before, sys.modules["__main__"] = sys.modules["__main__"], module
     try:
-        spec = _find_spec(path) if is_module else None
-        # absolute since Python 3.9; multiprocessing starts its processes with this path
-        file = os.path.abspath((spec and spec.origin) or path)
-        vars(module).update(__file__=file, __builtins__=__builtins__)
-        if spec is not None:
-            sys.argv[0] = file
-            vars(module).update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader)
-        yield vars(module)
+        with _with_arguments(path, args, os.path.dirname(os.path.realpath(path))):
+            yield vars(module)
     finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = before
+        sys.modules["__main__"] = before
 
 
-def _find_spec(name: str) -> ModuleSpec:
-    """Specification of the file that `python -m name` runs; imports the packages that contain it.
-
-    Raises:
-        NotFoundError: If there is none, or it is not a file of Python.
-    """
+@contextmanager
+def _with_arguments(path: str, args: list[str], folder: str) -> Iterator[None]:
+    """Gives the script its arguments, and the folder that Python would import from first."""
+    before = sys.argv, sys.path[:]
+    sys.argv, sys.path[0] = [path, *args], folder
     try:
-        spec = find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            return _find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a module that the package imports is missing
-        spec = None
-    except ValueError as error:  # "", "a..b" and the like
-        raise NotFoundError(f"there is no module {name!r}: {error}") from None
-    if spec is None:
-        raise NotFoundError(no_module(name))
-    if not f"{spec.origin}".endswith(".py"):
-        raise NotFoundError(f"module {name!r} is not a file of Python, but {spec.origin}")
-    return spec
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
 
 
 def _hide_own_frames(error: BaseException | None) -> None:

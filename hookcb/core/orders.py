@@ -1,7 +1,7 @@
 """Orders of callbacks: at an event, those with a lower number act first.
 
-The first sentence about each name says why it has its place. `python docs/orders.py` makes README's table
-from these; if two names have the same number, the table has the first.
+The first sentence about each name says why it has its place. `python docs/orders.py` makes the table of
+docs/guide/training.md from these; if two names have the same number, the table has the first.
 """
 
 FIRST = -1000

@@ -37,6 +37,10 @@ MAX_WAIT = timedelta(seconds=60)  # for ranks that begin a validation; that of t
 class RankError(RuntimeError):
     """An error of another rank, or a disagreement between ranks; the message names them."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note("see docs/guide/processes.md")
+
 
 class Ranks:
     """The processes that train one model together: `learn.ranks`.

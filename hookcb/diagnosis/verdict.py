@@ -116,6 +116,7 @@ class Finding:
         yield from _filled("  ".join(part for part in (likely, others) if part), width, 3)
         if self.next_steps:
             yield from _filled(f"Next: {self.next_steps[0]}.", width, 2)
+        yield from _filled(f"See {self.link}", width, 1)
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -203,7 +204,7 @@ class Verdict(Printed):
         if self.primary is None:
             notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
-            body = [*_filled(self.headline, width, 3, indent=""), *notes]
+            body = [*_filled(self.headline, width, 3, indent=""), *notes][: MAX_LINES - len(end)]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
         lines = _filled(self.headline, width, 1, indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)

@@ -273,6 +273,7 @@ class GradientHealth(Callback):
     series = forwarded(GradientRecords.series)
     steps = forwarded(GradientRecords.steps)
     table = forwarded(GradientRecords.table)
+    to_frame = forwarded(GradientRecords.to_frame)
     step_series = forwarded(GradientRecords.step_series)
     buffer_series = forwarded(GradientRecords.buffer_series)
     flow = forwarded(GradientRecords.flow)

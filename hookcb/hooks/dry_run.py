@@ -1,6 +1,6 @@
 """Running a model for inspection without changing it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -94,6 +94,39 @@ def shapes(output: Any) -> Any:
         return [part.shape for part in x.unbind()] if x.is_nested else x.shape
 
     return map_leaves(shape, output, lambda x: isinstance(x, Tensor))
+
+
+def sample_inputs(
+    sizes: Sequence[int] | Sequence[Sequence[int]],
+    dtypes: torch.dtype | Sequence[torch.dtype] = torch.float32,
+) -> list[Tensor]:
+    """Inputs of these sizes: numbers in [-1, 1], the same each time; zeros if the dtype is not floating.
+
+    Args:
+        sizes: the shape of an input with its batch, such as (1, 3, 224, 224), or a list of several.
+        dtypes: dtype of all inputs, or a list with that of each.
+
+    Raises:
+        ValueError: If a size is no list of whole numbers, 0 or more, or dtypes are not as many as inputs.
+    """
+    shapes: Any = [sizes] if any(isinstance(x, int) for x in sizes) else list(sizes)
+    types = [dtypes] * len(shapes) if isinstance(dtypes, torch.dtype) else list(dtypes)
+    if len(types) != len(shapes):
+        raise ValueError(
+            f"there are {len(shapes)} inputs and {len(types)} dtypes; give one for each, or one for all"
+        )
+    for shape in shapes:
+        if not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise ValueError(
+                f"the size of an input is whole numbers, such as (1, 3, 224, 224), got {shape!r}"
+            )
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.rand(tuple(shape), generator=generator) * 2 - 1).to(dtype)
+        if dtype.is_floating_point or dtype.is_complex
+        else torch.zeros(tuple(shape), dtype=dtype)
+        for shape, dtype in zip(shapes, types, strict=True)
+    ]
 
 
 def _random_input(m: nn.Module, size: tuple[int, ...]) -> Tensor:

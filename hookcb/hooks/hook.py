@@ -1,7 +1,7 @@
 """Hook and Hooks: functions called at the forward or backward of layers and tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from fastcore.foundation import L
@@ -283,8 +283,18 @@ class Hooks:
         for hook in self.hooks:
             hook.remove()
 
-    def __getitem__(self, i: int) -> Hook:
+    @overload
+    def __getitem__(self, i: int) -> Hook: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Hook]: ...
+    def __getitem__(self, i: int | slice) -> Hook | list[Hook]:
         return self.hooks[i]
+
+    def __delitem__(self, i: int | slice) -> None:
+        """Removes hooks from their modules, and from the list."""
+        for hook in self.hooks[i] if isinstance(i, slice) else [self.hooks[i]]:
+            hook.remove()
+        del self.hooks[i]
 
     def __len__(self) -> int:
         return len(self.hooks)

@@ -198,6 +198,14 @@ def unsaved_buffers(model: nn.Module, state: Container[str]) -> dict[str, Tensor
     return {name: x for name, x in model.named_buffers() if name not in state}
 
 
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device of that name; for "auto" the accelerator of this machine, or else the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found or torch.device("cpu")
+
+
 def device_of(model: nn.Module, device: torch.device | None = None) -> torch.device:
     """Moves the model to `device`, if given; returns the device of its first parameter or buffer."""
     if device is not None:

@@ -1,12 +1,13 @@
 """Summary of a model, layer by layer: parameters, output shapes, multiply-adds, bytes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from hookcb.core.loop import Loop
 from hookcb.core.text import format_bytes, join_names, short_number
 from hookcb.core.torch_private import is_flattened
 from hookcb.hooks.coverage import NOT_CALLED
+from hookcb.hooks.dry_run import sample_inputs
 from hookcb.hooks.forward_trace import LayerRow, n_bytes, trace_forward
 from hookcb.records.printing import html_table
 from hookcb.records.tables import Column, fitted
@@ -114,7 +116,13 @@ class Summary:
         ]
 
 
-def module_summary(model: nn.Module | Loop, *xb: Any, depth: int | None = None) -> Summary:
+def module_summary(
+    model: nn.Module | Loop,
+    *xb: Any,
+    depth: int | None = None,
+    input_size: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
+) -> Summary:
     """Summary of a model after one forward on `xb`, which leaves the model and its callbacks unchanged.
 
     The model runs in eval mode and without gradients. If it has lazy modules that have not run yet, a copy
@@ -127,12 +135,20 @@ def module_summary(model: nn.Module | Loop, *xb: Any, depth: int | None = None) 
             mapping gives keyword arguments; if the forward has no parameters of these names, the mapping
             itself is the input.
         depth: depth of the deepest rows, which include their submodules; by default no limit.
+        input_size: in place of `xb`, the shape of the input with its batch, such as (1, 3, 224, 224), or a
+            list of shapes. Inputs are numbers in [-1, 1], or zeros if the dtype is not floating.
+        dtype: dtype of these inputs, or a list with that of each, such as `torch.int64` for tokens.
 
     Raises:
         TypeError: If `depth` is not a whole number.
-        ValueError: If the model needs inputs and there are none, or `depth` is negative.
+        ValueError: If the model needs inputs and there are none, `depth` is negative, or `input_size` is
+            given beside inputs or is no shape.
         Exception: If the model raises; a note says in which module, and what had run before.
     """
+    if input_size is not None:
+        if xb:
+            raise ValueError("give either inputs or input_size, not both")
+        xb = tuple(sample_inputs(input_size, dtype))
     if depth is not None:
         check_count("depth", depth, "levels", least=0, hint=", or None for all")
     learn = None if isinstance(model, nn.Module) else model

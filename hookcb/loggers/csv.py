@@ -35,7 +35,7 @@ class CSVLogger:
     {'step': 0, 'name': 'lr', 'value': 0.1}
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path = "history.csv") -> None:
         self.path = Path(path).absolute()
         _file(self.path).check()
 

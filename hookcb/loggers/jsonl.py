@@ -88,22 +88,13 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     file = _file(Path(path))
     for number, line in file.read():
         try:
-            rows.append(parse_record(line))
+            encoded = json.loads(line)
+            texts = encoded.pop("texts", {})
+            row = _decoded(encoded)
+            rows.append({"step": row.pop("step"), **row, **texts})
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise file.broken(number) from error
     return rows
-
-
-def parse_record(line: str) -> dict[str, Any]:
-    """The record in a line of the file.
-
-    Raises:
-        json.JSONDecodeError, AttributeError, KeyError, TypeError: If it is not such a line.
-    """
-    encoded = json.loads(line)
-    texts = encoded.pop("texts", {})
-    row = _decoded(encoded)
-    return {"step": row.pop("step"), **row, **texts}
 
 
 def _file(path: Path) -> LineFile:

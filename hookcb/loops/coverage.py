@@ -47,7 +47,10 @@ def check_follows(cb: Callback, has_opt: bool) -> None:
     elif isinstance(cb, EMA) and not has_opt:
         raise TypeError(f"{cb!r} averages after steps of the optimizer; give the optimizer too")
     if hint is not None:
-        raise TypeError(f"{cb!r} takes part in the training, and hookcb does not control this loop; {hint}")
+        raise TypeError(
+            f"{cb!r} takes part in the training, and hookcb does not control this loop; {hint}; "
+            "see docs/guide/loops.md"
+        )
 
 
 @dataclass(slots=True)

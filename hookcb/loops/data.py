@@ -15,6 +15,20 @@ class Loaders(NamedTuple):
     train: Iterable[Any]
     valid: Iterable[Any] | None = None
 
+    @property
+    def train_ds(self) -> Any:
+        """Dataset of the training loader."""
+        return getattr(self.train, "dataset", None)
+
+    @property
+    def valid_ds(self) -> Any:
+        """Dataset of the validation loader."""
+        return getattr(self.valid, "dataset", None)
+
+    def one_batch(self) -> Any:
+        """The first training batch; a loader that shuffles draws random numbers for it."""
+        return next(iter(self.train))
+
 
 def as_loaders(dls: Any) -> Any:
     """Returns loaders as `.train` and `.valid`: `dls` itself, or `Loaders` for a tuple or one iterable.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from fastcore.foundation import L
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import batch_size, describe, n_batches, split_batch
+from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
@@ -24,8 +25,9 @@ from hookcb.core.ranks import group_of, is_sharded, ranks_of
 from hookcb.core.shards import drop_gathered, gathered
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.hooks.modules import device_of
+from hookcb.hooks.modules import device_of, resolve_device
 from hookcb.hooks.summary import Summary, module_summary
+from hookcb.loops import ported
 from hookcb.loops.alike import facts_of, labels_of
 from hookcb.loops.checks import (
     check_fit,
@@ -74,7 +76,10 @@ class Learner(NamedLoop):
         cbs: one callback or several. `Recorder`, `Metrics` and `Progress` are added unless one of the same
             class is given here.
         n_inp: number of items of a batch that are inputs; by default all but the last, or all of a mapping.
-        device: device to train on; by default the model's.
+        device: device to train on, or "auto" for the accelerator of this machine, or else the CPU; by default
+            the model's.
+        wd: weight decay of the optimizer that is created, as that understands it: AdamW decouples it, as
+            fastai does, Adam adds it to the gradient. By default the optimizer's own.
 
     Raises:
         TypeError: If an argument has the wrong type; the message says what is possible.
@@ -105,6 +110,7 @@ class Learner(NamedLoop):
         *,
         n_inp: int | None = None,
         device: str | torch.device | None = None,
+        wd: float | None = None,
     ) -> None:
         super().__init__(model)
         check_functions(loss_func, opt_func)
@@ -112,15 +118,16 @@ class Learner(NamedLoop):
             check_count("n_inp", n_inp, "inputs", hint=", or None")
         self.dls = as_loaders(dls)
         self.loss_func, self.opt_func, self.lr, self.n_inp = loss_func, opt_func, check_lr(lr), n_inp
+        self.wd = wd
         self.opt = opt_func if isinstance(opt_func, Optimizer) else None
         self._opt_params: list[nn.Parameter] | None = None  # those that opt_func made the optimizer for
         self._fetch_listeners: list[FetchListener] = []
         self._remaining: Remaining = everything
         self._uneven = UNEVEN[0]
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else resolve_device(device)
         self.add_cbs(cbs)
         defaults = (Recorder(), Metrics(metrics), Progress())
-        self.add_cbs([d for d in defaults if not any(isinstance(cb, type(d)) for cb in self.cbs)])
+        self.add_cbs([d for d in defaults if not any(_replaces(cb, d) for cb in self.cbs)])
 
     def fit_one_cycle(
         self,
@@ -132,16 +139,22 @@ class Learner(NamedLoop):
         moms: tuple[float, float] | None = (0.95, 0.85),
         cbs: Callbacks = (),
         *,
+        wd: float | None = None,
         resume: str | Path | None = None,
         uneven: str = "error",
     ) -> None:
         """Trains with a learning rate that rises to `lr_max` and falls to almost 0; see `OneCycle`."""
         self._check_idle()
         with self.added_cbs(OneCycle(lr_max, div, div_final, pct_start, moms)):
-            self.fit(n_epoch, cbs=cbs, resume=resume, uneven=uneven)
+            self.fit(n_epoch, cbs=cbs, wd=wd, resume=resume, uneven=uneven)
 
     def lr_find(
-        self, start_lr: float = 1e-7, end_lr: float = 10, num_it: int = 100, stop_div: bool = True
+        self,
+        start_lr: float = 1e-7,
+        end_lr: float = 10,
+        num_it: int = 100,
+        stop_div: bool = True,
+        show_plot: bool = False,
     ) -> LRFind:
         """Trains with a learning rate that grows from batch to batch, then restores everything.
 
@@ -150,6 +163,7 @@ class Learner(NamedLoop):
             end_lr: the last learning rate.
             num_it: number of batches.
             stop_div: whether to stop when the loss is 4 times its best, or not finite.
+            show_plot: whether to draw the curve, too, with matplotlib.
 
         Returns:
             Rates and losses, with a `suggestion` and a `plot`.
@@ -159,7 +173,10 @@ class Learner(NamedLoop):
             RuntimeError: If a fit is running.
         """
         with self.wrapped_model("learn.lr_find"):
-            return find_lr(self, start_lr, end_lr, num_it, stop_div)
+            found = find_lr(self, start_lr, end_lr, num_it, stop_div)
+        if show_plot:
+            found.plot()
+        return found
 
     # ---- the loop
 
@@ -169,6 +186,7 @@ class Learner(NamedLoop):
         lr: float | None = None,
         cbs: Callbacks = (),
         *,
+        wd: float | None = None,
         resume: str | Path | None = None,
         uneven: str = "error",
     ) -> None:
@@ -179,6 +197,7 @@ class Learner(NamedLoop):
             lr: learning rate from now on; by default the optimizer's, which is created with `self.lr`. A
                 resumed fit keeps its own.
             cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
+            wd: weight decay from now on, likewise.
             resume: what a `Checkpoint` has written to resume from, or its folder, whose newest intact one is
                 used; "latest" is the folder of this fit's `Checkpoint`, and starts a new fit if it has none.
                 `Progress` shows what is resumed; it is a warning if nothing is left to train.
@@ -194,7 +213,7 @@ class Learner(NamedLoop):
             if uneven not in UNEVEN:
                 raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r:.80}")
             with self.restored():
-                self._prepare(lr)
+                self._prepare(lr, wd)
                 self.opt.zero_grad()  # an interrupted fit may have left gradients behind
                 self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
                 self._uneven = uneven
@@ -371,7 +390,9 @@ class Learner(NamedLoop):
         """Makes stray cancels errors, unless a fit does that."""
         return nullcontext() if self.fitting else stray_cancels_as_errors()
 
-    def get_preds(self, dl: Any = None, with_input: bool = False, with_loss: bool = False) -> tuple[Any, ...]:
+    def get_preds(
+        self, dl: Any = None, with_input: bool = False, with_loss: bool = False, *, ds_idx: int = 1
+    ) -> tuple[Any, ...]:
         """Predictions for `dl`, by default `dls.valid`, in its order, on the CPU.
 
         Args:
@@ -379,6 +400,7 @@ class Learner(NamedLoop):
             with_input: whether to return the inputs too, as first item.
             with_loss: whether to return each sample's loss too, as last item; `loss_func` must have a
                 `reduction`.
+            ds_idx: without `dl`, 0 for `dls.train`, 1 for `dls.valid`.
 
         Returns:
             `(preds, targets)`, nested like the model's output and the batches, with samples along the first
@@ -387,6 +409,9 @@ class Learner(NamedLoop):
         Raises:
             ValueError: If `loss_func` has no `reduction`, or batches differ in shape.
         """
+        if ds_idx not in (0, 1):
+            raise ValueError(f"ds_idx must be 0 for dls.train or 1 for dls.valid, got {ds_idx!r:.80}")
+        dl = self.dls.train if dl is None and ds_idx == 0 else dl
         gather = GatherPreds(self.loss_func, with_input=with_input, with_loss=with_loss)
         with self.on_all_ranks("learn.get_preds"):
             positions = own_order(self.own_part(self.dls.valid if dl is None else dl))
@@ -520,6 +545,41 @@ class Learner(NamedLoop):
             self._prepare()
             self.opt.load_state_dict(read_opt(self.opt, state["opt"], file))
 
+    # ---- fastai's names
+
+    fit_flat_cos, fit_sgdr, fine_tune = ported.fit_flat_cos, ported.fit_sgdr, ported.fine_tune
+    freeze_to, unfreeze = ported.freeze_to, ported.unfreeze_all
+    to_fp16, to_native_fp16, to_bf16, to_fp32 = ported.to_fp16, ported.to_fp16, ported.to_bf16, ported.to_fp32
+    no_mbar = no_bar
+
+    @property
+    def loss_grad(self) -> Any:
+        """Fastai's name of `loss`, of which the backward is called."""
+        return self.loss
+
+    @loss_grad.setter
+    def loss_grad(self, loss: Any) -> None:
+        self.loss = loss
+
+    @property
+    def final_record(self) -> L:
+        """Losses and metrics of the last epoch."""
+        return L(self.recorder.values[-1])
+
+    def create_opt(self) -> None:
+        """Creates the optimizer by `opt_func`, as each fit does if there is none."""
+        self._prepare()
+
+    if not TYPE_CHECKING:  # else a type checker would assume that every attribute exists
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return object.__getattribute__(self, name)
+            except AttributeError as error:
+                if name in ported.OF_LEARNER:
+                    raise AttributeError(f"{error}; hookcb has {ported.OF_LEARNER[name]}") from None
+                raise
+
     # ---- before training
 
     def _check_idle(self) -> None:
@@ -532,16 +592,19 @@ class Learner(NamedLoop):
         if isinstance(self.loss_func, nn.Module):
             self.loss_func.to(self._device)  # it may have weights of classes
 
-    def _prepare(self, lr: float | None = None) -> None:
+    def _prepare(self, lr: float | None = None, wd: float | None = None) -> None:
         self._place()
         params = trainable(self.model)
         swapped = self._opt_params is not None and not same_objects(self._opt_params, params)
         if self.opt is None or swapped:
             self.opt, self._opt_params = make_opt(self.opt_func, params, self.lr), params
+            wd = self.wd if wd is None else wd
         check_opt(self.opt, self.model)
         if lr is not None:
             for group in self.opt.param_groups:
                 group["lr"] = check_lr(lr)
+        if wd is not None:
+            ported.set_weight_decay(self.opt, wd)
 
     def _note_batch(self, error: BaseException) -> None:
         if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
@@ -552,3 +615,8 @@ class Learner(NamedLoop):
 def everything(level: str, items: Iterable[T]) -> Iterable[T]:
     """Selects all items of a level, as in a fit that is not resumed."""
     return items
+
+
+def _replaces(cb: Callback, default: Callback) -> bool:
+    """Whether a callback that was given takes the place of one that is there by default."""
+    return isinstance(cb, type(default)) and not (isinstance(cb, Metrics) and cb.on_train)

@@ -57,6 +57,11 @@ class LRFind:
             )
         return self.lrs[falling[2 * (len(falling) - 1) // 3]]
 
+    @property
+    def valley(self) -> float:
+        """Fastai's name of `suggestion`."""
+        return self.suggestion
+
     def plot(self, ax: "Axes | None" = None) -> "Figure":
         """Plots the loss over the learning rate, with the suggestion, on `ax` or a new figure.
 

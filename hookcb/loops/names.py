@@ -1,9 +1,17 @@
 """Types of callbacks as attributes of a loop, by their default names."""
 
+from typing import Any
+
 from hookcb.activations.callback import ActivationStats
+from hookcb.core.callback import Callback
+from hookcb.core.callback_list import Callbacks
 from hookcb.core.loop import Loop
 from hookcb.gradients.callback import GradientHealth
 from hookcb.loggers.callback import Log
+from hookcb.loggers.csv import CSVLogger
+from hookcb.loggers.jsonl import JSONLLogger
+from hookcb.loggers.mlflow import MLflowLogger
+from hookcb.loggers.tensorboard import TensorBoardLogger
 from hookcb.nans.anomaly import DetectAnomaly
 from hookcb.nans.terminate import TerminateOnNaN
 from hookcb.nans.trace import NanTrace
@@ -16,6 +24,8 @@ from hookcb.training.ema import EMA
 from hookcb.training.metrics import Metrics
 from hookcb.training.progress import Progress
 from hookcb.training.recorder import Recorder
+
+LOGGERS = (CSVLogger, JSONLLogger, MLflowLogger, TensorBoardLogger)
 
 
 class NamedLoop(Loop):
@@ -36,3 +46,13 @@ class NamedLoop(Loop):
     recorder: Recorder
     step_timer: StepTimer
     terminate_on_nan: TerminateOnNaN
+
+    def _checked(self, cbs: Callbacks) -> list[Callback]:
+        if isinstance(cbs, list | tuple):
+            return super()._checked([_as_callback(cb) for cb in cbs])
+        return super()._checked(_as_callback(cbs))
+
+
+def _as_callback(cb: Any) -> Any:
+    """A callback that logs, if `cb` is a logger of hookcb."""
+    return Log(cb) if isinstance(cb, LOGGERS) else cb

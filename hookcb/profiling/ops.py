@@ -1,9 +1,11 @@
 """Events recorded by torch's profiler as plain values, and how they nest."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+PYTHON_NAME = re.compile(r"\.py\(\d+\): |^<built-in |^nn\.Module: ")  # of an event of a Python function
 MEMORY = "[memory]"  # name of an event without duration: bytes were allocated or freed
 RUNS_NODE = "autograd::engine::evaluate_function: "  # the autograd engine runs a node of the graph
 # calls that make the host wait for the device; a copy to the host is followed by the first of them
@@ -72,8 +74,14 @@ def _read(e: Any, kernels: defaultdict[int, int]) -> Op:
         device_time=kernels.get(e.correlation_id(), 0) if e.linked_correlation_id() == 0 else 0,
         flops=e.flops(),
         nbytes=e.nbytes(),
-        is_python=e.is_python_function(),
+        is_python=is_python_function(e),
     )
+
+
+def is_python_function(event: Any) -> bool:
+    """Whether an event is a call of a Python function; torch 2.6 does not say, so there by its name."""
+    known = getattr(event, "is_python_function", None)
+    return bool(PYTHON_NAME.search(event.name())) if known is None else bool(known())
 
 
 def parents(ops: list[Op]) -> list[int]:

@@ -12,6 +12,7 @@ from fastcore.foundation import L
 
 from hookcb.core.files import check_saved, read_saved, save_whole
 from hookcb.core.text import join_names
+from hookcb.records.frames import frame_of
 from hookcb.records.store import RecordInfo, StatStore
 
 Layer = int | str | slice
@@ -149,6 +150,21 @@ class LayerRecords(ABC):
                         TableRow(record, epoch, store.infos[i].step, phase, name, *stat) for stat in stats
                     ]
         return rows
+
+    def to_frame(self) -> Any:
+        """A DataFrame of pandas or polars with a row for each record, and a column for each "layer.stat".
+
+        Its first columns are `record`, `epoch`, `step` and `phase`. A layer that was not called is missing.
+
+        Raises:
+            ModuleNotFoundError: If neither is installed.
+        """
+        wide: dict[int, dict[str, Any]] = {}
+        for row in self.table():
+            about = {"record": row.record, "epoch": row.epoch, "step": row.step, "phase": row.phase}
+            name = f"{row.layer}.{row.stat}" if row.layer else row.stat
+            wide.setdefault(row.record, about)[name] = row.value
+        return frame_of(list(wide.values()))
 
     def steps(self, phase: str = "train") -> list[int]:
         """Step of each record."""

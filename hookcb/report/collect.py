@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
-from hookcb.core.version import __version__
 from hookcb.diagnosis.callback import Diagnose, recorded_in
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.frame import Frame, about
@@ -73,7 +73,7 @@ def collect(loop: Any) -> PageData:
 def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> PageData:
     """A page of what callbacks have recorded, without a verdict."""
     evidence = evidence or Evidence()
-    data = PageData("", hookcb=__version__)
+    data = PageData("", hookcb=version("hookcb"))
     data.written = datetime.now().astimezone().isoformat(timespec="seconds")
     data.run, data.epochs = _run(cbs, evidence), _epochs(cbs)
     data.layers, data.params = _layers(cbs, evidence), _params(cbs, evidence)

@@ -1,5 +1,6 @@
 """GradientAccumulation: one optimizer step for several batches."""
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +33,8 @@ class GradientAccumulation(Callback):
 
     Args:
         n: number of batches in a group, 1 or more.
+        n_acc: in place of `n`, the number of samples in a group, as in fastai; the loader has to be a list,
+            or to have a `batch_size`.
         reduction: "mean" or "sum", how the loss reduces the losses of samples. By default it is
             `loss_func.reduction`, the default of the function's parameter `reduction`, or the last operation
             in the graph of the first loss; if it remains unknown, "mean", with a warning.
@@ -53,9 +56,13 @@ class GradientAccumulation(Callback):
     order = orders.ACCUMULATION
     has_rank_state = True
 
-    def __init__(self, n: int = 2, *, reduction: str | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, n: int = 2, *, n_acc: int | None = None, reduction: str | None = None, name: str | None = None
+    ) -> None:
         super().__init__(name=name)
         check_count("n", n, "batches", hint=" (fastai's n_acc counts samples)")
+        check_count("n_acc", 1 if n_acc is None else n_acc, "samples")
+        self.n_acc = n_acc
         if reduction not in ("mean", "sum", None):
             raise ValueError(f"reduction must be 'mean', 'sum', or None to detect it, got {reduction!r}")
         self.n, self.reduction = n, reduction
@@ -70,6 +77,12 @@ class GradientAccumulation(Callback):
         self._n_batches = self._n_samples = self._unit = 0  # losses are weighted by their samples / _unit
 
     def before_fit(self) -> None:
+        if self.n_acc is not None:
+            loader = self.learn.dls.train
+            size = batch_size(loader[0]) if isinstance(loader, list) else getattr(loader, "batch_size", None)
+            if not size:
+                raise ValueError(f"n_acc is {self.n_acc}, but the loader has no batch_size; give n batches")
+            self.n = max(1, math.ceil(self.n_acc / size))
         self._is_mean = self._size_of_ranks = None
         self._begin_group()
 

@@ -11,7 +11,7 @@ from fastcore.basics import camel2snake
 from torch import Tensor
 
 from hookcb.core import orders
-from hookcb.core.batch import batch_size, describe
+from hookcb.core.batch import batch_size, describe, map_leaves
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 
@@ -80,12 +80,16 @@ class Mean:
 class Metrics(Callback):
     """Computes metrics in every validation, for the epoch's row; attached by `Learner(metrics=…)`.
 
+    With `on_train=True` it computes them on training batches instead, as `train_accuracy`: of the predictions
+    that were trained on, so of weights that change within the epoch, with dropout.
+
     Values of a function are averaged over batches, weighted by batch size. That is exact for a mean over
     samples, such as accuracy, but not for others, such as F1; for these, use an object that accumulates.
 
     Args:
         metrics: functions `(pred, *yb) -> scalar`, or objects with `update(pred, *yb)`, `compute()` and
             `reset()`; one, several, none, or a dict of names and metrics.
+        on_train: whether to compute them in training; nothing waits for the device until the epoch's end.
         name: name of the callback in the learner.
 
     Raises:
@@ -98,16 +102,17 @@ class Metrics(Callback):
     """
 
     order = orders.METRICS
-    run_train = False
 
     def __init__(
         self,
         metrics: Callable[..., Any] | Metric | Iterable[Any] | Mapping[str, Any] | None = (),
         *,
+        on_train: bool = False,
         name: str | None = None,
     ) -> None:
-        super().__init__(name=name)
-        named = _named(metrics)
+        super().__init__(name=name or ("train_metrics" if on_train else None))
+        self.on_train, self.run_train, self.run_valid = on_train, on_train, not on_train
+        named = [(f"train_{name}" if on_train else name, metric) for name, metric in _named(metrics)]
         self.names = [name for name, _ in named]
         for name, metric in named:
             if self.names.count(name) > 1 or name in COLUMNS:
@@ -127,7 +132,15 @@ class Metrics(Callback):
         """Whether `names` has all columns that this adds; an object may compute several."""
         return all(isinstance(metric, Mean) for metric in self._metrics)
 
+    def before_train(self) -> None:
+        if self.on_train:
+            self._begin()
+
     def before_validate(self) -> None:
+        if not self.on_train:
+            self._begin()
+
+    def _begin(self) -> None:
         # a nested validation must not reset the metrics of the outer one
         metrics = copy.deepcopy(self._metrics) if self.learn.is_nested else self._metrics
         for metric in metrics:
@@ -143,12 +156,21 @@ class Metrics(Callback):
         self.phase_state["seen"] = True
         for name, metric in zip(self.names, self.phase_state["metrics"], strict=True):
             try:
-                _on_device(metric, self.pred).update(self.pred, *self.yb)
+                with torch.no_grad():
+                    _on_device(metric, self.pred).update(_detached(self.pred), *self.yb)
             except Exception as error:
                 error.add_note(f"metric {name!r} of pred {describe(self.pred)} and yb {describe(self.yb)}")
                 raise
 
+    def after_train(self) -> None:
+        if self.on_train:
+            self._end()
+
     def after_validate(self) -> None:
+        if not self.on_train:
+            self._end()
+
+    def _end(self) -> None:
         ranks, metrics = self.learn.ranks, self.phase_state.get("metrics", [])
         if not ranks.max([self.phase_state.get("seen", False)])[0]:
             return
@@ -177,6 +199,10 @@ def _named(metrics: Any) -> list[tuple[str, Any]]:
     single = callable(metrics) or isinstance(metrics, str) or not isinstance(metrics, Iterable)
     several = [metrics] if single else metrics
     return [(metric_name(metric), metric) for metric in several if metric is not None]
+
+
+def _detached(pred: Any) -> Any:
+    return map_leaves(Tensor.detach, pred, lambda x: isinstance(x, Tensor))
 
 
 def _on_device(metric: Any, pred: Any) -> Any:

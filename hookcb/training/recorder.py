@@ -1,6 +1,7 @@
 """Recorder: the losses and learning rates of a fit, and a row of numbers per epoch."""
 
 import time
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import Ranks
+from hookcb.records.frames import frame_of
 from hookcb.training.plots import run_lines
 
 if TYPE_CHECKING:
@@ -104,6 +106,32 @@ class Recorder(Callback):
         self.rows.append({"epoch": self.epoch, **self.learn.row})
         self.ends.append(len(self._train.values))
 
+    def to_frame(self) -> Any:
+        """A DataFrame of pandas or polars with a row for each training batch: `step`, `epoch`, `loss`, `lr`.
+
+        `rows` has what was recorded by epoch.
+
+        Raises:
+            ModuleNotFoundError: If neither is installed.
+        """
+        values = zip(self.losses, self.lrs, strict=True)
+        return frame_of(
+            [
+                {"step": step, "epoch": bisect_right(self.ends, step), "loss": loss, "lr": lr}
+                for step, (loss, lr) in enumerate(values)
+            ]
+        )
+
+    @property
+    def values(self) -> list[list[float]]:
+        """Numbers of each epoch, as in fastai: losses and metrics, without the epoch and its time."""
+        return [[x for name, x in row.items() if name not in ("epoch", "time")] for row in self.rows]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Columns of the rows."""
+        return list(self.rows[-1]) if self.rows else []
+
     def plot(self, figsize: tuple[float, float] | None = None) -> "Figure":
         """A figure of losses, metrics and learning rate over the batches.
 
@@ -112,6 +140,8 @@ class Recorder(Callback):
             ValueError: If no batch was recorded.
         """
         return run_lines(self.losses, self.lrs, self.rows, self.ends, figsize)
+
+    plot_loss = plot_sched = plot  # fastai's names
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -546,67 +546,76 @@ def test_a_page_that_cannot_be_written_changes_no_exit_code(tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().out
 
 
-# ---- modules, JSON, coverage
+# ---- a module, JSON, and coverage
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package with a healthy and a sick training, in the current folder."""
-    folder = tmp_path / "trainings"
+    """A package with the module fine and the module ill, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "cli_package"
     folder.mkdir()
     (folder / "__init__.py").touch()
-    (folder / "rates.py").write_text("SICK = 10.0\n")
-    (folder / "healthy.py").write_text(f"{BEGIN}{HEALTHY}print(sys.argv[1:], __name__, __package__)\n")
-    (folder / "__main__.py").write_text(f"{BEGIN}from .rates import SICK\ntrain(*make(SICK))\n")
-    (folder / "lacks.py").write_text("import a_package_that_is_not_there\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "trainings"]:
+    (folder / "fine.py").write_text(f"print('given', __import__('sys').argv[1:])\n{BEGIN}{HEALTHY}")
+    (folder / "ill.py").write_text(BEGIN + SICK)
+    yield "cli_package"
+    for name in [name for name in sys.modules if name.startswith("cli_package")]:
         del sys.modules[name]
 
 
-def test_a_module_runs_as_python_m_runs_it(package, capsys):
+def test_a_module_is_run_by_its_name(package, capsys):
     before = sys.argv, sys.path[:], sys.modules["__main__"]
-    assert main(["diagnose", "-m", "trainings.healthy", "--lr", "1", "-m"]) == 0
-    assert "['--lr', '1', '-m'] __main__ trainings" in capsys.readouterr().out
-    assert main(["diagnose", "-m", "trainings"]) == 1
-    assert "SICK" in capsys.readouterr().out
+    assert main(["diagnose", "-m", f"{package}.fine", "--epochs", "3"]) == 0
+    assert "given ['--epochs', '3']" in capsys.readouterr().out
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+    assert main(["diagnose", "-m", f"{package}.ill"]) == 1
+    assert "SICK" in capsys.readouterr().out
 
 
-def test_a_module_that_is_not_there_is_told(package, capsys):
-    assert main(["diagnose", "-m", "trainings.helthy"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.partition(";")[0]) == ("", "hookcb diagnose: there is no module 'trainings.helthy'")
-    assert "similar: trainings.healthy" in err
-    assert main(["diagnose", "-m", "trainings.lacks"]) == 1
-    assert "No module named 'a_package_that_is_not_there'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["-m", "cli_package.gone"], "there is no module 'cli_package.gone' to be had from"),
+        (["-m", "gone.away"], "there is no module 'gone.away'"),
+        (["cli_package.fine"], "for a module: hookcb diagnose -m cli_package.fine"),
+        (["gone.py"], "there is no file 'gone.py'\n"),
+    ],
+)
+def test_what_cannot_be_run_is_told(args, told, package, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["diagnose", *args])
+    assert told in capsys.readouterr().err
 
 
-def test_json_is_all_that_standard_output_gets(tmp_path):
-    script = tmp_path / "script.py"
-    said = (
-        "import os; print('by print'); os.system('echo by a process'); sys.__stdout__.write('by hand\\n')\n"
+def test_verdicts_as_json_are_all_that_stdout_gets(package, capfd):
+    code = main(["diagnose", "--json", "-m", f"{package}.fine"])
+    out, err = capfd.readouterr()
+    state = json.loads(out)
+    assert (code, state["exit_code"], state["schema"]) == (0, 0, 1)
+    assert [model["verdict"]["status"] for model in state["models"]] == ["healthy"]
+    assert "given []" in err
+    assert main(["diagnose", "--json", "--html", "run.html", "-m", f"{package}.ill"]) == 1
+    state = json.loads(capfd.readouterr().out)
+    assert state["models"][0]["verdict"]["primary"]["code"]
+    assert "run.html" in state["notes"][-1]
+
+
+def test_coverage_lists_what_was_not_seen(package, capsys):
+    main(["diagnose", "-m", f"{package}.fine"])
+    assert "not checked: " not in capsys.readouterr().out
+    main(["diagnose", "--coverage", "-m", f"{package}.fine"])
+    assert "not checked: time.data_bound" in capsys.readouterr().out
+
+
+def test_a_command_that_is_not_there_ends_in_a_similar_one(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["diagnos", "train.py"])
+    assert capsys.readouterr().err.endswith(
+        "did you mean diagnose?\nfor what is possible, type: hookcb --help\n"
     )
-    script.write_text(f"{BEGIN}{said}{SICK}")
-    command = [sys.executable, "-m", "hookcb", "diagnose", "--json", "--coverage", str(script)]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=90)
-    result = json.loads(done.stdout)
-    assert done.returncode == result["exit_code"] == 1
-    (model,) = result["models"]
-    assert model["status"] == "sick"
-    assert model["primary"]["code"] in {finding["code"] for finding in model["findings"]}
-    assert model["coverage"]
-    assert not result["script_failed"]
-    for text in ("by print", "by a process", "by hand"):
-        assert text in done.stderr
 
 
-def test_coverage_lists_all_that_could_not_be_inspected(package, capsys):
-    main(["diagnose", "--coverage", "-m", "trainings.healthy"])
-    shown = capsys.readouterr().out
-    listed = shown.partition("\nCoverage:\n")[2]
-    assert "  40 batches" in listed
-    assert listed.count("not checked: ") > 1
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_a_shell_gets_completions(shell, capsys):
+    assert main(["completion", shell]) == 0
+    assert "diagnose" in capsys.readouterr().out

@@ -1,79 +1,63 @@
-"""`hookcb tail` shows what a JSONLLogger writes, once or as it is written."""
-
-import json
+"""`hookcb tail` shows the last records of a JSONLLogger, and each new one."""
 
 import pytest
 
 from hookcb import JSONLLogger
+from hookcb.cli import tail as module
 from hookcb.cli.main import main
 
 
 @pytest.fixture
 def logger(tmp_path):
     logger = JSONLLogger(tmp_path / "run.jsonl")
-    for step in range(5):
-        logger.log({"loss": 1 / (step + 1), "lr": 0.1}, step=step)
-    logger.log_text("verdict", "HEALTHY :warning: [b]as far", step=4)
+    for step in range(12):
+        logger.log({"loss": 1 / (step + 1), "lr": float("nan")}, step)
     return logger
 
 
-def test_once_shows_the_last_records_as_lines(logger, capsys):
-    assert main(["tail", str(logger.path), "--once", "-n", "3"]) == 0
+def test_the_last_records_are_shown(logger, capsys):
+    assert main(["tail", str(logger.path), "--once", "-n", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "step 3  loss 0.25  lr 0.1",
-        "step 4  loss 0.2  lr 0.1",
-        "step 4  verdict:",
-        "HEALTHY :warning: [b]as far",
+        "step 10  loss 0.09091  lr nan",
+        "step 11  loss 0.08333  lr nan",
     ]
 
 
-def test_new_records_and_new_texts_are_shown_until_ctrl_c(logger, capsys, monkeypatch):
-    half = json.dumps({"step": 7, "loss": 0.5}) + "\n"
+def test_what_follows_is_shown_until_ctrl_c(logger, capsys, monkeypatch):
+    pauses = iter(range(2))
 
-    def write(part):
-        with logger.path.open("a") as file:
-            file.write(part)
-
-    acts = iter(
-        [
-            lambda: logger.log({"loss": float("nan"), **{f"x{i}": 1 for i in range(20)}}, step=5),
-            lambda: logger.log_text("verdict", "HEALTHY :warning: [b]as far", step=5),
-            lambda: logger.log_text("verdict", "SICK", step=6),
-            lambda: write(half[:9]),
-            lambda: write(half[9:]),
-            lambda: (logger.path.unlink(), logger.log({"loss": 9.0}, step=0)),
-        ]
-    )
-
-    def wait(seconds):
-        if (act := next(acts, None)) is None:
+    def write_more(seconds):
+        if next(pauses) == 0:
+            logger.log({"loss": 7.0}, 12)
+            logger.log_text("verdict", "SICK  unit.dead", 12)
+        else:
             raise KeyboardInterrupt
-        act()
 
-    monkeypatch.setattr("hookcb.cli.tail.sleep", wait)
-    assert main(["tail", str(logger.path), "-n", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("step 5  loss nan  x0 1  x1 1")
-    assert lines[2].endswith("… and 13 more")
-    assert lines[3:] == ["step 6  verdict:", "SICK", "step 7  loss 0.5", "step 0  loss 9"]
+    monkeypatch.setattr(module.time, "sleep", write_more)
+    assert main(["tail", str(logger.path), "-n", "1"]) == 130
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("step 11  ")
+    assert shown[1:] == ["step 12  loss 7", "step 12", "SICK  unit.dead"]
 
 
-def test_a_file_that_is_gone_or_of_another_kind_is_told(logger, tmp_path, capsys, monkeypatch):
-    other = tmp_path / "other.jsonl"
-    other.write_text("epoch,loss\n")
-    assert main(["tail", str(other), "--once"]) == 1
-    assert "was not written by this logger" in capsys.readouterr().err
-    monkeypatch.setattr("hookcb.cli.tail.sleep", lambda seconds: logger.path.unlink())
-    assert main(["tail", str(logger.path)]) == 1
+def test_a_file_that_begins_anew_is_shown_from_its_start(logger, capsys, monkeypatch):
+    pauses = iter(range(2))
+
+    def rewrite(seconds):
+        if next(pauses) == 0:
+            logger.path.unlink()
+            logger.log({"loss": 7.0}, 0)
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.time, "sleep", rewrite)
+    main(["tail", str(logger.path), "-n", "1"])
+    assert capsys.readouterr().out.splitlines()[1:] == ["step 0  loss 7"]
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("hello\n")
+    assert main(["tail", str(tmp_path / "none.jsonl")]) == 1
+    assert "there is no file" in capsys.readouterr().err
+    assert main(["tail", str(tmp_path / "other.txt")]) == 1
     assert "hookcb tail: " in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main(["tail", str(tmp_path / "othr.jsonl")])
-    assert ended.value.code == 2
-    assert f"similar: {other}" in capsys.readouterr().err
-
-
-def test_a_damaged_line_is_named_by_its_number(logger, capsys):
-    with logger.path.open("a") as file:
-        file.write("{'loss'\n")
-    assert main(["tail", str(logger.path), "--once"]) == 1
-    assert f"line 7 of {logger.path} cannot be read" in capsys.readouterr().err

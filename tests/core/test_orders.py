@@ -1,4 +1,4 @@
-"""Orders of callbacks have names in one module, and README's table is made from these."""
+"""Orders of callbacks have names in one module, and a table is made from these."""
 
 import ast
 import copy
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hookcb
-from docs.orders import COMMAND, END, README, main, reasons, with_table
+from docs.orders import COMMAND, END, PAGE, main, reasons, with_table
 from hookcb import EMA, Callback, GradientClip, Recorder, synth_learner
 from hookcb.core import orders
 
@@ -63,21 +63,21 @@ def test_a_name_without_a_reason_is_refused():
         reasons('FREEZE = -90\n"""Early."""\nCLIP = 20\nEMA = 30\n"""Late."""\n')
 
 
-def test_the_table_in_the_readme_is_current():
-    assert README.read_text("utf-8") == with_table(README.read_text("utf-8")), f"run {COMMAND}"
+def test_the_table_in_the_page_is_current():
+    assert PAGE.read_text("utf-8") == with_table(PAGE.read_text("utf-8")), f"run {COMMAND}"
 
 
 def test_check_tells_a_table_that_is_old_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    readme = tmp_path / "README.md"
-    old = README.read_text("utf-8").replace("| 40 | `Recorder`", "| 41 | `Recorder`")
-    readme.write_text(old, "utf-8")
-    monkeypatch.setattr("docs.orders.README", readme)
+    page = tmp_path / "training.md"
+    old = PAGE.read_text("utf-8").replace("| 40 | `Recorder`", "| 41 | `Recorder`")
+    page.write_text(old, "utf-8")
+    monkeypatch.setattr("docs.orders.PAGE", page)
     assert main(["--check"]) == 1
     assert COMMAND in capsys.readouterr().err
-    assert readme.read_text("utf-8") == old
+    assert page.read_text("utf-8") == old
     assert main([]) == 0
     assert main(["--check"]) == 0
-    assert readme.read_text("utf-8") == README.read_text("utf-8")
+    assert page.read_text("utf-8") == PAGE.read_text("utf-8")
     with pytest.raises(ValueError, match="the table belongs between them"):
         with_table(old.replace(END, ""))
 

@@ -783,3 +783,42 @@ def test_a_summary_does_not_keep_the_model_or_change_with_it():
     gc.collect()
     assert ref() is None
     assert str(summary) == text
+
+
+# ---- input_size
+
+
+def test_a_size_stands_for_an_input_and_draws_no_random_numbers():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 6 * 6, 2))
+    before = torch.get_rng_state()
+    by_size = module_summary(model, input_size=(1, 3, 8, 8))
+    assert torch.equal(before, torch.get_rng_state())
+    assert str(by_size) == str(module_summary(model, torch.zeros(1, 3, 8, 8)))
+
+
+def test_several_sizes_have_a_dtype_each():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+
+        def forward(self, tokens, x):
+            return self.embed(tokens) + x
+
+    summary = module_summary(Both(), input_size=[(2, 3), (2, 3, 4)], dtype=[torch.int64, torch.float32])
+    assert summary.rows[0].shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"input_size": (1, "3")}, "whole numbers, such as"),
+        ({"input_size": [(1, 4)], "dtype": [torch.float32] * 2}, "there are 1 inputs and 2 dtypes"),
+        ({"input_size": (1, -4)}, "whole numbers, such as"),
+    ],
+)
+def test_a_wrong_size_is_told(given, told):
+    with pytest.raises(ValueError, match=told):
+        module_summary(nn.Linear(4, 2), **given)
+    with pytest.raises(ValueError, match="not both"):
+        module_summary(nn.Linear(4, 2), torch.zeros(1, 4), input_size=(1, 4))

@@ -1,4 +1,4 @@
-"""Every cell of the README's table of trainers, and what holds in all of them, against the real packages."""
+"""Every cell of the table of trainers, and what holds in all of them, against the real packages."""
 
 from pathlib import Path
 
@@ -356,7 +356,7 @@ def test_hooks_come_off_however_it_ends(name, fails_at, monkeypatch):
     assert len(stats.stats) == len(health.stats) == (EPOCHS * N_TRAIN if fails_at is None else fails_at)
 
 
-def test_the_readme_has_this_table():
-    text = (ROOT / "README.md").read_text()
+def test_the_guide_has_this_table():
+    text = (ROOT / "docs/guide/loops.md").read_text()
     between = text.split("<!-- trainers -->")[1].split("<!-- /trainers -->")[0]
     assert between.strip() == markdown()

@@ -1,4 +1,4 @@
-"""What hookcb sees in each trainer: the table of the README, which test_trainer_table.py checks cell by cell.
+"""What hookcb sees in each trainer: the table of docs/guide/loops.md; test_trainer_table.py checks its cells.
 
 `python tests/interop/trainer_table.py` prints it as Markdown.
 """

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hookcb import Callback, CancelEpochException, EarlyStopping
+from hookcb import EMA, Callback, CancelEpochException, Checkpoint, EarlyStopping
 from tests.support import fit, make_batches, make_learner, make_model, spy, train_by_hand
 from tests.training.support import CURVES, batches_of, quiet, scripted
 
@@ -106,3 +106,110 @@ def test_the_loss_of_the_validation_is_what_is_watched_by_default():
     assert losses == pytest.approx(by_hand, rel=1e-5)
     assert len(losses) == stopped_by_rule(by_hand + [math.nan] * 2, "min", 2, 0.0)[0]
     assert learn.early_stopping.best == min(losses)
+
+
+# ---- what Keras and Lightning have too
+
+
+def epochs_of(values, patience=2, **options):
+    """Number of epochs until it stops, and the callback."""
+    learn, cb = (
+        quiet(batches_of([2]), batches_of([2])),
+        EarlyStopping("score", "min", 0.0, patience, **options),
+    )
+    learn.fit(len(values), cbs=[cb, scripted(values, "score")])
+    return len(learn.recorder.rows), cb
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "n", "reason"),
+    [
+        ({"baseline": 0.5}, [3.0, 2.0, 1.0, 0.9, 0.8], 2, "has not been better than 2"),
+        ({"baseline": 2.5}, [3.0, 2.0, 1.0, 1.5, 1.4, 1.3], 5, "has not been better than 1"),
+        ({"start_from_epoch": 3}, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 6, "than 4, of epoch 3"),
+        ({"check_finite": True}, [1.0, math.nan, 0.5], 2, "score is nan"),
+        ({"check_finite": True}, [1.0, math.inf, 0.5], 2, "score is inf"),
+        ({}, [1.0, math.nan, 0.5, 0.4], 4, None),
+        ({"stopping_threshold": 0.5}, [1.0, 0.5, 0.4, 0.3], 3, "score is 0.4, better than 0.5"),
+        ({"divergence_threshold": 9.0, "patience": 9}, [1.0, 9.0, 9.5, 1.0], 3, "score is 9.5, worse than 9"),
+    ],
+)
+def test_options_of_others_end_a_fit_where_they_say(options, values, n, reason):
+    stopped, cb = epochs_of(values, **options)
+    assert stopped == n
+    assert cb.reason is None if reason is None else reason in cb.reason
+
+
+def weights_by_epoch(learn):
+    kept = []
+    learn.add_cbs(Callback(after_epoch=lambda cb: kept.append(copy.deepcopy(cb.learn.model.state_dict()))))
+    return kept
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("values", [[3.0, 1.0, 2.0, 2.5, 2.6], [3.0, 1.0, 2.0], [3.0, 2.0, 1.0]])
+def test_the_best_weights_come_back(values):
+    learn = make_learner()
+    kept = weights_by_epoch(learn)
+    learn.fit(
+        len(values),
+        cbs=[EarlyStopping("score", "min", patience=2, restore_best=True), scripted(values, "score")],
+    )
+    best = values.index(min(values))
+    assert same(learn.model.state_dict(), kept[best])
+    assert best == len(kept) - 1 or not same(kept[best], kept[-1])
+
+
+def test_a_fit_that_fails_keeps_the_weights_it_had():
+    def fail(cb):
+        if cb.epoch == 2 and cb.iter == 1:
+            raise ZeroDivisionError
+
+    learn = make_learner()
+    last = []
+    learn.add_cbs(Callback(after_step=lambda cb: last.append(copy.deepcopy(cb.learn.model.state_dict()))))
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(
+            4,
+            cbs=[
+                EarlyStopping("score", "min", restore_best=True, patience=3),
+                scripted([1.0, 2.0, 3.0, 4.0], "score"),
+                Callback(after_batch=fail, name="fail"),
+            ],
+        )
+    assert same(learn.model.state_dict(), last[-1])
+
+
+def test_the_best_weights_survive_a_resume(tmp_path):
+    def run(n, resume):
+        learn = make_learner()
+        kept = weights_by_epoch(learn)
+        stop = EarlyStopping("score", "min", patience=9, restore_best=True)
+        cbs = [stop, scripted([3.0, 1.0, 2.0, 2.5], "score"), Checkpoint(tmp_path)]
+        learn.fit(n, cbs=cbs, resume=resume)
+        return learn, kept
+
+    _, kept = run(3, None)
+    learn, _ = run(4, "latest")
+    assert same(learn.model.state_dict(), kept[1])
+
+
+def test_weights_that_were_not_validated_are_not_brought_back():
+    with pytest.raises(ValueError, match="their average is validated"):
+        make_learner().fit(1, cbs=[EarlyStopping(restore_best=True), EMA()])
+    make_learner().fit(1, cbs=[EarlyStopping(restore_best=True), EMA(validate=False)])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"baseline": "0.5"}, "baseline must be a number"),
+        ({"start_from_epoch": -1}, "start_from_epoch must be"),
+    ],
+)
+def test_wrong_options_are_told(options, told):
+    with pytest.raises((TypeError, ValueError), match=told):
+        EarlyStopping(**options)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import Learner, Metrics, accuracy
+from hookcb import Callback, EarlyStopping, Learner, Metrics, accuracy
 from tests.support import Takes, X, Y, Z, fit, make_learner
 
 
@@ -157,3 +157,55 @@ def test_a_metric_that_gives_a_vector_is_named_in_its_first_batch():
     learn = make_learner(metrics=lambda pred, target: (pred - target).abs().mean().reshape(1, 1))
     fit(learn)
     assert learn.recorder.rows[0]["metric"] > 0
+
+
+# ---- on training batches
+
+
+def test_metrics_of_training_batches_are_those_of_the_predictions_trained_on():
+    def note(cb):
+        if cb.training:
+            seen.append((float(F.l1_loss(cb.pred.detach(), *cb.yb)), len(cb.xb[0])))
+
+    named = {"l1": F.l1_loss, "twice": lambda pred, y: 2 * F.l1_loss(pred, y)}
+    learn, seen = make_learner(metrics=F.l1_loss, cbs=Metrics(named, on_train=True)), []
+    learn.add_cbs(Callback(after_loss=note))
+    with learn.no_logging():
+        learn.fit(1)
+    wanted = sum(value * n for value, n in seen) / sum(n for _, n in seen)
+    row = learn.recorder.rows[-1]
+    assert row["train_l1"] == pytest.approx(wanted)
+    assert row["train_twice"] == pytest.approx(2 * wanted)
+    assert "l1_loss" in row
+    assert learn.train_metrics.names == ["train_l1", "train_twice"]
+
+
+def test_metrics_of_training_keep_no_graph_and_change_nothing():
+    class Kept:
+        def __init__(self):
+            self.preds = []
+
+        def update(self, pred, y):
+            self.preds.append(pred)
+
+        def compute(self):
+            return float(len(self.preds))
+
+        def reset(self):
+            self.preds = []
+
+    plain, watched, kept = make_learner(), make_learner(), Kept()
+    fit(plain, 2)
+    fit(watched, 2, cbs=Metrics({"n": kept}, on_train=True))
+    assert not any(pred.requires_grad for pred in kept.preds)
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True)
+    )
+    assert watched.recorder.rows[-1]["train_n"] == len(kept.preds)
+
+
+def test_a_metric_of_training_can_be_monitored():
+    learn = make_learner(cbs=Metrics(F.l1_loss, on_train=True))
+    stop = EarlyStopping("train_l1_loss", "min", patience=5)
+    fit(learn, 2, cbs=stop)
+    assert stop.best == min(row["train_l1_loss"] for row in learn.recorder.rows)

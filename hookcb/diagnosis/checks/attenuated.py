@@ -132,7 +132,7 @@ def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[s
         kind = max(sorted(set(kinds)), key=kinds.count)
         slope = ", each of which passes on at most a quarter of the gradient" if kind == "Sigmoid" else ""
         return (f"{kinds.count(kind)} {kind} layers in series{slope}",), (
-            f"Use ReLU or GELU instead of {kind}, or residual connections or normalization",
+            f"Use ReLU or GELU instead of {kind}, with normalization or residual connections",
         )
     if any(p.kind in RECURRENT for p in evidence.params.values()):
         return ("a long sequence, along which the gradient fades", "closed gates"), (

@@ -20,7 +20,8 @@ ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in r
 @check(
     "unit.dead",
     site=Site.MODULES,
-    shown_by="layers.zeros",
+    shown_by="params.zero_rows",
+    draws_limit=True,
     needs=("gradients",),
     leads_to=(
         "grad.attenuated",

@@ -20,7 +20,7 @@ ELEMENT = 16  # multiply-adds that take as long as an element of a result, which
 
 
 class LayerTimes:
-    """Times the forwards of all modules in a few batches, each without the modules that it calls.
+    """Times the forwards of all modules in a few batches, each without what it calls and without other hooks.
 
     The batches are those after an inspected one, so that nothing else is measured between the layers. Hooks
     are on the modules only in them. Nothing is timed in a process that has compiled anything, as new hooks
@@ -59,14 +59,20 @@ class LayerTimes:
             return
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
-                gate = self._in_loop_thread
-                self._hooks.append(Hook(m, self._begin, pre=True, detach=False, gate=gate))
-                self._hooks.append(Hook(m, self._end, prepend=True, detach=False, gate=gate))
+                for act, pre, prepend in (
+                    (self._pause, True, True),
+                    (self._begin, True, False),
+                    (self._end, False, True),
+                    (self._resume, False, False),
+                ):  # other hooks of the module act between the first two and between the last two
+                    gate = self._in_loop_thread
+                    self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
+
+    def _pause(self, m: nn.Module, args: Any) -> None:
+        if self._running:
+            self._now[self._running[-1]] += time.perf_counter() - self._since
 
     def _begin(self, m: nn.Module, args: Any) -> None:
-        now = time.perf_counter()
-        if self._running:
-            self._now[self._running[-1]] += now - self._since
         self._running.append(self._names[id(m)])
         self._since = time.perf_counter()
 
@@ -76,7 +82,9 @@ class LayerTimes:
             self._now[name] += now - self._since
             while self._running.pop() != name:  # those whose forward has raised
                 pass
-            self._since = time.perf_counter()
+
+    def _resume(self, m: nn.Module, args: Any, output: Any) -> None:
+        self._since = time.perf_counter()
 
     def end_forward(self) -> None:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""

@@ -58,6 +58,8 @@ class MemoryStats(SamplingCallback):
     run_lr_find = False
 
     layers = forwarded(MemoryRecords.layers)
+    table = forwarded(MemoryRecords.table)
+    to_frame = forwarded(MemoryRecords.to_frame)
     totals = forwarded_property(MemoryRecords.totals)
     advice = forwarded_property(MemoryRecords.advice)
     growth = forwarded(MemoryRecords.growth)

@@ -4,6 +4,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -15,6 +16,7 @@ from hookcb.profiling.memory.growth import Growth, Look, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
 from hookcb.profiling.memory.sums import Advice, LayerUse, Params, advise, bytes_by_layer, sum_layers
 from hookcb.profiling.memory.watch import Forward
+from hookcb.records.frames import frame_of
 from hookcb.records.printing import Printed
 from hookcb.records.tables import Column, LayerTable, Worst
 
@@ -244,6 +246,23 @@ class MemoryRecords:
         batches = "1 watched batch" if self.n_watched == 1 else f"{self.n_watched} watched batches"
         title = f"memory in step {watched.step}, the fullest of {batches}"
         return LayerMemories(rows, self.totals, title, worst)
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows of `layers()` as dicts with the fields of `LayerMemory`.
+
+        Raises:
+            RuntimeError: If no batch was watched.
+        """
+        return [asdict(row) for row in self._rows(self._watched())]
+
+    def to_frame(self) -> Any:
+        """`table()` as a DataFrame of pandas or polars.
+
+        Raises:
+            ModuleNotFoundError: If neither is installed.
+            RuntimeError: If no batch was watched.
+        """
+        return frame_of(self.table())
 
     @property
     def totals(self) -> MemoryTotals:

@@ -1,5 +1,6 @@
 """StepRecords: times of the steps of a fit, in bounded memory, and statistics of them."""
 
+from dataclasses import asdict
 from typing import Any
 
 from hookcb.core.arguments import check_number
@@ -7,6 +8,8 @@ from hookcb.profiling.steps.clock import StepClock
 from hookcb.profiling.steps.store import StepStore
 from hookcb.profiling.steps.stragglers import RankTimes, Straggler
 from hookcb.profiling.steps.times import (
+    DEVICE_PHASES,
+    DEVICE_TOTAL,
     Outlier,
     Percentiles,
     StepReport,
@@ -15,6 +18,7 @@ from hookcb.profiling.steps.times import (
     percentiles,
     samples_per_second,
 )
+from hookcb.records.frames import frame_of
 
 PARTS = {"train": "training", "valid": "validation"}  # parts of a fit
 
@@ -91,6 +95,20 @@ class StepRecords:
         check_number("factor", factor, 1.0)
         usual = self._times(part)
         return outliers(self.stores[part].times_and_slowest(), factor, usual)
+
+    def table(self, part: str = "train") -> list[dict[str, Any]]:
+        """The kept steps as rows with the fields of `StepTime`; times on the device only if there are any."""
+        rows = [asdict(time) for time in self._store(part).times()]
+        empty = {name for name in (*DEVICE_PHASES, DEVICE_TOTAL) if all(row[name] is None for row in rows)}
+        return [{name: value for name, value in row.items() if name not in empty} for row in rows]
+
+    def to_frame(self, part: str = "train") -> Any:
+        """`table()` as a DataFrame of pandas or polars.
+
+        Raises:
+            ModuleNotFoundError: If neither is installed.
+        """
+        return frame_of(self.table(part))
 
     def report(self, part: str = "train", factor: float = 3.0) -> StepReport:
         """A table of the phases, with sentences about outliers, and about the ranks if there are several.

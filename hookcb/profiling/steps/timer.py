@@ -67,6 +67,8 @@ class StepTimer(Callback):
     straggler = forwarded_property(StepRecords.straggler)
     percentiles = forwarded(StepRecords.percentiles)
     outliers = forwarded(StepRecords.outliers)
+    table = forwarded(StepRecords.table)
+    to_frame = forwarded(StepRecords.to_frame)
     report = forwarded(StepRecords.report)
 
     def __init__(self, keep: int = 5_000, on_valid: bool = False, *, name: str | None = None) -> None:

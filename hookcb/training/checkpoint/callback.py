@@ -1,5 +1,6 @@
 """Checkpoint: files, and folders of several ranks, from which a fit can be resumed bit-identically."""
 
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Checkpoint(Callback):
         keep: number of files of this fit to keep, the newest ones.
         monitor: a column of the epoch's row; the file of the best epoch is kept as `best.pt`, or `best/`.
         mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".
+        save_top_k: number of files of the best epochs by `monitor` that are kept beside the newest ones.
         name: name of the callback in the learner.
 
     Attributes:
@@ -86,13 +88,19 @@ class Checkpoint(Callback):
         monitor: str | None = None,
         mode: str | None = None,
         *,
+        save_top_k: int = 0,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
         check_count("keep", keep)
         check_count("every", 1 if every is None else every)
+        check_count("save_top_k", save_top_k, least=0)
+        if save_top_k and monitor is None:
+            raise ValueError(
+                f"save_top_k is {save_top_k}, but there is no monitor to compare epochs by; give one"
+            )
         self.folder, self.every, self.keep, self.monitor = Path(folder).absolute(), every, keep, monitor
-        self.mode = resolve_mode(monitor or "loss", mode)
+        self.mode, self.save_top_k = resolve_mode(monitor or "loss", mode), save_top_k
         self.best: float | None = None
         self._stop, self._lock = StopSignals(), FolderLock()
 
@@ -104,6 +112,7 @@ class Checkpoint(Callback):
     def before_fit(self) -> None:
         self.best, self._unsaved, self.n_written = None, False, 0
         self._written: list[str] = []
+        self._top: list[tuple[float, str]] = []  # value and file of the best epochs, the best one first
         self._position = Position()
         self._random: dict[str, Any] = {}
         check_monitor(self.learn, self.monitor or "train_loss")
@@ -145,7 +154,7 @@ class Checkpoint(Callback):
         value = monitored(self.learn, self.monitor) if self.monitor is not None else None
         if is_best := value is not None and improves(value, self.best, self.mode):
             self.best = value
-        self._write("epoch", is_best=is_best)
+        self._write("epoch", is_best=is_best, value=value)
         self._stop.obey()
 
     def after_cancel_fit(self) -> None:
@@ -159,22 +168,31 @@ class Checkpoint(Callback):
                 self.after_cancel_fit()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"best": self.best, "written": self._written, "random_of_phase": self._random}
+        state = {
+            "best": self.best,
+            "written": self._written,
+            "top": self._top,
+            "random_of_phase": self._random,
+        }
         position = self._position.saved(self.learn) if self.learn.training else None
         return state | ({} if position is None else {"position": position})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._position = Position(*state.get("took_over", ()))
         self.best, self._written, self._random = state["best"], state["written"], state["random_of_phase"]
+        self._top = [(value, file) for value, file in state.get("top", ())]
 
     def _open(self) -> None:
         if self._lock.open(self.folder):
             remove_unfinished(self.folder)
 
-    def _write(self, phase: str, place: str = "", is_best: bool = False) -> None:
+    def _write(self, phase: str, place: str = "", is_best: bool = False, value: float | None = None) -> None:
         suffix = "" if in_folder(self.learn) else ".pt"
         file_name = f"epoch-{self.epoch + 1:04d}{place}{suffix}"
         self._written = [*(file for file in self._written if file != file_name), file_name]
+        if value is not None and not math.isnan(value):
+            top = [*((x, file) for x, file in self._top if file != file_name), (value, file_name)]
+            self._top = sorted(top, key=lambda pair: pair[0], reverse=self.mode == "max")[: self.save_top_k]
         state, is_main = capture(self.learn, phase, self._random), self.learn.ranks.is_main
         save_state(state, self.folder / file_name, self.learn)
         if is_best and in_folder(self.learn):
@@ -187,9 +205,12 @@ class Checkpoint(Callback):
             if is_folder_of_ranks(self.folder / "best"):  # of several ranks before
                 remove_folder(self.folder / "best")
         self._unsaved, self.n_written = False, self.n_written + 1
-        for old in self._written[: -self.keep]:
+        kept = {*self._written[-self.keep :], *(file for _, file in self._top)}
+        for old in self._written:
+            if old in kept:
+                continue
             if is_main and old.endswith(".pt"):
                 (self.folder / old).unlink(missing_ok=True)
             elif is_main:
                 remove_folder(self.folder / old)
-        self._written = self._written[-self.keep :]
+        self._written = [file for file in self._written if file in kept]

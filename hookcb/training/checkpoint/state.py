@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.console import warn
 from hookcb.core.files import PLAIN, read_saved, save_whole
-from hookcb.core.randomness import random_state, saves_itself, seed_all, set_random_state
+from hookcb.core.randomness import random_state, saves_itself, set_random_state, set_seed
 from hookcb.core.ranks import is_sharded, without_replicas
 from hookcb.core.shards import divided_like, is_dtensor, local_part
 from hookcb.core.state import TrainingState
@@ -232,7 +232,7 @@ def _rest_of_epoch(learn: TrainingState, state: dict[str, Any], position: Any) -
 def _seed_rank(state: dict[str, Any], learn: TrainingState, file: Path) -> None:
     """Seeds the random numbers of this rank, as other ranks than before cannot go on with theirs."""
     drawn = zlib.crc32(state["random"]["torch"].numpy().tobytes())
-    seed_all(zlib.crc32(repr((drawn, state["epoch"], state["train_iter"], learn.ranks.rank)).encode()))
+    set_seed(zlib.crc32(repr((drawn, state["epoch"], state["train_iter"], learn.ranks.rank)).encode()))
     n, now = len(state["ranks"]) or 1, learn.ranks.world
     warn(
         f"{file} was written by {n} process{'es' if n > 1 else ''} and is resumed by {now}, so "

@@ -68,6 +68,8 @@ class OneCycle(SteppedRate):
         check_number("div", div)
         check_number("div_final", div_final)
         check_number("pct_start", pct_start, 0, 1)
+        if isinstance(moms, tuple | list) and len(moms) == 3 and moms[0] == moms[2]:
+            moms = moms[0], moms[1]  # as in fastai
         _check_moms(moms)
         self.lr_max, self.pct_start, self.moms = lr_max, pct_start, moms
         self.div, self.div_final = div, div_final

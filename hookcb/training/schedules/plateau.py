@@ -5,7 +5,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from hookcb.core.arguments import check_number
+from hookcb.core.arguments import check_count, check_number
 from hookcb.training.monitor import check_monitor, check_patience, monitored, resolve_mode
 from hookcb.training.schedules.base import RateCallback
 
@@ -25,6 +25,7 @@ class ReduceLROnPlateau(RateCallback):
         patience: number of epochs in a row without improvement that are tolerated, 0 or more.
         factor: the rate is multiplied by this, between 0 and 1.
         min_lr: lower bound of the rates.
+        cooldown: number of epochs after a reduction that do not count.
         name: name of the callback in the learner.
 
     Attributes:
@@ -51,6 +52,7 @@ class ReduceLROnPlateau(RateCallback):
         patience: int = 1,
         factor: float = 0.1,
         min_lr: float = 0.0,
+        cooldown: int = 0,
         *,
         name: str | None = None,
     ) -> None:
@@ -59,7 +61,9 @@ class ReduceLROnPlateau(RateCallback):
         check_patience(patience, min_delta, least=0)
         _check_factor(factor)
         check_number("min_lr", min_lr, closed=True)
+        check_count("cooldown", cooldown, "epochs", least=0)
         self.min_delta, self.patience, self.factor, self.min_lr = min_delta, patience, factor, min_lr
+        self.cooldown = cooldown
 
     def make(self, opt: Optimizer) -> LRScheduler:
         """Returns the torch scheduler of the same name."""
@@ -72,6 +76,7 @@ class ReduceLROnPlateau(RateCallback):
             threshold=self.min_delta,
             threshold_mode="abs",
             min_lr=self.min_lr,
+            cooldown=self.cooldown,
             eps=0.0,  # else a rate below 1e-8 would never fall
         )
 

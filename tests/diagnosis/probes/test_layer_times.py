@@ -52,6 +52,15 @@ def test_a_layer_is_timed_without_those_it_calls(clock):
     assert seconds == {"0": 2, "0.inner": 2, "0.inner.inner": 0, "1": 0, "": 0}
 
 
+def test_other_hooks_count_for_no_layer(clock):
+    model = nn.Sequential(Sleeps(clock), nn.Linear(3, 3))
+    for m in model.modules():
+        m.register_forward_pre_hook(lambda *_: clock.sleep())
+        m.register_forward_hook(lambda *_: clock.sleep())
+    seconds = {name: round(x / 1000) for name, x in timed(model).seconds().items()}
+    assert seconds == {"0": 2, "0.inner": 0, "1": 0, "": 0}
+
+
 def test_hooks_are_there_only_in_a_few_batches_that_follow_inspected_ones(clock):
     model = make_model()
     times = LayerTimes(model, lambda: True)

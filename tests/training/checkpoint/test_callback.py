@@ -466,3 +466,43 @@ def test_state_that_could_not_be_read_again_is_refused_by_its_place(tmp_path, wh
         assert names(tmp_path) == []
     else:
         assert torch.load(tmp_path / "epoch-0001.pt", weights_only=True)
+
+
+# ---- the best k
+
+
+def scores(values):
+    """Puts these into the rows of the epochs."""
+    return Callback(after_epoch=lambda cb: cb.learn.row.update(score=values[cb.epoch]), name="scores")
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "k", "kept"),
+    [
+        ([5.0, 1.0, 4.0, 2.0, 3.0], "min", 2, [2, 4, 5]),
+        ([5.0, 1.0, 4.0, 2.0, 3.0], "max", 2, [1, 3, 5]),
+        ([5.0, float("nan"), 4.0, 2.0, 3.0], "min", 1, [4, 5]),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], "max", 3, [3, 4, 5]),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], "min", 0, [5]),
+    ],
+)
+def test_the_best_epochs_stay_beside_the_newest(tmp_path, values, mode, k, kept):
+    cb = Checkpoint(tmp_path, keep=1, monitor="score", mode=mode, save_top_k=k)
+    fit(plain(), 5, cbs=[cb, scores(values)])
+    assert [path.name for path in cb.files] == [f"epoch-{epoch:04d}.pt" for epoch in kept]
+    assert (tmp_path / "best.pt").exists()
+
+
+def test_a_resumed_fit_knows_the_best_epochs(tmp_path):
+    values = [2.0, 1.0, 4.0, 3.0, 0.5]
+    for n in (3, 5):
+        cb = Checkpoint(tmp_path, keep=1, monitor="score", mode="min", save_top_k=2)
+        fit(plain(), n, cbs=[cb, scores(values)], resume="latest")
+    assert [path.name for path in cb.files] == ["epoch-0002.pt", "epoch-0005.pt"]
+
+
+def test_the_best_epochs_need_a_monitor():
+    with pytest.raises(ValueError, match="save_top_k is 2, but there is no monitor"):
+        Checkpoint(save_top_k=2)
+    with pytest.raises(ValueError, match="save_top_k must be"):
+        Checkpoint(monitor="valid_loss", save_top_k=-1)

@@ -101,7 +101,7 @@ WRONG = [
     (lambda: OneCycle([0.1, 0]), ValueError, r"lr_max\[1\]"),
     (lambda: OneCycle(div=0), ValueError, "div"),
     (lambda: OneCycle(pct_start=1.5), ValueError, "between 0 and 1"),
-    (lambda: OneCycle(moms=(0.95, 0.85, 0.95)), ValueError, "moms must be .*, got "),
+    (lambda: OneCycle(moms=(0.95, 0.85, 0.9)), ValueError, "moms must be .*, got "),
     (lambda: OneCycle(moms=(0.95, "a")), TypeError, "moms"),
     (lambda: WarmupCosine(1.5), ValueError, "from 0 to 1"),
     (lambda: WarmupCosine(-1), ValueError, "0 or more"),

@@ -11,12 +11,13 @@ from tests.support import fit, make_learner, make_model
 from tests.training.support import CURVES, batches_of, groups, quiet, rates, scripted, two_groups
 
 
+@pytest.mark.parametrize("cooldown", [0, 2])
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_plateau_is_that_of_torch(mode):
+def test_the_plateau_is_that_of_torch(mode, cooldown):
     values = [1.0, 0.95, 0.95, 2.0, math.nan, 0.5, 0.5, 0.5, 0.9, 3.0, 3.0, 3.0]
     opt = SGD(make_model().parameters(), lr=0.1)
     torchs = lr_scheduler.ReduceLROnPlateau(
-        opt, mode, factor=0.5, patience=1, threshold=0.1, threshold_mode="abs", min_lr=0.02
+        opt, mode, factor=0.5, patience=1, threshold=0.1, threshold_mode="abs", min_lr=0.02, cooldown=cooldown
     )
     lrs = []
     for value in values:
@@ -26,7 +27,7 @@ def test_the_plateau_is_that_of_torch(mode):
     fit(
         learn,
         len(values),
-        cbs=[ReduceLROnPlateau("my_loss", mode, 0.1, 1, 0.5, 0.02), scripted(values, "my_loss")],
+        cbs=[ReduceLROnPlateau("my_loss", mode, 0.1, 1, 0.5, 0.02, cooldown), scripted(values, "my_loss")],
     )
     assert learn.recorder.lrs == lrs
     assert len(set(lrs)) > 2
