@@ -68,7 +68,7 @@ def map_leaves(
         return mapped
     if isinstance(item, Mapping):
         return _like(item, {key: map_leaves(f, x, is_leaf, depth - 1) for key, x in item.items()})
-    if isinstance(item, tuple | list):
+    if isinstance(item, (tuple, list)):
         return _like(item, [map_leaves(f, x, is_leaf, depth - 1) for x in item])
     return item
 
@@ -77,7 +77,7 @@ def is_container(item: Any) -> bool:
     """Whether `map_leaves` looks inside `item`."""
     if isinstance(item, Tensor):  # the usual case, without the slower checks below
         return False
-    return isinstance(item, tuple | list | Mapping) or (is_dataclass(item) and not isinstance(item, type))
+    return isinstance(item, (tuple, list, Mapping)) or (is_dataclass(item) and not isinstance(item, type))
 
 
 def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> tuple[Any, tuple[Any, ...]]:
@@ -105,7 +105,7 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
         items = list(batch.items())
         n = len(items) if n_inp is None else n_inp
         xb, yb = (batch if n_inp is None else dict(items[:n])), tuple(value for _, value in items[n:])
-    elif isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
+    elif isinstance(batch, (tuple, list)) and not isinstance(batch, PackedSequence):
         items = list(batch)
         n = n_inp or max(1, len(items) - 1)
         xb, yb = tuple(items[:n]), tuple(items[n:])
@@ -131,7 +131,7 @@ def parts(item: Any, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[s
     elif is_dataclass(item) and not isinstance(item, type):
         for field in fields(item):
             yield from parts(getattr(item, field.name), f"{path}.{field.name}", depth - 1)
-    elif isinstance(item, tuple | list):
+    elif isinstance(item, (tuple, list)):
         for i, x in enumerate(item):
             yield from parts(x, f"{path}[{i}]", depth - 1)
     else:
@@ -152,7 +152,7 @@ def n_samples(item: Any) -> int | None:
         return item.shape[0] if item.ndim else 1
     if isinstance(item, PackedSequence):
         return int(item.batch_sizes[0])
-    if not isinstance(item, tuple | list):
+    if not isinstance(item, (tuple, list)):
         item = item.values() if isinstance(item, Mapping) else ()
     for x in item:
         size = n_samples(x)
@@ -165,7 +165,7 @@ def describe(item: Any) -> str:
     """Dtypes and shapes of the tensors in `item`, for a message: `(float32[64, 1, 8, 8])`."""
     if isinstance(item, Tensor):
         return f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
-    if isinstance(item, tuple | list):
+    if isinstance(item, (tuple, list)):
         return f"({', '.join(describe(x) for x in item)})"
     if isinstance(item, Mapping):
         return f"{{{', '.join(f'{key}: {describe(x)}' for key, x in item.items())}}}"
@@ -192,9 +192,9 @@ def concat(items: list[Any]) -> Any:
         return torch.cat(items) if first.ndim else torch.stack(items)
     if isinstance(first, Mapping):
         return {key: concat([item[key] for item in items]) for key in first}
-    if isinstance(first, list) and not any(isinstance(x, Tensor | tuple | list | Mapping) for x in first):
+    if isinstance(first, list) and not any(isinstance(x, (Tensor, tuple, list, Mapping)) for x in first):
         return [x for item in items for x in item]  # such as one string per sample
-    if isinstance(first, tuple | list):
+    if isinstance(first, (tuple, list)):
         return _like(first, [concat(list(parts)) for parts in zip(*items, strict=True)])
     return items
 

@@ -54,6 +54,7 @@ class Finding:
     >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
     WARNING  loss.flat  steps 0–99
       The loss has not fallen.
+      See docs/checks.md#loss.flat
     """
 
     code: str

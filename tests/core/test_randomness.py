@@ -1,4 +1,4 @@
-"""set_seed makes what follows the same."""
+"""Random state: set_seed makes what follows the same."""
 
 import random
 
