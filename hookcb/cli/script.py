@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -126,6 +126,8 @@ def _stdout_as_stderr() -> Iterator[None]:
         with redirect_stdout(sys.stderr):
             yield
     finally:
+        with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or missing
+            sys.__stdout__.flush()  # type: ignore[union-attr]  # what was written to it without redirection
         os.dup2(kept, 1)
         os.close(kept)
 

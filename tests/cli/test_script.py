@@ -587,6 +587,16 @@ def test_what_cannot_be_run_is_told(args, told, package, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_with_json_all_that_the_script_writes_goes_to_stderr(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "__stdout__", open(1, "w", closefd=False))  # noqa: SIM115  # as Python opens it
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print('p'); os.system('echo q'); sys.__stdout__.write('by hand\\n')")
+    assert main(["diagnose", "--json", str(script)]) == 1
+    out, err = capfd.readouterr()
+    assert json.loads(out)["models"] == []
+    assert sorted(err.split()) == ["by", "hand", "p", "q"]
+
+
 def test_verdicts_as_json_are_all_that_stdout_gets(package, capfd):
     code = main(["diagnose", "--json", "-m", f"{package}.fine"])
     out, err = capfd.readouterr()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hookcb import (
     ActivationStats,
@@ -26,6 +27,7 @@ from hookcb import (
     watch,
 )
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.probes.attention import OpProbe
 from tests.support import SaysSo, fit, make_batches, make_learner, make_model
 from tests.training.support import TakesDict, TwoInputs, Unsized
 
@@ -206,6 +208,27 @@ def test_two_of_them_under_different_names_both_give_a_verdict():
     learn = fit(make_learner(6), cbs=[Diagnose(name="a"), Diagnose(name="b")])
     assert learn.a.verdict.findings == learn.b.verdict.findings
     assert_no_hooks(learn.model)
+    assert not is_in_torch_dispatch_mode()  # else torch.compile does nothing from now on
+
+
+def test_a_probe_that_entered_last_exits_first():
+    entered, order = [], []
+
+    def enter(probe):
+        entered.append(probe)
+        return real[0](probe)
+
+    def leave(probe, *error):
+        order.append(probe is entered.pop())
+        return real[1](probe, *error)
+
+    real = OpProbe.__enter__, OpProbe.__exit__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpProbe, "__enter__", enter)
+        patch.setattr(OpProbe, "__exit__", leave)
+        fit(make_learner(6), cbs=[Diagnose(name="a"), Diagnose(name="b")])
+    assert order  # torch 2.6 and 2.7 crash if a mode is deleted that is not the last one on their stack
+    assert all(order)
 
 
 # ---- one fit after another

@@ -218,7 +218,8 @@ class OpHooks:
         if not self.is_left_out:
             self._hooks = [
                 Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter),
-                Hook(model, self._leave, always_call=True, detach=False, gate=self._may_leave),
+                # prepended, so that of two diagnoses the last to enter exits first; else torch 2.6 crashes
+                Hook(model, self._leave, always_call=True, prepend=True, detach=False, gate=self._may_leave),
             ]
 
     def _may_enter(self) -> bool:
