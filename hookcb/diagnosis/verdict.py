@@ -79,6 +79,10 @@ class Finding:
             if math.isnan(getattr(self, name)):
                 object.__setattr__(self, name, math.nan)
 
+    def __eq__(self, other: object) -> bool:
+        # as tuples, in which the same NaN is equal; from Python 3.13 on, a dataclass compares field by field
+        return self.__reduce__() == other.__reduce__() if isinstance(other, Finding) else NotImplemented
+
     def __reduce__(self) -> tuple[type["Finding"], tuple[Any, ...]]:
         return Finding, tuple(getattr(self, field.name) for field in fields(self))
 
