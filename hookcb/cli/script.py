@@ -85,7 +85,7 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
             show("\n".join(verdict.coverage), soft_wrap=True, highlight=False, markup=False)
     if own_rank():
         return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
-    for note in [*_notes(shown, tracker, path), *_write_pages(options.html, tracker)]:
+    for note in _notes(shown, tracker, path, options.html):
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
     return _exit_code(code, shown)
 
@@ -96,18 +96,16 @@ def _exit_code(code: int, shown: Shown) -> int:
     return code or (0 if is_well else 1)
 
 
-def _notes(shown: Shown, tracker: ModelTracker, path: str | Path) -> list[str]:
-    return [*([] if shown else [_no_training_in(path)]), *tracker.notes]
+def _notes(shown: Shown, tracker: ModelTracker, path: str | Path, html: Path | None) -> list[str]:
+    """Sentences below the verdicts, the last of them about pages, which this writes."""
+    return [*([] if shown else [_no_training_in(path)]), *tracker.notes, *_write_pages(html, tracker)]
 
 
 def _write_json(shown: Shown, tracker: ModelTracker, code: int, path: str | Path, options: Options) -> int:
     """Writes the verdicts of rank 0 to stdout as JSON; returns the exit code."""
     if own_rank():
         return code
-    notes, exit_code = (
-        [*_notes(shown, tracker, path), *_write_pages(options.html, tracker)],
-        _exit_code(code, shown),
-    )
+    notes, exit_code = _notes(shown, tracker, path, options.html), _exit_code(code, shown)
     models = [
         {"title": title, "counts": counts, "verdict": verdict.to_dict()} for title, verdict, counts in shown
     ]

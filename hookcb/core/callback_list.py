@@ -20,7 +20,7 @@ def new_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callback
         ValueError: If one is attached already, here or elsewhere, or its name is taken.
     """
     new: list[Callback] = []
-    for cb in map(_instance, _listed(cbs)):
+    for cb in map(_instance, listed(cbs)):
         if is_among(cb, [*attached, *new]):
             raise ValueError(f"{cb!r} is attached already; attach an instance once")
         if "learn" in cb.__dict__:
@@ -48,7 +48,7 @@ def find_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callbac
         ValueError: If one is not attached.
     """
     found: list[Callback] = []
-    for wanted in _listed(cbs):
+    for wanted in listed(cbs):
         these = [
             cb for cb in attached if cb is wanted or (isinstance(wanted, type) and isinstance(cb, wanted))
         ]
@@ -94,7 +94,7 @@ def without_resting(
     }
 
 
-def _listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
+def listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
     """`cbs` as a list; a single callback counts as one even when it is iterable."""
     if cbs is None:
         return []

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
+from hookcb.core.callback_list import is_among
 from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException
 from hookcb.core.ranks import ALONE, Ranks
@@ -164,7 +165,7 @@ class Diagnose(EvidenceRecorder):
 def recorded_in(loop: Any) -> list[Callback]:
     """Callbacks of a loop, and those of fits that have ended, which are still its attributes."""
     named = [cb for cb in vars(loop).values() if isinstance(cb, Callback)]
-    return [*loop.cbs, *(cb for cb in named if not any(cb is other for other in loop.cbs))]
+    return [*loop.cbs, *(cb for cb in named if not is_among(cb, loop.cbs))]
 
 
 def diagnose_loop(loop: Any) -> Verdict:

@@ -4,7 +4,7 @@ from typing import Any
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
-from hookcb.core.callback_list import Callbacks
+from hookcb.core.callback_list import Callbacks, listed
 from hookcb.core.loop import Loop
 from hookcb.gradients.callback import GradientHealth
 from hookcb.loggers.callback import Log
@@ -48,9 +48,7 @@ class NamedLoop(Loop):
     terminate_on_nan: TerminateOnNaN
 
     def _checked(self, cbs: Callbacks) -> list[Callback]:
-        if isinstance(cbs, list | tuple):
-            return super()._checked([_as_callback(cb) for cb in cbs])
-        return super()._checked(_as_callback(cbs))
+        return super()._checked([_as_callback(cb) for cb in listed(cbs)])
 
 
 def _as_callback(cb: Any) -> Any:

@@ -59,13 +59,13 @@ class LayerTimes:
             return
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
+                gate = self._in_loop_thread
                 for act, pre, prepend in (
                     (self._pause, True, True),
                     (self._begin, True, False),
                     (self._end, False, True),
                     (self._resume, False, False),
                 ):  # other hooks of the module act between the first two and between the last two
-                    gate = self._in_loop_thread
                     self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
 
     def _pause(self, m: nn.Module, args: Any) -> None:

@@ -206,9 +206,7 @@ class Checkpoint(Callback):
                 remove_folder(self.folder / "best")
         self._unsaved, self.n_written = False, self.n_written + 1
         kept = {*self._written[-self.keep :], *(file for _, file in self._top)}
-        for old in self._written:
-            if old in kept:
-                continue
+        for old in [file for file in self._written if file not in kept]:
             if is_main and old.endswith(".pt"):
                 (self.folder / old).unlink(missing_ok=True)
             elif is_main:
