@@ -27,6 +27,7 @@ from pathlib import Path
 
 import peers
 import torch
+from floors import FLOORS, OfBatch
 from loop import Batches
 from peers import by_hooks, plain
 from rich.table import Table
@@ -35,6 +36,7 @@ from workloads import KEPT, Workload, loss_func
 
 from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, Learner
 from hookcb.activations.stats import take
+from hookcb.diagnosis.schedule import N_FREE, Schedule
 
 PAGE = Path(__file__).parents[1] / "docs" / "costs.md"
 STEPS = {"mlp": (200, 20), "residual": (16, 3), "transformer": (12, 3), "tiny": (600, 40)}  # ours, slow peers
@@ -113,6 +115,7 @@ BY_HAND: dict[str, Maker] = {
     "mean, std and histc, as miniai": hooked(peers.miniai),
     "clip_grad_norm_(inf): one number": partial(plain, install=peers.clip_of_torch),
     ".norm().item(), isnan, isinf of gradients": partial(plain, install=peers.norms_by_hand),
+    **{who: partial(plain, install=install) for who, install in FLOORS.items()},
 }
 SLOW: dict[str, Maker] = {
     "plain loop ": partial(plain, install=peers.nothing),
@@ -281,14 +284,25 @@ class Window(Callback):
 
 
 class Resting(Diagnose):
-    """Looks at the first 20 batches only."""
+    """Looks closely at the first batches only, and gives no verdict on the way."""
 
-    def wants(self, i: int) -> bool:
-        return i < 20 and super().wants(i)
+    def __init__(self) -> None:
+        super().__init__(on_sick="ignore")
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        self._schedule = FirstBatches(budget=0)
+
+
+class FirstBatches(Schedule):
+    """The batches that are looked at closely whatever the budget."""
+
+    def is_due(self) -> bool:
+        return super().is_due() and self.n_batches <= N_FREE
 
 
 def compare_diagnose(net: str, rounds: int, steps: int = 500) -> tuple[str, Rows, str]:
-    """Table of fits with `Diagnose`, and of the batches that it does not look at."""
+    """Table of fits with `Diagnose`, of the batches that it does not look at, and of what those need."""
     workload = replace(KEPT[net], steps=steps)
     runs = {
         "hookcb, no callbacks": hookcb(workload, []),
@@ -296,11 +310,13 @@ def compare_diagnose(net: str, rounds: int, steps: int = 500) -> tuple[str, Rows
         "Diagnose()": hookcb(workload, [Diagnose()]),
     }
     group = Group(runs, steps)
-    windows = {"without": Window(100), "with": Window(100)}
-    rest = {
-        "without": hookcb(workload, [windows["without"]]),
-        "with": hookcb(workload, [windows["with"], Resting()]),
+    idle: dict[str, list[Callback]] = {
+        "": [],
+        "a batch that it does not look at": [Resting()],
+        "its loss, a gradient's sum and times alone": [OfBatch()],
     }
+    windows = {name: Window(100) for name in idle}
+    rest = {name: hookcb(workload, [windows[name], *cbs]) for name, cbs in idle.items()}
     take_turns([(group, name) for name in runs], rounds, time.process_time)
     seconds: dict[str, list[float]] = {name: [] for name in rest}
     for i in range(rounds):
@@ -308,9 +324,10 @@ def compare_diagnose(net: str, rounds: int, steps: int = 500) -> tuple[str, Rows
             rest[name]()
             seconds[name].append(windows[name].seconds)
     rows = rows_of(group, {"Diagnose()": 1.05 if net == "mlp" else 1.02})
-    middle = statistics.median(a / b for a, b in zip(seconds["with"], seconds["without"], strict=True))
-    base, own = (min(seconds[name]) / (steps - 100) for name in ("without", "with"))
-    rows.append(row_of("a batch that it does not look at", base, own, middle, 1.01))
+    base, *others = ([x / (steps - 100) for x in taken] for taken in seconds.values())
+    for name, own, target in zip(list(idle)[1:], others, (1.01, None), strict=True):
+        middle = statistics.median(a / b for a, b in zip(own, base, strict=True))
+        rows.append(row_of(name, min(base), min(own), middle, target))
     return f"{KEPT[net].title}, {steps} steps", rows, ""
 
 

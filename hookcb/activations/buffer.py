@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookcb.activations.bins import at_level, level_of
-from hookcb.activations.stats import LAYER_STATS, ROW, Known, histogram, summarize
+from hookcb.activations.stats import LAYER_STATS, ROW, SAMPLED, Known, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
 
@@ -76,7 +76,23 @@ class OutputBuffer:
         self.batch: dict[str, list[Output]] = {}
         self.ranges: dict[Key, Tensor] = {}
         self._waiting: list[Waiting] = []
+        self._rows: list[Tensor] = []  # memory for samples
         self._n_batches = self._n_elements = 0
+
+    def new_row(self) -> Tensor:
+        """Memory for a sample, `(SAMPLED,)`, from a block that all that wait share.
+
+        Allocated one by one between the tensors of a training, samples would fragment its heap.
+        """
+        if not self._rows:
+            with torch.inference_mode(False):
+                block = torch.empty(MAX_ELEMENTS // SAMPLED, SAMPLED, dtype=torch.float32, device="cpu")
+                self._rows = list(block)
+        return self._rows.pop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.reduce()  # each waiting row would be copied as the whole block
+        return self.__dict__
 
     def drop_batch(self) -> None:
         """Forgets the outputs of the running batch."""
@@ -110,6 +126,7 @@ class OutputBuffer:
     def reduce(self) -> None:
         """Puts the statistics of waiting outputs into the stores; those of one shape are reduced together."""
         waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, [], 0, 0
+        self._rows = []
         for portion, rows in portions(waiting):
             self._put(portion, rows)
 

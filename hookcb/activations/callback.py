@@ -239,9 +239,13 @@ class ActivationStats(HookCallback):
             self.records.buffer.batch.setdefault(path, [])  # in the order of the forward
             self._awaited.append(Awaited(path, x, part, kind, version_of(x)))
 
-    @torch.no_grad()
     def _take_awaited(self) -> None:
         """Takes the results of collectives once the forward has used them."""
+        if self._awaited:
+            self._take_results()
+
+    @torch.no_grad()
+    def _take_results(self) -> None:
         awaited, self._awaited = self._awaited, []
         for path, x, part, kind, version in awaited:
             if version_of(x) != version:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import torch
 from fastcore.foundation import L
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hookcb.activations import plots
 from hookcb.activations.bins import at_level, join
 from hookcb.activations.buffer import Output, OutputBuffer
 from hookcb.activations.merge import Merger
 from hookcb.activations.report import ActivationReport, ActivationRow
-from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample, has_stats, kind_of, take
+from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Known, Sample, has_stats, kind_of, take
 from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import in_transform, is_jit_tracing
@@ -116,7 +117,8 @@ class ActivationRecords(SavedRecords):
             copies: number of ranks that have the same part; 0 if that is unknown.
         """
         if has_stats(output):
-            elements, exact = take(detached(output), self.sample, wide=self.merger is not None)
+            is_traced = is_compiling() or in_transform() or is_jit_tracing()
+            elements, exact = self._take(detached(output), fills_rows=not is_traced)
             taken = Output(kind, shape or output.shape, elements, exact, output.numel(), copies)
         else:
             taken = Output(kind_of(output))
@@ -126,13 +128,18 @@ class ActivationRecords(SavedRecords):
         """Does what `take` does, if `x` is a whole tensor with statistics and nothing traces it."""
         if not has_stats(x) or in_transform() or is_jit_tracing():
             return False
-        elements, exact = take(x.detach(), self.sample, wide=self.merger is not None)
+        elements, exact = self._take(x.detach(), fills_rows=True)
         output = Output(kind, x.shape, elements, exact, x.numel())
         if (calls := self.buffer.batch.get(path)) is None:
             self.buffer.batch[path] = [output]
         else:
             calls.append(output)
         return True
+
+    def _take(self, x: Tensor, fills_rows: bool) -> tuple[Tensor, Known | None]:
+        is_merged = self.merger is not None  # then samples of a whole validation wait
+        new_row = self.buffer.new_row if fills_rows and not is_merged else None
+        return take(x, self.sample, is_merged, new_row)
 
     def drop_batch(self) -> None:
         """Forgets what was taken in the running batch."""

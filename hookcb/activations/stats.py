@@ -1,6 +1,6 @@
 """Statistics of a layer's output: pure functions from a tensor to small tensors, without device syncs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -69,7 +69,9 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
     return summarize(elements.reshape(1, -1), (), eps)[0]
 
 
-def take(x: Tensor, sample: Sample, wide: bool = False) -> tuple[Tensor, Known | None]:
+def take(
+    x: Tensor, sample: Sample, wide: bool = False, new_row: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, Known | None]:
     """The part of a layer's output to keep until it is reduced.
 
     Args:
@@ -77,6 +79,7 @@ def take(x: Tensor, sample: Sample, wide: bool = False) -> tuple[Tensor, Known |
         sample: `"auto"` keeps all of up to 8,192 elements, of more 4,096 and the moments of all; an int at
             most that many; None all.
         wide: see `moments`.
+        new_row: returns a tensor to fill with 4,096 elements, float32 on a CPU.
 
     Returns:
         A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, or None if these
@@ -87,11 +90,13 @@ def take(x: Tensor, sample: Sample, wide: bool = False) -> tuple[Tensor, Known |
     if n <= most:
         return (x.clone() if x.dtype in WIDE else x.float()), None
     x = _flat(x)
-    elements = at_least_float32(
-        x.index_select(0, _strata(n, SAMPLED if sample == "auto" else most, x.device))
-    )
     if sample != "auto":
-        return elements, None
+        return at_least_float32(x.index_select(0, _strata(n, most, x.device))), None
+    places = _strata(n, SAMPLED, x.device)
+    if new_row is not None and x.dtype is torch.float32 and x.is_cpu:
+        elements = torch.index_select(x, 0, places, out=new_row())
+    else:
+        elements = at_least_float32(x.index_select(0, places))
     quick = not wide and x.device.type == "cpu" and not torch.compiler.is_compiling()
     known = _quick_moments(x) if quick else None
     return elements, torch.stack(moments(x[None], wide), 1) if known is None else known
@@ -243,10 +248,9 @@ def _in_parts(rows: Tensor) -> Parts:
 
 def shares(rows: Tensor, eps: float, wide: bool = False) -> tuple[Tensor, Tensor]:
     """Shares, 0..1, of |x| ≤ eps and of exact zeros in each row of `(R, n)`; NaN for empty rows."""
-    size = rows.abs()
-    near_zero = torch.le(size, eps, out=torch.empty_like(size))  # floats sum ten times as fast as bools
-    dtype = widest(rows.device) if wide else None
-    return near_zero.mean(1, dtype=dtype), size.eq_(0).mean(1, dtype=dtype)
+    is_so, dtype = rows.abs(), widest(rows.device) if wide else None
+    near_zero = is_so.le_(eps).mean(1, dtype=dtype)  # floats sum ten times as fast as bools
+    return near_zero, torch.eq(rows, 0, out=is_so).mean(1, dtype=dtype)
 
 
 def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from hookcb import ActivationRecords, ActivationStats, Callback, CancelFitException, Learner
 from hookcb.activations.buffer import MAX_BATCHES, MAX_ELEMENTS
-from hookcb.activations.stats import LAYER_STATS
+from hookcb.activations.stats import LAYER_STATS, take
 from tests.activations.support import (
     NAN,
     STATS,
@@ -447,3 +447,15 @@ def test_options_without_a_use_are_refused(option):
 def test_an_unknown_phase_is_refused():
     with pytest.raises(ValueError, match="phase must be 'train' or 'valid', got 'test'"):
         ActivationRecords().steps("test")
+
+
+def test_samples_that_wait_share_one_block_of_memory():
+    records, outputs = ActivationRecords(), torch.randn(60, 20_000)
+    for i, x in enumerate(outputs):
+        with torch.inference_mode(i % 2 == 0):
+            assert records.take_usual(f"{i}", x, "Linear")
+    records.end_batch("train", epoch=0, step=0)
+    waiting = [item.output.elements for item in records.buffer._waiting]
+    assert len({x.untyped_storage().data_ptr() for x in waiting}) == 1
+    assert all(torch.equal(kept, take(x, "auto")[0]) for kept, x in zip(waiting, outputs, strict=True))
+    assert len(pickle.dumps(records)) < 200_000

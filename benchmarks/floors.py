@@ -1,0 +1,107 @@
+"""The tensor operations of our statistics with nothing around them: what is below cannot be reached.
+
+They keep no records, name nothing, and trust that each tensor is finite, dense, float32 and of the same shape
+in every batch. What a callback adds beyond them is Python, in a loop whose layers have emptied the caches.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from math import isfinite
+from pathlib import Path
+
+import torch
+from peers import Install, by_hooks
+from torch import Tensor, nn
+
+from hookcb import Callback
+from hookcb.activations.buffer import MAX_ELEMENTS
+from hookcb.activations.stats import SAMPLED, WHOLE, _strata, shares
+from hookcb.gradients.records import MAX_STEPS
+from hookcb.gradients.stats import SKETCH, sketch
+from hookcb.gradients.stats import WHOLE as MIDDLE
+
+
+def of_outputs(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[], object]:
+    """Exact moments and extremes of each output, and shares of a sample of it, for many batches together."""
+    samples: dict[str, list[Tensor]] = {}
+
+    def act(name: str, o: Tensor) -> None:
+        x = o.detach().view(-1)
+        x.sum().item(), torch.dot(x, x).item()
+        low, high = torch.aminmax(x)
+        low.item(), high.item()
+        n = len(x)
+        kept = x.clone() if n <= WHOLE else x.index_select(0, _strata(n, SAMPLED, x.device))
+        samples.setdefault(name, []).append(kept)
+
+    def look() -> None:
+        if sum(len(same) * len(same[0]) for same in samples.values()) > MAX_ELEMENTS:
+            for same in samples.values():
+                shares(torch.stack(same), 0.05)
+            samples.clear()
+
+    by_hooks(act)(model, folder, stack)
+    return look
+
+
+def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[], object]:
+    """Row norms and extremes of each gradient, and tracked weights around each step, for many together."""
+    params = list(model.parameters())
+    tracked: list[Tensor] = []
+    for p in params:
+        some = sketch(p)
+        tracked.append(p.detach().view(-1)[:SKETCH] if some is None else some)
+    weights: list[Tensor] = []
+
+    def look() -> None:
+        for p in params:
+            g = p.grad
+            if g is None:
+                continue
+            if g.numel() <= SKETCH:
+                g.clone()
+                continue
+            torch.linalg.vector_norm(g.view(len(g), -1), dim=1)
+            g.amin().item(), g.amax().item()
+            if g.numel() <= MIDDLE:
+                g.abs().sum().item(), torch.linalg.vector_norm(p.detach()).item(), p.detach().sum().item()
+        weights.append(torch.cat(tracked))  # the weights before this step are those after the last
+        if len(weights) > MAX_STEPS:
+            after = torch.stack(weights)
+            for x in (after, after.diff(dim=0), after - after[0]):
+                torch.linalg.vector_norm(x, dim=1)
+            del weights[:-1]
+
+    return look
+
+
+class OfBatch(Callback):
+    """What Diagnose must see of a batch that it does not look at: loss, one gradient's sum, times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.marks: list[float] = []
+
+    def before_fit(self) -> None:
+        self.first = min(next(iter(self.model.children())).parameters(), key=torch.numel)
+
+    def before_batch(self) -> None:
+        self.marks.append(time.perf_counter())
+
+    after_pred = before_backward = before_step = after_step = after_batch = before_batch
+
+    def after_loss(self) -> None:
+        self.before_batch()
+        self.losses.append(self.loss.item())
+
+    def after_backward(self) -> None:
+        self.before_batch()
+        isfinite(self.first.grad.sum().item())
+
+
+FLOORS: dict[str, Install] = {
+    "operations of ActivationStats alone": of_outputs,
+    "operations of GradientHealth alone": of_gradients,
+}
