@@ -66,6 +66,7 @@ from hookcb.training.max_time import MaxTime
 from hookcb.training.metrics import Metrics, accuracy
 from hookcb.training.progress import Progress
 from hookcb.training.recorder import Recorder
+from hookcb.training.save_model import SaveModelCallback
 from hookcb.training.schedules.one_cycle import OneCycle
 from hookcb.training.schedules.plateau import ReduceLROnPlateau
 from hookcb.training.schedules.schedule import Schedule
@@ -146,6 +147,7 @@ __all__ = [
     "ReduceLROnPlateau",
     "Report",
     "SamplingCallback",
+    "SaveModelCallback",
     "Schedule",
     "StepTimer",
     "Summary",

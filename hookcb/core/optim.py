@@ -2,12 +2,17 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hookcb.core.arguments import check_number
+
+# one learning rate for all parameter groups, or one for each, or a range that is spread over them
+Rates = float | Sequence[float] | slice
 Settings = list[dict[str, Any]]
 
 
@@ -42,13 +47,65 @@ def set_groups(opt: Optimizer, settings: Settings) -> None:
                 group[key] = copied_setting(value)
 
 
-def set_rate(opt: Optimizer, lr: float) -> None:
-    """Sets the learning rate of all groups."""
-    for group in opt.param_groups:
+def set_rates(opt: Optimizer, lr: Rates) -> None:
+    """Sets the learning rates of all groups."""
+    for group, rate in zip(opt.param_groups, rates_of(lr, len(opt.param_groups)), strict=True):
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = lr
+            group["lr"] = rate
+
+
+def check_rates(name: str, lr: Rates, closed: bool = False) -> None:
+    """Checks learning rates, whatever the number of groups.
+
+    Args:
+        name: name of the argument, for messages.
+        lr: a number; a list or tuple of one for each group; `slice(lowest, highest)` or `slice(highest)`.
+        closed: whether 0 is valid, too.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If one is out of range.
+    """
+    if isinstance(lr, slice):
+        if lr.step is not None:
+            raise ValueError(f"{name} must be slice(lowest, highest) or slice(highest), got {lr}")
+        for rate in (lr.stop,) if lr.start is None else (lr.start, lr.stop):
+            check_number(f"each rate of {name}={lr}", rate)
+    elif isinstance(lr, list | tuple):
+        for i, rate in enumerate(lr):
+            check_number(f"{name}[{i}]", rate, closed=closed)
+    else:
+        hint = ", such as 1e-3, or a list of one for each parameter group, or slice(lowest, highest)"
+        check_number(name, lr, closed=closed, hint=hint)
+
+
+def rates_of(lr: Rates, n: int, name: str = "lr") -> list[float]:
+    """One learning rate for each of `n` parameter groups.
+
+    `slice(lowest, highest)` is spread over them by equal factors; `slice(highest)` is the rate of the last
+    one, and a tenth of it that of the others. Both are as in fastai, `Optimizer.set_hyper`.
+
+    Raises:
+        ValueError: If there are not as many rates as groups.
+
+    >>> rates_of(slice(1e-4, 1e-2), 3), rates_of(slice(1e-2), 3)
+    ([0.0001, 0.001, 0.01], [0.001, 0.001, 0.01])
+    """
+    if isinstance(lr, slice):
+        if lr.start is None:
+            return [lr.stop / 10] * (n - 1) + [lr.stop]
+        factor = (lr.stop / lr.start) ** (1 / max(1, n - 1))
+        return [lr.start * factor**i for i in range(n - 1)] + [lr.stop]
+    if not isinstance(lr, Sequence):
+        return [lr] * n
+    if len(lr) != n:
+        raise ValueError(
+            f"{name} has {len(lr)} rates, but the optimizer has {n} parameter groups; give one for each, or "
+            "one for all"
+        )
+    return list(lr)
 
 
 def copied_setting(value: Any) -> Any:

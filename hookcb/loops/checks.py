@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from hookcb.core.arguments import check_count, check_number
+from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_batches
 
 
@@ -46,16 +46,6 @@ def check_functions(loss_func: Any, opt_func: Any) -> None:
         raise TypeError(f"loss_func must be a function (pred, *yb) -> scalar, or None, got {loss_func!r:.80}")
     if not callable(opt_func) and not isinstance(opt_func, Optimizer):
         raise TypeError(f"opt_func must be an optimizer class, such as torch.optim.SGD, got {opt_func!r:.80}")
-
-
-def check_lr(lr: float) -> float:
-    """Returns `lr` if it is a valid learning rate.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is negative or not finite.
-    """
-    return check_number("lr", lr, closed=True, hint=", such as 1e-3")
 
 
 def check_loss(loss: Any) -> None:

@@ -1,7 +1,7 @@
 """Learner: the training loop, on one screen."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.arguments import check_count
+from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import batch_size, describe, n_batches, split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
@@ -21,6 +21,7 @@ from hookcb.core.events import CancelException, CancelFitException, CancelValidE
 from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, save_whole
 from hookcb.core.loop import stray_cancels_as_errors
+from hookcb.core.optim import Rates, check_rates, set_rates
 from hookcb.core.ranks import group_of, is_sharded, ranks_of
 from hookcb.core.shards import drop_gathered, gathered
 from hookcb.diagnosis.callback import diagnose_loop
@@ -33,13 +34,13 @@ from hookcb.loops.checks import (
     check_fit,
     check_functions,
     check_loss,
-    check_lr,
     check_opt,
     make_opt,
     same_objects,
     trainable,
 )
 from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoch, up_to
+from hookcb.loops.hypers import with_hypers
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
@@ -117,8 +118,8 @@ class Learner(NamedLoop):
         if n_inp is not None:
             check_count("n_inp", n_inp, "inputs", hint=", or None")
         self.dls = as_loaders(dls)
-        self.loss_func, self.opt_func, self.lr, self.n_inp = loss_func, opt_func, check_lr(lr), n_inp
-        self.wd = wd
+        self.loss_func, self.opt_func, self.n_inp = loss_func, opt_func, n_inp
+        self.lr, self.wd = check_number("lr", lr, closed=True, hint=", such as 1e-3"), wd
         self.opt = opt_func if isinstance(opt_func, Optimizer) else None
         self._opt_params: list[nn.Parameter] | None = None  # those that opt_func made the optimizer for
         self._fetch_listeners: list[FetchListener] = []
@@ -132,7 +133,7 @@ class Learner(NamedLoop):
     def fit_one_cycle(
         self,
         n_epoch: int,
-        lr_max: float | Sequence[float] | None = None,
+        lr_max: Rates | None = None,
         div: float = 25.0,
         div_final: float = 1e5,
         pct_start: float = 0.25,
@@ -183,7 +184,7 @@ class Learner(NamedLoop):
     def fit(
         self,
         n_epoch: int,
-        lr: float | None = None,
+        lr: Rates | None = None,
         cbs: Callbacks = (),
         *,
         wd: float | None = None,
@@ -194,8 +195,9 @@ class Learner(NamedLoop):
 
         Args:
             n_epoch: number of passes over `dls.train`; a resumed fit counts those made before.
-            lr: learning rate from now on; by default the optimizer's, which is created with `self.lr`. A
-                resumed fit keeps its own.
+            lr: learning rate from now on, or one for each parameter group, or `slice(lowest, highest)`, which
+                is spread over them; by default the optimizer's, which is created with `self.lr`. A resumed
+                fit keeps its own.
             cbs: callbacks for this fit; their results stay readable as `learn.<name>`.
             wd: weight decay from now on, likewise.
             resume: what a `Checkpoint` has written to resume from, or its folder, whose newest intact one is
@@ -548,7 +550,7 @@ class Learner(NamedLoop):
     # ---- fastai's names
 
     fit_flat_cos, fit_sgdr, fine_tune = ported.fit_flat_cos, ported.fit_sgdr, ported.fine_tune
-    freeze_to, unfreeze = ported.freeze_to, ported.unfreeze_all
+    freeze, freeze_to, unfreeze = ported.freeze_body, ported.freeze_to, ported.unfreeze_all
     to_fp16, to_native_fp16, to_bf16, to_fp32 = ported.to_fp16, ported.to_fp16, ported.to_bf16, ported.to_fp32
     no_mbar = no_bar
 
@@ -592,17 +594,17 @@ class Learner(NamedLoop):
         if isinstance(self.loss_func, nn.Module):
             self.loss_func.to(self._device)  # it may have weights of classes
 
-    def _prepare(self, lr: float | None = None, wd: float | None = None) -> None:
+    def _prepare(self, lr: Rates | None = None, wd: float | None = None) -> None:
         self._place()
         params = trainable(self.model)
         swapped = self._opt_params is not None and not same_objects(self._opt_params, params)
         if self.opt is None or swapped:
-            self.opt, self._opt_params = make_opt(self.opt_func, params, self.lr), params
+            self.opt, self._opt_params = with_hypers(make_opt(self.opt_func, params, self.lr)), params
             wd = self.wd if wd is None else wd
         check_opt(self.opt, self.model)
         if lr is not None:
-            for group in self.opt.param_groups:
-                group["lr"] = check_lr(lr)
+            check_rates("lr", lr, closed=True)
+            set_rates(self.opt, lr)
         if wd is not None:
             ported.set_weight_decay(self.opt, wd)
 

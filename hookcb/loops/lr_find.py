@@ -18,7 +18,7 @@ from hookcb.core.batch import batch_size, n_batches
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelEpochException, CancelFitException
 from hookcb.core.loop import Loop
-from hookcb.core.optim import set_rate
+from hookcb.core.optim import set_rates
 from hookcb.core.randomness import saves_itself
 from hookcb.core.ranks import ranks_of
 from hookcb.core.restore import (
@@ -168,7 +168,7 @@ class LRFinder(Callback):
     def before_batch(self) -> None:
         share = min(1.0, self.train_iter / (self.num_it - 1))
         self._lr = self.start_lr ** (1 - share) * self.end_lr**share
-        set_rate(self.learn.opt, self._lr)
+        set_rates(self.learn.opt, self._lr)
 
     def after_loss(self) -> None:
         learn = self.learn

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 
 from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import n_batches
+from hookcb.core.optim import Rates
 from hookcb.core.ranks import without_replicas
 from hookcb.training.amp import MixedPrecision
 from hookcb.training.freeze import freeze, unfreeze
@@ -26,7 +27,6 @@ LOOP = "Learner(dls, model, loss_func), or HookcbCallback of hookcb.adapters.lig
 
 PUBLIC: Mapping[str, str] = {  # names that people import, and what hookcb has in their place
     # fastai
-    "SaveModelCallback": f"{CHECKPOINT}, and EarlyStopping(restore_best=True)",
     "TrackerCallback": "EarlyStopping and Checkpoint, which take monitor=, mode= and min_delta=",
     "ProgressCallback": "Progress, which every Learner has",
     "ShowGraphCallback": "learn.recorder.plot(), or Report('run.html', every=30) while it trains",
@@ -83,7 +83,6 @@ PUBLIC: Mapping[str, str] = {  # names that people import, and what hookcb has i
     "set_random_seed": "set_seed",
 }
 OF_LEARNER: Mapping[str, str] = {  # attributes of other trainers, and what a Learner has in their place
-    "freeze": "learn.freeze_to(-1), and the callback Freeze",
     "path": "none: save, load and Checkpoint take paths",
     "model_dir": "none: save, load and Checkpoint take paths",
     "export": "torch.save(learn.model), or learn.save(file)",
@@ -128,7 +127,7 @@ def missing_name(name: str) -> Any:
 def fit_flat_cos(
     learn: Any,
     n_epoch: int,
-    lr: float | None = None,
+    lr: Rates | None = None,
     div_final: float = 1e5,
     pct_start: float = 0.75,
     cbs: Any = (),
@@ -139,7 +138,7 @@ def fit_flat_cos(
     Args:
         learn: the learner.
         n_epoch: number of epochs.
-        lr: the flat rate; by default the optimizer's.
+        lr: the flat rate, see `fit`; by default the optimizer's.
         div_final: the rate ends at `lr / div_final`.
         pct_start: share of the fit in which it is flat, 0..1.
         cbs: callbacks for this fit.
@@ -161,7 +160,7 @@ def fit_sgdr(
     learn: Any,
     n_cycles: int,
     cycle_len: int,
-    lr_max: float | None = None,
+    lr_max: Rates | None = None,
     cycle_mult: int = 2,
     cbs: Any = (),
     **options: Any,
@@ -172,7 +171,7 @@ def fit_sgdr(
         learn: the learner.
         n_cycles: number of cycles.
         cycle_len: epochs in the first one.
-        lr_max: rate at the beginning of a cycle; by default the optimizer's.
+        lr_max: rate at the beginning of a cycle, see `fit`; by default the optimizer's.
         cycle_mult: how many times longer than the one before a cycle is.
         cbs: callbacks for this fit.
         **options: those of `fit`.
@@ -187,7 +186,15 @@ def fit_sgdr(
 
 
 def fine_tune(
-    learn: Any, epochs: int, base_lr: float = 2e-3, freeze_epochs: int = 1, cbs: Any = (), **options: Any
+    learn: Any,
+    epochs: int,
+    base_lr: float = 2e-3,
+    freeze_epochs: int = 1,
+    lr_mult: float = 100,
+    pct_start: float = 0.3,
+    div: float = 5.0,
+    cbs: Any = (),
+    **options: Any,
 ) -> None:
     """Trains the last child of the model with all others frozen, then the whole model with half the rate.
 
@@ -196,15 +203,22 @@ def fine_tune(
         epochs: number of epochs for the whole model.
         base_lr: highest rate for the last child.
         freeze_epochs: number of epochs for it.
+        lr_mult: how many times lower the rate of the optimizer's first parameter group is than that of its
+            last, for the whole model; those between are spread by equal factors.
+        pct_start: share of the second fit in which the rate rises, between 0 and 1.
+        div: the second fit begins at a rate that is this many times lower.
         cbs: callbacks for both fits.
         **options: those of `fit_one_cycle`.
     """
-    learn.freeze_to(-1)
+    check_number("base_lr", base_lr)
+    check_number("lr_mult", lr_mult)
+    learn.freeze()
     try:
-        learn.fit_one_cycle(freeze_epochs, base_lr, pct_start=0.99, cbs=cbs, **options)
+        learn.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, cbs=cbs, **options)
     finally:
-        learn.freeze_to(0)
-    learn.fit_one_cycle(epochs, base_lr / 2, div=5.0, pct_start=0.3, cbs=cbs, **options)
+        learn.unfreeze()
+    rates = slice(base_lr / 2 / lr_mult, base_lr / 2)
+    learn.fit_one_cycle(epochs, rates, pct_start=pct_start, div=div, cbs=cbs, **options)
 
 
 def freeze_to(learn: Any, n: int) -> None:
@@ -223,6 +237,11 @@ def freeze_to(learn: Any, n: int) -> None:
     unfreeze(model)
     if frozen := names[:n]:
         freeze(model, frozen)
+
+
+def freeze_body(learn: Any) -> None:
+    """Freezes all children of the model but the last one with parameters; `freeze_to` says more."""
+    learn.freeze_to(-1)
 
 
 def unfreeze_all(learn: Any) -> None:

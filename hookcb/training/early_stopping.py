@@ -9,7 +9,7 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count, check_number
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelFitException
-from hookcb.training.ema import EMA
+from hookcb.training.ema import check_validates_weights
 from hookcb.training.monitor import check_monitor, check_patience, improves, monitored, resolve_mode
 
 
@@ -101,11 +101,8 @@ class EarlyStopping(Callback):
     def before_fit(self) -> None:
         self._forget()
         check_monitor(self.learn, self.monitor)
-        if self.restore_best and any(cb.validate for cb in self.learn.cbs if isinstance(cb, EMA)):
-            raise ValueError(
-                "restore_best would bring back trained weights, but their average is validated; give "
-                "EMA(validate=False), or use Checkpoint(monitor=…), which keeps what was validated"
-            )
+        if self.restore_best:
+            check_validates_weights(self.learn, "restore_best would bring back")
 
     def before_epoch(self) -> None:
         self._stop_if_due()  # the fit may have been resumed after it was stopped

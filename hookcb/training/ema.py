@@ -16,6 +16,7 @@ from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.ranks import is_sharded, without_replicas
 from hookcb.core.shards import drop_gathered, is_dtensor, joined_like, local_part
+from hookcb.core.state import TrainingState
 from hookcb.hooks.own import register
 
 
@@ -240,6 +241,23 @@ class _Shards:
                 pairs.append((average, x))
         _average_all(pairs, self._average, self.n_averaged)
         self.n_averaged += 1
+
+
+def check_validates_weights(learn: TrainingState, would: str) -> None:
+    """Checks that values of the validation are those of the trained weights, not of an average.
+
+    Args:
+        learn: the loop.
+        would: who would do what with the trained weights, for the message.
+
+    Raises:
+        ValueError: If an `EMA` is validated.
+    """
+    if any(cb.validate for cb in learn.cbs if isinstance(cb, EMA)):
+        raise ValueError(
+            f"{would} the trained weights, but their average is validated; give EMA(validate=False), or use "
+            "Checkpoint(monitor=…), which keeps what was validated"
+        )
 
 
 def _average_all(pairs: list[tuple[Tensor, Tensor]], average: Callable[..., None], n_averaged: Any) -> None:

@@ -24,7 +24,7 @@ class Freeze(Callback):
     Args:
         where: see `find_modules`: a glob such as `"body.*"`, a type, a predicate, a module, or several.
         until: the epoch, from 0, from which they train again; by default they are frozen for the whole fit.
-        name: name of the callback in the learner.
+        name: name of the callback in the learner, by default "freezing"; `learn.freeze()` is fastai's method.
 
     Raises:
         TypeError, ValueError: If `until` is invalid; before training, if nothing is left to train.
@@ -44,7 +44,7 @@ class Freeze(Callback):
     def __init__(
         self, where: Where | Iterable[Where], until: int | None = None, *, name: str | None = None
     ) -> None:
-        super().__init__(name=name)
+        super().__init__(name="freezing" if name is None else name)
         if until is not None:
             check_count("until", until, "epochs", least=0, hint=", or None for the whole fit")
         self.where = list(where) if isinstance(where, Iterator) else where  # it is used in each fit

@@ -193,16 +193,17 @@ ALL = {
     "ema": EMA,
     "compile": lambda **k: Compile(backend="eager", **k),
     "channels_last": ChannelsLast,
-    "freeze": lambda **k: Freeze("0", **k),
+    "freezing": lambda **k: Freeze("0", **k),
     "terminate_on_nan": TerminateOnNaN,
     "detect_anomaly": DetectAnomaly,
     "max_time": lambda **k: MaxTime(3600, **k),
     "early_stopping": lambda **k: EarlyStopping(patience=99, **k),
 }
 ORDERS = {
-    "freeze": -90, "channels_last": -80, "compile": -70, "gradient_accumulation": -30, "mixed_precision": -20,
-    "terminate_on_nan": -10, "detect_anomaly": -10, "gradient_clip": 20, "ema": 30, "schedule": 70,
-    "one_cycle": 70, "warmup_cosine": 70, "reduce_lr_on_plateau": 70, "early_stopping": 80, "max_time": 80,
+    "freezing": -90, "channels_last": -80, "compile": -70, "gradient_accumulation": -30,
+    "mixed_precision": -20, "terminate_on_nan": -10, "detect_anomaly": -10, "gradient_clip": 20, "ema": 30,
+    "schedule": 70, "one_cycle": 70, "warmup_cosine": 70, "reduce_lr_on_plateau": 70,
+    "early_stopping": 80, "max_time": 80,
 }  # fmt: skip
 
 

@@ -51,15 +51,23 @@ ARGUMENTS = {  # for each of these sets of them the contract is looked at
     "MemoryStats": [{"every": 1}],
     "MixedPrecision": [{}, {"dtype": "fp16"}],
     "ProfilerCallback": [{"wait": 0, "warmup": 1, "active": 1, "repeat": 0}],
+    "SaveModelCallback": [{}, {"every_epoch": True}],
     "Schedule": [
         {"factory": partial(torch.optim.lr_scheduler.StepLR, step_size=3)},
         {"factory": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5), "per": "epoch"},
     ],
 }
 # what these are for; the others leave weights and random numbers as they are
-ALTERING = {"MixedPrecision", "GradientAccumulation", "GradientClip", "Freeze", "EarlyStopping"}
+ALTERING = {
+    "MixedPrecision",
+    "GradientAccumulation",
+    "GradientClip",
+    "Freeze",
+    "EarlyStopping",
+    "SaveModelCallback",
+}
 ALTERING |= {"Schedule", "OneCycle", "WarmupCosine", "ReduceLROnPlateau"}
-IDLE = [{"n": 1}, {"max_norm": math.inf}]  # so do those, with these arguments
+IDLE = [{"n": 1}, {"max_norm": math.inf}, {"every_epoch": True}]  # so do those, with these arguments
 FEW = ["before_fit", "before_step", "after_cancel_batch", "after_validate"]
 each_callback = pytest.mark.parametrize(
     ("cls", "options"),

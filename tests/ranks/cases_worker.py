@@ -30,6 +30,7 @@ from hookcb import (
     MaxTime,
     Progress,
     ReduceLROnPlateau,
+    SaveModelCallback,
     TerminateOnNaN,
 )
 from hookcb.core import failures, loop, ranks, votes
@@ -184,6 +185,16 @@ def lr_find_that_diverges():
 
 def early_stopping():
     return results(quiet_fit(make_learner(lr=0.0), 6, cbs=EarlyStopping(patience=2)))
+
+
+def best_model():
+    """The rate is so high that the first epoch is the best one."""
+    seen = []
+    note = Callback(after_epoch=lambda cb: seen.append(digest(cb.learn.model)), name="note")
+    learn = make_learner(lr=3.0)
+    quiet_fit(learn, 3, cbs=[SaveModelCallback(fname=FOLDER / "best"), note])
+    epoch = seen.index(digest(learn.model))
+    return {"best": epoch, "rows": len(seen), "losses": learn.recorder.rows[epoch]["valid_loss"]}
 
 
 def max_time():

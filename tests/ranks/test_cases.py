@@ -12,6 +12,7 @@ CASES = [
     "lr_find",
     "lr_find_that_diverges",
     "early_stopping",
+    "best_model",
     "max_time",
     "nan_on_one_rank",
     "plateau",
@@ -150,6 +151,11 @@ def test_sharded_ranks_validate_and_stop_together(ranks):
 
 def test_early_stopping_ends_all_ranks_after_the_same_epoch(ranks):
     assert len(of_all(ranks, "early_stopping")["rows"]) == 3
+
+
+def test_all_ranks_have_the_model_of_the_best_epoch(ranks):
+    found = of_all(ranks, "best_model")
+    assert found["best"] < found["rows"] - 1
 
 
 def test_the_first_clock_ends_all_ranks_in_the_same_batch(ranks):

@@ -1,12 +1,12 @@
 """OneCycle: the learning rate rises to a peak and falls to almost 0, once over the whole fit."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hookcb.core.arguments import check_number
+from hookcb.core.optim import Rates, check_rates, rates_of
 from hookcb.training.schedules.base import SteppedRate
 
 
@@ -22,12 +22,13 @@ class OneCycle(SteppedRate):
       comes one batch earlier, at batch `pct_start * n - 1`, and the last batch has exactly
       `lr_max / div_final`, which fastai's never reaches.
     - `moms` is the momentum at both ends and at the peak; fastai takes three numbers, start, peak and end.
-    - `lr_max` is a number or a list; `slice(lo, hi)`, which fastai spreads over layer groups, is an error.
+    - Groups are the optimizer's parameter groups: `lr_max` may be a list of one rate for each, or
+      `slice(lowest, highest)`, which is spread over them.
     - Only the rate and the momentum are set. Weight decay, fastai's `wd`, is left to the optimizer; fastai's
       own Adam also has a weight decay of 0.01 and an eps of 1e-5, torch's does not.
 
     Args:
-        lr_max: the peak, a number or one for each parameter group; by default the optimizer's rate.
+        lr_max: the peak, for all parameter groups or one for each; by default the optimizer's rate.
         div: the first batch has the rate `lr_max / div`.
         div_final: the last batch has the rate `lr_max / div_final`.
         pct_start: share of the batches in which the rate rises, between 0 and 1; at least one batch.
@@ -55,7 +56,7 @@ class OneCycle(SteppedRate):
 
     def __init__(
         self,
-        lr_max: float | Sequence[float] | None = None,
+        lr_max: Rates | None = None,
         div: float = 25.0,
         div_final: float = 1e5,
         pct_start: float = 0.25,
@@ -64,7 +65,8 @@ class OneCycle(SteppedRate):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        _check_lr_max(lr_max)
+        if lr_max is not None:
+            check_rates("lr_max", lr_max)
         check_number("div", div)
         check_number("div_final", div_final)
         check_number("pct_start", pct_start, 0, 1)
@@ -79,15 +81,11 @@ class OneCycle(SteppedRate):
         n = self.count_steps()
         # OneCycleLR begins at lr_max / div only if pct_start * n > 1; at exactly 1 it divides by zero
         pct_start = self.pct_start if n == 1 else max(self.pct_start, (1 + 1e-9) / n)
-        lrs = [group["lr"] for group in opt.param_groups] if self.lr_max is None else self.lr_max
-        if isinstance(lrs, Sequence) and len(lrs) != len(opt.param_groups):
-            raise ValueError(
-                f"lr_max has {len(lrs)} rates, but the optimizer has {len(opt.param_groups)} parameter "
-                "groups; give one for each, or one for all"
-            )
+        groups = opt.param_groups
+        peaks = [group["lr"] for group in groups] if self.lr_max is None else self.lr_max
         return OneCycleLR(
             opt,
-            max_lr=list(lrs) if isinstance(lrs, Sequence) else lrs,
+            max_lr=rates_of(peaks, len(groups), "lr_max"),
             total_steps=n,
             pct_start=pct_start,
             div_factor=self.div,
@@ -102,16 +100,6 @@ class OneCycle(SteppedRate):
             return {"cycle_momentum": False}
         high, low = ([mom * has for has in has_momentum] for mom in self.moms)
         return {"max_momentum": high, "base_momentum": low}
-
-
-def _check_lr_max(lr_max: Any) -> None:
-    if isinstance(lr_max, list | tuple):
-        for i, lr in enumerate(lr_max):
-            check_number(f"lr_max[{i}]", lr)
-    elif lr_max is not None:
-        if isinstance(lr_max, slice):
-            raise TypeError(f"lr_max must be a number, or a list of one per parameter group, got {lr_max}")
-        check_number("lr_max", lr_max)
 
 
 def _check_moms(moms: Any) -> None:

@@ -97,7 +97,7 @@ WRONG = [
     (lambda: Schedule(lrs.StepLR(SGD(make_model().parameters(), lr=1), 3)), TypeError, "partial"),
     (lambda: Schedule(partial(lrs.StepLR, step_size=2), per="step"), ValueError, "'batch' or 'epoch'"),
     (lambda: OneCycle(-1.0), ValueError, "lr_max"),
-    (lambda: OneCycle(slice(1e-5, 1e-3)), TypeError, "per parameter group"),
+    (lambda: OneCycle(slice(0, 1e-3)), ValueError, "each rate of lr_max"),
     (lambda: OneCycle([0.1, 0]), ValueError, r"lr_max\[1\]"),
     (lambda: OneCycle(div=0), ValueError, "div"),
     (lambda: OneCycle(pct_start=1.5), ValueError, "between 0 and 1"),

@@ -108,12 +108,13 @@ def test_one_cycle_differs_from_that_of_fastai_as_it_says():
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 0.2
 
 
-def test_one_cycle_peaks_at_the_rate_of_each_group():
+@pytest.mark.parametrize("lr_max", [None, [0.1, 0.4], slice(0.1, 0.4)])
+def test_one_cycle_peaks_at_the_rate_of_each_group(lr_max):
     model = make_model()
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.4}]
     seen = []
     see = Callback(before_step=lambda cb: seen.append([g["lr"] for g in cb.opt.param_groups]), name="see")
-    fit(make_learner(n_train=8, model=model, opt_func=SGD(groups, lr=1.0)), cbs=[OneCycle(), see])
+    fit(make_learner(n_train=8, model=model, opt_func=SGD(groups, lr=1.0)), cbs=[OneCycle(lr_max), see])
     assert seen[1] == [pytest.approx(0.1), pytest.approx(0.4)]
     assert all(b == pytest.approx(4 * a) for a, b in seen)
 
