@@ -7,6 +7,7 @@ from typing import Any
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
+from hookcb.training.checkpoint.folder import open_shared
 from hookcb.training.ema import check_validates_weights
 from hookcb.training.monitor import check_monitor, check_patience, improves, monitored, resolve_mode
 
@@ -39,6 +40,7 @@ class SaveModelCallback(Callback):
         TypeError, ValueError: If an argument is invalid; when the fit begins, if the loop is not a Learner,
             or an `EMA` is validated, as the value is not that of the trained weights then.
         LookupError: If no column has that name; before training, if it looks like a typo.
+        RankError, OSError: Before training, if not all ranks see the folder, or nobody can write to it.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -95,6 +97,7 @@ class SaveModelCallback(Callback):
         if not (self.every or self.at_end):
             check_monitor(self.learn, self.monitor)
             check_validates_weights(self.learn, "SaveModelCallback would save")
+            open_shared(self.file().parent, self.learn.ranks, lambda: None)
 
     def before_epoch(self) -> None:
         self._is_between_epochs = False

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hookcb import Callback, Checkpoint, Diagnose, Freeze
+from hookcb import Callback, Checkpoint, Diagnose, Freeze, SaveModelCallback
 from hookcb.core import failures
 from tests.contract.test_every_callback import ARGUMENTS, PUBLIC
 from tests.ranks.support import TIMEOUT, answer, join_group, make_learner
@@ -141,6 +141,8 @@ def make(cls):
     name = cls.__name__
     if cls is Checkpoint:
         return Checkpoint(Path(sys.argv[1]) / "checkpoints")
+    if cls is SaveModelCallback:
+        return SaveModelCallback(fname=Path(sys.argv[1]) / "models" / "best")
     options = CHOSEN.get(name) or ARGUMENTS.get(name, [{}])
     return cls(**options[0])
 
