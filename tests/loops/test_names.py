@@ -7,6 +7,7 @@ import pytest
 from hookcb import ActivationStats, Callback, GradientHealth, Learner, synth_learner
 
 SCRIPT = """
+import hookcb
 import torch
 from hookcb import ActivationStats, Callback, GradientHealth, Learner, watch
 
@@ -34,6 +35,7 @@ learn.loss.itme()  # error
 w.loss.itme()  # error
 learn.fti(1)  # error
 learn.activation_statz  # error
+hookcb.ModelCheckpoint  # error
 learn.get(ActivationStats).sereis  # error
 w.end_epohc()  # error
 
