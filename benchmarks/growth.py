@@ -113,7 +113,7 @@ class Clock(Callback):
     order = 2000
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(name="times_of_steps")
         self.at: dict[int, float] = {}
 
     def after_batch(self) -> None:
