@@ -17,6 +17,7 @@ from hookcb.training.compile import Compile
 from hookcb.training.ema import EMA
 from hookcb.training.freeze import Freeze
 from hookcb.training.metrics import Metrics
+from hookcb.training.save_model import SaveModelCallback
 from hookcb.training.schedules.base import RateCallback
 
 # callbacks that do what is the loop's job, and how the loop does it
@@ -26,6 +27,7 @@ REFUSED: Mapping[type[Callback], str] = {
     GradientClip: "call torch.nn.utils.clip_grad_norm_ before the step in your loop",
     RateCallback: "step a torch scheduler in your loop",
     Checkpoint: "save model and optimizer in your loop",
+    SaveModelCallback: "save model and optimizer in your loop",
     Compile: "compile the model before you watch it",
     Distributed: "wrap the model before you watch it",
     ChannelsLast: "use x.to(memory_format=torch.channels_last) in your loop",

@@ -37,8 +37,8 @@ class SaveModelCallback(Callback):
         last_saved_path: the last file that was written; None before the first.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid; when the fit begins, if the loop is not a Learner,
-            or an `EMA` is validated, as the value is not that of the trained weights then.
+        TypeError, ValueError: If an argument is invalid; when the fit begins, if an `EMA` is validated, as
+            the value is not that of the trained weights then.
         LookupError: If no column has that name; before training, if it looks like a typo.
         RankError, OSError: Before training, if not all ranks see the folder, or nobody can write to it.
 
@@ -89,8 +89,6 @@ class SaveModelCallback(Callback):
         return named if len(named.parts) > 1 else FOLDER / named
 
     def before_fit(self) -> None:
-        if not hasattr(self.learn, "save"):
-            raise TypeError("SaveModelCallback needs a Learner, whose save and load it calls; use Checkpoint")
         if self.reset_on_fit:
             self.best = None
         self._has_saved, self._is_between_epochs = False, True

@@ -152,7 +152,7 @@ def test_on_digits_any_order_of_all_callbacks_gives_the_weights_of_the_loop_by_h
 
 
 TABLE = [
-    "freeze", "channels_last", "compile", "gradient_accumulation", "mixed_precision",
+    "freezing", "channels_last", "compile", "gradient_accumulation", "mixed_precision",
     {"terminate_on_nan", "detect_anomaly"}, "activation_stats", "gradient_clip", "ema", "recorder", "metrics",
     {"schedule", "one_cycle", "warmup_cosine", "reduce_lr_on_plateau"}, {"early_stopping", "max_time"},
     "checkpoint",

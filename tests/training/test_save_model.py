@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hookcb import EMA, Callback, CancelEpochException, SaveModelCallback, count_hooks, watch
+from hookcb import EMA, Callback, CancelEpochException, SaveModelCallback
 from tests.support import make_learner
 from tests.training.support import CURVES, batches_of, quiet, scripted
 
@@ -128,13 +128,6 @@ def test_an_epoch_without_a_value_is_not_one(tmp_path):
 def test_arguments_that_cannot_be_are_refused(options, error, told):
     with pytest.raises(error, match=told):
         SaveModelCallback(**options)
-
-
-def test_a_loop_that_cannot_save_is_told():
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(TypeError, match="SaveModelCallback needs a Learner, whose save and load it calls"):
-        watch(model, cbs=SaveModelCallback())
-    assert count_hooks(model) == 0
 
 
 def test_what_does_not_go_with_the_fit_is_refused_before_training(tmp_path):
