@@ -241,17 +241,15 @@ class ActivationStats(HookCallback):
 
     def _take_awaited(self) -> None:
         """Takes the results of collectives once the forward has used them."""
-        if self._awaited:
-            self._take_results()
-
-    @torch.no_grad()
-    def _take_results(self) -> None:
+        if not self._awaited:
+            return
         awaited, self._awaited = self._awaited, []
-        for path, x, part, kind, version in awaited:
-            if version_of(x) != version:
-                self.records.left_out[path] = "changed in place before it had arrived"
-            else:
-                self.records.take(path, part.x.wait(), kind, part.shape, part.copies)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for path, x, part, kind, version in awaited:
+                if version_of(x) != version:
+                    self.records.left_out[path] = "changed in place before it had arrived"
+                else:
+                    self.records.take(path, part.x.wait(), kind, part.shape, part.copies)  # type: ignore[attr-defined]
 
     def after_pred(self) -> None:
         super().after_pred()

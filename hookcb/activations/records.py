@@ -117,8 +117,7 @@ class ActivationRecords(SavedRecords):
             copies: number of ranks that have the same part; 0 if that is unknown.
         """
         if has_stats(output):
-            is_traced = is_compiling() or in_transform() or is_jit_tracing()
-            elements, exact = self._take(detached(output), fills_rows=not is_traced)
+            elements, exact = self._take(detached(output), fills_rows=not _is_traced())
             taken = Output(kind, shape or output.shape, elements, exact, output.numel(), copies)
         else:
             taken = Output(kind_of(output))
@@ -126,7 +125,7 @@ class ActivationRecords(SavedRecords):
 
     def take_usual(self, path: str, x: Tensor, kind: str) -> bool:
         """Does what `take` does, if `x` is a whole tensor with statistics and nothing traces it."""
-        if not has_stats(x) or in_transform() or is_jit_tracing():
+        if not has_stats(x) or _is_traced():
             return False
         elements, exact = self._take(x.detach(), fills_rows=True)
         output = Output(kind, x.shape, elements, exact, x.numel())
@@ -400,6 +399,11 @@ class ActivationRecords(SavedRecords):
         )
         records.buffer.load_state(state["ranges"])
         return records
+
+
+def _is_traced() -> bool:
+    """Whether what is done now is compiled, transformed or traced."""
+    return is_compiling() or in_transform() or is_jit_tracing()
 
 
 def _check_range(hist_range: Any) -> None:

@@ -84,11 +84,8 @@ class Hypers(Sequence[Hyper]):
     @overload
     def __getitem__(self, i: slice) -> list[Hyper]: ...
     def __getitem__(self, i: int | slice) -> Hyper | list[Hyper]:
-        return (
-            [Hyper(group) for group in self._groups()[i]]
-            if isinstance(i, slice)
-            else Hyper(self._groups()[i])
-        )
+        found = self._groups()[i]
+        return Hyper(found) if isinstance(found, dict) else [Hyper(group) for group in found]
 
     def __len__(self) -> int:
         return len(self._groups())

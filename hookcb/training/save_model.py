@@ -17,8 +17,7 @@ FOLDER = Path("models")  # fastai's `path / model_dir`
 class SaveModelCallback(Callback):
     """Saves the model at each improvement by `learn.save`, and loads the best one when the fit ends.
 
-    It is there for code of fastai; `Checkpoint` does more: it can resume, keeps several files, and never
-    replaces a good one by half of another.
+    It is there for code of fastai; `Checkpoint` does more: it can resume, and keeps the best of several.
 
     Args:
         monitor: a column of the epoch's row: `valid_loss`, `train_loss`, or the name of a metric.
@@ -129,7 +128,6 @@ class SaveModelCallback(Callback):
         self._save(self.file())
 
     def _save(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
         learn: Any = self.learn
         self.last_saved_path = learn.save(file, with_opt=self.with_opt)
 

@@ -37,7 +37,9 @@ def best_by_rule(values, mode, min_delta):
 
 
 @pytest.mark.parametrize("values", CURVES)
-@pytest.mark.parametrize(("column", "comp", "mode"), [("score", less, "min"), ("score", None, "max")])
+@pytest.mark.parametrize(
+    ("column", "comp", "mode"), [("score", less, "min"), ("score", greater, "max"), ("score", None, "max")]
+)
 def test_the_model_is_that_of_the_best_epoch(values, column, comp, mode, tmp_path):
     for min_delta in (0.0, 0.15):
         learn, kept = quiet(batches_of([2]), batches_of([2])), []
