@@ -1,7 +1,7 @@
 """Callback: acts at the events of a loop."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, getattr_static, signature
 from types import MethodType
@@ -281,6 +281,18 @@ _WRONG_TRAINER = (
     "{0} is a callback of hookcb; for Lightning wrap it in hookcb.adapters.lightning.HookcbCallback({0}(…)), "
     "for Hugging Face in hookcb.adapters.transformers.HookcbCallback({0}(…)); in other loops use hookcb.watch"
 )
+
+
+def as_written(cb: Callback, events: Iterable[str]) -> frozenset[str]:
+    """Those of `events` at which a callback does what hookcb wrote, and nothing is added to it."""
+    given = vars(cb)
+    definers = {event: next(kind for kind in type(cb).__mro__ if event in vars(kind)) for event in events}
+    ours = __package__.partition(".")[0]
+    return frozenset(
+        event
+        for event, kind in definers.items()
+        if event not in given and kind.__module__.partition(".")[0] == ours
+    )
 
 
 def _check_event(name: str) -> None:

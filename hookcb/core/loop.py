@@ -366,6 +366,7 @@ class Loop(TrainingState):
             self._leave()
         finally:
             self._entered, self.stop_requested = None, False
+            self._forget_end()
 
     @contextmanager
     def on_all_ranks(self, name: str) -> Iterator[None]:
@@ -415,6 +416,8 @@ class Loop(TrainingState):
 
     def _leave(self, cbs: list[Callback] | None = None, error: BaseException | None = None) -> None:
         """Calls `after_fit` of `cbs`, by default of all that entered it, last first, even if some fail."""
+        if cbs is None:
+            self.fit_succeeded, self.fit_error = error is None, error
         failures: list[BaseException] = []
         while cb := next(
             (cb for cb in reversed(self._entered or ()) if cbs is None or is_among(cb, cbs)), None
@@ -433,6 +436,9 @@ class Loop(TrainingState):
             raise first
         if first is not error:
             raise first from error
+
+    def _forget_end(self) -> None:
+        self.fit_succeeded, self.fit_error = False, None
 
     def position(self, event: str) -> list[str]:
         """Position of the loop at `event`, for a message; epochs and batches count from 0."""

@@ -9,7 +9,7 @@ from types import CodeType, MethodType
 from typing import Any
 
 from hookcb.core.arguments import check_count
-from hookcb.core.callback import Callback
+from hookcb.core.callback import Callback, as_written
 from hookcb.core.events import Event
 
 
@@ -42,6 +42,9 @@ class SamplingCallback(Callback):
     run_valid = False
     is_looking = False
     n_batches = n_skipped = 0
+    idle_events: frozenset[str] = frozenset()  # at which it has nothing to do in a batch it does not look at
+    _idle: frozenset[str] = frozenset()  # those of them that are as hookcb wrote them
+    _is_due = _is_resting = False
 
     def __init__(
         self, every: int | None = None, *, name: str | None = None, **functions: Callable[[Any], object]
@@ -67,11 +70,23 @@ class SamplingCallback(Callback):
 
     def before_fit(self) -> None:
         self.n_batches = self.n_skipped = 0
+        self._idle = as_written(self, self.idle_events)
+        self._is_resting = False
+        self.learn.rest([(self, frozenset())])
 
     def before_batch(self) -> None:
-        if not self.outside_main_phase:
-            i = self.train_iter if self.training else self.iter
-            self.is_looking = self.wants(i)
+        learn = self.learn
+        if learn.training:
+            self._begin_batch(learn.train_iter)
+            if self._idle and self.is_looking is self._is_resting:
+                self._is_resting = not self.is_looking
+                learn.rest([(self, self._idle if self._is_resting else frozenset())])
+        elif not self.outside_main_phase:
+            self._begin_batch(learn.iter)
+
+    def _begin_batch(self, i: int) -> None:
+        self.is_looking = self._is_due = bool(self.wants(i))
+        self.n_skipped += not self._is_due
 
     def wants(self, i: int) -> bool:
         """Whether to look at batch `i`, counted from 0; called once per batch."""
@@ -83,7 +98,7 @@ class SamplingCallback(Callback):
     def after_batch(self) -> None:
         if not self.outside_main_phase:
             self.n_batches += self.is_looking
-            self.n_skipped += not self.is_looking
+            self.n_skipped += self._is_due and not self.is_looking  # it was cancelled
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_batches": self.n_batches, "n_skipped": self.n_skipped}
@@ -94,7 +109,8 @@ class SamplingCallback(Callback):
     @property
     def outside_main_phase(self) -> bool:
         """Whether this is a validation in the middle of a batch, or outside a fit."""
-        return not self.training and (self.learn.is_nested or not self.learn.fitting)
+        learn = self.learn
+        return not learn.training and (learn.is_nested or not learn.fitting)
 
 
 def _names(function: Any, attribute: str) -> bool:

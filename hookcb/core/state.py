@@ -61,6 +61,8 @@ class TrainingState:
         self.phase_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         # whether a callback has requested the end of a loop hookcb does not run, or a signal has arrived
         self.stop_requested = False
+        self.fit_succeeded = False  # while `after_fit` is called: whether the fit has ended without an error
+        self.fit_error: BaseException | None = None  # while `after_fit` is called: what has ended the fit
         self.signal = 0  # number of a signal that ends the training, 0 if none has come
         self.ranks = ALONE  # the processes that train the model together, found when a fit begins
         self.own_part: Callable[[Any], Any] = whole  # gives the part of a loader that is for this process
@@ -148,6 +150,11 @@ class TrainingState:
     def fitting(self) -> bool:
         """Whether a fit is running."""
         return False
+
+    @property
+    def is_external(self) -> bool:
+        """Whether hookcb does not run the loop, and so cannot call its loss function; see `ExternalLoop`."""
+        return not hasattr(self, "get_loss")
 
     if TYPE_CHECKING:  # attributes of a Loop that callbacks use through `self.learn`
 

@@ -1,6 +1,5 @@
 """Diagnose: watches a training and reports what is wrong with it."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -20,7 +19,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
-from hookcb.diagnosis.recorder import EvidenceRecorder, is_external
+from hookcb.diagnosis.recorder import EvidenceRecorder
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.training.progress import Progress
@@ -104,7 +103,7 @@ class Diagnose(EvidenceRecorder):
     def after_fit(self) -> None:
         if self._probes is None:
             return
-        error = sys.exception()  # the one that has ended the fit
+        error = self.learn.fit_error
         self._probes.guarded(self._probes.observe_end, self.learn, error)
         ranks = self.learn.ranks if error is None else ALONE  # after an error, others may not come
         evidence = self.evidence()
@@ -184,9 +183,9 @@ def diagnose_loop(loop: Any) -> Verdict:
     evidence = Evidence()
     if records:
         evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
-    if is_external(loop) and records:
+    if loop.is_external and records:
         evidence.unseen = dict(loop.coverage.missing)
-    elif is_external(loop):
+    elif loop.is_external:
         raise RuntimeError("nothing is recorded in this loop; give watch a Diagnose(), cbs=Diagnose()")
     elif not evidence.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")

@@ -26,13 +26,7 @@ from hookcb.profiling.steps.timer import StepTimer
 
 # events of a batch that is not inspected, at which nothing is done
 IDLE = frozenset({Event.AFTER_PRED, Event.BEFORE_BACKWARD, Event.BEFORE_STEP})
-IDLE_STATS = BATCH_EVENTS - {Event.BEFORE_BATCH, Event.AFTER_CANCEL_BATCH}
 AWAKE: frozenset[str] = frozenset()
-
-
-def is_external(loop: Any) -> bool:
-    """Whether hookcb does not run the loop, and so cannot call its loss function; see `ExternalLoop`."""
-    return not hasattr(loop, "get_loss")
 
 
 class EvidenceRecorder(Callback):
@@ -67,7 +61,7 @@ class EvidenceRecorder(Callback):
         self._schedule, self._is_new_step = Schedule(self.budget), True
         self._rest = True, False  # whether the batch is inspected, and whether events are left out
         self.is_wanted = self.is_looking = self._is_forward = False
-        self._is_external = is_external(self.learn)
+        self._is_external = self.learn.is_external
         split = self._split_time()
         self._probes = Probes(self.learn, split, self._inspects_call, self._is_external)
         self._frame = Frame.of(self.model, [])
@@ -128,9 +122,7 @@ class EvidenceRecorder(Callback):
         own = IDLE - {Event.AFTER_PRED} if self._is_external else IDLE
         resting: list[tuple[Callback, frozenset[str]]] = [(self, own if is_idle else AWAKE)]
         for cb in self._attached:
-            if isinstance(cb, AttachedStats):
-                resting.append((cb, AWAKE if is_looking else IDLE_STATS))
-            elif isinstance(cb, AttachedHealth):
+            if isinstance(cb, AttachedHealth):
                 counts_skips = self.learn.scaler is not None
                 resting.append((cb, AWAKE if is_looking or counts_skips else BATCH_EVENTS))
         self.learn.rest(resting)
@@ -260,13 +252,6 @@ class AttachedStats(Attached, ActivationStats):
     def __init__(self, owner: EvidenceRecorder, name: str) -> None:
         super().__init__(include_paramless=True, name=name)
         self.owner = owner
-
-    def before_batch(self) -> None:
-        if self.owner is None or self.owner.is_looking:
-            super().before_batch()
-        else:
-            self.is_looking = False
-            self.n_skipped += 1  # it rests when the batch ends
 
     def looks_alike(self) -> bool:
         """True, as the owner looks at batches by their numbers."""

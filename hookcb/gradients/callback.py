@@ -10,8 +10,8 @@ from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
-from hookcb.core.callback import Callback
-from hookcb.core.events import CancelStepException
+from hookcb.core.callback import Callback, as_written
+from hookcb.core.events import CancelStepException, Event
 from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import Ranks
 from hookcb.core.shards import is_divided, is_dtensor, is_fully_sharded, is_shard
@@ -23,6 +23,15 @@ from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.steps import StepWatch, is_unscaled, running_stats, scale_of
 from hookcb.hooks.params import Which, check_which, find_params
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
+
+# events at which only gradients of outputs are recorded
+OF_OUTPUTS = (
+    Event.BEFORE_BATCH,
+    Event.AFTER_PRED,
+    Event.BEFORE_BACKWARD,
+    Event.AFTER_CANCEL_BATCH,
+    Event.AFTER_BATCH,
+)
 
 
 class GradientHealth(Callback):
@@ -100,6 +109,8 @@ class GradientHealth(Callback):
         self._watch: StepWatch | None = None
         self._outputs: OutputHooks | None = None
         self._capture: StepCapture | None = None  # of the step in progress, if it is recorded
+        self._is_idle = False  # whether nothing is done at the step in progress but to count it
+        self._plain_opt: Optimizer | None = None  # one whose steps are made unless a callback cancels them
         self._is_outdated = False  # whether to look for the parameters again before the next step
 
     # ---- events
@@ -117,6 +128,7 @@ class GradientHealth(Callback):
         self._outputs = None if stats is None else OutputHooks(model, stats)
         self._watch = StepWatch(model, self._at_step)
         self._refresh(self.opt)
+        self.learn.rest([(self, frozenset() if self._outputs else as_written(self, OF_OUTPUTS))])
 
     def before_train(self) -> None:
         self._is_outdated = self.learn.is_calling  # torch.func.functional_call puts other tensors in
@@ -144,7 +156,12 @@ class GradientHealth(Callback):
     def before_step(self) -> None:
         if self._reader is None or self._watch is None:  # outside a fit
             return
-        self._begin_step(self._reader, self._watch)
+        is_recorded = self.wants(self._n_steps)
+        self._n_steps += 1
+        self._is_idle = not is_recorded and self.opt is self._plain_opt and self.learn.scaler is None
+        if self._is_idle:
+            return
+        self._begin_step(self._reader, self._watch, is_recorded)
         if self.on_nonfinite == "record" or (reason := self._nonfinite()) is None:
             return
         if self.on_nonfinite == "skip":
@@ -162,6 +179,9 @@ class GradientHealth(Callback):
 
     def after_step(self) -> None:
         is_cancelled = self.phase_state.pop("cancelled", False)
+        if self._is_idle:
+            self.records.count_step(float(is_cancelled))
+            return
         self._end_step(is_cancelled, has_scaler=self.learn.scaler is not None)
 
     def after_epoch(self) -> None:
@@ -210,8 +230,8 @@ class GradientHealth(Callback):
         n = sum(p.numel() for p in divided if is_dtensor(p))
         ranks.check_alike({"sharded parameters": f"{len(divided)}, with {n:,} elements in all"})
 
-    def _begin_step(self, reader: GradientReader, watch: StepWatch) -> None:
-        """Captures whole gradients before clipping."""
+    def _begin_step(self, reader: GradientReader, watch: StepWatch, is_recorded: bool) -> None:
+        """Captures whole gradients before clipping, if the step is recorded."""
         opt, scaler = self.opt, self.learn.scaler
         if watch.begin(opt) or self._is_outdated or self._is_gathered:
             self._is_outdated = False
@@ -219,8 +239,7 @@ class GradientHealth(Callback):
         if self._is_gathered:
             self._is_gathered = False
             self._note_shards(reader, self.learn.ranks)
-        self._capture, is_recorded = None, self.wants(self._n_steps)
-        self._n_steps += 1
+        self._capture = None
         if is_recorded:
             lr, scale = detached_scalar(opt.param_groups[-1]["lr"]), scale_of(scaler, self.learn.model)
             grad_scale = 1.0 if is_unscaled(scaler, opt) else scale
@@ -245,6 +264,10 @@ class GradientHealth(Callback):
         self.records.count_step(skipped)
         capture, self._capture = self._capture, None
         if capture is not None:
+            is_plain = (
+                not self.learn.is_external and self.on_nonfinite == "record" and not self._watch.is_fused
+            )
+            self._plain_opt = self.opt if is_plain else None
             capture.not_optimized = self._watch.missing(self._reader.with_grad)
             with torch.no_grad():
                 self._reader.after_step(capture, skipped)

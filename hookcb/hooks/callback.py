@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from hookcb.core.console import warn
+from hookcb.core.events import Event
 from hookcb.core.sampling import SamplingCallback
 from hookcb.core.shards import plain_class
 from hookcb.hooks.coverage import Coverage, introduce, note_used
@@ -52,6 +53,9 @@ class HookCallback(SamplingCallback):
     """
 
     hook_options = HOOK_OPTIONS
+    idle_events = frozenset(
+        {Event.AFTER_PRED, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_BATCH}
+    )
 
     def __init__(
         self,

@@ -96,7 +96,6 @@ class EarlyStopping(Callback):
         self.wait = 0
         self.reason: str | None = None
         self._weights: dict[str, Tensor] = {}  # of the best epoch
-        self._is_between_epochs = True
 
     def before_fit(self) -> None:
         self._forget()
@@ -106,10 +105,8 @@ class EarlyStopping(Callback):
 
     def before_epoch(self) -> None:
         self._stop_if_due()  # the fit may have been resumed after it was stopped
-        self._is_between_epochs = False
 
     def after_epoch(self) -> None:
-        self._is_between_epochs = True
         value = monitored(self.learn, self.monitor)
         if value is None or self.epoch < self.start_from_epoch:
             return
@@ -124,11 +121,8 @@ class EarlyStopping(Callback):
         self._stop_if_beyond(value)
         self._stop_if_due()
 
-    def after_cancel_fit(self) -> None:
-        self._is_between_epochs = True
-
     def after_fit(self) -> None:
-        if self._weights and self._is_between_epochs:
+        if self._weights and self.learn.fit_succeeded:
             self.learn.model.load_state_dict(self._weights, strict=False)
         self._weights = {}
 

@@ -80,7 +80,6 @@ class SaveModelCallback(Callback):
         self.with_opt, self.reset_on_fit = with_opt, reset_on_fit
         self.best: float | None = None
         self.last_saved_path: Path | None = None
-        self._is_between_epochs = True
 
     def file(self, suffix: str = "") -> Path:
         """The file for the model, or for that of one epoch."""
@@ -90,32 +89,24 @@ class SaveModelCallback(Callback):
     def before_fit(self) -> None:
         if self.reset_on_fit:
             self.best = None
-        self._has_saved, self._is_between_epochs = False, True
         if not (self.every or self.at_end):
             check_monitor(self.learn, self.monitor)
             check_validates_weights(self.learn, "SaveModelCallback would save")
             open_shared(self.file().parent, self.learn.ranks, lambda: None)
 
-    def before_epoch(self) -> None:
-        self._is_between_epochs = False
-
     def after_epoch(self) -> None:
-        self._is_between_epochs = True
         if self.every:
             if self.epoch % self.every == 0:
                 self._save(self.file(f"_{self.epoch}"))
         elif not self.at_end:
             self._save_if_better()
 
-    def after_cancel_fit(self) -> None:
-        self._is_between_epochs = True
-
     def after_fit(self) -> None:
-        if not self._is_between_epochs:  # the fit has failed
+        if not self.learn.fit_succeeded:
             return
         if self.at_end:
             self._save(self.file())
-        elif self._has_saved and not self.every:
+        elif self.best is not None and not self.every:
             learn: Any = self.learn
             learn.ranks.max([0.0])  # all wait until rank 0 has written the file
             learn.load(self.file(), with_opt=self.with_opt)
@@ -124,7 +115,7 @@ class SaveModelCallback(Callback):
         value = monitored(self.learn, self.monitor)
         if value is None or not improves(value, self.best, self.mode, self.min_delta):
             return
-        self.best, self._has_saved = value, True
+        self.best = value
         self._save(self.file())
 
     def _save(self, file: Path) -> None:
@@ -132,7 +123,7 @@ class SaveModelCallback(Callback):
         self.last_saved_path = learn.save(file, with_opt=self.with_opt)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "has_saved": self._has_saved}
+        return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self._has_saved = state["best"], state["has_saved"]
+        self.best = state["best"]

@@ -319,6 +319,30 @@ def test_after_fit_is_called_only_where_before_fit_was_entered():
     assert log == [("a", "before_fit"), ("b", "before_fit"), ("b", "after_fit"), ("a", "after_fit")]
 
 
+@pytest.mark.parametrize("ending", ["end", "cancel", "error", "removed"])
+def test_after_fit_is_told_how_the_fit_has_ended(ending):
+    def end(cb):
+        if ending == "cancel":
+            raise CancelFitException
+        if ending == "error":
+            raise error
+        if ending == "removed" and cb.train_iter == 0 and cb.training:
+            cb.learn.remove_cbs(witness)
+
+    error, seen = SaysSo(1, 2), []
+    witness = Callback(
+        name="witness", after_fit=lambda cb: seen.append((cb.learn.fit_succeeded, cb.learn.fit_error))
+    )
+    learn = make_learner(cbs=[witness, Callback(name="end", after_batch=end)])
+    try:
+        raise ValueError("one that the caller handles while it trains")
+    except ValueError:
+        with pytest.raises(SaysSo) if ending == "error" else contextlib.nullcontext():
+            fit(learn)
+    assert seen == [(ending in ("end", "cancel"), error if ending == "error" else None)]
+    assert (learn.fit_succeeded, learn.fit_error) == (False, None)  # an error keeps what its frames hold
+
+
 def test_the_loop_can_be_fitted_again_after_any_error():
     learn = make_learner()
     with pytest.raises(KeyboardInterrupt):

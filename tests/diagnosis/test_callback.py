@@ -445,6 +445,14 @@ def test_stop_in_a_watch_is_no_error_of_the_loop():
     assert w.diagnose().status == "sick"
 
 
+def test_an_error_that_the_caller_handles_did_not_end_the_fit():
+    try:
+        raise SaysSo(1, 2)
+    except SaysSo:
+        learn = fit(synth_learner(30), cbs=Diagnose(show=False))
+    assert "ended by" not in str(learn.diagnose())
+
+
 def test_the_verdict_comes_after_an_interrupted_fit():
     def interrupt(cb):
         if cb.train_iter == 3:

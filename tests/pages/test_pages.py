@@ -261,6 +261,7 @@ def test_a_table_stands_behind_each_chart(pages, open_page):
     folds = page.locator("#run details")
     assert folds.count() >= 1
     folds.first.locator("summary").click()
+    settle(page)
     cells = folds.first.locator("td")
     assert cells.count() > 10
     assert folds.first.locator("th").count() >= 2

@@ -163,9 +163,10 @@ def test_the_best_weights_come_back(values):
     assert best == len(kept) - 1 or not same(kept[best], kept[-1])
 
 
-def test_a_fit_that_fails_keeps_the_weights_it_had():
+@pytest.mark.parametrize("event", ["after_batch", "after_epoch"])
+def test_a_fit_that_fails_keeps_the_weights_it_had(event):
     def fail(cb):
-        if cb.epoch == 2 and cb.iter == 1:
+        if cb.epoch == 2 and (event == "after_epoch" or cb.iter == 1):
             raise ZeroDivisionError
 
     learn = make_learner()
@@ -177,7 +178,7 @@ def test_a_fit_that_fails_keeps_the_weights_it_had():
             cbs=[
                 EarlyStopping("score", "min", restore_best=True, patience=3),
                 scripted([1.0, 2.0, 3.0, 4.0], "score"),
-                Callback(after_batch=fail, name="fail"),
+                Callback(name="fail", **{event: fail}),
             ],
         )
     assert same(learn.model.state_dict(), last[-1])

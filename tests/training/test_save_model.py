@@ -88,22 +88,26 @@ def test_the_optimizer_is_in_the_file_on_request(with_opt, tmp_path):
 def test_the_best_of_an_earlier_fit_counts_on_request(reset, best, tmp_path):
     learn = quiet(batches_of([2]), batches_of([2]))
     cb = SaveModelCallback("score", less, fname=tmp_path / "m", reset_on_fit=reset)
+    assert cb.state_dict() == {"best": None}
     learn.fit(1, cbs=[cb, scripted([1.0], "score")])
-    learn.fit(1, cbs=[cb, scripted([2.0], "score")])
+    first = weights(learn)
+    learn.fit(1, 0.1, cbs=[cb, scripted([2.0], "score")])
     assert cb.best == best
+    assert same(weights(learn), first) == (not reset)  # fastai loads the best of both
 
 
-def test_a_fit_that_fails_loads_nothing(tmp_path):
+@pytest.mark.parametrize("event", ["after_batch", "after_epoch"])
+def test_a_fit_that_fails_loads_nothing(event, tmp_path):
     learn, kept = quiet(batches_of([2]), batches_of([2])), []
 
     def fail(cb):
-        if cb.epoch == 2 and cb.training:
+        if cb.epoch == 2:
             kept.append(weights(learn))
             raise SystemError
 
     cbs = [SaveModelCallback("score", less, fname=tmp_path / "m"), scripted([1.0, 2.0, 3.0], "score")]
     with pytest.raises(SystemError):
-        learn.fit(3, 0.1, cbs=[*cbs, Callback(name="spy", after_batch=fail)])
+        learn.fit(3, 0.1, cbs=[*cbs, Callback(name="spy", **{event: fail})])
     assert same(weights(learn), kept[0])
     assert (tmp_path / "m.pth").exists()
 

@@ -1,7 +1,6 @@
 """Statistics of CUDA's allocator, and its history when memory runs out."""
 
 import pickle
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,6 @@ class AllocatorHistory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._outer: BaseException | None = None
         self._is_ours = False
 
     def start(self) -> None:
@@ -88,16 +86,14 @@ class AllocatorHistory:
         """
         if self.path.is_dir():
             raise ValueError(f"snapshot is {str(self.path)!r}, a folder; give the path of a file to write")
-        self._outer = sys.exception()  # set if a fit is retried while handling an out-of-memory error
         self._is_ours = not is_memory_history_on()
         if self._is_ours:
             start_memory_history(MAX_EVENTS)
 
-    def stop(self) -> None:
-        """Stops recording; if memory has run out, writes the history and adds a note to the error."""
-        error, outer, self._outer = sys.exception(), self._outer, None
+    def stop(self, error: BaseException | None) -> None:
+        """Stops recording; if `error` says that memory has run out, writes the history and adds a note."""
         try:
-            if error is not outer and isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
                 self._write()
                 error.add_note(f"the allocator's history until then is in {self.path}")
         finally:

@@ -144,7 +144,7 @@ class MemoryStats(SamplingCallback):
         if watch:
             watch.close()
         if history:
-            history.stop()
+            history.stop(self.learn.fit_error)
 
     @property
     def coverage(self) -> Coverage:

@@ -187,4 +187,4 @@ def test_on_cuda_a_history_is_written_where_memory_runs_out(tmp_path):
     with learn.no_logging(), pytest.raises(torch.OutOfMemoryError):
         learn.fit(1, cbs=[MemoryStats(snapshot=path), too_much])
     assert "device_traces" in pickle.loads(path.read_bytes())
-    AllocatorHistory(path).stop()
+    AllocatorHistory(path).stop(None)
