@@ -175,7 +175,9 @@ class OutputBuffer:
 
 
 def portions(waiting: Iterable[Waiting]) -> Iterator[tuple[list[Waiting], Tensor]]:
-    """Joins outputs of one shape, layer by layer, to matrices of at most `MAX_ELEMENTS`; long rows are alone.
+    """Joins outputs of one shape, layer by layer, to matrices of at most `ROW` elements; long rows are alone.
+
+    A larger matrix saves calls, but with histograms its intermediate results make the heap grow each time.
 
     Yields:
         k outputs, all with known moments or none; and their elements, `(k, n)`.
@@ -187,7 +189,7 @@ def portions(waiting: Iterable[Waiting]) -> Iterator[tuple[list[Waiting], Tensor
             alike.setdefault(kind, {}).setdefault((item.phase, item.name), []).append(item)
     for (shape, *_), layers in alike.items():
         items, n = [item for same in layers.values() for item in same], math.prod(shape)
-        at_once = 1 if n > ROW else MAX_ELEMENTS // max(1, n)
+        at_once = max(1, ROW // max(1, n))
         for i in range(0, len(items), at_once):
             some = items[i : i + at_once]
             elements = [x for item in some if (x := item.output.elements) is not None]

@@ -133,8 +133,7 @@ class ActivationStats(HookCallback):
         self.records = ActivationRecords(with_hist, eps, bins, hist_range, sample, keep)
         super().__init__(**{"detach": False} | options, name=name)
         self.append, self.run_valid = append, on_valid
-        self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to its end
-        self._last_epoch: int | None = None  # of this fit that was trained
+        self._before = self._now = (0, 0)  # epochs and steps before this fit, and up to now
         self._is_sharded = False  # whether outputs may be parts
         self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
         self._awaited: list[Awaited] = []  # in the running forward
@@ -144,7 +143,7 @@ class ActivationStats(HookCallback):
         if not self.append:
             self.clear()
             self._now = 0, 0
-        self._before, self._last_epoch = self._now, None
+        self._before = self._now
         self.records.drop_batch()
         super().before_fit()
         self._find_ranks()
@@ -181,12 +180,11 @@ class ActivationStats(HookCallback):
             rank, world = distributed.get_rank(group), distributed.get_world_size(group)
             self.records.of_ranks = f"rank {rank} of {world}"
 
-    def before_train(self) -> None:
-        super().before_train()
-        self._last_epoch = self.epoch
-
     def before_batch(self) -> None:
         super().before_batch()
+        if (learn := self.learn).training:
+            epochs, steps = self._before
+            self._now = epochs + learn.epoch + 1, steps + learn.train_iter + 1
         if self.is_looking and not self.outside_main_phase:
             self.records.drop_batch()
             self._awaited = []
@@ -296,9 +294,6 @@ class ActivationStats(HookCallback):
 
     def after_fit(self) -> None:
         super().after_fit()
-        if self._last_epoch is not None:
-            epochs, steps = self._before
-            self._now = epochs + self._last_epoch + 1, steps + self.learn.train_iter
         self.records.drop_batch()
         self.records.flush()
         self.records.merger, self._awaited = None, []

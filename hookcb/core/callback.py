@@ -284,7 +284,7 @@ _WRONG_TRAINER = (
 
 
 def as_written(cb: Callback, events: Iterable[str]) -> frozenset[str]:
-    """Those of `events` at which a callback does what hookcb wrote, and nothing is added to it."""
+    """Events among these at which a callback does what hookcb wrote, and nothing is added to it."""
     given = vars(cb)
     definers = {event: next(kind for kind in type(cb).__mro__ if event in vars(kind)) for event in events}
     ours = __package__.partition(".")[0]
