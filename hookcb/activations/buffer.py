@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from hookcb.activations.bins import at_level, level_of
-from hookcb.activations.stats import LAYER_STATS, ROW, SAMPLED, Known, histogram, summarize
+from hookcb.activations.stats import LAYER_STATS, ROW, Known, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.store import StatStore
 
 MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
 MAX_BATCHES = 64  # batches that wait to be reduced
+MAX_IDLE = 8 * MAX_ELEMENTS  # elements of memory that is kept for the next outputs: 8 MB
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
@@ -50,6 +51,47 @@ class Waiting(NamedTuple):
     output: Output
 
 
+class Memory:
+    """Memory on a CPU for outputs that wait, lent again and again.
+
+    A tensor that a hook allocates and keeps splits a hole that tensors of a training would fill. So the heap
+    gets pages from the system and returns them at each step, which can take a fifth of a step.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[torch.Size, list[Tensor]] = {}
+        self._lent: list[tuple[list[Tensor], Tensor]] = []
+        self._n_elements = 0
+
+    def lend(self, shape: torch.Size) -> Tensor:
+        """A tensor to fill, float32."""
+        free = self._free.get(shape) or self._enlarge(shape)
+        x = free.pop()
+        self._lent.append((free, x))
+        return x
+
+    def _enlarge(self, shape: torch.Size) -> list[Tensor]:
+        free, n = self._free.setdefault(shape, []), max(1, shape.numel())
+        k = max(1, min(MAX_BATCHES, MAX_ELEMENTS // n))
+        with torch.inference_mode(False):
+            free += torch.empty(k, *shape, dtype=torch.float32, device="cpu").unbind()
+        self._n_elements += k * n
+        return free
+
+    @property
+    def n_lent(self) -> int:
+        """Number of tensors that are lent."""
+        return len(self._lent)
+
+    def take_back(self, n: int = 0) -> None:
+        """Takes back all tensors but the first `n` that were lent."""
+        for free, x in self._lent[n:]:
+            free.append(x)
+        del self._lent[n:]
+        if self._n_elements > MAX_IDLE:  # of large batches, or of shapes that differ from batch to batch
+            self._free, self._n_elements = {}, 0
+
+
 class OutputBuffer:
     """The one buffer between hooks and records.
 
@@ -76,27 +118,17 @@ class OutputBuffer:
         self.batch: dict[str, list[Output]] = {}
         self.ranges: dict[Key, Tensor] = {}
         self._waiting: list[Waiting] = []
-        self._rows: list[Tensor] = []  # memory for samples
-        self._n_batches = self._n_elements = 0
-
-    def new_row(self) -> Tensor:
-        """Memory for a sample, `(SAMPLED,)`, from a block that all that wait share.
-
-        Allocated one by one between the tensors of a training, samples would fragment its heap.
-        """
-        if not self._rows:
-            with torch.inference_mode(False):
-                block = torch.empty(MAX_ELEMENTS // SAMPLED, SAMPLED, dtype=torch.float32, device="cpu")
-                self._rows = list(block)
-        return self._rows.pop()
+        self.memory = Memory()
+        self._n_batches = self._n_elements = self._n_lent = 0
 
     def __getstate__(self) -> dict[str, Any]:
         self.reduce()  # each waiting row would be copied as the whole block
-        return self.__dict__
+        return self.__dict__ | {"memory": Memory(), "_n_lent": 0}
 
     def drop_batch(self) -> None:
         """Forgets the outputs of the running batch."""
         self.batch = {}
+        self.memory.take_back(self._n_lent)
 
     def take_batch(self) -> dict[str, Output]:
         """Ends the running batch; returns its outputs by name."""
@@ -119,6 +151,7 @@ class OutputBuffer:
                 self._waiting.append(Waiting(phase, name, record, output))
                 self._n_elements += output.elements.numel()
         self._n_batches += record is not None
+        self._n_lent = self.memory.n_lent
         if self._n_batches == MAX_BATCHES or self._n_elements > MAX_ELEMENTS:
             self.reduce()
         return named
@@ -126,9 +159,12 @@ class OutputBuffer:
     def reduce(self) -> None:
         """Puts the statistics of waiting outputs into the stores; those of one shape are reduced together."""
         waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, [], 0, 0
-        self._rows = []
         for portion, rows in portions(waiting):
             self._put(portion, rows)
+        if self.batch:  # the running batch has some
+            self.memory = Memory()
+        self.memory.take_back()
+        self._n_lent = 0
 
     def _put(self, portion: Sequence[Waiting], rows: Tensor) -> None:
         runs = [

@@ -117,7 +117,7 @@ class ActivationRecords(SavedRecords):
             copies: number of ranks that have the same part; 0 if that is unknown.
         """
         if has_stats(output):
-            elements, exact = self._take(detached(output), fills_rows=not _is_traced())
+            elements, exact = self._take(detached(output), fills_memory=not _is_traced())
             taken = Output(kind, shape or output.shape, elements, exact, output.numel(), copies)
         else:
             taken = Output(kind_of(output))
@@ -127,7 +127,7 @@ class ActivationRecords(SavedRecords):
         """Does what `take` does, if `x` is a whole tensor with statistics and nothing traces it."""
         if not has_stats(x) or _is_traced():
             return False
-        elements, exact = self._take(x.detach(), fills_rows=True)
+        elements, exact = self._take(x.detach(), fills_memory=True)
         output = Output(kind, x.shape, elements, exact, x.numel())
         if (calls := self.buffer.batch.get(path)) is None:
             self.buffer.batch[path] = [output]
@@ -135,10 +135,10 @@ class ActivationRecords(SavedRecords):
             calls.append(output)
         return True
 
-    def _take(self, x: Tensor, fills_rows: bool) -> tuple[Tensor, Known | None]:
+    def _take(self, x: Tensor, fills_memory: bool) -> tuple[Tensor, Known | None]:
         is_merged = self.merger is not None  # then samples of a whole validation wait
-        new_row = self.buffer.new_row if fills_rows and not is_merged else None
-        return take(x, self.sample, is_merged, new_row)
+        lend = self.buffer.memory.lend if fills_memory and not is_merged else None
+        return take(x, self.sample, is_merged, lend)
 
     def drop_batch(self) -> None:
         """Forgets what was taken in the running batch."""

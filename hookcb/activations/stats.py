@@ -70,7 +70,7 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
 
 
 def take(
-    x: Tensor, sample: Sample, wide: bool = False, new_row: Callable[[], Tensor] | None = None
+    x: Tensor, sample: Sample, wide: bool = False, lend: Callable[[torch.Size], Tensor] | None = None
 ) -> tuple[Tensor, Known | None]:
     """The part of a layer's output to keep until it is reduced.
 
@@ -79,7 +79,7 @@ def take(
         sample: `"auto"` keeps all of up to 8,192 elements, of more 4,096 and the moments of all; an int at
             most that many; None all.
         wide: see `moments`.
-        new_row: returns a tensor to fill with 4,096 elements, float32 on a CPU.
+        lend: called with a shape; returns a tensor to fill, float32 on a CPU.
 
     Returns:
         A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, or None if these
@@ -87,14 +87,18 @@ def take(
     """
     n = x.numel()
     most = n if sample is None else WHOLE if sample == "auto" else sample
+    if lend is not None and not (x.dtype is torch.float32 and x.is_cpu):
+        lend = None
     if n <= most:
+        if lend is not None and n <= WHOLE:
+            return lend(x.shape).copy_(x), None
         return (x.clone() if x.dtype in WIDE else x.float()), None
     x = _flat(x)
     if sample != "auto":
         return at_least_float32(x.index_select(0, _strata(n, most, x.device))), None
     places = _strata(n, SAMPLED, x.device)
-    if new_row is not None and x.dtype is torch.float32 and x.is_cpu:
-        elements = torch.index_select(x, 0, places, out=new_row())
+    if lend is not None:
+        elements = torch.index_select(x, 0, places, out=lend(places.shape))
     else:
         elements = at_least_float32(x.index_select(0, places))
     quick = not wide and x.device.type == "cpu" and not torch.compiler.is_compiling()
