@@ -11,11 +11,11 @@ from torch import Tensor
 from hookcb.activations.bins import at_level, level_of
 from hookcb.activations.stats import LAYER_STATS, ROW, Known, histogram, summarize
 from hookcb.core.precision import widened, widest
+from hookcb.records.memory import Memory
 from hookcb.records.store import StatStore
 
 MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
 MAX_BATCHES = 64  # batches that wait to be reduced
-MAX_IDLE = 8 * MAX_ELEMENTS  # elements of memory that is kept for the next outputs: 8 MB
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
@@ -51,47 +51,6 @@ class Waiting(NamedTuple):
     output: Output
 
 
-class Memory:
-    """Memory on a CPU for outputs that wait, lent again and again.
-
-    A tensor that a hook allocates and keeps splits a hole that tensors of a training would fill. So the heap
-    gets pages from the system and returns them at each step, which can take a fifth of a step.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[torch.Size, list[Tensor]] = {}
-        self._lent: list[tuple[list[Tensor], Tensor]] = []
-        self._n_elements = 0
-
-    def lend(self, shape: torch.Size) -> Tensor:
-        """A tensor to fill, float32."""
-        free = self._free.get(shape) or self._enlarge(shape)
-        x = free.pop()
-        self._lent.append((free, x))
-        return x
-
-    def _enlarge(self, shape: torch.Size) -> list[Tensor]:
-        free, n = self._free.setdefault(shape, []), max(1, shape.numel())
-        k = max(1, min(MAX_BATCHES, MAX_ELEMENTS // n))
-        with torch.inference_mode(False):
-            free += torch.empty(k, *shape, dtype=torch.float32, device="cpu").unbind()
-        self._n_elements += k * n
-        return free
-
-    @property
-    def n_lent(self) -> int:
-        """Number of tensors that are lent."""
-        return len(self._lent)
-
-    def take_back(self, n: int = 0) -> None:
-        """Takes back all tensors but the first `n` that were lent."""
-        for free, x in self._lent[n:]:
-            free.append(x)
-        del self._lent[n:]
-        if self._n_elements > MAX_IDLE:  # of large batches, or of shapes that differ from batch to batch
-            self._free, self._n_elements = {}, 0
-
-
 class OutputBuffer:
     """The one buffer between hooks and records.
 
@@ -123,7 +82,7 @@ class OutputBuffer:
 
     def __getstate__(self) -> dict[str, Any]:
         self.reduce()  # each waiting row would be copied as the whole block
-        return self.__dict__ | {"memory": Memory(), "_n_lent": 0}
+        return self.__dict__
 
     def drop_batch(self) -> None:
         """Forgets the outputs of the running batch."""

@@ -22,6 +22,7 @@ from hookcb.gradients.stats import (
     summarize_gradient,
 )
 from hookcb.hooks.params import Param
+from hookcb.records.memory import Memory
 
 Numbers = Sequence[float] | Tensor  # floats on a CPU, made one tensor later, for many steps together
 About = dict[str, tuple[int, int, str]]  # by parameter: number of elements, of dimensions, type of the module
@@ -84,6 +85,14 @@ class StepCapture:
         """Number of elements held until they are reduced."""
         n = sum(values.numel() for _, values in self.buffers.values())
         return n + sum(c.small.numel() + c.rows.numel() + 2 * c.before.numel() for c in self.captures)
+
+    def move(self, memory: Memory) -> None:
+        """Moves all elements to the memory in which they wait."""
+        self.buffers = {device: (sizes, memory.keep(x)) for device, (sizes, x) in self.buffers.items()}
+        for c in self.captures:
+            c.small, c.rows, c.before = memory.keep(c.small), memory.keep(c.rows), memory.keep(c.before)
+            c.after = None if c.after is None else memory.keep(c.after)
+            c.clipped_small = None if c.clipped_small is None else memory.keep(c.clipped_small)
 
 
 class GradientReader:

@@ -18,6 +18,7 @@ from hookcb.gradients.report import GradientReport, param_rows
 from hookcb.gradients.shards import Columns
 from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
 from hookcb.gradients.steps import SkipCount
+from hookcb.records.memory import Memory
 from hookcb.records.records import Layer, LayerRecords, SavedRecords
 from hookcb.records.store import StatStore
 from hookcb.records.tables import VerdictLike, Worst, marks_of
@@ -86,6 +87,7 @@ class GradientRecords(SavedRecords):
         self._stores = {name: StatStore(stats, keep) for name, stats in columns.items()}
         self._waiting: list[StepCapture] = []
         self._n_elements = 0
+        self._memory = Memory()
         self._last_about: About = {}
         self._skips = SkipCount()
         self.about: About = {}
@@ -114,6 +116,7 @@ class GradientRecords(SavedRecords):
             for name in [name for name in capture.about if name not in self.about]:
                 self.about[name] = capture.about[name]
                 self._stores["params"].add(name)
+        capture.move(self._memory)
         self._waiting.append(capture)
         self._n_elements += capture.n_elements
         if len(self._waiting) == MAX_STEPS or self._n_elements > MAX_ELEMENTS:
@@ -130,6 +133,7 @@ class GradientRecords(SavedRecords):
                     self._stores["params"].put(name, records, values)
             self._stores["steps"].put(STEP, records, step_columns(steps, by_device))
             self._put_buffers(steps)
+        self._memory.take_back()
 
     def _note_nonfinite(self, steps: Sequence[StepCapture], columns: Columns) -> None:
         """Remembers the first NaN, as its record may be dropped; only on a CPU, which needs no sync."""
