@@ -78,7 +78,8 @@ class OutputBuffer:
         self.ranges: dict[Key, Tensor] = {}
         self._waiting: list[Waiting] = []
         self.memory = Memory()
-        self._n_batches = self._n_elements = self._n_lent = 0
+        self._n_batches = self._n_elements = 0
+        self._n_lent = 0  # number of tensors that the memory has lent to waiting outputs
 
     def __getstate__(self) -> dict[str, Any]:
         self.reduce()  # each waiting row would be copied as the whole block
@@ -87,7 +88,7 @@ class OutputBuffer:
     def drop_batch(self) -> None:
         """Forgets the outputs of the running batch."""
         self.batch = {}
-        self.memory.take_back(self._n_lent)
+        self.memory.take_back(slice(self._n_lent, None))
 
     def take_batch(self) -> dict[str, Output]:
         """Ends the running batch; returns its outputs by name."""
@@ -120,9 +121,7 @@ class OutputBuffer:
         waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, [], 0, 0
         for portion, rows in portions(waiting):
             self._put(portion, rows)
-        if self.batch:  # the running batch has some
-            self.memory = Memory()
-        self.memory.take_back()
+        self.memory.take_back(slice(self._n_lent))
         self._n_lent = 0
 
     def _put(self, portion: Sequence[Waiting], rows: Tensor) -> None:

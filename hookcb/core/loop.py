@@ -366,7 +366,6 @@ class Loop(TrainingState):
             self._leave()
         finally:
             self._entered, self.stop_requested = None, False
-            self._forget_end()
 
     @contextmanager
     def on_all_ranks(self, name: str) -> Iterator[None]:
@@ -429,6 +428,8 @@ class Loop(TrainingState):
                         self._call(Event.AFTER_FIT, ((cb, handler),))
             except BaseException as failure:
                 failures.append(failure)
+        if cbs is None:
+            self.fit_succeeded, self.fit_error = False, None  # an error holds tensors of its frames
         if (first := _first(error, failures)) is None:
             return
         _note_failures(first, [failure for failure in failures if failure is not first])
@@ -436,9 +437,6 @@ class Loop(TrainingState):
             raise first
         if first is not error:
             raise first from error
-
-    def _forget_end(self) -> None:
-        self.fit_succeeded, self.fit_error = False, None
 
     def position(self, event: str) -> list[str]:
         """Position of the loop at `event`, for a message; epochs and batches count from 0."""

@@ -261,7 +261,6 @@ class ExternalLoop(NamedLoop):
                 self._leave(error=error)
             finally:
                 self._entered = self._error = None
-                self._forget_end()
                 self.remove_cbs(list(self.cbs))  # so that they may follow another loop
 
     def diagnose(self) -> Verdict:

@@ -46,11 +46,11 @@ class Memory:
         """Number of tensors that are lent."""
         return len(self._lent)
 
-    def take_back(self, n: int = 0) -> None:
-        """Takes back all tensors but the first `n` that were lent; they will be overwritten."""
-        for free, x in self._lent[n:]:
+    def take_back(self, which: slice = slice(None)) -> None:
+        """Takes back tensors, in the order in which they were lent; by default all. They are overwritten."""
+        for free, x in self._lent[which]:
             free.append(x)
-        del self._lent[n:]
+        del self._lent[which]
         if self._n_elements > MAX_KEPT:  # as for large batches, or shapes that differ from batch to batch
             self._free, self._n_elements = {}, 0
 
