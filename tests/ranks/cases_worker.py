@@ -434,13 +434,22 @@ def sigterm():
 
 
 class Raises(Callback):
+    """Raises on one rank as soon as the others wait for it in their backward."""
+
     def __init__(self, culprit, lingers=False):
         super().__init__()
         self.culprit, self.lingers = culprit, lingers
 
     def after_pred(self):
         if self.iter == 2 and self.culprit == RANK:
+            while len(list(FOLDER.glob("*.waits"))) < WORLD - 1:
+                time.sleep(0.05)
+            time.sleep(0.3)
             raise ValueError("my error")
+
+    def after_loss(self):
+        if self.iter == 2:
+            (FOLDER / f"{RANK}.waits").touch()
 
     def after_fit(self):
         if self.culprit == RANK and self.lingers:
