@@ -55,11 +55,13 @@ class EvidenceRecorder(Callback):
         self._probes: Probes | None = None  # while a fit runs
         self._spent: SpentTime | None = None  # likewise
         self._attached: list[AttachedStats | AttachedHealth | AttachedTimer] = []
+        self._stats: AttachedStats | None = None  # one of these
 
     def before_fit(self) -> None:
         self._evidence = None
         self._schedule, self._is_new_step = Schedule(self.budget), True
-        self._rest = True, False  # whether the batch is inspected, and whether events are left out
+        # whether the batch is inspected, and whether events are left out
+        self._rest: tuple[bool, bool] | None = (True, False)
         self.is_wanted = self.is_looking = self._is_forward = False
         self._is_external = self.learn.is_external
         split = self._split_time()
@@ -71,7 +73,8 @@ class EvidenceRecorder(Callback):
         self._health = AttachedHealth(self, health)
         self._attached = [self._health]
         if any(m is not self.model for m in self.model.modules()) or has_params(self.model):
-            self._attached.insert(0, AttachedStats(self, stats))
+            self._stats = AttachedStats(self, stats)
+            self._attached.insert(0, self._stats)
         if self.learn.ranks.world > 1 and not any(isinstance(cb, StepTimer) for cb in self.learn.cbs):
             self._attached.append(AttachedTimer(self, timer))
         self.learn.add_cbs(self._attached)
@@ -113,6 +116,8 @@ class EvidenceRecorder(Callback):
         is_idle = not (is_measured or probes.is_dense)
         if (self.is_looking, is_idle) != self._rest:
             self._begin_rest(self.is_looking, is_idle)
+        if (stats := self._stats) is not None and stats.is_resting:
+            stats.pass_batch()
         if spent is not None:
             spent.split.leaves_out = is_measured or spent.is_tracing
 
@@ -121,11 +126,12 @@ class EvidenceRecorder(Callback):
         self._rest = is_looking, is_idle
         own = IDLE - {Event.AFTER_PRED} if self._is_external else IDLE
         resting: list[tuple[Callback, frozenset[str]]] = [(self, own if is_idle else AWAKE)]
-        for cb in self._attached:
-            if isinstance(cb, AttachedHealth):
-                counts_skips = self.learn.scaler is not None
-                resting.append((cb, AWAKE if is_looking or counts_skips else BATCH_EVENTS))
+        health_rests = not is_looking and self.learn.scaler is None  # which skips steps
+        self._health.rest(health_rests)
+        resting.append((self._health, BATCH_EVENTS if health_rests else AWAKE))
         self.learn.rest(resting)
+        if self._probes is not None:
+            self._probes.rest(self.learn, is_idle and not self._is_external)
 
     def after_pred(self) -> None:
         if self.is_looking or self._is_external:  # an external loop may never report its loss
@@ -169,7 +175,13 @@ class EvidenceRecorder(Callback):
             self._probes.guarded(self._spent.end_batch)
 
     def after_train(self) -> None:
+        self.before_validate()
         self._probe(Probes.end_epoch)
+
+    def before_validate(self) -> None:
+        if self._probes is not None:
+            self._rest = None
+            self._probes.rest(self.learn, False)
 
     def finish(self, evidence: Evidence) -> None:
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `evidence`."""
@@ -177,7 +189,7 @@ class EvidenceRecorder(Callback):
             self._probes.close()
             self._end_split()
             self._evidence, self._probes = evidence, None
-        attached, self._attached = self._attached, []
+        attached, self._attached, self._stats = self._attached, [], None
         for cb in attached:
             cb.owner = None  # its records can be read without the owner
         self.learn.rest([(self, AWAKE)])
@@ -229,7 +241,7 @@ class EvidenceRecorder(Callback):
         """Does nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_probes": None, "_spent": None, "_attached": []}
+        return super().__getstate__() | {"_probes": None, "_spent": None, "_stats": None, "_attached": []}
 
 
 class Attached:
@@ -249,9 +261,23 @@ class Attached:
 class AttachedStats(Attached, ActivationStats):
     """`ActivationStats` of all layers; its hooks measure for the owner too."""
 
+    idle_events = ActivationStats.idle_events | {Event.BEFORE_BATCH}
+
     def __init__(self, owner: EvidenceRecorder, name: str) -> None:
         super().__init__(include_paramless=True, name=name)
         self.owner = owner
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it is called at no event of a batch."""
+        return Event.BEFORE_BATCH in self._idle and self._is_resting
+
+    def pass_batch(self) -> None:
+        """Begins a batch of which it is not called, as it was resting in the one before."""
+        if self.owner is not None and self.owner.is_wanted:
+            self.before_batch()
+        else:
+            self.n_skipped += 1
 
     def looks_alike(self) -> bool:
         """True, as the owner looks at batches by their numbers."""
@@ -274,6 +300,11 @@ class AttachedHealth(Attached, GradientHealth):
         """Notes an optimizer whose steps were not recorded yet."""
         if self._watch is not None and opt is not None:
             self._watch.note(opt)
+
+    def rest(self, is_resting: bool) -> None:
+        """Takes its hook off the optimizers, or puts it back."""
+        if self._watch is not None:
+            (self._watch.rest if is_resting else self._watch.wake)()
 
 
 class AttachedTimer(Attached, StepTimer):

@@ -11,7 +11,7 @@ from hookcb.core.sampling import SamplingCallback
 from hookcb.core.shards import plain_class
 from hookcb.hooks.coverage import Coverage, introduce, note_used
 from hookcb.hooks.hook import HOOK_OPTIONS, HookFunc, Hooks
-from hookcb.hooks.modules import Where, find_modules, make_ready_for_hooks
+from hookcb.hooks.modules import Where, contains_compiled, find_modules, make_ready_for_hooks
 
 
 class HookCallback(SamplingCallback):
@@ -112,9 +112,19 @@ class HookCallback(SamplingCallback):
 
     def before_batch(self) -> None:
         super().before_batch()
-        if self.hooks and self.is_looking and not self.outside_main_phase:
+        if not self.hooks or self.outside_main_phase:
+            return
+        if self.is_looking:
+            self.hooks.wake()
             self._acts_in = self.training
             self.hooks.restart()
+        elif not self.hooks.is_resting and self._may_rest():
+            self.hooks.rest()
+
+    def _may_rest(self) -> bool:
+        """Whether hooks may be off the layers: not those in compiled code, or whose results others see."""
+        observes = self.is_forward and not self._options.get("modify")
+        return observes and not contains_compiled(self.model)
 
     def after_pred(self) -> None:
         self._has_pred = True

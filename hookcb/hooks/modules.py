@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import (
     WRAPPERS,
+    compile_counts,
     compiled_call,
     flattened_modules,
     is_compile_wrapper,
@@ -156,6 +157,11 @@ def make_ready_for_hooks(model: nn.Module) -> None:
             )
     if is_dynamo_imported() and any(map(is_compiled, model.modules())):
         torch.compiler.reset()
+
+
+def contains_compiled(model: nn.Module) -> bool:
+    """Whether the model is compiled, or anything in this process, which may contain hooks of its modules."""
+    return bool(compile_counts("frames")) or any(map(is_compiled, model.modules()))
 
 
 def is_compiled(m: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from hookcb import (
     watch,
 )
 from hookcb.diagnosis.schedule import Schedule
+from hookcb.testing import assert_no_hooks, count_hooks
 from tests.support import fit, make_batches, make_learner, make_model
 
 
@@ -117,3 +118,29 @@ def test_a_batch_that_is_not_inspected_costs_few_calls(monkeypatch):
     n_layers = 3
     extra = calls_per_batch(Diagnose(show=False, on_sick="ignore")) - calls_per_batch()
     assert extra <= 70 + 2 * n_layers
+
+
+# ---- batches that are not inspected
+
+
+class DropsAlways(nn.Sequential):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, training=True)
+
+
+def test_a_model_is_without_hooks_in_most_batches_and_its_validation_is_still_inspected(monkeypatch):
+    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
+    n, counts = 150, []
+    model = DropsAlways(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    x = torch.randn(n, 64, 3)
+    data = [(batch, batch.sum(1, keepdim=True)) for batch in x]
+    learn = Learner((data, data[:2]), model, F.mse_loss, torch.optim.SGD, lr=0.01)
+    look = Callback(after_pred=lambda cb: cb.training and counts.append(count_hooks(cb.model)), name="look")
+    fit(learn, 1, cbs=[Diagnose(show=False), look])
+    assert counts[0] > 0
+    assert counts.count(0) > n / 3
+    assert "mode.mismatch" in {finding.code for finding in learn.diagnose().findings}
+    stats = learn.activation_stats
+    assert stats.n_batches + stats.n_skipped == n
+    assert stats.n_batches == len(stats.stats)
+    assert_no_hooks(model)

@@ -784,3 +784,40 @@ def test_a_module_that_refuses_a_hook_leaves_none_on_the_others():
         with pytest.raises(RuntimeError, match="not me"):
             Hooks(model, args, **options)
         assert_no_hooks(model)
+
+
+# ---- resting
+
+
+def test_a_hook_that_rests_is_off_its_module_and_comes_back():
+    layer, seen = nn.Linear(2, 3), []
+    hooks = Hooks([layer, nn.Linear(3, 1)], lambda m, i, o: seen.append(len(o)))
+    hooks.rest()
+    assert hooks.is_resting
+    layer(torch.zeros(5, 2))
+    assert count_hooks(layer) == 0
+    hooks.wake()
+    hooks.wake()
+    layer(torch.zeros(4, 2))
+    assert seen == [4]
+    hooks.rest()
+    hooks.remove()
+    hooks.wake()
+    assert_no_hooks(layer)
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+def test_a_hook_rests_only_where_it_comes_back_in_its_place(prepend):
+    layer, order = nn.Linear(2, 3), []
+    layer.register_forward_hook(lambda m, i, o: order.append("before"))
+    hook = Hook(layer, lambda m, i, o: order.append("ours"), prepend=prepend)
+    assert hook.rest()
+    hook.wake()
+    layer(torch.zeros(1, 2))
+    ours_last = ["before", "ours"]
+    assert order == (ours_last[::-1] if prepend else ours_last)
+    layer.register_forward_hook(lambda m, i, o: order.append("after"), prepend=prepend)
+    assert not hook.rest()
+    order.clear()
+    layer(torch.zeros(1, 2))
+    assert order == (["after", "ours", "before"] if prepend else ["before", "ours", "after"])

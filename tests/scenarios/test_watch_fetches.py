@@ -22,7 +22,7 @@ TORCHS_OWN = _BaseDataLoaderIter.__next__
 def nothing_is_compiled(monkeypatch):
     """As in a process of its own, whatever other tests have compiled."""
     monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
-    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
 
 
 @pytest.fixture

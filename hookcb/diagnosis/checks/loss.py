@@ -33,6 +33,7 @@ NEVER_NEGATIVE = (*ENTROPIES, "mse", "mae", "huber", "smooth l1")
 MAX_INIT, MAX_INIT_ABOVE = 2.0, 2.0  # cross-entropy: times the loss of guessing, and by how much above it
 MAX_INIT_MSE, MAX_INIT_NOTE = 3.0, 5.0  # times the loss of guessing
 MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
+SOLVED = 0.01  # share of the loss of guessing below which a loss does not diverge
 MAX_OF_MINIMUM, MIN_SMOOTHED = 2.0, 20  # times the smallest moving average; number of averages
 INFLATED = 5.0  # times the first batch: the first ten already diverge
 BELOW_ZERO = -1e-6  # leaves room for rounding
@@ -137,8 +138,9 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
 def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that is higher than at the beginning and stays there.
 
-    Formula: the moving average is above the beginning by 50 % of its size, and above twice its minimum if
-    that is positive, for the last 50 batches, or the last third of a shorter run of 20 or more. If the kind
+    Formula: the moving average is above the beginning by 50 % of its size, above twice its minimum if that is
+    positive, and above a hundredth of the loss of guessing, as what is solved has only rounding to rise by;
+    for the last 50 batches, or the last third of a shorter run of 20 or more. If the kind
     of the loss is not known, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator)
     rises as the other learns. A loss of unknown kind is an error only if five of eight steps change a weight
     by more than 0.05 of its size, or one before the rise by 0.2; else it is a note, as a part of it may have
@@ -153,10 +155,14 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     if len(smooth) < MIN_SMOOTHED or not math.isfinite(first):
         yield Skipped(f"fewer than {MIN_SMOOTHED} batches with a finite loss")
         return
+    if first == 0 and math.isnan(evidence.guess):
+        yield Skipped("the loss began at 0, so that its rise cannot be compared with anything")
+        return
     lowest = min(smooth.values)
     is_sure = evidence.loss_kind and len(smooth) >= MIN_BATCHES
     limit = first + (MAX_RISE if is_sure else MAX_RISE_UNKNOWN) * abs(first)
     limit = max(limit, MAX_OF_MINIMUM * lowest) if lowest > 0 else limit
+    limit = limit if math.isnan(evidence.guess) else max(limit, SOLVED * evidence.guess)
     span = trailing(smooth, lambda x: x > limit, 1)
     last = smooth.values[-1]
     if span is None or span.n < min(MIN_BATCHES, len(smooth) // 3):

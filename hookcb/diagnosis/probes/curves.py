@@ -1,6 +1,7 @@
 """Numbers that Diagnose records at each batch."""
 
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,8 +65,7 @@ class ResidentMemory:
             return float(torch.cuda.memory_allocated())
         if self._file is None:
             return None
-        self._file.seek(0)
-        _, resident, shared, *_ = self._file.read().split()
+        _, resident, shared, *_ = os.pread(self._file.fileno(), 256, 0).split()
         return float((int(resident) - int(shared)) * mmap.PAGESIZE)
 
     def close(self) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import compile_counts
 from hookcb.hooks.hook import Hook
-from hookcb.hooks.modules import is_compiled, named_modules
+from hookcb.hooks.modules import contains_compiled, named_modules
 
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
 MIN_TIMED = 3
@@ -55,7 +54,7 @@ class LayerTimes:
         self.end_forward()
         is_due = self._is_after_look and not looking and step >= FIRST and self._n_timed < MAX_TIMED
         self._is_after_look = looking
-        if not is_due or compile_counts("frames") or any(map(is_compiled, model.modules())):
+        if not is_due or contains_compiled(model):
             return
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):

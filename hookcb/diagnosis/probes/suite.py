@@ -170,6 +170,13 @@ class Probes:
         self.layer_times.end_forward()
         self._resident.close()
 
+    def rest(self, loop: Any, is_resting: bool) -> None:
+        """Takes the hooks on the model off while its calls are not measured, or puts them back."""
+        if is_resting:
+            self._ops.rest(loop.model)
+        else:
+            self._ops.wake()
+
     # ---- a batch
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
@@ -315,7 +322,7 @@ class Probes:
         grad = None if self._first_param is None else self._first_param.grad
         if grad is not None and looking and self._reduced is not None:
             self._reduced.add(loop.train_iter, detached_scalar(grad.norm()))
-        if grad is not None and grad.is_cpu and not math.isfinite(float(grad.detach().sum())):
+        if grad is not None and grad.is_cpu and not math.isfinite(grad.detach().sum().item()):
             self._find_origin(loop, "A gradient is not finite", gradient=True)
 
     def _find_first_param(self, model: nn.Module) -> nn.Parameter | None:
@@ -355,8 +362,9 @@ class Probes:
         if self.is_dense:
             has_few = self.dead.n_examples < MAX_EXAMPLES
             self.is_dense = self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and has_few)
-        self._backwards.add(self._n_backward - self._n_before)
-        self._n_before = self._n_backward
+        if self._is_external:
+            self._backwards.add(self._n_backward - self._n_before)
+            self._n_before = self._n_backward
         self._observed.add("steps")
         if looking:
             self.lost_updates.after_step(loop.train_iter)

@@ -199,6 +199,13 @@ def test_a_loss_of_unknown_kind_may_be_one_side_of_a_game():
     assert only(diverging_loss, evidence([0.7] * 10 + [9.0] * 90, kind="")).severity == "info"
 
 
+def test_a_loss_that_began_at_zero_and_rises_by_rounding_does_not_diverge():
+    values = [0.0] * 20 + [6e-11] * 80
+    assert isinstance(only(diverging_loss, evidence(values, guess=2.3)), Passed)
+    assert isinstance(only(diverging_loss, evidence(values)), Skipped)
+    assert only(diverging_loss, evidence([0.0] * 20 + [0.5] * 80, guess=2.3)).severity == "error"
+
+
 def test_nineteen_batches_are_too_few_to_diverge():
     assert isinstance(only(diverging_loss, evidence([1.0] * 9 + [99.0] * 10)), Skipped)
 

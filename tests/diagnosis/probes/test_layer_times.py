@@ -15,7 +15,7 @@ from tests.support import Clock, fit, make_learner, make_model
 def nothing_is_compiled(monkeypatch):
     """As in a process of its own, whatever other tests have compiled."""
     monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
-    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
 
 
 @pytest.fixture
@@ -131,5 +131,5 @@ def test_diagnose_counts_the_work_of_each_layer():
 
 
 def test_no_hooks_are_added_once_anything_is_compiled(monkeypatch):
-    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {"total": 1})
+    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {"total": 1})
     assert timed(nn.Linear(3, 3)).seconds() == {}

@@ -16,7 +16,7 @@ from tests.support import Clock, fit, make_batches, make_learner, make_model
 def nothing_is_compiled(monkeypatch):
     """As in a process of its own, whatever other tests have compiled."""
     monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
-    monkeypatch.setattr("hookcb.diagnosis.probes.layer_times.compile_counts", lambda kind: {})
+    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
 
 
 @pytest.fixture
