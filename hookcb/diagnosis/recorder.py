@@ -304,7 +304,7 @@ class AttachedHealth(Attached, GradientHealth):
     def rest(self, is_resting: bool) -> None:
         """Takes its hook off the optimizers, or puts it back."""
         if self._watch is not None:
-            (self._watch.rest if is_resting else self._watch.wake)()
+            (self._watch.close if is_resting else self._watch.reopen)()
 
 
 class AttachedTimer(Attached, StepTimer):

@@ -103,18 +103,14 @@ class StepWatch:
         """Names of the parameters that are in no optimizer seen so far."""
         return [param.name for param in params if id(param.p) not in self._ids]
 
-    def rest(self) -> None:
-        """Removes the hook on optimizers until `wake`."""
+    def close(self) -> None:
+        """Removes the hook on optimizers; `reopen` puts it back."""
         self._hook.remove()
 
-    def wake(self) -> None:
+    def reopen(self) -> None:
         """Hooks the optimizers again."""
         if not self._hook.is_on:
             self._hook = StepHook(self._at_step)
-
-    def close(self) -> None:
-        """Removes the hook on optimizers."""
-        self._hook.remove()
 
 
 def _n_params(opt: Optimizer) -> int:

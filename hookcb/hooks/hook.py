@@ -269,7 +269,7 @@ class Hooks:
         **options: Any,
     ) -> None:
         self.hooks: list[Hook] = []
-        self.is_resting = False  # whether all are off their modules until `wake`
+        self._n_off = 0  # hooks that are off their modules until `wake`
         try:
             for name, m in _named(ms):
                 hook = Hook(m, hook_func, is_forward, detach, cpu, gather, **options)
@@ -302,13 +302,19 @@ class Hooks:
 
     def rest(self) -> None:
         """Takes forward hooks off their modules until `wake`."""
-        self.is_resting = all([hook.rest() for hook in self.hooks])
+        self._n_off = sum([hook.rest() for hook in self.hooks])
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether all hooks are off their modules."""
+        return self._n_off == len(self.hooks)
 
     def wake(self) -> None:
-        """Puts forward hooks back on their modules."""
-        self.is_resting = False
-        for hook in self.hooks:
-            hook.wake()
+        """Puts forward hooks back on their modules, if any are off."""
+        if self._n_off:
+            self._n_off = 0
+            for hook in self.hooks:
+                hook.wake()
 
     def remove(self) -> None:
         """Removes all hooks; stored values stay."""
