@@ -15,7 +15,7 @@ from peers import Install, by_hooks
 from torch import Tensor, nn
 
 from hookcb import Callback
-from hookcb.activations.buffer import MAX_ELEMENTS
+from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import SAMPLED, WHOLE, _strata, shares
 from hookcb.gradients.records import MAX_STEPS
 from hookcb.gradients.stats import SKETCH, sketch
@@ -23,22 +23,34 @@ from hookcb.gradients.stats import WHOLE as MIDDLE
 
 
 def of_outputs(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[], object]:
-    """Exact moments and extremes of each output, and shares of a sample of it, for many batches together."""
+    """Exact moments, extremes and shares of small outputs; of large ones shares of a sample.
+
+    A small output is copied, and reduced together with those of other batches.
+    """
     samples: dict[str, list[Tensor]] = {}
+    small: set[str] = set()
 
     def act(name: str, o: Tensor) -> None:
         x = o.detach().view(-1)
-        x.sum().item(), torch.dot(x, x).item()
-        low, high = torch.aminmax(x)
-        low.item(), high.item()
         n = len(x)
-        kept = x.clone() if n <= WHOLE else x.index_select(0, _strata(n, SAMPLED, x.device))
+        if n <= WHOLE:
+            small.add(name)
+            kept = x.clone()
+        else:
+            x.sum().item(), torch.dot(x, x).item()
+            low, high = torch.aminmax(x)
+            low.item(), high.item()
+            kept = x.index_select(0, _strata(n, SAMPLED, x.device))
         samples.setdefault(name, []).append(kept)
 
     def look() -> None:
-        if sum(len(same) * len(same[0]) for same in samples.values()) > MAX_ELEMENTS:
-            for same in samples.values():
-                shares(torch.stack(same), 0.05)
+        waiting = list(samples.values())
+        if sum(len(same) * len(same[0]) for same in waiting) > MAX_ELEMENTS or len(waiting[0]) == MAX_BATCHES:
+            for name, same in samples.items():
+                rows = torch.stack(same)
+                if name in small:
+                    rows.sum(1), torch.linalg.vector_norm(rows, dim=1), rows.amin(1), rows.amax(1)
+                shares(rows, 0.05)
             samples.clear()
 
     by_hooks(act)(model, folder, stack)

@@ -2,44 +2,23 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hookcb.activations.bins import at_level, level_of
-from hookcb.activations.stats import LAYER_STATS, ROW, Known, histogram, summarize
+from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS, Output, Portion, Rows, Run
+from hookcb.activations.stats import LAYER_STATS, ROW, histogram, summarize
 from hookcb.core.precision import widened, widest
 from hookcb.records.memory import Memory
 from hookcb.records.store import StatStore
 
-MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
-MAX_BATCHES = 64  # batches that wait to be reduced
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
 
 
 Key = tuple[str, str]  # phase and name of a layer
-
-
-class Output(NamedTuple):
-    """The part of one output that the hook keeps.
-
-    Attributes:
-        type: class of the layer; for an output without statistics, what the output is instead.
-        shape: shape of the output.
-        elements: a copy of the output or a sample of it, see `take`; None without statistics.
-        exact: moments of all elements if `elements` is a sample, else None.
-        n: number of elements that this process has of the output.
-        copies: number of ranks that have the same ones, as under tensor parallelism; 0 if that is unknown.
-    """
-
-    type: str
-    shape: tuple[int, ...] = ()
-    elements: Tensor | None = None
-    exact: Known | None = None
-    n: int = 0
-    copies: int = 1
 
 
 class Waiting(NamedTuple):
@@ -65,7 +44,7 @@ class OutputBuffer:
             that of the layer's first record, extended by half on both sides, but not beyond 0 if an end is 0.
 
     Attributes:
-        batch: outputs of all calls in the running batch, by path.
+        batch: outputs of all calls in the running batch, by path, but for those in `rows`.
         ranges: range of the histograms at level 0, `(2,)`, by phase and name; see `bins.py`.
     """
 
@@ -77,7 +56,7 @@ class OutputBuffer:
         self.batch: dict[str, list[Output]] = {}
         self.ranges: dict[Key, Tensor] = {}
         self._waiting: list[Waiting] = []
-        self.memory = Memory()
+        self.memory, self.rows = Memory(), Rows()
         self._n_batches = self._n_elements = 0
         self._n_lent = 0  # number of tensors that the memory has lent to waiting outputs
 
@@ -88,11 +67,14 @@ class OutputBuffer:
     def drop_batch(self) -> None:
         """Forgets the outputs of the running batch."""
         self.batch = {}
+        self.rows.filled.clear()
         self.memory.take_back(slice(self._n_lent, None))
 
     def take_batch(self) -> dict[str, Output]:
-        """Ends the running batch; returns its outputs by name."""
+        """Ends the running batch; returns its outputs by name, but for those in `rows`."""
         batch, self.batch = self.batch, {}
+        for path in batch.keys() & self.rows.filled.keys():
+            batch[path].insert(0, self.rows.pull(path))
         named: dict[str, Output] = {}
         for path, calls in batch.items():
             if len(calls) == 1:
@@ -102,44 +84,58 @@ class OutputBuffer:
         return named
 
     def end_batch(self, phase: str, epoch: int, step: int) -> dict[str, Output]:
-        """Gives the batch a record, if it has statistics; returns its outputs by name."""
+        """Gives the batch a record, if it has statistics.
+
+        Returns:
+            Its outputs by name; of those in `rows` only where the last output was of another shape.
+        """
         named = self.take_batch()
-        record = None
-        for name, output in named.items():
-            if output.elements is not None:
-                record = self.stores[phase].begin(epoch, step) if record is None else record
-                self._waiting.append(Waiting(phase, name, record, output))
-                self._n_elements += output.elements.numel()
-        self._n_batches += record is not None
+        found = {name: x.elements for name, x in named.items() if x.elements is not None}
+        if not found and not self.rows.filled:
+            return named
+        store = self.stores[phase]
+        self._introduce(store, [*self.rows.filled, *found])
+        record = store.begin(epoch, step)
+        back = self.rows.end_batch(phase, record, found.keys())
+        for name, elements in found.items():
+            self._waiting.append(Waiting(phase, name, record, named[name]))
+            self._n_elements += elements.numel()
+        self._n_batches += bool(found)
         self._n_lent = self.memory.n_lent
-        if self._n_batches == MAX_BATCHES or self._n_elements > MAX_ELEMENTS:
+        if self._n_batches == MAX_BATCHES or self._n_elements > MAX_ELEMENTS or self.rows.is_full:
             self.reduce()
-        return named
+            self.rows.arrange(named)
+        return named | back
+
+    def _introduce(self, store: StatStore, names: Sequence[str]) -> None:
+        """Adds names to a store in the order of the forward, as those of one shape are reduced together."""
+        if new := store.lacks(names):
+            known = [name for other in self.stores.values() for name in other.names if name in new]
+            store.add(*known, *(name for name in names if name in new))
 
     def reduce(self) -> None:
         """Puts the statistics of waiting outputs into the stores; those of one shape are reduced together."""
         waiting, self._waiting, self._n_batches, self._n_elements = self._waiting, [], 0, 0
-        for portion, rows in portions(waiting):
-            self._put(portion, rows)
+        for portion in chain(self.rows.empty(), portions(waiting)):
+            self._put(portion)
         self.memory.take_back(slice(self._n_lent))
         self._n_lent = 0
 
-    def _put(self, portion: Sequence[Waiting], rows: Tensor) -> None:
-        runs = [
-            (key, [x.record for x in same]) for key, same in groupby(portion, lambda x: (x.phase, x.name))
-        ]
-        sizes = [len(records) for _, records in runs]
-        values = summarize(rows, known_of(portion), self.eps)
+    def _put(self, portion: Portion) -> None:
+        runs, rows, known = portion
+        sizes = [len(run.records) for run in runs]
+        values = summarize(rows, known, self.eps)
         if self.bins:
             firsts = torch.split(values, sizes)
             ranges = [
-                self._range(*key, x[0]).expand(len(x), 2) for (key, _), x in zip(runs, firsts, strict=True)
+                self._range(run.phase, run.name, x[0]).expand(len(x), 2)
+                for run, x in zip(runs, firsts, strict=True)
             ]
             levels = self.levels(rows, torch.cat(ranges))
             edges = at_level(torch.cat(ranges), levels, self.bins)
             counts = histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
             values = torch.cat([values, counts.to(values.dtype), levels[:, None].to(values.dtype)], 1)
-        for ((phase, name), records), x in zip(runs, torch.split(values, sizes), strict=True):
+        for (phase, name, records), x in zip(runs, torch.split(values, sizes), strict=True):
             self.stores[phase].put(name, records, x)
 
     def _range(self, phase: str, name: str, values: Tensor) -> Tensor:
@@ -168,15 +164,13 @@ class OutputBuffer:
         self.ranges = {(phase, name): pair(edges) for phase, name, edges in state}
 
 
-def portions(waiting: Iterable[Waiting]) -> Iterator[tuple[list[Waiting], Tensor]]:
+def portions(waiting: Iterable[Waiting]) -> Iterator[Portion]:
     """Joins outputs of one shape, layer by layer, to matrices of at most `ROW` elements; long rows are alone.
 
     A larger matrix saves calls, but with histograms its intermediate results make the heap grow each time.
-
-    Yields:
-        k outputs, all with known moments or none; and their elements, `(k, n)`.
+    Outputs of a portion all have known moments, or none has.
     """
-    alike: dict[tuple[Any, ...], dict[tuple[str, str], list[Waiting]]] = {}
+    alike: dict[tuple[Any, ...], dict[Key, list[Waiting]]] = {}
     for item in waiting:
         if (x := item.output.elements) is not None:
             kind = x.shape, x.dtype, x.device, item.output.exact is None
@@ -188,12 +182,12 @@ def portions(waiting: Iterable[Waiting]) -> Iterator[tuple[list[Waiting], Tensor
             some = items[i : i + at_once]
             elements = [x for item in some if (x := item.output.elements) is not None]
             rows = elements[0] if len(some) == 1 else torch.stack(elements)  # a single one needs no copy
-            yield some, rows.reshape(len(some), -1)
-
-
-def known_of(portion: Sequence[Waiting]) -> list[Known]:
-    """Moments of outputs; empty if they are not known."""
-    return [exact for item in portion if (exact := item.output.exact) is not None]
+            known = [exact for item in some if (exact := item.output.exact) is not None]
+            runs = [
+                Run(*key, [x.record for x in same])
+                for key, same in groupby(some, lambda x: (x.phase, x.name))
+            ]
+            yield Portion(runs, rows.reshape(len(some), -1), known)
 
 
 def pair(edges: tuple[float, float]) -> Tensor:

@@ -10,18 +10,8 @@ import torch
 from torch import Tensor
 
 from hookcb.activations.bins import at_level
-from hookcb.activations.buffer import (
-    HIGH,
-    LOW,
-    Output,
-    OutputBuffer,
-    Waiting,
-    floats,
-    known_of,
-    pair,
-    portions,
-    range_around,
-)
+from hookcb.activations.buffer import HIGH, LOW, OutputBuffer, Waiting, floats, pair, portions, range_around
+from hookcb.activations.rows import Output
 from hookcb.activations.stats import histogram, summarize
 from hookcb.core.precision import moved, widest
 from hookcb.core.ranks import Ranks
@@ -113,9 +103,9 @@ class Merger:
         """Statistics of this rank's outputs; those of the same shape together, in a fraction of the time."""
         found = {name: output for name, output in outputs.items() if output.elements is not None}
         look = Look({name: (output.type, output.shape) for name, output in found.items()}, {}, {})
-        for portion, rows in portions(Waiting(phase, name, 0, output) for name, output in found.items()):
-            names = [item.name for item in portion]
-            values = moved(summarize(rows, known_of(portion), buffer.eps, wide=True), self.device)
+        for runs, rows, known in portions(Waiting(phase, name, 0, output) for name, output in found.items()):
+            names = [run.name for run in runs]
+            values = moved(summarize(rows, known, buffer.eps, wide=True), self.device)
             look.values |= dict(zip(names, values, strict=True))
             look.rows |= dict(zip(names, rows, strict=True)) if buffer.bins else {}
         look.sizes |= {name: self._sizes(phase, name, output) for name, output in found.items()}

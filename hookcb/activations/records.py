@@ -12,9 +12,10 @@ from torch.compiler import is_compiling
 
 from hookcb.activations import plots
 from hookcb.activations.bins import at_level, join
-from hookcb.activations.buffer import Output, OutputBuffer
+from hookcb.activations.buffer import OutputBuffer
 from hookcb.activations.merge import Merger
 from hookcb.activations.report import ActivationReport, ActivationRow
+from hookcb.activations.rows import Output
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Known, Sample, has_stats, kind_of, take
 from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
@@ -124,9 +125,11 @@ class ActivationRecords(SavedRecords):
         self.buffer.batch.setdefault(path, []).append(taken)
 
     def take_usual(self, path: str, x: Tensor, kind: str) -> bool:
-        """Does what `take` does, if `x` is a whole tensor with statistics and nothing traces it."""
-        if not has_stats(x) or _is_traced():
+        """Does what `take` does, if `x` is a whole tensor with statistics. Dynamo must not trace it."""
+        if not has_stats(x) or in_transform() or is_jit_tracing():
             return False
+        if self.merger is None and path not in self.buffer.batch and self.buffer.rows.take(path, x):
+            return True
         elements, exact = self._take(x.detach(), fills_memory=True)
         output = Output(kind, x.shape, elements, exact, x.numel())
         if (calls := self.buffer.batch.get(path)) is None:
@@ -159,8 +162,6 @@ class ActivationRecords(SavedRecords):
                 self.left_out[name] = output.type
             elif (seen := self.outputs.get(name)) is None or seen != (output.type, output.shape):
                 self.outputs[name] = output.type, tuple(output.shape)
-                if self.merger is None:  # else all ranks have agreed on the order
-                    self._stores[phase].add(name)  # now, as those of one shape are reduced together
         self._add_elsewhere()
 
     def _add_elsewhere(self) -> None:

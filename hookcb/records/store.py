@@ -1,7 +1,7 @@
 """StatStore: numbers of layers, record by record, on their way from the device to the host."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +70,15 @@ class StatStore:
         self.infos.append(RecordInfo(record, epoch, step))
         return record
 
-    def add(self, name: str) -> None:
-        """Adds a layer to `names` before its first values arrive."""
-        if name not in self._values:
-            self._values[name] = self._empty(0)
+    def lacks(self, names: Iterable[str]) -> set[str]:
+        """Names that it does not have."""
+        return set(names) - self._values.keys()
+
+    def add(self, *names: str) -> None:
+        """Adds layers to `names` before their first values arrive."""
+        for name in names:
+            if name not in self._values:
+                self._values[name] = self._empty(0)
 
     def put(self, name: str, records: list[int], values: Tensor) -> None:
         """Adds values of a layer, `(len(records), n_columns)`, float32 or float64 on any device."""
@@ -150,12 +155,10 @@ class StatStore:
                 self._write(queued)
 
     def _write(self, queued: _Queued) -> None:
-        if self.stride == 1:  # all records are kept
-            taken: list[int] | slice = slice(None)
-            kept = queued.records
-        else:
+        kept, new = queued.records, queued.values
+        if self.stride > 1:  # not all records are kept
             rows = {i: self._row_of(record) for i, record in enumerate(queued.records)}
-            taken = [i for i, row in rows.items() if row is not None]
+            new = new[[i for i, row in rows.items() if row is not None]]
             kept = [row for row in rows.values() if row is not None]
         if not kept:
             return
@@ -164,9 +167,9 @@ class StatStore:
             capacity = min(self.keep, max(64, 2 * kept[-1]))
             values = self._values[queued.name] = torch.cat([values, self._empty(capacity - len(values))])
         is_run = kept[-1] - kept[0] == len(kept) - 1  # a slice takes half the time
-        if queued.values.dtype is torch.float64 and values.dtype is torch.float32:
+        if new.dtype is torch.float64 and values.dtype is torch.float32:
             values = self._values[queued.name] = values.double()
-        values[slice(kept[0], kept[-1] + 1) if is_run else kept] = queued.values[taken].to(values.dtype)
+        values[slice(kept[0], kept[-1] + 1) if is_run else kept] = new.to(values.dtype)
         if kept[-1] == len(self.infos) - 1:
             self._newest.add(queued.name)
 

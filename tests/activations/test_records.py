@@ -10,7 +10,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from hookcb import ActivationRecords, ActivationStats, Callback, CancelFitException, Learner
-from hookcb.activations.buffer import MAX_BATCHES, MAX_ELEMENTS
+from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import LAYER_STATS, take
 from tests.activations.support import (
     NAN,
