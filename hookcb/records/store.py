@@ -165,10 +165,11 @@ class StatStore:
         values = self._values[queued.name]
         if kept[-1] >= len(values):  # doubling copies each row about once in total
             capacity = min(self.keep, max(64, 2 * kept[-1]))
-            values = self._values[queued.name] = torch.cat([values, self._empty(capacity - len(values))])
+            values = self._enlarge(queued.name, capacity)
         is_run = kept[-1] - kept[0] == len(kept) - 1  # a slice takes half the time
         if new.dtype is torch.float64 and values.dtype is torch.float32:
-            values = self._values[queued.name] = values.double()
+            with torch.inference_mode(False):
+                values = self._values[queued.name] = values.double()
         values[slice(kept[0], kept[-1] + 1) if is_run else kept] = new.to(values.dtype)
         if kept[-1] == len(self.infos) - 1:
             self._newest.add(queued.name)
@@ -185,6 +186,13 @@ class StatStore:
             stay = values[[i for i in rows if i < len(values)]]
             values[: len(stay)], values[len(stay) :] = stay, float("nan")
 
+    def _enlarge(self, name: str, capacity: int) -> Tensor:
+        with torch.inference_mode(False):
+            values = self._values[name]
+            values = self._values[name] = torch.cat([values, self._empty(capacity - len(values))])
+        return values
+
+    @torch.inference_mode(False)  # else it could be written in inference mode only
     def _empty(self, n: int) -> Tensor:
         return torch.full((n, len(self.columns)), float("nan"), dtype=torch.float32)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import hookcb
 from hookcb import (
     ActivationStats,
     Callback,
@@ -702,3 +703,20 @@ def test_a_layer_whose_output_has_no_statistics_is_not_seen():
     assert (some.fired, some.silent) == (("odd",), {})
     later = watch(None, torch.ones(3)).coverage
     assert later.fired == ("odd",)
+
+
+@pytest.mark.parametrize("with_hist", [False, True])
+def test_validations_in_and_out_of_inference_mode_are_recorded_together(with_hist):
+    model = nn.Linear(2, 2)
+    stats = ActivationStats(with_hist, on_valid=True)
+    with hookcb.watch(model, stats):
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            model(torch.randn(4, 2)).sum().backward()
+            model.eval()
+            with mode():
+                for _ in range(70):
+                    model(torch.randn(4, 2))
+            model.train()
+    means = stats.store_of("valid").series("Linear")[:, 0]
+    assert len(means) == 210
+    assert means.isfinite().all()
