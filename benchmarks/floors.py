@@ -18,7 +18,7 @@ from hookcb import Callback
 from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import SAMPLED, WHOLE, _strata, shares
 from hookcb.gradients.records import MAX_STEPS
-from hookcb.gradients.stats import SKETCH, sketch
+from hookcb.gradients.stats import SKETCH, sketch, sketch_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
 
 
@@ -58,13 +58,19 @@ def of_outputs(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[],
 
 
 def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[], object]:
-    """Row norms and extremes of each gradient, and tracked weights around each step, for many together."""
+    """Row norms and extremes of each gradient, and tracked weights around each step, for many together.
+
+    Weights are read before and after a step: nothing tells whether they were changed in between, by `.data`.
+    """
     params = list(model.parameters())
-    tracked: list[Tensor] = []
-    for p in params:
-        some = sketch(p)
-        tracked.append(p.detach().view(-1)[:SKETCH] if some is None else some)
     weights: list[Tensor] = []
+
+    def tracked() -> Tensor:
+        of_all = []
+        for p in params:
+            picked = sketch_places(p)
+            of_all.append(sketch(p) if picked is None else picked[0].index_select(0, picked[1]))
+        return torch.cat(of_all)
 
     def look() -> None:
         for p in params:
@@ -78,12 +84,12 @@ def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[
             g.amin().item(), g.amax().item()
             if g.numel() <= MIDDLE:
                 g.abs().sum().item(), torch.linalg.vector_norm(p.detach()).item(), p.detach().sum().item()
-        weights.append(torch.cat(tracked))  # the weights before this step are those after the last
-        if len(weights) > MAX_STEPS:
-            after = torch.stack(weights)
-            for x in (after, after.diff(dim=0), after - after[0]):
+        weights.extend([tracked(), tracked()])
+        if len(weights) > 2 * MAX_STEPS:
+            before, after = torch.stack(weights[::2]), torch.stack(weights[1::2])
+            for x in (after, after - before, after - before[0]):
                 torch.linalg.vector_norm(x, dim=1)
-            del weights[:-1]
+            weights.clear()
 
     return look
 

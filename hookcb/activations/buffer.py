@@ -96,7 +96,7 @@ class OutputBuffer:
         store = self.stores[phase]
         self._introduce(store, [*self.rows.filled, *found])
         record = store.begin(epoch, step)
-        back = self.rows.end_batch(phase, record, found.keys())
+        back = self.rows.end_batch(phase, record, found)
         for name, elements in found.items():
             self._waiting.append(Waiting(phase, name, record, named[name]))
             self._n_elements += elements.numel()
@@ -124,17 +124,18 @@ class OutputBuffer:
     def _put(self, portion: Portion) -> None:
         runs, rows, known = portion
         sizes = [len(run.records) for run in runs]
-        values = summarize(rows, known, self.eps)
+        at_once = max(1, ROW // max(1, rows.shape[1]))  # more would make the heap grow each time
+        pieces = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
+        values = torch.cat([summarize(rows[i], known[i], self.eps) for i in pieces])
         if self.bins:
-            firsts = torch.split(values, sizes)
-            ranges = [
-                self._range(run.phase, run.name, x[0]).expand(len(x), 2)
-                for run, x in zip(runs, firsts, strict=True)
-            ]
+            firsts = zip(runs, torch.split(values, sizes), strict=True)
+            ranges = [self._range(run.phase, run.name, x[0]).expand(len(x), 2) for run, x in firsts]
             levels = self.levels(rows, torch.cat(ranges))
             edges = at_level(torch.cat(ranges), levels, self.bins)
-            counts = histogram(rows, edges[:, :1], edges[:, 1:], self.bins)
-            values = torch.cat([values, counts.to(values.dtype), levels[:, None].to(values.dtype)], 1)
+            counts = [histogram(rows[i], edges[i, :1], edges[i, 1:], self.bins) for i in pieces]
+            values = torch.cat(
+                [values, *(x.to(values.dtype) for x in (torch.cat(counts), levels[:, None]))], 1
+            )
         for (phase, name, records), x in zip(runs, torch.split(values, sizes), strict=True):
             self.stores[phase].put(name, records, x)
 
@@ -165,9 +166,8 @@ class OutputBuffer:
 
 
 def portions(waiting: Iterable[Waiting]) -> Iterator[Portion]:
-    """Joins outputs of one shape, layer by layer, to matrices of at most `ROW` elements; long rows are alone.
+    """Joins outputs of one shape, layer by layer, to matrices of at most `MAX_ELEMENTS`; long rows are alone.
 
-    A larger matrix saves calls, but with histograms its intermediate results make the heap grow each time.
     Outputs of a portion all have known moments, or none has.
     """
     alike: dict[tuple[Any, ...], dict[Key, list[Waiting]]] = {}
@@ -177,7 +177,7 @@ def portions(waiting: Iterable[Waiting]) -> Iterator[Portion]:
             alike.setdefault(kind, {}).setdefault((item.phase, item.name), []).append(item)
     for (shape, *_), layers in alike.items():
         items, n = [item for same in layers.values() for item in same], math.prod(shape)
-        at_once = max(1, ROW // max(1, n))
+        at_once = max(1, MAX_ELEMENTS // max(1, n))
         for i in range(0, len(items), at_once):
             some = items[i : i + at_once]
             elements = [x for item in some if (x := item.output.elements) is not None]

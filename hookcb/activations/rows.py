@@ -1,6 +1,6 @@
 """Rows: memory on a CPU for small outputs of several batches, with a row for each layer and batch."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -117,7 +117,7 @@ class Rows:
         elements = seat.rows[len(self._ended)].clone()
         return Output(seat.type, seat.shape, elements, None, elements.numel())
 
-    def end_batch(self, phase: str, record: int, others: Set[str]) -> dict[str, Output]:
+    def end_batch(self, phase: str, record: int, others: Iterable[str]) -> dict[str, Output]:
         """Ends the running batch, whose outputs wait; returns those of layers that come from elsewhere.
 
         Args:
@@ -125,8 +125,9 @@ class Rows:
             record: number of the batch's record.
             others: layers whose outputs in this batch are kept elsewhere.
         """
-        back = {name: self._output(name) for name in self._elsewhere & self.filled.keys()}
-        self._elsewhere = self._elsewhere - back.keys() | others & self._seats.keys()
+        back = {name: self._output(name) for name in self._elsewhere if name in self.filled}
+        self._elsewhere.difference_update(back)
+        self._elsewhere.update(name for name in others if name in self._seats)
         if self.filled:
             is_whole = len(self.filled) == len(self._seats)
             without = frozenset[str]() if is_whole else frozenset(self._seats.keys() - self.filled)
@@ -165,16 +166,9 @@ class Rows:
         """Takes out the batches that wait; the running one stays."""
         ended, self._ended = self._ended, []
         for names, block in self._blocks if ended else ():
-            n_batches = ROW // block.shape[2]
-            for i in range(0, len(ended), n_batches):
-                some = ended[i : i + n_batches]
-                n_layers = ROW // (block.shape[2] * len(some))
-                for k in range(0, len(names), n_layers):
-                    portion = _portion(
-                        names[k : k + n_layers], some, block[i : i + len(some), k : k + n_layers]
-                    )
-                    if portion.runs:
-                        yield portion
+            portion = _portion(names, ended, block[: len(ended)])
+            if portion.runs:
+                yield portion
             if self.filled:
                 block[0] = block[len(ended)]
 

@@ -276,13 +276,16 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
     position = rows.mul(0.5).sub_(low / 2)  # half, as the difference of the largest floats overflows
     position.mul_(bins / (high / 2 - low / 2)).clamp_(-1, bins - 1).floor_()
     position.add_(rows.clone().gt_(high))  # by the edge itself, as products are rounded
-    slot = position.nan_to_num_(nan=bins + 1).long()
-    slot += torch.arange(1, len(rows) * (bins + 3), bins + 3, device=rows.device)[:, None]
+    slot, n = position.nan_to_num_(nan=bins + 1).int(), len(rows) * (bins + 3)
+    slot += torch.arange(1, n, bins + 3, dtype=slot.dtype, device=rows.device)[:, None]
     exact = (
         torch.float32 if rows.shape[1] < 2**24 else torch.float64 if wide is torch.float64 else torch.int32
     )
-    counts = rows.new_zeros(len(rows) * (bins + 3), dtype=exact)
-    counts.scatter_add_(0, slot.view(-1), torch.ones_like(slot.view(-1), dtype=exact))
+    if rows.is_cpu and not torch.compiler.is_compiling():  # elsewhere it waits for the device
+        counts = torch.bincount(slot.view(-1), minlength=n).to(exact)
+    else:
+        counts = rows.new_zeros(n, dtype=exact)
+        counts.scatter_add_(0, slot.view(-1).long(), torch.ones_like(slot.view(-1), dtype=exact))
     return counts.view(len(rows), -1)[:, :-1]
 
 

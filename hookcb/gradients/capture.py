@@ -156,6 +156,7 @@ class GradientReader:
         frozen: list[str] = []
         grads, key = [], []
         shards: dict[str, Tensor | None] = {}
+        is_unscaled = isinstance(grad_scale, float) and grad_scale == 1
         for param in self.params:
             name, p, _ = param
             g = p.grad
@@ -172,7 +173,6 @@ class GradientReader:
                 self._left_out[name] = type(g).__name__
                 continue
             self._grads.append((param, g, version_of(g)))
-            is_unscaled = isinstance(grad_scale, float) and grad_scale == 1
             grads.append(x if is_unscaled else _unscaled(x, grad_scale))
             key += [id(p), p.numel()]
         if key != self._key:
