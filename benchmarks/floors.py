@@ -7,6 +7,7 @@ in every batch. What a callback adds beyond them is Python, in a loop whose laye
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from math import isfinite
 from pathlib import Path
 
@@ -15,17 +16,23 @@ from peers import Install, by_hooks
 from torch import Tensor, nn
 
 from hookcb import Callback
+from hookcb.activations.bins import at_level, level_of
 from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
-from hookcb.activations.stats import SAMPLED, WHOLE, _strata, shares
+from hookcb.activations.stats import SAMPLED, WHOLE, _strata, histogram, shares
 from hookcb.gradients.records import MAX_STEPS
 from hookcb.gradients.stats import SKETCH, sketch, sketch_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
 
+WIDEST = torch.tensor([[-8.0, 8.0]], dtype=torch.float64)  # a range of histograms at level 0
 
-def of_outputs(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[], object]:
+
+def of_outputs(
+    model: nn.Module, folder: Path, stack: ExitStack, with_hist: bool = False
+) -> Callable[[], object]:
     """Exact moments, extremes and shares of small outputs; of large ones shares of a sample.
 
-    A small output is copied, and reduced together with those of other batches.
+    A small output is copied, and reduced together with those of other batches. Histograms have a range that
+    fits each record.
     """
     samples: dict[str, list[Tensor]] = {}
     small: set[str] = set()
@@ -51,6 +58,10 @@ def of_outputs(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[],
                 if name in small:
                     rows.sum(1), torch.linalg.vector_norm(rows, dim=1), rows.amin(1), rows.amax(1)
                 shares(rows, 0.05)
+                if with_hist:
+                    edges = at_level(ranges := WIDEST.expand(len(rows), 2), level_of(rows, ranges, 40), 40)
+                    for some, ends in zip(rows.split(16), edges.split(16), strict=True):
+                        histogram(some, ends[:, :1], ends[:, 1:], 40)
             samples.clear()
 
     by_hooks(act)(model, folder, stack)
@@ -121,5 +132,6 @@ class OfBatch(Callback):
 
 FLOORS: dict[str, Install] = {
     "operations of ActivationStats alone": of_outputs,
+    "operations of its histograms too": partial(of_outputs, with_hist=True),
     "operations of GradientHealth alone": of_gradients,
 }
