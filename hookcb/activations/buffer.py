@@ -55,6 +55,7 @@ class OutputBuffer:
         # new for each batch: compiled code would be compiled anew each time a list has grown
         self.batch: dict[str, list[Output]] = {}
         self.ranges: dict[Key, Tensor] = {}
+        self._known: dict[str, set[str]] = {phase: set() for phase in stores}  # outputs that are in a store
         self._waiting: list[Waiting] = []
         self.memory, self.rows = Memory(), Rows()
         self._n_batches = self._n_elements = 0
@@ -73,8 +74,9 @@ class OutputBuffer:
     def take_batch(self) -> dict[str, Output]:
         """Ends the running batch; returns its outputs by name, but for those in `rows`."""
         batch, self.batch = self.batch, {}
-        for path in batch.keys() & self.rows.filled.keys():
-            batch[path].insert(0, self.rows.pull(path))
+        if not self.rows.filled.keys().isdisjoint(batch):
+            for path in self.rows.filled.keys() & batch.keys():
+                batch[path].insert(0, self.rows.pull(path))
         named: dict[str, Output] = {}
         for path, calls in batch.items():
             if len(calls) == 1:
@@ -89,29 +91,33 @@ class OutputBuffer:
         Returns:
             Its outputs by name; of those in `rows` only where the last output was of another shape.
         """
-        named = self.take_batch()
-        found = {name: x.elements for name, x in named.items() if x.elements is not None}
-        if not found and not self.rows.filled:
+        named, filled, known = self.take_batch(), self.rows.filled, self._known[phase]
+        if not (named.keys() <= known and filled.keys() <= known):
+            self._introduce(phase, named)
+        record = self.stores[phase].begin(epoch, step) if filled else None
+        for name, output in named.items():
+            if output.elements is not None:
+                record = self.stores[phase].begin(epoch, step) if record is None else record
+                self._waiting.append(Waiting(phase, name, record, output))
+                self._n_elements += output.elements.numel()
+        if record is None:
             return named
-        store = self.stores[phase]
-        self._introduce(store, [*self.rows.filled, *found])
-        record = store.begin(epoch, step)
-        back = self.rows.end_batch(phase, record, found)
-        for name, elements in found.items():
-            self._waiting.append(Waiting(phase, name, record, named[name]))
-            self._n_elements += elements.numel()
-        self._n_batches += bool(found)
+        back = self.rows.end_batch(phase, record, named)
+        self._n_batches += 1
         self._n_lent = self.memory.n_lent
         if self._n_batches == MAX_BATCHES or self._n_elements > MAX_ELEMENTS or self.rows.is_full:
             self.reduce()
             self.rows.arrange(named)
-        return named | back
+        return named | back if back else named
 
-    def _introduce(self, store: StatStore, names: Sequence[str]) -> None:
-        """Adds names to a store in the order of the forward, as those of one shape are reduced together."""
-        if new := store.lacks(names):
-            known = [name for other in self.stores.values() for name in other.names if name in new]
-            store.add(*known, *(name for name in names if name in new))
+    def _introduce(self, phase: str, named: Mapping[str, Output]) -> None:
+        """Adds layers to a store in the order of the forward, as those of one shape are reduced together."""
+        found = [name for name, output in named.items() if output.elements is not None]
+        new = dict.fromkeys([*self.rows.filled, *found])
+        in_order = [name for store in self.stores.values() for name in store.names if name in new]
+        for name in dict.fromkeys(in_order) | new:
+            self.stores[phase].add(name)
+        self._known[phase].update(new, named)
 
     def reduce(self) -> None:
         """Puts the statistics of waiting outputs into the stores; those of one shape are reduced together."""

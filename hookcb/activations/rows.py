@@ -11,6 +11,7 @@ from hookcb.activations.stats import ROW, WHOLE, Known
 
 MAX_BATCHES = 64  # batches that wait to be reduced
 MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
+NONE: frozenset[str] = frozenset()
 MIN_SIZE = 32  # elements that a smaller output counts as, which takes memory beside its elements
 
 
@@ -125,12 +126,13 @@ class Rows:
             record: number of the batch's record.
             others: layers whose outputs in this batch are kept elsewhere.
         """
-        back = {name: self._output(name) for name in self._elsewhere if name in self.filled}
-        self._elsewhere.difference_update(back)
-        self._elsewhere.update(name for name in others if name in self._seats)
+        back: dict[str, Output] = {}
+        if self._elsewhere or not self._seats.keys().isdisjoint(others):
+            back = {name: self._output(name) for name in self._elsewhere if name in self.filled}
+            self._elsewhere = (self._elsewhere | self._seats.keys() & others) - back.keys()
         if self.filled:
             is_whole = len(self.filled) == len(self._seats)
-            without = frozenset[str]() if is_whole else frozenset(self._seats.keys() - self.filled)
+            without = NONE if is_whole else frozenset(self._seats.keys() - self.filled)
             self._ended.append(_Ended(phase, record, without))
             self.filled = {}
         return back

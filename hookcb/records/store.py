@@ -1,7 +1,7 @@
 """StatStore: numbers of layers, record by record, on their way from the device to the host."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,15 +70,10 @@ class StatStore:
         self.infos.append(RecordInfo(record, epoch, step))
         return record
 
-    def lacks(self, names: Iterable[str]) -> set[str]:
-        """Names that it does not have."""
-        return set(names) - self._values.keys()
-
-    def add(self, *names: str) -> None:
-        """Adds layers to `names` before their first values arrive."""
-        for name in names:
-            if name not in self._values:
-                self._values[name] = self._empty(0)
+    def add(self, name: str) -> None:
+        """Adds a layer to `names` before its first values arrive."""
+        if name not in self._values:
+            self._values[name] = self._empty(0)
 
     def put(self, name: str, records: list[int], values: Tensor) -> None:
         """Adds values of a layer, `(len(records), n_columns)`, float32 or float64 on any device."""
