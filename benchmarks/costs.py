@@ -66,11 +66,20 @@ def targets(mlp: float, residual: float, transformer: float) -> dict[str, float]
 
 
 def hookcb(
-    workload: Workload, cbs: list[Callback], *, default: bool = False, opt_func: Any = torch.optim.SGD
+    workload: Workload,
+    cbs: list[Callback],
+    *,
+    default: bool = False,
+    opt_func: Any = torch.optim.SGD,
+    n_batches: int | None = None,
 ) -> Run:
-    """Trains with hookcb, with these callbacks alone or beside those that every Learner has."""
+    """Trains with hookcb, with these callbacks alone or beside those that every Learner has.
+
+    With `n_batches` these are repeated; by default each step has its own, which is in no cache.
+    """
     torch.manual_seed(0)
-    data = Batches([workload.batch() for _ in range(workload.steps)])
+    own = [workload.batch() for _ in range(n_batches or workload.steps)]
+    data = Batches([own[i % len(own)] for i in range(workload.steps)])
     learn = Learner(data, workload.model(), loss_func, opt_func, lr=1e-3)
     if not default:
         learn.remove_cbs(learn.cbs)
@@ -112,7 +121,7 @@ Maker = Callable[[Workload, Path, ExitStack], Run]
 BY_HAND: dict[str, Maker] = {
     "plain loop": partial(plain, install=peers.nothing),
     "the same again (noise) ": partial(plain, install=peers.nothing),
-    "hookcb, no callbacks ": lambda workload, folder, stack: hookcb(workload, []),
+    "hookcb, no callbacks ": lambda workload, **_: hookcb(workload, [], n_batches=1),
     "torch's hooks that do nothing": hooked(lambda: peers.no_act),
     "four reductions": hooked(lambda: peers.four_reductions),
     "three statistics by hand, .item()": hooked(peers.three_by_hand),
@@ -130,17 +139,17 @@ SLOW: dict[str, Maker] = {
     "Hugging Face DebugUnderflowOverflow": partial(plain, install=peers.hf_debug),
 }
 FASTAI: dict[str, Maker] = {
-    "fastai, no statistics": lambda workload, *_: peers.fastai(workload),
-    "fastai ActivationStats()": lambda workload, *_: peers.fastai(workload, False),
-    "fastai ActivationStats(with_hist=True)": lambda workload, *_: peers.fastai(workload, True),
+    "fastai, no statistics": lambda workload, **_: peers.fastai(workload),
+    "fastai ActivationStats()": lambda workload, **_: peers.fastai(workload, False),
+    "fastai ActivationStats(with_hist=True)": lambda workload, **_: peers.fastai(workload, True),
 }
 IGNITE: dict[str, Maker] = {
-    "Ignite": lambda workload, *_: peers.ignite(workload, False),
-    "Ignite GradsScalarHandler(norm)": lambda workload, *_: peers.ignite(workload, True),
+    "Ignite": lambda workload, **_: peers.ignite(workload, False),
+    "Ignite GradsScalarHandler(norm)": lambda workload, **_: peers.ignite(workload, True),
 }
 LIGHTNING: dict[str, Maker] = {
-    "Lightning": lambda workload, *_: peers.lightning(workload, False),
-    "Lightning grad_norm": lambda workload, *_: peers.lightning(workload, True),
+    "Lightning": lambda workload, **_: peers.lightning(workload, False),
+    "Lightning grad_norm": lambda workload, **_: peers.lightning(workload, True),
 }
 LIMITS = {"hookcb, no callbacks ": targets(1.02, 1.02, 1.02)}
 
@@ -155,14 +164,16 @@ def groups_of(net: str, only_ours: bool, folder: Path, stack: ExitStack) -> tupl
         runs: dict[str, Run] = {}
         for who, make in makers.items():
             try:
-                runs[who] = make(workload, folder=folder, stack=stack) if isinstance(make, partial) else make(
-                    workload, folder, stack
-                )  # fmt: skip
+                runs[who] = make(workload, folder=folder, stack=stack)
             except (ImportError, RuntimeError) as error:  # RuntimeError: a broken binary
                 missing.append(f"{who} ({error})")
         return [Group(runs, workload.steps)] if len(runs) > 1 else []
 
-    groups = [Group({who: x.make(long) for who, x in OURS.items()}, steps), *group(BY_HAND, long)]
+    ours = {who: partial(x.make, long) for who, x in OURS.items()}
+    by_hand = {who: partial(make, long, folder=folder, stack=stack) for who, make in BY_HAND.items()}
+    groups = [
+        Group({who: make() for who, make in makers.items()}, steps, makers) for makers in (ours, by_hand)
+    ]
     if only_ours:
         return groups, ""
     for makers in (SLOW, FASTAI, IGNITE, LIGHTNING):
@@ -312,25 +323,25 @@ def compare_diagnose(net: str, rounds: int, steps: int = 500) -> tuple[str, Rows
     """
     workload = learnable(replace(KEPT[net], steps=steps))
     train = partial(hookcb, workload, opt_func=torch.optim.Adam)
-    runs = {
-        "hookcb, no callbacks": train([]),
-        "the same again (noise)": train([]),
-        "Diagnose()": train([Diagnose()]),
+    makers: dict[str, Callable[[], Run]] = {
+        "hookcb, no callbacks": lambda: train([]),
+        "the same again (noise)": lambda: train([]),
+        "Diagnose()": lambda: train([Diagnose()]),
     }
-    group = Group(runs, steps)
-    idle: dict[str, list[Callback]] = {
-        "": [],
-        "a batch that it does not look at": [Resting()],
-        "its loss, a gradient's sum and times alone": [OfBatch()],
+    group = Group({name: make() for name, make in makers.items()}, steps, makers)
+    idle: dict[str, Callable[[], list[Callback]]] = {
+        "": list,
+        "a batch that it does not look at": lambda: [Resting()],
+        "its loss, a gradient's sum and times alone": lambda: [OfBatch()],
     }
-    windows = {name: Window(100) for name in idle}
-    rest = {name: train([windows[name], *cbs]) for name, cbs in idle.items()}
-    take_turns([(group, name) for name in runs], rounds, time.process_time)
-    seconds: dict[str, list[float]] = {name: [] for name in rest}
+    take_turns([(group, name) for name in makers], rounds, time.process_time)
+    seconds: dict[str, list[float]] = {name: [] for name in idle}
     for i in range(rounds):
-        for name in list(rest)[:: 1 if i % 2 else -1]:
-            rest[name]()
-            seconds[name].append(windows[name].seconds)
+        for name, make in list(idle.items())[:: 1 if i % 2 else -1]:
+            window, elsewhere = Window(100), torch.empty(1_000 + 37_000 * i)
+            train([window, *make()])()
+            seconds[name].append(window.seconds)
+            del elsewhere
     rows = rows_of(group, {"Diagnose()": 1.05 if net == "mlp" else 1.02})
     base, *others = ([x / (steps - 100) for x in taken] for taken in seconds.values())
     for name, own, target in zip(list(idle)[1:], others, (1.01, None), strict=True):

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
@@ -17,10 +17,15 @@ Run = Callable[[], object]  # trains for a turn, a fixed number of steps
 
 @dataclass
 class Group:
-    """Contestants that are compared with the first one, all in turns of `steps` steps."""
+    """Contestants that are compared with the first one, all in turns of `steps` steps.
+
+    A net that stays where it is in memory keeps its luck: the same loop beside itself may take 3 % more in
+    all rounds. So with `makers` each turn makes its net anew, at other addresses, which is not timed.
+    """
 
     runs: Mapping[str, Run]
     steps: int
+    makers: Mapping[str, Callable[[], Run]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in self.runs}
@@ -111,9 +116,12 @@ def take_turns(turns: list[tuple[Group, str]], rounds: int, clock: Callable[[], 
     shuffled = random.Random(0)
     for _ in range(rounds):
         for group, name in shuffled.sample(turns, len(turns)):
+            elsewhere = torch.empty(shuffled.randrange(1_000, 500_000))
+            run = group.makers[name]() if group.makers else group.runs[name]
             began = clock()
-            group.runs[name]()
+            run()
             group.seconds[name].append(clock() - began)
+            del elsewhere, run
 
 
 def figures(group: Group, name: str, layers: int | None) -> list[str]:

@@ -11,7 +11,7 @@ from hookcb.core.sampling import SamplingCallback
 from hookcb.core.shards import plain_class
 from hookcb.hooks.coverage import Coverage, introduce, note_used
 from hookcb.hooks.hook import HOOK_OPTIONS, HookFunc, Hooks
-from hookcb.hooks.modules import Where, contains_compiled, find_modules, make_ready_for_hooks
+from hookcb.hooks.modules import Where, contains_compiled, find_modules, has_compiled, make_ready_for_hooks
 
 
 class HookCallback(SamplingCallback):
@@ -97,6 +97,9 @@ class HookCallback(SamplingCallback):
         self._names = {id(m): name or plain_class(m).__name__ for name, m in self.layers.items()}
         make_ready_for_hooks(self.model)
         self.hooks = Hooks(self.layers, self._function or self.hook, gate=self.hooks_act, **self._options)
+        # those in compiled code stay on the layers, and those whose results others see
+        observes = self.is_forward and not self._options.get("modify")
+        self._may_rest = observes and not contains_compiled(self.model)
         introduce(self.hooks, self.model, f"{type(self).__name__}.hook")
 
     def hooks_act(self) -> bool:
@@ -118,13 +121,8 @@ class HookCallback(SamplingCallback):
             self.hooks.wake()
             self._acts_in = self.training
             self.hooks.restart()
-        elif not self.hooks.is_resting and self._may_rest():
+        elif self._may_rest and not self.hooks.is_resting and not has_compiled():
             self.hooks.rest()
-
-    def _may_rest(self) -> bool:
-        """Whether hooks may be off the layers: not those in compiled code, or whose results others see."""
-        observes = self.is_forward and not self._options.get("modify")
-        return observes and not contains_compiled(self.model)
 
     def after_pred(self) -> None:
         self._has_pred = True

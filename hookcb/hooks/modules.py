@@ -161,7 +161,12 @@ def make_ready_for_hooks(model: nn.Module) -> None:
 
 def contains_compiled(model: nn.Module) -> bool:
     """Whether the model is compiled, or anything in this process, which may contain hooks of its modules."""
-    return bool(compile_counts("frames")) or any(map(is_compiled, model.modules()))
+    return has_compiled() or any(map(is_compiled, model.modules()))
+
+
+def has_compiled() -> bool:
+    """Whether anything was compiled in this process."""
+    return bool(compile_counts("frames"))
 
 
 def is_compiled(m: nn.Module) -> bool:
