@@ -11,8 +11,8 @@ from hookcb.activations.stats import ROW, WHOLE, Known
 
 MAX_BATCHES = 64  # batches that wait to be reduced
 MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
-NONE: frozenset[str] = frozenset()
 MIN_SIZE = 32  # elements that a smaller output counts as, which takes memory beside its elements
+NONE: frozenset[str] = frozenset()
 
 
 class Output(NamedTuple):
@@ -146,23 +146,26 @@ class Rows:
         """Gives rows to those layers that asked for one and have small `outputs`; no batch may wait."""
         now = {name: (seat.type, seat.shape) for name, seat in self._seats.items()}
         small = {name: x for name, x in outputs.items() if name in self._asked and x.is_small}
-        n, alike, wanted = 0, dict[torch.Size, dict[str, str]](), dict[str, tuple[str, torch.Size]]()
+        wanted, n = dict[str, tuple[str, torch.Size]](), 0
         for name, about in (now | {name: (x.type, torch.Size(x.shape)) for name, x in small.items()}).items():
-            n += max(MIN_SIZE, about[1].numel())
-            if n <= MAX_ELEMENTS:
-                wanted[name] = about
-                alike.setdefault(about[1], {})[name] = about[0]
+            size = max(MIN_SIZE, about[1].numel())
+            if n + size <= MAX_ELEMENTS:
+                wanted[name], n = about, n + size
         self._n_batches, self._asked = max(1, min(MAX_BATCHES, MAX_ELEMENTS // max(1, n))), set()
-        if wanted == now:
-            return
-        self._seats, self._blocks = {}, []
-        with torch.inference_mode(False):
-            for shape, kinds in alike.items():
-                block = torch.empty(self._n_batches, len(kinds), *shape, dtype=torch.float32, device="cpu")
-                self._blocks.append((list(kinds), block.view(*block.shape[:2], -1)))
-                of_layers = zip(*(of_batch.unbind() for of_batch in block), strict=True)
-                for (name, kind), rows in zip(kinds.items(), of_layers, strict=True):
-                    self._seats[name] = _Seat(kind, shape, rows)
+        if wanted != now:
+            self._seats, self._blocks = {}, []
+            with torch.inference_mode(False):
+                for shape in dict.fromkeys(shape for _, shape in wanted.values()):
+                    self._add_block(
+                        shape, {name: kind for name, (kind, own) in wanted.items() if own == shape}
+                    )
+
+    def _add_block(self, shape: torch.Size, kinds: Mapping[str, str]) -> None:
+        block = torch.empty(self._n_batches, len(kinds), *shape, dtype=torch.float32, device="cpu")
+        self._blocks.append((list(kinds), block.view(*block.shape[:2], -1)))
+        of_layers = zip(*(of_batch.unbind() for of_batch in block), strict=True)
+        for (name, kind), rows in zip(kinds.items(), of_layers, strict=True):
+            self._seats[name] = _Seat(kind, shape, rows)
 
     def empty(self) -> Iterator[Portion]:
         """Takes out the batches that wait; the running one stays."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 MAX_QUEUED = 1024
+MIN_WRITTEN = 16  # records of a layer that are written together, as a write takes as long as for one
 
 
 class RecordInfo(NamedTuple):
@@ -49,6 +50,7 @@ class StatStore:
         self.infos: list[RecordInfo] = []
         self._values: dict[str, Tensor] = {}  # (capacity, n_columns) by name, rows as in infos
         self._queue: list[_Queued] = []
+        self._unwritten: dict[str, list[_Queued]] = {}  # values on the host, by name
         self._transfers: list[_Transfer] = []
         self._newest: set[str] = set()  # names with values in the newest record
 
@@ -79,7 +81,7 @@ class StatStore:
         """Adds values of a layer, `(len(records), n_columns)`, float32 or float64 on any device."""
         self.add(name)
         if values.device.type == "cpu":
-            self._write(_Queued(name, records, values))
+            self._keep(_Queued(name, records, values))
         else:
             self._queue.append(_Queued(name, records, values))
             if len(self._queue) == MAX_QUEUED:
@@ -142,32 +144,41 @@ class StatStore:
     def _read(self) -> None:
         self.flush()
         self._receive()
+        for name in list(self._unwritten):
+            self._write(name)
 
     def _receive(self) -> None:
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             for queued in transfer.arrived():
-                self._write(queued)
+                self._keep(queued)
 
-    def _write(self, queued: _Queued) -> None:
-        kept, new = queued.records, queued.values
+    def _keep(self, queued: _Queued) -> None:
+        waiting = self._unwritten.setdefault(queued.name, [])
+        waiting.append(queued)
+        if sum([len(x.records) for x in waiting]) >= MIN_WRITTEN:
+            self._write(queued.name)
+
+    def _write(self, name: str) -> None:
+        waiting = self._unwritten.pop(name)
+        kept = [record for queued in waiting for record in queued.records]
+        new = torch.cat([queued.values for queued in waiting]) if len(waiting) > 1 else waiting[0].values
         if self.stride > 1:  # not all records are kept
-            rows = {i: self._row_of(record) for i, record in enumerate(queued.records)}
+            rows = {i: self._row_of(record) for i, record in enumerate(kept)}
             new = new[[i for i, row in rows.items() if row is not None]]
             kept = [row for row in rows.values() if row is not None]
         if not kept:
             return
-        values = self._values[queued.name]
-        if kept[-1] >= len(values):  # doubling copies each row about once in total
-            capacity = min(self.keep, max(64, 2 * kept[-1]))
-            values = self._enlarge(queued.name, capacity)
-        is_run = kept[-1] - kept[0] == len(kept) - 1  # a slice takes half the time
+        values, first, last = self._values[name], kept[0], max(kept)
+        if last >= len(values):  # doubling copies each row about once in total
+            values = self._enlarge(name, min(self.keep, max(64, 2 * last)))
+        is_run = kept == list(range(first, last + 1))  # a slice takes half the time
         if new.dtype is torch.float64 and values.dtype is torch.float32:
             with torch.inference_mode(False):
-                values = self._values[queued.name] = values.double()
-        values[slice(kept[0], kept[-1] + 1) if is_run else kept] = new.to(values.dtype)
-        if kept[-1] == len(self.infos) - 1:
-            self._newest.add(queued.name)
+                values = self._values[name] = values.double()
+        values[slice(first, last + 1) if is_run else kept] = new.to(values.dtype)
+        if last == len(self.infos) - 1:
+            self._newest.add(name)
 
     def _row_of(self, record: int) -> int | None:
         i = bisect_left(self.infos, (record,))

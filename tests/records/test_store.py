@@ -1,6 +1,8 @@
 """StatStore keeps what it is given in bounded memory, evenly over the run, and gives it back."""
 
+import math
 import pickle
+import random
 
 import pytest
 import torch
@@ -105,3 +107,41 @@ def test_what_is_on_a_gpu_arrives_without_waiting_in_between():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert store.series("fc").flatten().tolist() == list(range(3_000))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("keep", [7, 1_000])
+def test_values_that_arrive_late_in_any_order_are_where_they_belong(seed, keep):
+    draw = random.Random(seed)
+    store, late, given = StatStore(("x",), keep), [], {}
+    for step in range(draw.choice([30, 100, 300])):
+        record = store.begin(0, step)
+        for name in "abc"[: draw.randrange(4)]:
+            late.append((name, record))
+            given[name, step] = draw.random()
+        draw.shuffle(late)
+        while late and draw.random() < 0.6:
+            k = draw.randrange(1, 5)
+            name = late[-1][0]
+            some = [item for item in late[-k:] if item[0] == name]
+            late = [item for item in late if item not in some]
+            values = torch.tensor([[given[name, r]] for _, r in some], dtype=torch.float64)
+            store.put(name, [r for _, r in some], values if draw.random() < 0.5 else values.float())
+    for name, record in late:
+        store.put(name, [record], torch.tensor([[given[name, record]]]))
+    for name in store.names:
+        series = store.series(name)[:, 0].tolist()
+        for info, x in zip(store.infos, series, strict=True):
+            expected = given.get((name, info.step))
+            assert math.isnan(x) if expected is None else x == pytest.approx(expected, rel=1e-6)
+
+
+def test_values_are_written_together_and_read_at_once():
+    store = StatStore(("x",), 100)
+    for step in range(10):
+        store.put("a", [store.begin(0, step)], torch.tensor([[float(step)]]))
+        assert store.row(step, "a").tolist() == [float(step)]
+    for step in range(10, 20):
+        store.put("a", [store.begin(0, step)], torch.tensor([[float(step)]]))
+    assert store._unwritten
+    assert pickle.loads(pickle.dumps(store)).series("a").flatten().tolist() == list(map(float, range(20)))
