@@ -141,10 +141,10 @@ def modes(model):
 
 
 class Clock:
-    """Clock that advances by a microsecond per call, and by `sleep`."""
+    """Clock that advances by a microsecond per call, and by `sleep`, in which `samplers` take samples."""
 
     def __init__(self):
-        self.now = 0.0
+        self.now, self.samplers = 0.0, []
 
     def __call__(self):
         self.now += 1e-6
@@ -152,6 +152,18 @@ class Clock:
 
     def sleep(self, seconds=SLEEP):
         self.now += seconds
+        for lines in self.samplers:
+            for _ in range(10):
+                lines.sample(seconds / 10)
+
+    def sample_lines(self, monkeypatch):
+        """Has lines of loops sampled in `sleep`, and not by a thread."""
+
+        def start(lines):
+            lines.is_running = True
+            self.samplers.append(lines)
+
+        monkeypatch.setattr("hookcb.diagnosis.probes.lines.LineSamples.start", start)
 
 
 class NoSuper(Callback):

@@ -55,7 +55,7 @@ class OutputBuffer:
         # new for each batch: compiled code would be compiled anew each time a list has grown
         self.batch: dict[str, list[Output]] = {}
         self.ranges: dict[Key, Tensor] = {}
-        self._known: dict[str, set[str]] = {phase: set() for phase in stores}  # outputs that are in a store
+        self._known: dict[str, set[str]] = {phase: set() for phase in stores}  # names seen in each
         self._waiting: list[Waiting] = []
         self.memory, self.rows = Memory(), Rows()
         self._n_batches = self._n_elements = 0
@@ -139,9 +139,8 @@ class OutputBuffer:
             levels = self.levels(rows, torch.cat(ranges))
             edges = at_level(torch.cat(ranges), levels, self.bins)
             counts = [histogram(rows[i], edges[i, :1], edges[i, 1:], self.bins) for i in pieces]
-            values = torch.cat(
-                [values, *(x.to(values.dtype) for x in (torch.cat(counts), levels[:, None]))], 1
-            )
+            of_bins = torch.cat(counts).to(values.dtype), levels[:, None].to(values.dtype)
+            values = torch.cat([values, *of_bins], 1)
         for (phase, name, records), x in zip(runs, torch.split(values, sizes), strict=True):
             self.stores[phase].put(name, records, x)
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import sys
 import unicodedata
 import warnings
@@ -11,9 +12,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import rich
+import torch
 from rich.console import Console, RenderableType
 
-OURS = (str(Path(__file__).parents[1]), str(Path(rich.__file__).parent))  # warnings never point there
+NEVER_AT = tuple(  # files to which warnings do not point
+    str(folder) + os.sep
+    for folder in (Path(__file__).parents[1], Path(rich.__file__).parent, Path(torch.__file__).parent)
+)
 BARS = dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))  # bars of a sparkline, lowest first
 SPELLED = BARS | dict(
     pair.split(" ")
@@ -195,8 +200,8 @@ def warn(text: str, stacklevel: int | None = None, *, is_of_rank: bool = False) 
 
 
 def _users_stacklevel() -> int:
-    """Number of frames from the caller up to the first that is neither in this package nor in rich."""
+    """Number of frames from the caller up to the first that is not in this package, rich or torch."""
     frame, n = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NEVER_AT):
         frame, n = frame.f_back, n + 1
     return n

@@ -329,8 +329,8 @@ class Loop(TrainingState):
                 raise
             if marks is not None:
                 marks.append((cb, time.perf_counter()))
-        if clock is not None and (event == "after_batch" or clock.phase_begins is not None):
-            clock.end_callbacks(event)
+        if clock is not None and event == "after_batch":
+            clock.end_batch()
         if self._votes is not None:
             acting = [cb for cb, _ in handlers]
             if cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in acting):

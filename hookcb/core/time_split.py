@@ -43,13 +43,13 @@ class TimeSplit:
 
     Attributes:
         leaves_out: whether the batch in progress is left out.
-        phase_begins: called with each phase that begins, and with "" if callbacks act.
+        phase: the phase in progress, or that after the callbacks that act.
 
     >>> from hookcb.core.time_split import TimeSplit
     >>> split = TimeSplit(lambda cb: cb.name, n_warm_up=0)
     >>> for event in ("before_batch", "after_pred", "after_batch"):
     ...     _ = split.begin_callbacks(event)
-    ...     split.end_callbacks(event)
+    >>> split.end_batch()
     >>> split.n, split.seconds["forward"] > 0
     (1, True)
     """
@@ -58,12 +58,11 @@ class TimeSplit:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._largest: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._n, self.leaves_out = 0, False
-        self.phase_begins: Callable[[str], object] | None = None
         self._label = label
         self._labels: dict[int, str] = {}
         self._n_to_come = n_warm_up
         self._now: defaultdict[str, float] = defaultdict(float)  # of the batch that is added up
-        self._phase = self._before_fetch = EPOCH
+        self.phase = self._before_fetch = EPOCH
         self._fetched = self._fetch_began = 0.0
         self._marks: Marks = []
         self._since = self._collecting_since = time.perf_counter()
@@ -99,25 +98,20 @@ class TimeSplit:
         Returns:
             A list, to which each callback is appended with the time when it has acted.
         """
-        if self.phase_begins is not None:
-            self.phase_begins("")
-        self._marks.append((self._phase, time.perf_counter()))
-        self._phase = AFTER.get(event, self._phase)
+        self._marks.append((self.phase, time.perf_counter()))
+        self.phase = AFTER.get(event, self.phase)
         return self._marks
 
-    def end_callbacks(self, event: str) -> None:
-        """Begins the phase after an event, at which callbacks have acted."""
-        if event == Event.AFTER_BATCH:
-            self._marks.append((BATCH, self.leaves_out))
-            if len(self._marks) > MAX_MARKS:
-                self._add_marks()
-        if self.phase_begins is not None:
-            self.phase_begins(self._phase)
+    def end_batch(self) -> None:
+        """Ends a batch, at whose last event callbacks have acted."""
+        self._marks.append((BATCH, self.leaves_out))
+        if len(self._marks) > MAX_MARKS:
+            self._add_marks()
 
     def begin(self) -> None:
         """Begins a fetch; the first one of an epoch also starts the loader."""
-        self._before_fetch = self._phase
-        self._fetch_began = self._switch(EPOCH if self._phase == EPOCH else DATA)
+        self._before_fetch = self.phase
+        self._fetch_began = self._switch(EPOCH if self.phase == EPOCH else DATA)
 
     def end(self) -> None:
         """Ends a fetch."""
@@ -130,10 +124,8 @@ class TimeSplit:
 
     def _switch(self, phase: str) -> float:
         now = time.perf_counter()
-        self._marks.append((self._phase, now))
-        self._phase = phase
-        if self.phase_begins is not None:
-            self.phase_begins(phase)
+        self._marks.append((self.phase, now))
+        self.phase = phase
         return now
 
     def _add_marks(self) -> None:

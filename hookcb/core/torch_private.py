@@ -201,9 +201,9 @@ def flattened(xs: list[Tensor]) -> Tensor:
     return flat
 
 
-def norms_of(xs: list[Tensor]) -> list[Tensor]:
-    """L2 norm of each tensor, in a few kernels; `torch.linalg.vector_norm` of each gives the same."""
-    return list(torch._foreach_norm(xs))
+def norms_of(xs: list[Tensor], order: float = 2) -> list[Tensor]:
+    """Norm of each tensor, in a few kernels; `torch.linalg.vector_norm` of each gives the same."""
+    return list(torch._foreach_norm(xs, order))
 
 
 def operator_schema(func: Any) -> Any:

@@ -119,7 +119,12 @@ class EvidenceRecorder(Callback):
         if (stats := self._stats) is not None and stats.is_resting:
             stats.pass_batch()
         if spent is not None:
-            spent.split.leaves_out = is_measured or spent.is_tracing
+            spent.split.leaves_out = is_measured
+
+    def _note_step(self) -> None:
+        """Notes who has called a part of a step in an inspected batch."""
+        if self.is_looking and self._probes is not None and self._spent is not None:
+            self._probes.guarded(self._spent.note_step)
 
     def _begin_rest(self, is_looking: bool, is_idle: bool) -> None:
         """Leaves out the events at which nothing is done in this batch."""
@@ -134,6 +139,7 @@ class EvidenceRecorder(Callback):
             self._probes.rest(self.learn, is_idle and not self._is_external)
 
     def after_pred(self) -> None:
+        self._note_step()
         if self.is_looking or self._is_external:  # an external loop may never report its loss
             self._probe(Probes.record_pred)
 
@@ -145,6 +151,7 @@ class EvidenceRecorder(Callback):
         self._probe(Probes.begin_backward)
 
     def after_backward(self) -> None:
+        self._note_step()
         self._probe(Probes.end_backward)
 
     def before_step(self) -> None:
@@ -161,6 +168,7 @@ class EvidenceRecorder(Callback):
         self._probe(Probes.cancel_step)
 
     def after_step(self) -> None:
+        self._note_step()
         self._is_new_step = True
         if (probes := self._probes) is None:
             return

@@ -50,6 +50,9 @@ class GradientHealth(Callback):
             these; by default all parameters.
         activations: whether to record gradients of the outputs of all leaf modules with parameters, too; on
             several ranks, those of this one.
+        detail_every: record details in records 0, n, 2n …; these are `abs_max` and, for `flow()`, the mean
+            |gradient|, which take as long as all else. Parameters with up to 1,024 elements and those of
+            which each rank has a part always have them.
         on_nonfinite: action on a NaN or infinite gradient of any parameter: "record" it; "skip" the step and
             drop the gradients; "raise", which ends the fit with weights and optimizer as they were before the
             step. "skip" and "raise" wait for the device at each step. They leave overflows to a GradScaler
@@ -88,6 +91,7 @@ class GradientHealth(Callback):
         params: Which | Iterable[Which] | None = None,
         activations: bool = False,
         *,
+        detail_every: int = 10,
         on_nonfinite: str = "record",
         keep: int = 5_000,
         name: str | None = None,
@@ -98,6 +102,7 @@ class GradientHealth(Callback):
         self.every = check_count("every", 1 if every is None else every, "steps")
         self.params = None if params is None else check_which(params)
         self.activations, self.on_nonfinite = activations, on_nonfinite
+        self.detail_every = check_count("detail_every", detail_every, "records")
         self.keep = check_count("keep", keep, "records", least=2)
         self.records = GradientRecords(keep, activations)
         self._end()
@@ -119,7 +124,8 @@ class GradientHealth(Callback):
         self._end()
         model = self.learn.model
         self.records = GradientRecords(self.keep, self.activations)
-        self._reader = GradientReader(find_params(model, self.params), self.learn.ranks)
+        found = find_params(model, self.params)
+        self._reader = GradientReader(found, self.learn.ranks, self.records.memory)
         self._note_shards(self._reader, self.learn.ranks)
         # a watch may begin when some are gathered, and then reads them anew at its first step
         is_whole = not all(is_shard(param.p) for param in self._reader.params)
@@ -246,8 +252,9 @@ class GradientHealth(Callback):
             # set by a GradScaler of the user for a fused optimizer
             if scaler is None and isinstance(given := getattr(opt, "grad_scale", None), Tensor):
                 grad_scale = scale = detached_scalar(given)
+            is_detailed = self.records.n_added % self.detail_every == 0
             with torch.no_grad():
-                self._capture = reader.before_step(grad_scale, lr, scale)
+                self._capture = reader.before_step(grad_scale, lr, scale, is_detailed=is_detailed)
         if isinstance(opt, StepByHand):  # its gradients may be cleared when the step ends
             watch.make()
 
@@ -329,7 +336,7 @@ class GradientHealth(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.records = GradientRecords.from_state(state["recorded"])
         if self._reader:
-            self._n_steps = state["n_steps"]
+            self._n_steps, self._reader.memory = state["n_steps"], self.records.memory
             self._reader.pivots.update(state.get("pivots", {}))
             if state.get("part", ()) == self._part:  # else they are those of other elements
                 self._reader.starts.update(state["starts"])

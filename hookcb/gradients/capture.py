@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import moved, scaled_norm, widened
+from hookcb.core.precision import at_least_float32, moved, scaled_norm
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.core.shards import has_no_part, is_shard, local_part
 from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.layout import Layout
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
 from hookcb.gradients.stats import (
-    SKETCH,
     Number,
+    elements_of,
     is_readable,
+    mean_size,
+    norms_of_rows,
+    number_of,
     plain_gradient,
-    sketch,
     summarize_gradient,
 )
 from hookcb.hooks.params import Param
@@ -30,19 +32,29 @@ About = dict[str, tuple[int, int, str]]  # by parameter: number of elements, of 
 
 @dataclass(slots=True)
 class Capture:
-    """Numbers captured around one step, for the parameters of one layout."""
+    """Numbers captured around one step, for the parameters of one layout.
+
+    Attributes:
+        layout: the layout.
+        before: the parts of `layout.parts`: small gradients, tracked weights before the step, and row norms
+            of large gradients, concatenated.
+        nonfinite: number of NaN and infinities of each large gradient.
+        details: smallest and largest element and mean |gradient| of each large gradient, `(n_large · 3,)`;
+            None if they were not read.
+        after: tracked weights after the step.
+        weights: norm and sum of each parameter of middle size, `(n_middle · 2,)`.
+        clipped_small: small gradients as the optimizer got them; None if they are as before.
+        clipped_large: norms of the large ones.
+    """
 
     layout: Layout
-    small: Tensor  # gradients of the small parameters, then sketches of large ones, concatenated
-    sketched: tuple[int, ...]  # places of the latter among the large gradients
-    rows: Tensor  # row norms of the large gradients, concatenated
-    numbers: Numbers  # low, high, nonfinite, mean |gradient| of each large gradient: (n_large · 4,); the last
-    # is 0 if it is to be taken from the sketch
-    before: Tensor  # sketch of the weights before the step
-    after: Tensor | None = None  # and after it
-    weights: Numbers = ()  # norm and sum of each parameter of middle size: (n_middle · 2,)
-    clipped_small: Tensor | None = None  # set if clipping has changed the gradients
-    clipped_large: Numbers = ()  # norms
+    before: Tensor
+    nonfinite: Numbers
+    details: Numbers | None = None
+    after: Tensor | None = None
+    weights: Numbers = ()
+    clipped_small: Tensor | None = None
+    clipped_large: Numbers = ()
 
 
 @dataclass(slots=True)
@@ -84,15 +96,7 @@ class StepCapture:
     def n_elements(self) -> int:
         """Number of elements held until they are reduced."""
         n = sum(values.numel() for _, values in self.buffers.values())
-        return n + sum(c.small.numel() + c.rows.numel() + 2 * c.before.numel() for c in self.captures)
-
-    def move(self, memory: Memory) -> None:
-        """Moves all elements to the memory in which they wait."""
-        self.buffers = {device: (sizes, memory.keep(x)) for device, (sizes, x) in self.buffers.items()}
-        for c in self.captures:
-            c.small, c.rows, c.before = memory.keep(c.small), memory.keep(c.rows), memory.keep(c.before)
-            c.after = None if c.after is None else memory.keep(c.after)
-            c.clipped_small = None if c.clipped_small is None else memory.keep(c.clipped_small)
+        return n + sum(c.before.numel() + sum(c.layout.sketch_lengths) for c in self.captures)
 
 
 class GradientReader:
@@ -101,15 +105,18 @@ class GradientReader:
     Args:
         params: the parameters to read.
         ranks: the ranks that merge statistics of sharded parameters; each must capture the same steps.
+        memory: lends memory for the elements of a step; it may take them back once the step is reduced.
 
     Attributes:
+        memory: the same.
         starts: tracked elements of each parameter before its first step, by name.
         pivots: mean of each sharded parameter at its first step, by name; the same on all ranks.
     """
 
-    def __init__(self, params: Sequence[Param], ranks: Ranks = ALONE) -> None:
+    def __init__(self, params: Sequence[Param], ranks: Ranks = ALONE, memory: Memory | None = None) -> None:
         self.starts: dict[str, Tensor] = {}
         self.pivots: dict[str, Tensor] = {}
+        self.memory = Memory() if memory is None else memory
         self._ranks, self._sharded = ranks, frozenset[str]()
         self._shards: ShardReader | None = None
         self._left_out: dict[str, str] = {}
@@ -148,9 +155,17 @@ class GradientReader:
             self._sizes.setdefault(b.device, {})[name] = b.numel()
 
     def before_step(
-        self, grad_scale: Number = 1.0, lr: Number = math.nan, scale: Number = 1.0
+        self,
+        grad_scale: Number = 1.0,
+        lr: Number = math.nan,
+        scale: Number = 1.0,
+        *,
+        is_detailed: bool = True,
     ) -> StepCapture:
-        """Captures weights and whole gradients, which are `grad_scale` times too large."""
+        """Captures weights and whole gradients, which are `grad_scale` times too large.
+
+        Without details those of large gradients are not read, unless some are not finite on a CPU.
+        """
         self._grads = []
         without_grad: list[str] = []
         frozen: list[str] = []
@@ -179,9 +194,31 @@ class GradientReader:
             self._key = key
             self._lay_out(self.with_grad)
         of_shards = self._shards.before_step(shards, grad_scale) if self._shards else None
-        captures = [_capture(layout, [grads[i] for i in places]) for layout, places in self._layouts]
+        captures = [
+            self._capture(layout, [grads[i] for i in places], is_detailed) for layout, places in self._layouts
+        ]
         names = without_grad, frozen, dict(self._left_out)
         return StepCapture(captures, lr, scale, self._about, *names, shards=of_shards)
+
+    def _capture(self, layout: Layout, grads: list[Tensor], is_detailed: bool) -> Capture:
+        """Numbers of the gradients, in the order of the layout, and of the weights before the step."""
+        small, large = grads[: layout.n_small], grads[layout.n_small :]
+        details, known = None, None if is_detailed else norms_of_rows(large)
+        if known is None:
+            found = [summarize_gradient(g) for g in large]
+            known = [x.rows for x in found], [x.nonfinite for x in found]
+            pairs = zip(found, map(mean_size, large), strict=True)
+            details = _row([number for x, mean in pairs for number in (x.low, x.high, mean)], layout)
+        rows, nonfinite = known
+        before = self._joined([*([flattened(small)] if small else []), *layout.tracked(), *rows], layout)
+        return Capture(layout, before, _row(nonfinite, layout), details)
+
+    def _joined(self, xs: list[Tensor], layout: Layout) -> Tensor:
+        """A concatenated copy of tensors with one dimension, at least float32."""
+        if layout.device.type != "cpu" or layout.dtype is not torch.float32 or not xs:
+            return at_least_float32(torch.cat(xs)) if xs else layout.empty
+        whole = self.memory.lend(torch.Size([sum(map(len, xs))]))
+        return torch.cat(xs, out=whole)
 
     def _lay_out(self, params: list[Param]) -> None:
         by_device: dict[torch.device, list[Param]] = {}
@@ -217,7 +254,7 @@ class GradientReader:
             small, large = plain[: layout.n_small], plain[layout.n_small :]
             shapes = zip(small, layout.shapes, strict=False)
             zeroed = [torch.zeros(shape, device=layout.device) if x is None else x for x, shape in shapes]
-            capture.clipped_small = _flat(zeroed, layout.empty)
+            capture.clipped_small = self._joined([flattened(zeroed)] if zeroed else [], layout)
             norms = [0.0 if x is None else _norm(x) for x in large]
             capture.clipped_large = _row(norms, layout)
 
@@ -235,18 +272,18 @@ class GradientReader:
             ]
         for capture in step.captures:
             layout = capture.layout
-            capture.after = layout.sketch()
+            capture.after = self._joined(layout.tracked(), layout)
             if layout.start is None:
-                layout.start = self._start(layout, capture.before)
+                layout.start = self._start(layout, torch.split(capture.before, layout.parts)[1])
             numbers: list[Number] = []
             for param, is_middle in zip(layout.params[layout.n_small :], layout.is_middle, strict=True):
                 if is_middle:
                     x = _plain(param.p.detach())
-                    numbers += [torch.nan] * 2 if x is None else [_norm(x), _number(x.sum())]
+                    numbers += [torch.nan] * 2 if x is None else [_norm(x), number_of(x.sum())]
             capture.weights = _row(numbers, layout)
         self._grads = []
         for device, buffers in self._buffers.items():
-            step.buffers[device] = self._sizes[device], _flat(buffers, torch.empty(0, device=device))
+            step.buffers[device] = self._sizes[device], self.memory.keep(flattened(buffers).clone())
 
     def _start(self, layout: Layout, before: Tensor) -> Tensor:
         """Sketches of the parameters before their first step, which may have been in an earlier layout."""
@@ -269,26 +306,11 @@ def _unscaled(x: Tensor, scale: Number) -> Tensor:
     return x / scale if x.layout is torch.strided else (x / scale).coalesce()
 
 
-def _flat(xs: list[Tensor], empty: Tensor) -> Tensor:
-    """A concatenated copy of all elements; `empty` if there are no tensors."""
-    if not xs:
-        return empty
-    if len({x.dtype for x in xs}) > 1:
-        xs = [widened(x) for x in xs]
-    flat = flattened(xs)
-    return flat.clone() if len(xs) == 1 else flat  # a single tensor gives a view
-
-
-def _number(x: Tensor) -> Number:
-    """A float on a CPU, as reading needs no sync there; else the tensor itself."""
-    return x.item() if x.is_cpu else x
-
-
 def _norm(x: Tensor) -> Number:
-    x = x if x.layout is torch.strided else x.values()
-    norm = _number(torch.linalg.vector_norm(x))
+    x = elements_of(x)
+    norm = number_of(torch.linalg.vector_norm(x))
     if isinstance(norm, float) and norm == math.inf:  # its squares may have overflowed
-        return _number(scaled_norm(x.double().reshape(-1), dim=0))
+        return number_of(scaled_norm(x.double().reshape(-1), dim=0))
     return norm
 
 
@@ -298,39 +320,6 @@ def _row(numbers: list[Number], layout: Layout) -> Numbers:
         return numbers  # type: ignore[return-value]  # on a CPU all are floats
     whole = [x if isinstance(x, Tensor) else torch.full((), x, device=layout.device) for x in numbers]
     return torch.stack([x.to(layout.dtype) for x in whole])
-
-
-def _sketch_of(g: Tensor, layout: Layout) -> Tensor | None:
-    """Sketch of a gradient with more than `WHOLE` elements; None if it is sparse."""
-    if g.layout is not torch.strided or not g.is_contiguous():
-        return None if g.layout is not torch.strided else sketch(g)
-    stride = layout.strides[g.numel()]
-    first = (g.numel() - stride * (SKETCH - 1)) // 2
-    return g.as_strided((SKETCH,), (stride,), g.storage_offset() + first)
-
-
-def _capture(layout: Layout, grads: list[Tensor]) -> Capture:
-    """Numbers of the gradients, in the order of the layout, and of the weights before the step."""
-    n = layout.n_small
-    rows: list[Tensor] = []
-    numbers: list[Number] = []
-    kept = grads[:n]
-    sketched: list[int] = []
-    for i, (g, is_middle) in enumerate(zip(grads[n:], layout.is_middle, strict=True)):
-        summary = summarize_gradient(g)
-        rows.append(summary.rows)
-        mean: Number = 0.0
-        tracked = None if is_middle else _sketch_of(g, layout)
-        if tracked is None:
-            elements = g if g.layout is torch.strided else g.values()
-            mean = _number(elements.abs().sum()) / g.numel()  # a fifth of the time of the L1 norm
-        else:
-            sketched.append(i)
-            kept.append(tracked)
-        numbers += [summary.low, summary.high, summary.nonfinite, mean]
-    all_rows = torch.cat(rows) if rows else layout.empty
-    small = _flat(kept, layout.empty)
-    return Capture(layout, small, tuple(sketched), all_rows, _row(numbers, layout), layout.sketch())
 
 
 def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str, int] | None:
@@ -348,7 +337,7 @@ def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str,
         for param in every
         if not is_shard(param.p) and (g := param.p.grad) is not None and (x := _plain(g)) is not None
     ]
-    elements = [(name, x if x.layout is torch.strided else x.values()) for name, x in grads]
+    elements = [(name, elements_of(x)) for name, x in grads]
     if not elements:
         return None
     norms = norms_of([x for _, x in elements])

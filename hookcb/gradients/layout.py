@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hookcb.core.precision import at_least_float32
-from hookcb.gradients.stats import SKETCH, WHOLE, sketch, sketch_copy, sketch_places, sketch_stride
+from hookcb.gradients.stats import SKETCH, WHOLE, sketch, sketch_copy, sketch_places
 from hookcb.hooks.params import Param
 
 
@@ -26,8 +25,10 @@ class Layout:
         self.sketch_lengths = [min(n, SKETCH) * (1 + is_complex) for n, is_complex in sizes]
         self.is_middle = [n <= WHOLE for n in self.numels[self.n_small :]]
         middle = [i for i, n in enumerate(self.numels) if SKETCH < n <= WHOLE]
+        n_rows = [shape[0] if len(shape) > 1 else 1 for shape in self.shapes[self.n_small :]]
+        # elements of a step: small gradients, tracked weights, row norms of large gradients
+        self.parts = [sum(self.numels[: self.n_small]), sum(self.sketch_lengths), sum(n_rows)]
         self.middle = torch.tensor(middle, dtype=torch.int64, device="cpu").to(self.device)
-        self.strides = {n: sketch_stride(n) for n in self.numels if n > WHOLE}
         self.start: Tensor | None = None  # the first sketch
         self.empty = torch.empty(0, device=self.device)
         is_double = any(param.p.dtype in (torch.float64, torch.complex128) for param in params)
@@ -39,8 +40,8 @@ class Layout:
         self._copied: dict[int, nn.Parameter] = {}
         self._picked: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def sketch(self) -> Tensor:
-        """Copy of the tracked elements of all parameters, `(n,)`."""
+    def tracked(self) -> list[Tensor]:
+        """The tracked elements of each parameter; most are views."""
         addresses = [p.data_ptr() for p in self._with_memory]
         if addresses != self._addresses or not self._views:  # also after `p.data` was replaced
             self._addresses = addresses
@@ -53,5 +54,4 @@ class Layout:
             self._views[i] = flat.index_select(0, places)
         for i, p in self._copied.items():
             self._views[i] = sketch_copy(p)
-        whole = torch.cat(self._views)
-        return at_least_float32(whole)
+        return self._views

@@ -1,5 +1,6 @@
 """GradientRecords: recorded gradients, weights and updates, as numbers, tables and figures."""
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad", "shard")
 MAX_STEPS, MAX_ELEMENTS = 64, 2**20  # captured steps, or elements (4 MB), that are reduced together
 STEP = "step"  # name of whole steps in their store
+
+
+def is_unread(abs_max: float, nonfinite: float) -> bool:
+    """Whether details of a gradient were not read: it has no largest element, though all are finite."""
+    return math.isnan(abs_max) and nonfinite == 0
 
 
 class BufferRecords(LayerRecords):
@@ -87,7 +93,7 @@ class GradientRecords(SavedRecords):
         self._stores = {name: StatStore(stats, keep) for name, stats in columns.items()}
         self._waiting: list[StepCapture] = []
         self._n_elements = 0
-        self._memory = Memory()
+        self.memory, self._n_lent = Memory(), 0  # which lends to captured steps; number of those that wait
         self._last_about: About = {}
         self._skips = SkipCount()
         self.about: About = {}
@@ -116,11 +122,17 @@ class GradientRecords(SavedRecords):
             for name in [name for name in capture.about if name not in self.about]:
                 self.about[name] = capture.about[name]
                 self._stores["params"].add(name)
-        capture.move(self._memory)
         self._waiting.append(capture)
         self._n_elements += capture.n_elements
+        self._n_lent = self.memory.n_lent
         if len(self._waiting) == MAX_STEPS or self._n_elements > MAX_ELEMENTS:
             self.reduce()
+
+    @property
+    def n_added(self) -> int:
+        """Number of records of the fit, with those that are no longer kept."""
+        infos = self._stores["params"].infos
+        return infos[-1].record + 1 if infos else 0
 
     def reduce(self) -> None:
         """Moves the waiting steps into the stores."""
@@ -133,7 +145,8 @@ class GradientRecords(SavedRecords):
                     self._stores["params"].put(name, records, values)
             self._stores["steps"].put(STEP, records, step_columns(steps, by_device))
             self._put_buffers(steps)
-        self._memory.take_back()
+        self.memory.take_back(slice(self._n_lent))  # not what the step in progress has
+        self._n_lent = 0
 
     def _note_nonfinite(self, steps: Sequence[StepCapture], columns: Columns) -> None:
         """Remembers the first NaN, as its record may be dropped; only on a CPU, which needs no sync."""
@@ -214,10 +227,16 @@ class GradientRecords(SavedRecords):
         self.reduce()
         return BufferRecords(self._stores["buffers"])
 
-    def flow(self, record: int = -1) -> GradientFlow:
+    def detailed(self, name: str) -> list[int]:
+        """Indices of the records with details of a parameter, see `GradientHealth`."""
+        pairs = zip(self.layer_series(name, "abs_max"), self.layer_series(name, "nonfinite"), strict=True)
+        return [i for i, (size, n) in enumerate(pairs) if not is_unread(size, n)]
+
+    def flow(self, record: int | None = None) -> GradientFlow:
         """Mean and largest |gradient| of each layer in one record, in the order of the model, unclipped.
 
-        The mean of a parameter with more than 65,536 elements is that of 1,024 of them, usually within 3 %.
+        By default in the last record with details; in others, those of large parameters are NaN. The mean of
+        a parameter with more than 65,536 elements is that of 1,024 of them, usually within 3 %.
 
         Raises:
             ValueError: If nothing is recorded.
@@ -226,6 +245,12 @@ class GradientRecords(SavedRecords):
         store = self.store_of("train")
         if not store.infos:
             raise ValueError("nothing is recorded yet; train for a step first")
+        if record is None:
+            n = len(store.infos)
+            with_all = set(range(n)).intersection(
+                *(self.detailed(name) for name in store.names if self.about[name][0])
+            )
+            record = max(with_all, default=n - 1)
         if not -len(store.infos) <= record < len(store.infos):
             raise IndexError(f"record {record} does not exist; {len(store.infos)} are kept")
         rows = {
@@ -234,9 +259,13 @@ class GradientRecords(SavedRecords):
         return flow_of({name: about[0] for name, about in self.about.items()}, rows)
 
     def plot_flow(
-        self, ax: "Axes | None" = None, *, figsize: tuple[float, float] | None = None, record: int = -1
+        self,
+        ax: "Axes | None" = None,
+        *,
+        figsize: tuple[float, float] | None = None,
+        record: int | None = None,
     ) -> "Figure":
-        """Plots the gradient flow of a record, by default the last.
+        """Plots the gradient flow of a record, by default the last with details.
 
         Raises:
             ModuleNotFoundError: Without matplotlib.
@@ -300,6 +329,9 @@ class GradientRecords(SavedRecords):
             lines.append(f"total norm {total:.3g}, mean norm {mean:.3g} at step {step}")
         if self.shard:
             lines.append(f"numbers are those of {self.shard}, not of whole parameters")
+        largest = [self.detailed(name)[-1:] for name in self.names]
+        if (oldest := min((i for (i,) in filter(None, largest)), default=len(steps) - 1)) < len(steps) - 1:
+            lines.append(f"some of the largest elements are those at step {self.steps()[oldest]}")
         if self.frozen:
             lines.append(f"{len(self.frozen)} frozen: {join_names(self.frozen, 4)}")
         if skipped := sum(step["skipped"] > 0 for step in steps):

@@ -38,59 +38,73 @@ def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCaptur
 
 def _kind(step: StepCapture) -> tuple[object, ...]:
     """Key that is equal for steps that can be reduced together."""
-    of_captures = (x for c in step.captures for x in (id(c.layout), c.sketched, c.clipped_small is None))
-    return (*step.merged, *of_captures)
+    return (*step.merged, *(id(c.layout) for c in step.captures))
 
 
 def _reduce(captures: list[Capture], skipped: list[Number]) -> Columns:
     layout = captures[0].layout
-    norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures)
-    clipped = _clipped_norms(captures)
+    small, before, rows = _split(torch.stack([c.before for c in captures]), layout.parts)
+    norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures, small, rows)
     made = numbers_on(layout.device, skipped)[:, None] == 0
-    used = (norm if clipped is None else clipped).where(made, torch.nan)
+    used = _clipped_norms(captures, norm).where(made, torch.nan)
     numels = torch.tensor(layout.numels, dtype=norm.dtype, device="cpu").to(layout.device)
-    rms = norm / numels.sqrt()
-    values = [norm, used, rms, abs_max, nonfinite, zero_rows, *_weight_columns(captures, numels), mean_abs]
+    rms, of_weights = norm / numels.sqrt(), _weight_columns(captures, before, numels)
+    values = [norm, used, rms, abs_max, nonfinite, zero_rows, *of_weights, mean_abs]
     by_param = torch.stack(values, 2).to(layout.dtype).transpose(0, 1).contiguous()
     return dict(zip([param.name for param in layout.params], by_param, strict=True))
 
 
-def _gradient_columns(captures: list[Capture]) -> GradColumns:
-    """Statistics of all gradients; adjacent gradients of one shape are reduced together."""
+def _gradient_columns(captures: list[Capture], small: Tensor, rows: Tensor) -> GradColumns:
+    """Statistics of all gradients; adjacent gradients of one shape are reduced together.
+
+    Args:
+        captures: captures of R steps.
+        small: the small gradients, `(R, n)`.
+        rows: row norms of the large ones, `(R, n)`.
+    """
     layout, n, n_steps = captures[0].layout, captures[0].layout.n_small, len(captures)
     shapes = [(shape, len(list(same))) for shape, same in groupby(layout.shapes[:n])]
-    sketched = captures[0].sketched
-    sizes = [*(k * shape.numel() for shape, k in shapes), len(sketched) * SKETCH]
-    *small, sketches = _split(_stacked(c.small for c in captures), sizes)
     found = [
         reduce_small(x.reshape(n_steps, k, -1) if x.shape[1] else x.new_empty(n_steps, k, 0), shape)
-        for x, (shape, k) in zip(small, shapes, strict=True)
+        for x, (shape, k) in zip(
+            _split(small, [k * shape.numel() for shape, k in shapes]), shapes, strict=True
+        )
     ]
     large = [(shape, len(list(same))) for shape, same in groupby(layout.shapes[n:])]
     n_rows = [k * (shape[0] if len(shape) > 1 else 1) for shape, k in large]
-    rows = _split(_stacked(c.rows for c in captures), n_rows)
-    numbers = _table([c.numbers for c in captures]).view(n_steps, -1, 4)
-    if sketched:
-        numbers[:, list(sketched), 3] = sketches.reshape(n_steps, -1, SKETCH).abs().mean(2).to(numbers.dtype)
-    parts = _split(numbers, [k for _, k in large])
-    for x, part, (shape, k) in zip(rows, parts, large, strict=True):
-        found.append(reduce_large(x.reshape(n_steps, k, -1), part, len(shape)))
+    nonfinite = _table([c.nonfinite for c in captures])
+    details = torch.full(
+        (n_steps, 3 * nonfinite.shape[1]), torch.nan, dtype=nonfinite.dtype, device=nonfinite.device
+    )
+    read = {i: c.details for i, c in enumerate(captures) if c.details is not None}
+    if read:
+        details = _with_rows(details, list(read), _table([*read.values()]))
+    ks = [k for _, k in large]
+    parts = _split(rows, n_rows), _split(nonfinite, ks), _split(details, [3 * k for k in ks])
+    for (shape, k), norms, bad, numbers in zip(large, *parts, strict=True):
+        of_rows, of_grads = norms.reshape(n_steps, k, -1), numbers.reshape(n_steps, k, 3)
+        found.append(reduce_large(of_rows, bad, of_grads, len(shape)))
     return GradColumns(*(torch.cat(column, 1) for column in zip(*found, strict=True)))
 
 
-def _weight_columns(captures: list[Capture], numels: Tensor) -> list[Tensor]:
-    """Norm, mean, std, update ratio and drift of all parameters, `(R, n_params)` each."""
+def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> list[Tensor]:
+    """Norm, mean, std, update ratio and drift of all parameters, `(R, n_params)` each.
+
+    Args:
+        captures: captures of R steps.
+        before: tracked weights before these steps, `(R, n)`.
+        numels: numbers of elements, `(n_params,)`.
+    """
     layout, n = captures[0].layout, captures[0].layout.n_small
-    before, after = _stacked(c.before for c in captures), _stacked(c.after for c in captures)
+    after = _stacked(c.after for c in captures)
     start = before[:1] if layout.start is None else layout.start[None]
-    vectors = before, after, start, after - before, after - start
     kinds = zip(layout.sketch_lengths, layout.is_complex, strict=True)
     alike = [(kind, len(list(same))) for kind, same in groupby(kinds)]
-    split = [_split(x, [k * length for (length, _), k in alike]) for x in vectors]
+    split = [_split(x, [k * length for (length, _), k in alike]) for x in (before, after, start)]
     found = []
     for ((length, is_complex), k), *parts in zip(alike, *split, strict=True):
-        then, now, begun, change, drift = (x.reshape(len(x), k, length) for x in parts)
-        ratios = update_ratio(change, then), update_ratio(drift, begun)
+        then, now, begun = (x.reshape(len(x), k, length) for x in parts)
+        ratios = update_ratio(now - then, then), update_ratio(now - begun, begun)
         found.append([*weight_stats(now, is_complex), *ratios])
     size, mean, std, ratio, drift = (torch.cat(column, 1) for column in zip(*found, strict=True))
     size[:, n:] *= (numels[n:] / SKETCH).sqrt()  # a norm grows with the number of elements
@@ -101,15 +115,23 @@ def _weight_columns(captures: list[Capture], numels: Tensor) -> list[Tensor]:
     return [size, mean, std, ratio, drift]
 
 
-def _clipped_norms(captures: list[Capture]) -> Tensor | None:
-    """Gradient norms at the step, `(R, n_params)`; None if the gradients were not changed."""
+def _clipped_norms(captures: list[Capture], norm: Tensor) -> Tensor:
+    """Gradient norms at the step, `(R, n_params)`; `norm` where the gradients were not changed."""
     layout, n = captures[0].layout, captures[0].layout.n_small
-    if captures[0].clipped_small is None:
-        return None
-    small = _split(_stacked(c.clipped_small for c in captures), layout.numels[:n])
+    clipped = {i: c for i, c in enumerate(captures) if c.clipped_small is not None}
+    if not clipped:
+        return norm
+    small = _split(_stacked(c.clipped_small for c in clipped.values()), layout.numels[:n])
     norms = [scaled_norm(widened(x), dim=1) for x in small]
-    large = _table([c.clipped_large for c in captures])
-    return torch.cat([*(x[:, None] for x in norms), large.view(len(captures), -1)], 1)
+    large = _table([c.clipped_large for c in clipped.values()])
+    used = torch.cat([*(x[:, None] for x in norms), large.view(len(clipped), -1)], 1)
+    return _with_rows(norm, list(clipped), used)
+
+
+def _with_rows(table: Tensor, places: list[int], rows: Tensor) -> Tensor:
+    """A table with other rows in some places, without a sync."""
+    index = torch.tensor(places, dtype=torch.int64, device="cpu").to(table.device, non_blocking=True)
+    return table.index_copy(0, index, rows.to(table.dtype))
 
 
 def _split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -16,7 +16,8 @@ class ParamRow(Ranked):
     """A parameter in a `GradientReport`.
 
     Attributes:
-        last: statistics of the last record, by name; empty if the parameter has no gradient.
+        last: statistics of the last record, by name, `abs_max` of the last that has it; empty without a
+            gradient.
         series: statistics of all records.
         mark: codes of the verdict's findings about it, or "".
     """
@@ -56,7 +57,10 @@ def param_rows(
     """Rows of the parameters with gradients, then of those without."""
     missing = list(without_grad)
     alive = {name: series for name, series in params.items() if name not in missing}
-    last = {name: {stat: _last(values) for stat, values in stats.items()} for name, stats in alive.items()}
+    last = {
+        name: {stat: _last(values, is_seldom=stat == "abs_max") for stat, values in stats.items()}
+        for name, stats in alive.items()
+    }
     norms = [numbers["norm"] for numbers in last.values() if numbers["norm"] > 0]
     median = statistics.median(norms) if norms else math.nan
     for name, series in alive.items():
@@ -73,8 +77,10 @@ def _row(name: str, weight: tuple[float, ...], mark: Mark, last: dict[str, float
     return ParamRow(name=name, module=module, weight=weight, last=last, series=series, mark=mark.text)
 
 
-def _last(values: Sequence[float]) -> float:
-    return values[-1] if values else math.nan
+def _last(values: Sequence[float], is_seldom: bool) -> float:
+    """The last value; of a statistic that some records lack, the last one there is."""
+    known = [x for x in values if not math.isnan(x)] if is_seldom else []
+    return (known or values or [math.nan])[-1]
 
 
 def _distance(norm: float, median: float) -> float:

@@ -19,7 +19,16 @@ from hookcb.core.shards import (
     summed,
 )
 from hookcb.core.torch_private import is_flattened
-from hookcb.gradients.stats import WHOLE, Number, plain_gradient, sketch, sketch_copy, summarize_gradient
+from hookcb.gradients.stats import (
+    WHOLE,
+    Number,
+    elements_of,
+    number_of,
+    plain_gradient,
+    sketch,
+    sketch_copy,
+    summarize_gradient,
+)
 from hookcb.hooks.params import Param
 
 Columns = dict[str, Tensor]  # statistics of a step, (1, n_columns), by name of the parameter
@@ -142,7 +151,7 @@ class ShardReader:
         """The pivots of all parameters; of new ones, ranks share their sums of weights."""
         if not all(name in self._pivots for name, *_ in self.params):
             weights = [_weights(p, _tracked(p)) for _, p, _ in self.params]
-            sums = self._on_device([x for w in weights for x in (float(w.numel()), _number(w.sum()))])
+            sums = self._on_device([x for w in weights for x in (float(w.numel()), number_of(w.sum()))])
             self._ranks.share(sums, sums.new_zeros(1))
             means = (sums[1::2] / sums[::2]).nan_to_num(posinf=0.0, neginf=0.0)
             for (name, *_), mean in zip(self.params, means, strict=True):
@@ -195,8 +204,7 @@ def count_nonfinite(params: Sequence[Param], ranks: Ranks) -> list[float]:
     counts = []
     for param in params:
         x = None if param.p.grad is None else plain_gradient(param.p.grad)
-        elements = None if x is None else x if x.layout is torch.strided else x.values()
-        counts.append(0.0 if elements is None else float(elements.isfinite().logical_not_().sum()))
+        counts.append(0.0 if x is None else float(elements_of(x).isfinite().logical_not_().sum()))
     return ranks.sum(counts)
 
 
@@ -211,10 +219,9 @@ def _of_gradient(x: Tensor | None) -> tuple[list[Number], Number, Tensor]:
         return [0.0, 0.0, 0.0, 0.0, n, n, 0.0], -math.inf, torch.zeros(int(n))
     summary = summarize_gradient(x)
     rows = summary.rows
-    elements = x if x.layout is torch.strided else x.values()
-    squares = _number(widened(rows).square().sum())
-    size = _number(elements.abs().sum())
-    zeros, n = (_number((rows == 0).sum()), float(len(rows))) if x.ndim > 1 else (0.0, 0.0)
+    squares = number_of(widened(rows).square().sum())
+    size = number_of(elements_of(x).abs().sum())
+    zeros, n = (number_of((rows == 0).sum()), float(len(rows))) if x.ndim > 1 else (0.0, 0.0)
     low, high = summary.low, summary.high
     if isinstance(low, Tensor) and isinstance(high, Tensor):
         largest: Number = torch.maximum(high, -low)
@@ -232,14 +239,14 @@ def _of_weights(p: Tensor, pivot: Tensor, before: Tensor, now: Tensor, start: Te
     share = n / off.numel()
     of_all = [off.sum() * share, off.square().sum() * share]
     tracked = [x.square().sum() * (n / len(now)) for x in (before, now - before, start, now - start)]
-    return [n, *map(_number, [*of_all, *tracked])]
+    return [n, *map(number_of, [*of_all, *tracked])]
 
 
 def _weights(p: Tensor, tracked: Tensor) -> Tensor:
     """This rank's part of the weights, in the widest dtype; of a large one, the tracked elements."""
     part = local_part(p.detach())
     whole = plain_gradient(part) if part.numel() <= WHOLE else None
-    return tracked if whole is None else widened(whole if whole.layout is torch.strided else whole.values())
+    return tracked if whole is None else widened(elements_of(whole))
 
 
 def _tracked(p: Tensor) -> Tensor:
@@ -252,8 +259,3 @@ def _tracked(p: Tensor) -> Tensor:
 def _ratio(change: Tensor, of: Tensor) -> Tensor:
     """Ratio of two norms from their squares; 0 if nothing has changed."""
     return torch.where(change == 0, change, (change / of).sqrt())
-
-
-def _number(x: Tensor) -> Number:
-    """A float on a CPU, as reading needs no sync there; else the tensor itself."""
-    return x.item() if x.is_cpu else x

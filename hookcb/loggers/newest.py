@@ -8,7 +8,7 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.activations.records import ActivationRecords
 from hookcb.core.callback import Callback
 from hookcb.gradients.callback import GradientHealth
-from hookcb.gradients.records import GradientRecords
+from hookcb.gradients.records import GradientRecords, is_unread
 from hookcb.gradients.stats import STEP_STATS
 from hookcb.loggers.base import Histogram
 from hookcb.profiling.steps.timer import StepTimer
@@ -64,6 +64,8 @@ class Newest:
             stats = dict(zip(readings.columns, numbers, strict=False))
             if isinstance(readings, GradientRecords) and readings.about[name][1] < 2:
                 del stats["zero_rows"]  # a parameter with fewer than 2 dimensions has no rows
+            if isinstance(readings, GradientRecords) and is_unread(stats["abs_max"], stats["nonfinite"]):
+                del stats["abs_max"]
             reading.values.update({f"{prefix}/{name}/{stat}": x for stat, x in stats.items()})
             if isinstance(readings, ActivationRecords) and readings.with_hist:
                 below, *counts, above, level = numbers[len(readings.columns) :]

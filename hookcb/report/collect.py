@@ -24,6 +24,7 @@ from hookcb.diagnosis.recorder import AttachedHealth, AttachedStats, AttachedTim
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
+from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
 from hookcb.hooks.modules import device_of
 from hookcb.profiling.callback import ProfilerCallback
@@ -47,6 +48,7 @@ from hookcb.training.recorder import Recorder
 
 C = TypeVar("C", bound=Callback)
 NOT_METRICS = ("epoch", "time")
+SELDOM = "abs_max"  # of gradients, not in each record
 NOTHING_DONE = {"clip_coef": 1.0, "scale": 1.0, "skipped": 0.0}  # these are not shown
 SHOWN_BY = (ActivationStats, GradientHealth, StepTimer, MemoryStats)  # what each section of a page needs
 MEMORY_COLUMNS = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
@@ -160,14 +162,26 @@ def _layers(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
     return {name: own for name, own in found.items() if own.stats}
 
 
-def _series(records: Any, path: str, steps: list[int]) -> dict[str, Series]:
-    """All statistics of a layer or parameter, without the records in which it was not called."""
-    values = records.store_of("train").series(path)[:, : len(records.columns)]
+def _series(
+    records: Any, path: str, steps: list[int], stats: Sequence[str] | None = None
+) -> dict[str, Series]:
+    """Statistics of a layer or parameter, by default all, without the records in which it was not called."""
+    stats = records.columns if stats is None else stats
+    values = records.store_of("train").series(path)[:, [records.columns.index(stat) for stat in stats]]
     rows = _picked(values, MAX_RECORDS)
     kept = [steps[i] for i in rows.tolist()]
-    columns = zip(records.columns, values[rows].T.tolist(), strict=True)
+    columns = zip(stats, values[rows].T.tolist(), strict=True)
     found = {stat: Series(kept, column) for stat, column in columns}
     return {stat: series for stat, series in found.items() if _has_numbers(series)}
+
+
+def _gradient_series(records: GradientRecords, name: str, steps: list[int]) -> dict[str, Series]:
+    """All statistics of a parameter; those that some records lack without these."""
+    found = _series(records, name, steps, [stat for stat in records.columns if stat != SELDOM])
+    values, rows = records.layer_series(name, SELDOM), records.detailed(name)
+    rows = rows[:: -(-len(rows) // MAX_RECORDS) or 1]
+    known = Series([steps[i] for i in rows], [values[i] for i in rows])
+    return found | ({SELDOM: known} if _has_numbers(known) else {})
 
 
 def _picked(values: Tensor, most: int) -> Tensor:
@@ -197,7 +211,7 @@ def _params(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
         name: Recorded(
             name.rpartition(".")[0],
             "×".join(map(str, known[name].shape)) if name in known else "",
-            _without_copies(_series(health.records, name, steps)),
+            _without_copies(_gradient_series(health.records, name, steps)),
         )
         for name in health.names
     }

@@ -116,7 +116,7 @@ def test_all_readings_of_a_plain_training():
 
 def test_larger_parameters_are_read_whole_up_to_their_size():
     model = nn.Sequential(nn.Linear(2, 300), nn.ReLU(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 1))
-    health = GradientHealth()
+    health = GradientHealth(detail_every=1)
     oracle = Oracle()
     fit(make_learner(model=model, cbs=[health, oracle]))
     exact = set(GRAD_STATS) - {"update_ratio", "drift"}
@@ -129,7 +129,7 @@ def test_larger_parameters_are_read_whole_up_to_their_size():
 
 def test_of_weights_above_65536_elements_the_norm_is_about_right():
     model = nn.Sequential(nn.Linear(2, 400), nn.Linear(400, 400), nn.Linear(400, 1))
-    health, oracle = GradientHealth(), Oracle()
+    health, oracle = GradientHealth(detail_every=1), Oracle()
     fit(make_learner(model=model, cbs=[health, oracle]))
     found, true = health.stats[-1]["1.weight"], oracle.records[-1]["1.weight"]
     for stat in ("norm", "rms", "abs_max", "zero_rows"):
@@ -201,9 +201,8 @@ class Rows(nn.Module):
 def test_sparse_gradients_are_read_by_the_rows_they_have(n):
     g = torch.Generator().manual_seed(0)
     batches = [(torch.randint(n, (8, 5), generator=g), torch.randn(8, 1, generator=g)) for _ in range(3)]
-    health = checked(
-        Learner(batches, Rows(n), F.mse_loss, torch.optim.SGD, lr=0.1), rel=1e-4 if n < 99 else 1
-    )
+    learn = Learner(batches, Rows(n), F.mse_loss, torch.optim.SGD, lr=0.1)
+    health = checked(learn, rel=1e-4 if n < 99 else 1, detail_every=1)
     x = batches[0][0].unique()
     assert health.stats[0]["emb.weight"]["zero_rows"] == pytest.approx(1 - len(x) / n)
 

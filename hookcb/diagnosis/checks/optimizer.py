@@ -126,7 +126,7 @@ def _unmoved(param: Param, lr: dict[int, float]) -> Span | None:
     moves: list[tuple[int, float]] = []
     for step, x in param.series("update_ratio"):
         expected = lr.get(step, math.nan) * ratio(at("clipped_norm", step), at("weight_norm", step))
-        is_peaked = at("abs_max", step) > MAX_PEAK * at("rms", step)
+        is_peaked = not at("abs_max", step) <= MAX_PEAK * at("rms", step)  # True if it was not read
         is_sparse = at("zero_rows", step) > 0 or (is_large and is_peaked)
         if visible < expected < math.inf and not is_sparse:
             moves.append((step, x))

@@ -33,8 +33,9 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     fetch, and these delays are longer than those of the rest of the batches, as on a busy machine. Limit:
     0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those
     below 2 ms. A Learner fetches its batches itself. In any other loop the fetches of a DataLoader are seen,
-    and other fetches if a fifth of the time is spent between the steps, as the time of a `for` statement.
-    Whatever else the loop does between its steps does not count as waiting.
+    and other fetches if a fifth of the time is spent between the steps: as the time of a `for` statement with
+    a step in its body, or of a statement that calls `next`. Whatever else the loop does between its steps
+    does not count as waiting.
 
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
@@ -59,7 +60,7 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     if not (share > MAX_WAITING and (wait >= MIN_WAIT or some)):
         yield Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
         return
-    yield _data_bound(evidence, share, f"{1e3 * wait:.0f} of {1e3 * whole:.0f} ms per batch", some)
+    yield _data_bound(evidence, share, f"{1e3 * wait:.1f} of {1e3 * whole:.1f} ms per batch", some)
 
 
 def _slow_batches(evidence: Evidence) -> tuple[float, float, str] | None:
@@ -91,7 +92,7 @@ def _slow_fetches(evidence: Evidence) -> Result:
     share = ratio(wait, spent.whole)
     if not (share > MAX_WAITING and wait >= MIN_WAIT):
         return Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
-    text = f"{1e3 * wait:.0f} of {1e3 * spent.whole:.0f} ms per batch"
+    text = f"{1e3 * wait:.1f} of {1e3 * spent.whole:.1f} ms per batch"
     return _data_bound(evidence, share, text, f" They are fetched in {line}.")
 
 

@@ -1,8 +1,10 @@
 """Checks of what the time is spent on: callbacks, lines of a loop, one layer, and growing batches."""
 
+import math
+import re
 from collections.abc import Iterator
 
-from hookcb.core.time_split import EPOCH, GARBAGE, VALIDATION
+from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
@@ -20,7 +22,7 @@ NAMES = {  # of phases that are not part of a step
     EPOCH: "the time between epochs and the start of the loader",
 }
 OWN = {"optimizer": "the optimizer's step", "loss": "the loss function"}
-CHECKPOINTS, LOGS = "Checkpoint", "Log"  # callbacks whose work has a name
+WORK = {"Checkpoint": "checkpoints", "Log": "logging"}  # of callbacks
 
 
 @check("time.other", site=Site.RUN, needs=("time",))
@@ -42,8 +44,11 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
     places += [(line, seconds, MAX_OTHER) for line, seconds in spent.lines.items()]
     places += [(line, seconds, MAX_OWN) for line, seconds in spent.steps.items()]
+    starts = (
+        sum(spent.fetches.values()) if spent.phases.get(DATA) else 0.0
+    )  # of loaders, as their fetches are seen
     for phase, name in NAMES.items():
-        places.append((name, spent.phases.get(phase, 0.0), MAX_OTHER))
+        places.append((name, spent.phases.get(phase, 0.0) + starts * (phase == EPOCH), MAX_OTHER))
     for phase, name in OWN.items():
         if phase == "optimizer" or not spent.steps:  # else it is in one of these lines
             places.append((name, spent.phases.get(phase, 0.0), MAX_OWN))
@@ -75,21 +80,23 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
     multiply-adds, of which an element of a result counts as 16. Limit: 10, for a layer that takes 0.4 of the
     forward, and 1 ms.
     It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
-    ones; modules that a layer calls do not count. On a GPU it is the time of the processor. Nothing is timed
-    once anything is compiled.
+    ones; modules that a layer calls do not count, nor do layers whose work is unknown, as of a sort. On a GPU
+    it is the time of the processor. Nothing is timed once anything is compiled.
 
     Source: Williams et al., "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
     2009, bounds the time of a kernel by its operations and its bytes; the limits are choices.
     """
     seconds, work = evidence.layer_seconds, evidence.layer_work
-    whole, whole_work = sum(seconds.values()), sum(work.values())
+    known = {name: x for name, x in seconds.items() if math.isfinite(work.get(name, 0.0))}
+    whole, of_known = sum(seconds.values()), sum(known.values())
+    whole_work = sum(work.get(name, 0.0) for name in known)
     if not seconds or not whole_work:
         yield Skipped("the forwards of layers were not timed")
         return
-    rest = {name: max(1.0, whole_work - work.get(name, 0.0)) for name in seconds}
+    rest = {name: max(1.0, whole_work - work.get(name, 0.0)) for name in known}
     large = {
-        name: ratio(x / max(1.0, work.get(name, 0.0)), (whole - x) / rest[name])
-        for name, x in seconds.items()
+        name: ratio(x / max(1.0, work.get(name, 0.0)), (of_known - x) / rest[name])
+        for name, x in known.items()
         if x > MIN_LAYER * whole and x >= MIN_OTHER
     }
     slow = {name: x for name, x in large.items() if x > MAX_EXCESS}
@@ -108,7 +115,8 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
             limit=MAX_EXCESS,
             message=f"{name or 'The model itself'} takes {share:.0%} of the forward, "
             f"{1e3 * seconds[name]:.1f} of {1e3 * whole:.1f} ms, "
-            f"for {work.get(name, 0.0) / whole_work:.1%} of the work (limit ×{MAX_EXCESS:g}).",
+            f"for {work.get(name, 0.0) / whole_work:.1%} of the work: ×{x:.3g} of the other layers "
+            f"(limit ×{MAX_EXCESS:g}).",
             causes=("a Python loop over samples, steps or elements", "a wait for a device, as by .item()"),
             next_steps=("Compute it for the whole batch at once, in few operations", "Profile this layer"),
         )
@@ -193,6 +201,5 @@ def _thirds(values: list[float]) -> tuple[float, float]:
 
 def _kind(callback: str) -> str:
     """Work of a callback, and its name."""
-    if callback.startswith(CHECKPOINTS):
-        return f"checkpoints ({callback})"
-    return f"logging ({callback})" if callback.startswith(LOGS) else f"the callback {callback}"
+    work = WORK.get(re.match(r"\w*", callback)[0])  # type: ignore[index]  # it matches any text
+    return f"the callback {callback}" if work is None else f"{work} ({callback})"

@@ -1,5 +1,7 @@
 """Time of each layer's forward beside its work: multiply-adds and elements."""
 
+import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,6 +18,11 @@ from hookcb.hooks.modules import contains_compiled, named_modules
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
 MIN_TIMED = 3
 ELEMENT = 16  # multiply-adds that take as long as an element of a result, which is read and written
+# operations that take far more per element, by their size or by what is in them
+UNKNOWN = re.compile(
+    r"_?(linalg_(?!vector_norm)|fft|cdist|sort|topk|kthvalue|median|mode|unique|cholesky|lu_|geqrf|ormqr|"
+    r"triangular_solve|histogram|searchsorted)"
+)
 
 
 class LayerTimes:
@@ -126,10 +133,12 @@ def address(x: Any) -> int | None:
 
 
 def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> float:
-    """Multiply-adds of an operation; 0 for one that is not a product.
+    """Multiply-adds of an operation; 0 for one that is not a product, infinity for one whose work is unknown.
 
     torch.utils.flop_counter knows more of them, but its import takes half a second.
     """
+    if UNKNOWN.match(op):
+        return math.inf
     if op in ("mm", "bmm"):
         return float(args[0].numel() * args[1].shape[-1])
     if op in ("addmm", "baddbmm"):

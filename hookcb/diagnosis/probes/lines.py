@@ -1,143 +1,190 @@
-"""Lines of a user's loop in which time is spent between the steps."""
+"""Lines of a user's loop in which time is spent between the steps, by samples of what runs."""
 
-import linecache
+import dis
+import math
+import random
 import sys
 import sysconfig
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from os import sep
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
-from hookcb.core.torch_private import compile_counts
+from hookcb.core.loop import Loop
+from hookcb.diagnosis.probes.source import source_of
 
 Line = tuple[CodeType, int]  # a function and its line, 0 for the function as a whole
-PACKAGES = (
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[2]),
-    "<frozen",
+FEW, OFTEN, SELDOM = 200, 2e-3, 20e-3  # samples, and seconds between those and between later ones
+# seconds of Python code after which a thread that waits may run, ten times as many by default; and of a sleep
+# that ends late though nothing holds it up
+SWITCH, SLACK = 5e-4, 2.5e-4
+MAX_EARLIER = 2.0  # Python code that is not known by its line, by that which is; for 1 ms at a time
+MAX_WEIGHT = 0.25  # seconds that a sample stands for at most, as a busy machine may stop everything
+MIN_SAMPLES = 40  # of fewer, a share of 0.5 has an error above 0.08
+# instructions at which Python interrupts code that does not wait for anything
+BREAKS = {
+    code
+    for name, code in dis.opmap.items()
+    if name == "RESUME" or ("JUMP_BACKWARD" in name and "NO_INTERRUPT" not in name)
+}
+EVENTS = Loop._call.__code__  # below it, callbacks act
+PACKAGES = tuple(
+    {
+        *(sysconfig.get_path(kind) + sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(__file__).parents[2]) + sep,
+        "<frozen",
+    }
 )
 
 
-class LineTimes:
-    """Times the lines that run between two events, of the functions of the user that call the model.
+class LineSamples:
+    """Looks again and again, from a thread of its own, at which line of the user's loop runs.
 
-    A trace function is set while it `runs`, from `begin` to `end`. It sees the lines of those functions, and
-    which function of the user a package calls, as a trainer calls a callback. Nothing is traced if something
-    else is traced already, as in a debugger, or if anything was compiled, as dynamo would compile the trace
-    function too.
+    A sample is the line in progress of the innermost function that is known to make a step, see `note_step`;
+    of a line that makes the steps, as that of a trainer, it is the user's function that is called there.
+    Nothing is traced: a sample takes the interpreter some 20 µs, every 2 ms at first and then every 20 ms.
+
+    The thread gets the interpreter once the loop waits, as for a disk or an operation of torch, or after some
+    Python code. So a sample in time is of a line that waits. One that comes late was held up by Python code:
+    by the line in progress if that is interrupted there, else by an earlier one, which is one of those that
+    are interrupted at other times; or by the machine, if none ever is.
+
+    Args:
+        is_open: whether to sample now.
 
     Attributes:
-        fetches: places of `for` statements, in which batches are fetched; known once `places` is called.
-        steps: places that call the model, its backward or an optimizer; likewise.
-        n: number of gaps that were traced.
+        is_running: whether the thread runs.
+        n: number of samples in batches that count.
     """
 
-    def __init__(self) -> None:
-        self.fetches: set[str] = set()
-        self.steps: set[str] = set()
-        self._begins: set[Line] = set()
-        self.n = 0
-        self._thread = threading.get_ident()
-        self._frames: list[FrameType] = []  # in which lines are traced
-        self._at: Line | None = None  # the line in progress
-        self._called: FrameType | None = None  # the function in progress that a package has called
-        self._since = 0.0
-        self._raw: defaultdict[Line, float] = defaultdict(float)
-        self._largest: defaultdict[Line, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._calls: defaultdict[Line, int] = defaultdict(int)  # made by a line; each takes longer if traced
-        self._own = self._trace, self._trace_line  # one object each, to know them again
+    def __init__(self, is_open: Callable[[], bool]) -> None:
+        self.n, self.is_running = 0, False
+        self._is_open, self._thread_id = is_open, threading.get_ident()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loop: set[CodeType] = set()  # functions of the user that lead to a step
+        self._on_way: set[Line] = set()  # their lines that do
+        self._steps: set[Line] = set()  # those of the innermost ones
+        self._n_batches = 0
+        self._pending: list[tuple[Line, str, float]] = []  # samples of the batch in progress
+        self._seconds = {kind: defaultdict[Line, float](float) for kind in ("waits", "python", "earlier")}
 
-    def begin(self) -> None:
-        """Begins to trace, if nothing else does and this is the thread of the loop."""
-        if sys.gettrace() is not None or threading.get_ident() != self._thread or compile_counts("frames"):
-            return
+    def note_step(self) -> None:
+        """Notes who leads to a part of a step; called in the thread of the loop while that part is made."""
         frame: FrameType | None = sys._getframe(1)
+        is_innermost = True
         while frame is not None:
-            if is_of_user(frame.f_code.co_filename) and frame.f_trace is None:
-                frame.f_trace = self._own[1]
-                self._frames.append(frame)
+            if is_of_user(frame.f_code.co_filename):
+                line = frame.f_code, frame.f_lineno
+                self._loop.add(frame.f_code)
+                self._on_way.add(line)
+                if is_innermost:
+                    self._steps.add(line)
+                    is_innermost = False
             frame = frame.f_back
-        if self._frames:
-            self._at = self._frames[0].f_code, self._frames[0].f_lineno
-            self._begins.add(self._at)
-            self._since = time.perf_counter()
-            sys.settrace(self._own[0])
 
-    def end(self) -> None:
-        """Ends it."""
-        if not self._frames:
+    def start(self) -> None:
+        """Starts the thread, unless it runs."""
+        if not self.is_running:
+            self.is_running, self._usual_switch = True, sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH, self._usual_switch))
+            self._thread = threading.Thread(target=self._run, name="hookcb-lines", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if math.isclose(sys.getswitchinterval(), SWITCH):  # else the user has changed it
+                sys.setswitchinterval(self._usual_switch)
+
+    def end_batch(self, is_counted: bool) -> None:
+        """Ends a batch, whose samples count or not."""
+        pending, self._pending = self._pending, []
+        if not (is_counted and self.is_running):
             return
-        if sys.gettrace() is self._own[0]:
-            sys.settrace(None)
-        self._move(None)
-        for frame in self._frames:
-            if frame.f_trace is self._own[1]:
-                frame.f_trace = None
-        self._frames, self._called = [], None
-        self.n += 1
+        self._n_batches += 1
+        self.n += len(pending)
+        for line, kind, seconds in pending:
+            self._seconds[kind][line] += seconds
 
-    def places(self, untraced: float) -> dict[str, float]:
-        """Seconds by place, `train.py:41, log(loss)` or `train.py:12, on_end()`, without the two longest.
+    def _run(self) -> None:
+        own = random.Random(0)
+        while True:
+            mean = OFTEN if self.n < FEW else SELDOM
+            interval = own.expovariate(1 / mean)  # whatever its length, a sample may come at any moment
+            due = time.monotonic() + interval
+            if self._stop.wait(interval):
+                return
+            if self._is_open():
+                delay = time.monotonic() - due
+                self.sample(min(mean + delay, MAX_WEIGHT), is_late=delay > SLACK)
 
-        Args:
-            untraced: seconds that all of it would have taken; what exceeds them is the cost of tracing, which
-                is proportional to the number of calls.
-        """
-        self.steps = {place_of(*line) for line in self._begins}
-        found: defaultdict[str, float] = defaultdict(float)
-        steady = {line: seconds - sum(self._largest[line]) for line, seconds in self._raw.items()}
-        excess = max(0.0, sum(steady.values()) - untraced) / max(1, sum(self._calls.values()))
-        for (code, line), seconds in steady.items():
-            name = place_of(code, line)
-            found[name] += max(0.0, seconds - excess * self._calls[code, line])
-            if line and linecache.getline(code.co_filename, line).lstrip().startswith(("for ", "async for ")):
-                self.fetches.add(name)
-        return dict(found)
+    def sample(self, seconds: float, is_late: bool = False) -> None:
+        """Takes a sample that stands for `seconds`."""
+        frame = sys._current_frames().get(self._thread_id)
+        line = self._line_of(frame)
+        if frame is None or line is None:
+            return
+        is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
+        kind = "waits" if not is_late else "python" if is_broken_off else "earlier"
+        self._pending.append((line, kind, seconds))
 
-    def _move(self, at: Line | None) -> None:
-        now = time.perf_counter()
-        if self._at is not None:
-            self._raw[self._at] += now - self._since
-            two = self._largest[self._at]
-            if now - self._since > two[0]:
-                two[0] = now - self._since
-                two.sort()
-        self._at, self._since = at, now
-
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Called when a function is called; follows the outermost one of the user in a package's call."""
-        if self._at is not None:
-            self._calls[self._at] += 1
-        caller = frame.f_back
-        is_outer = self._called is None and is_of_user(frame.f_code.co_filename)
-        if is_outer and caller is not None and not is_of_user(caller.f_code.co_filename):
-            self._called = frame
-            self._move((frame.f_code, 0))
-            frame.f_trace_lines = False
-            return self._own[1]
+    def _line_of(self, frame: FrameType | None) -> Line | None:
+        called: Line | None = None  # by a package, in the loop
+        while frame is not None:
+            code, caller = frame.f_code, frame.f_back
+            if code is EVENTS:
+                return None
+            if code in self._loop:
+                line = code, frame.f_lineno
+                return called if called is not None and line in self._on_way else line
+            is_called = caller is not None and not is_of_user(caller.f_code.co_filename)
+            if is_called and is_of_user(code.co_filename):
+                called = code, 0
+            frame = caller
         return None
 
-    def _trace_line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not self._frames:
-            return None
-        if frame is self._called:
-            if event == "return":
-                self._called = None
-                self._move(self._line_above(frame))
-        elif event == "line":
-            self._move((frame.f_code, frame.f_lineno))
-        elif event == "return":
-            self._move(self._line_above(frame))
-        return self._own[1]
+    def seconds(self) -> dict[str, float]:
+        """Mean seconds in a batch by place, `train.py:41, log(loss)` or `train.py:12, on_end()`.
 
-    def _line_above(self, frame: FrameType) -> Line | None:
-        """Line of the traced function that is in progress when `frame` returns."""
-        above = frame.f_back
-        while above is not None and above.f_trace is not self._own[1]:
-            above = above.f_back
-        return None if above is None else (above.f_code, above.f_lineno)
+        Empty with fewer than 40 samples. A statement of several lines is one place, that of its first line.
+        """
+        found = defaultdict[str, float](float)
+        if self.n < MIN_SAMPLES:
+            return found
+        known, earlier = (math.fsum(self._seconds[kind].values()) for kind in ("python", "earlier"))
+        factors = {
+            "waits": 1.0,
+            "python": 1 + min(MAX_EARLIER, earlier / known) if known else 0.0,
+            "earlier": 0.0 if known else 1.0,  # the machine was busy
+        }
+        for kind, factor in factors.items():
+            for line, seconds in self._seconds[kind].items():
+                found[place_of(*line)] += factor * seconds / self._n_batches
+        return found
+
+    @property
+    def steps(self) -> set[str]:
+        """Places that call the model, its backward or an optimizer."""
+        return {place_of(*line) for line in self._steps}
+
+    @property
+    def fetches(self) -> set[str]:
+        """Places that fetch batches: a `for` around what leads to a step, and sampled calls of `next`."""
+        loops = {
+            place_of(code, first)
+            for code, line in self._on_way
+            for first in source_of(code.co_filename).loops_around(line)
+        }
+        sampled = {line for seconds in self._seconds.values() for line in seconds}
+        nexts = [line for line in sampled if line[1] and source_of(line[0].co_filename).calls_next(line[1])]
+        return loops | {place_of(*line) for line in nexts}
 
 
 _known: dict[str, bool] = {}
@@ -151,9 +198,9 @@ def is_of_user(file: str) -> bool:
 
 
 def place_of(code: CodeType, line: int) -> str:
-    """Text of a line with its source, or of a function if it is 0."""
+    """Text of the statement at a line, with its source; or of a function if it is 0."""
     file = Path(code.co_filename).name
     if not line:
         return f"{file}:{code.co_firstlineno}, {code.co_qualname}()"
-    source = " ".join(linecache.getline(code.co_filename, line).split())
-    return f"{file}:{line}, {source:.60}" if source else f"{file}:{line}"
+    first, text = source_of(code.co_filename).statement(line)
+    return f"{file}:{first}, {text:.60}" if text else f"{file}:{first}"

@@ -5,18 +5,17 @@ from typing import Any
 
 from hookcb.core.time_split import BETWEEN, EPOCH, VALIDATION, TimeSplit
 from hookcb.diagnosis.evidence import Spent
-from hookcb.diagnosis.probes.lines import LineTimes
+from hookcb.diagnosis.probes.lines import LineSamples
 
 N_WARM_UP, MIN_BATCHES = 5, 10  # batches left out, in which memory is allocated; and timed before lines are
 OF_USER = (BETWEEN, "loss")  # phases in which code of the user runs, in a loop of theirs
 MIN_SHARE, MIN_SECONDS = 0.2, 1e-3  # of a mean batch, spent in these, from which lines are worth a look
-MAX_GAPS = 600  # times that lines are traced, about three a batch
-BLOCK = 7  # batches that are traced, and then not; a prime, as what is slow may come every tenth batch
+BLOCK = 7  # batches after which that is asked again
 PREFIX = "callback "  # of the names of callbacks
 
 
 class SpentTime:
-    """Splits the time of a training, and traces lines of the user's loop if much is spent between the steps.
+    """Splits the time of a training, and samples lines of the user's loop if much is spent between the steps.
 
     Args:
         label: returns the name of a callback after `PREFIX`, or "" for those of the diagnosis itself.
@@ -24,38 +23,31 @@ class SpentTime:
     """
 
     def __init__(self, label: Callable[[Any], str], is_external: bool) -> None:
-        self.split, self.lines = TimeSplit(label, N_WARM_UP), LineTimes()
-        self._is_external, self._n_batches, self._has_slow_gaps = is_external, 0, False
-        self._n_traced = 0
+        self.split = split = TimeSplit(label, N_WARM_UP)
+        self.lines = LineSamples(lambda: split.phase in OF_USER)
+        self._is_external, self._n_batches = is_external, 0
 
-    @property
-    def is_tracing(self) -> bool:
-        """Whether lines are traced in the current batch, which takes longer then."""
-        return self.split.phase_begins is not None
+    def note_step(self) -> None:
+        """Notes which lines of a loop that hookcb does not run make a step."""
+        if self._is_external:
+            self.lines.note_step()
 
     def end_batch(self) -> None:
-        """Decides whether to trace lines until the next batch ends."""
+        """Ends a batch; begins to sample lines if much time is spent in the user's code."""
         if not self._is_external:
             return
         split, self._n_batches = self.split, self._n_batches + 1
-        self._n_traced += self.is_tracing
-        if self._n_batches % BLOCK == 0 and split.n >= MIN_BATCHES:
-            seconds = sum(split.seconds[phase] for phase in OF_USER)
-            least = max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
-            self._has_slow_gaps = seconds > least and self.lines.n < MAX_GAPS
-        is_due = self._has_slow_gaps and self._n_batches // BLOCK % 2 == 0
-        split.phase_begins = self._phase_begins if is_due else None
-
-    def _phase_begins(self, phase: str) -> None:
-        self.lines.end()
-        if phase in OF_USER:
-            self.lines.begin()
+        self.lines.end_batch(is_counted=not split.leaves_out)
+        if self.lines.is_running or self._n_batches % BLOCK or split.n < MIN_BATCHES:
+            return
+        seconds = sum(split.seconds[phase] for phase in OF_USER)
+        if seconds > max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n):
+            self.lines.start()
 
     def close(self) -> None:
-        """Stops listening and tracing."""
-        self.split.phase_begins = None
+        """Stops listening and sampling."""
         self.split.close()
-        self.lines.end()
+        self.lines.close()
 
     def _steady(self, name: str) -> float:
         """Seconds without the two largest, which may be the machine's; a validation may be rare."""
@@ -74,10 +66,11 @@ class SpentTime:
             callbacks={name.removeprefix(PREFIX): x for name, x in mean.items() if name.startswith(PREFIX)},
         )
         of_user = sum(mean.get(phase, 0.0) for phase in OF_USER)
-        traced = self.lines.places(of_user * self._n_traced)
-        if whole := sum(traced.values()):
-            scale = of_user / whole
-            for name, seconds in traced.items():
-                kind = spent.fetches if name in self.lines.fetches else spent.lines
-                (spent.steps if name in self.lines.steps else kind)[name] = scale * seconds
+        fetches, steps = self.lines.fetches, self.lines.steps
+        seconds = self.lines.seconds()
+        spent.fetches = dict.fromkeys(fetches if seconds else (), 0.0)
+        scale = min(1.0, of_user / (sum(seconds.values()) or 1.0))
+        for name, x in seconds.items():
+            kind = spent.fetches if name in fetches else spent.steps if name in steps else spent.lines
+            kind[name] = scale * x
         return spent

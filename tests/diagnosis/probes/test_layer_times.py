@@ -14,7 +14,6 @@ from tests.support import Clock, fit, make_learner, make_model
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     """As in a process of its own, whatever other tests have compiled."""
-    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
     monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
 
 

@@ -1,83 +1,164 @@
-"""Lines of a loop are timed between two events, and nothing stays of the trace function."""
+"""Lines of a loop are sampled from a thread, and nothing stays of it."""
 
 import sys
+import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hookcb.core.batch import map_tensors
-from hookcb.diagnosis.probes.lines import LineTimes, is_of_user
+from hookcb.diagnosis.probes import lines as module
+from hookcb.diagnosis.probes.lines import MIN_SAMPLES, LineSamples, is_of_user
+from hookcb.diagnosis.probes.source import Source
 from tests.support import Clock
+
+SWITCH = sys.getswitchinterval()
+LATE = "lines.sample(1.0, is_late=True) # in a call, so an earlier l"
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch):
-    """As in a process of its own, whatever other tests have compiled."""
-    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
-    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
+def nothing_stays():
+    yield
+    assert sys.getswitchinterval() == SWITCH
+    assert not [thread for thread in threading.enumerate() if thread.name == "hookcb-lines"]
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
+    clock.sample_lines(monkeypatch)
     return clock
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_traced():
-    assert sys.gettrace() is None, "these tests cannot run in a debugger"
-    yield
-    assert sys.gettrace() is None
-    assert sys._getframe().f_trace is None
+def sampled():
+    lines = LineSamples(lambda: True)
+    lines.start()
+    return lines
 
 
-def slept(lines):
-    found = lines.places(1e9)
-    return {name.partition(", ")[2]: round(x / 1000) for name, x in found.items() if x > 1}
+def by_line(lines):
+    """Seconds in a batch by the text of the line."""
+    return {name.partition(", ")[2]: round(x / 1000, 6) for name, x in lines.seconds().items()}
 
 
-def test_each_line_has_its_time(clock):
-    lines = LineTimes()
-    for _ in range(5):
-        lines.begin()
+def test_each_line_has_its_time_in_a_mean_batch(clock):
+    lines = sampled()
+    for step in range(20):
+        lines.note_step()
         clock.sleep()
         clock.sleep(2000)
-        lines.end()
-    assert slept(lines) == {"clock.sleep()": 3, "clock.sleep(2000)": 6}  # without the two longest
-    assert lines.n == 5
+        if step % 2:
+            clock.sleep(500)
+        lines.end_batch(is_counted=True)
+    assert by_line(lines) == {"clock.sleep()": 1, "clock.sleep(2000)": 2, "clock.sleep(500)": 0.25}
+    assert lines.n == 20 * 20 + 10 * 10
+    assert [name.partition(", ")[2] for name in lines.steps] == ["lines.note_step()"]
 
 
-def test_a_fetch_from_anything_is_the_line_of_its_for_statement(clock):
-    def batches():
-        for i in range(5):
-            clock.sleep()
-            yield i
-
-    lines = LineTimes()
-    for _ in batches():
-        lines.end()
-        lines.begin()
-    lines.end()
-    assert slept(lines) == {"for _ in batches():": 2}  # without the first, which was not traced
-    assert [name for name in lines.fetches if "in batches()" in name]
+def test_batches_that_do_not_count_are_left_out(clock):
+    lines = sampled()
+    for step in range(40):
+        lines.note_step()
+        clock.sleep(9000 if step % 2 else 1000)
+        lines.end_batch(is_counted=not step % 2)
+    assert list(by_line(lines).values()) == [1]
 
 
-def test_the_function_that_a_package_calls_is_named(clock):
+def test_few_samples_say_nothing(clock):
+    lines = sampled()
+    for _ in range(MIN_SAMPLES // 10 - 1):
+        lines.note_step()
+        clock.sleep()
+        lines.end_batch(is_counted=True)
+    assert lines.seconds() == {}
+
+
+def in_a_loop(clock, batches, body=lambda: None):
+    lines = sampled()
+    for _ in batches:
+        lines.note_step()
+        body()
+        lines.end_batch(is_counted=True)
+    return lines
+
+
+def generate(clock, n=20):
+    for i in range(n):
+        clock.sleep()
+        yield i
+
+
+def test_a_fetch_is_the_for_statement_around_a_step(clock):
+    lines = in_a_loop(clock, generate(clock))
+    assert by_line(lines) == {"for _ in batches": 0.95}  # the loop was not known in the first
+    assert lines.fetches == set(lines.seconds())
+
+
+def test_a_for_statement_in_the_body_is_no_fetch(clock):
+    lines = sampled()
+    for _ in range(20):
+        lines.note_step()
+        for _ in generate(clock, 3):
+            pass
+        lines.end_batch(is_counted=True)
+    assert by_line(lines) == {"for _ in generate(clock, 3)": 3}
+    assert [name.partition(", ")[2] for name in lines.fetches] == ["for _ in range(20)"]
+
+
+def test_a_call_of_next_is_a_fetch(clock):
+    batches, lines = generate(clock), sampled()
+    for _ in range(20):
+        next(batches)
+        lines.note_step()
+        lines.end_batch(is_counted=True)
+    assert by_line(lines) == {"next(batches)": 0.95}
+    assert lines.fetches > set(lines.seconds())
+
+
+def test_a_statement_of_several_lines_is_one_place(clock):
+    lines = sampled()
+    for _ in range(20):
+        lines.note_step()
+        print(
+            clock.sleep(),
+            clock.sleep(),
+            end="",
+            file=SimpleNamespace(write=lambda text: None),
+        )
+        lines.end_batch(is_counted=True)
+    assert by_line(lines) == {"print(": 2}
+
+
+def test_the_function_that_a_trainer_calls_is_named(clock):
+    lines = sampled()
+
+    def training_step(x):
+        lines.note_step()
+        return x
+
     def on_batch_end(x):
         clock.sleep()
         return x
 
-    lines = LineTimes()
-    for _ in range(2):
-        lines.begin()
-        map_tensors(on_batch_end, [torch.ones(1), torch.ones(1)])  # a function of this package
-        lines.end()
-    ((name, seconds),) = slept(lines).items()
-    assert name.endswith("on_batch_end()")
-    assert seconds == 2
+    for _ in range(20):
+        map_tensors(training_step, [torch.ones(1)])  # a function of this package
+        map_tensors(on_batch_end, [torch.ones(1)])
+        lines.end_batch(is_counted=True)
+    assert by_line(lines) == {"map_tensors(on_batch_end, [torch.ones(1)])": 1}
+
+    def trainer(x):
+        return map_tensors(on_batch_end, map_tensors(training_step, x))
+
+    lines = sampled()
+    for _ in range(20):
+        map_tensors(lambda x: trainer([x])[0], [torch.ones(1)])
+        lines.end_batch(is_counted=True)
+    ((name, seconds),) = by_line(lines).items()
+    assert name.endswith(("on_batch_end()", "map_tensors(on_batch_end, map_tensors(training_step, x))"))
+    assert seconds == 1
 
 
 def test_a_line_that_calls_a_function_has_its_time(clock):
@@ -86,55 +167,80 @@ def test_a_line_that_calls_a_function_has_its_time(clock):
     def step():
         work()
 
-    lines = LineTimes()
-    for _ in range(3):
-        lines.begin()
-        step()
-        lines.end()
-    assert slept(lines) == {"step()": 5}
+    assert by_line(in_a_loop(clock, range(20), step)) == {"body()": 5}
 
 
-def test_the_cost_of_tracing_is_taken_from_the_lines_with_many_calls(clock):
-    def call():
-        clock.now += 0.1  # the cost of tracing, ten times
-
-    lines = LineTimes()
-    for _ in range(3):
-        lines.begin()
-        [call() for _ in range(10)]
-        clock.now += 1.0
-        lines.end()
-    found = {name.partition(", ")[2]: x for name, x in lines.places(1.0).items()}
-    assert found["clock.now += 1.0"] == pytest.approx(1.0, abs=0.01)  # without the two longest
-    assert sum(found.values()) < 1.2
-
-
-def test_nothing_is_traced_if_something_else_is_traced(clock):
-    theirs = lambda *args: None  # noqa: E731
-    sys.settrace(theirs)
-    try:
-        lines = LineTimes()
-        lines.begin()
-        assert sys.gettrace() is theirs
-        lines.end()
-        assert sys.gettrace() is theirs
-    finally:
-        sys.settrace(None)
-    assert lines.places(0.0) == {}
+def test_samples_that_come_late_are_of_python_code():
+    lines = LineSamples(lambda: True)
+    lines.is_running = True
+    for _ in range(50):
+        lines.note_step()
+        lines.sample(3.0)
+        lines.sample(1.0, is_late=True)  # in a call, so an earlier line held it up, or the machine
+        lines.end_batch(is_counted=True)
+    assert by_line(lines) == {"lines.sample(3.0)": 0.003, LATE: 0.001}
+    ((code, line),) = lines._seconds["earlier"]
+    lines._seconds["python"][code, line - 2] = 25.0  # as if it had been interrupted there, too
+    assert by_line(lines) == {"lines.sample(3.0)": 0.003, "lines.note_step()": 0.0015, LATE: 0}
+    lines._seconds["python"][code, line - 2] = 2.5  # of what is not known, no more than twice as much
+    assert by_line(lines)["lines.note_step()"] == pytest.approx(0.00015)
 
 
-def test_files_of_packages_are_not_of_the_user():
+@pytest.mark.filterwarnings("error")
+def test_a_thread_tells_waiting_from_python_code():
+    """Three times as much of the one as of the other; a machine that is busy only makes both longer."""
+    lines, ends = LineSamples(lambda: True), time.monotonic() + 3
+    lines.note_step()
+    lines.start()
+    while time.monotonic() < ends and lines.n < 150:
+        began = time.monotonic()
+        while time.monotonic() < began + 9e-3:
+            pass
+        time.sleep(3e-3)
+        lines.end_batch(is_counted=True)
+    lines.close()
+    found = by_line(lines)
+    slept = found["time.sleep(3e-3)"]
+    assert sum(found.values()) > slept > 0
+    assert sum(x for name, x in found.items() if "began" in name or name == "pass") > slept
+
+
+def test_it_samples_only_while_it_is_asked_to():
+    lines = LineSamples(lambda: False)
+    lines.note_step()
+    lines.start()
+    lines.start()  # it runs already
+    time.sleep(0.05)
+    lines.close()
+    lines.close()
+    lines.end_batch(is_counted=True)
+    assert lines.n == 0
+
+
+def test_threads_switch_as_the_user_has_it_again():
+    before = sys.getswitchinterval()
+    lines = LineSamples(lambda: True)
+    lines.start()
+    assert sys.getswitchinterval() == pytest.approx(module.SWITCH)
+    sys.setswitchinterval(0.02)  # set by the user meanwhile
+    lines.close()
+    assert sys.getswitchinterval() == pytest.approx(0.02)
+    sys.setswitchinterval(before)
+
+
+def test_files_of_packages_are_not_of_the_user(monkeypatch):
     from hookcb.core import loop
 
     assert is_of_user(__file__)
     assert is_of_user("<stdin>")
     assert not is_of_user(torch.__file__)
     assert not is_of_user(loop.__file__)
-    assert not is_of_user(time.__spec__.origin or "<frozen>") or time.__spec__.origin == "built-in"
+    assert is_of_user(loop.__file__.replace("hookcb/core", "hookcb_experiments"))
 
 
-def test_nothing_is_traced_once_anything_is_compiled(monkeypatch):
-    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {"total": 1})
-    lines = LineTimes()
-    lines.begin()
-    assert sys.gettrace() is None
+def test_source_that_cannot_be_read_has_its_lines():
+    source = Source(["%matplotlib inline\n", "for x in batches:\n", "    step(next(x))\n"])
+    assert source.statement(2) == (2, "for x in batches")
+    assert source.loops_around(3) == []
+    assert not source.calls_next(3)
+    assert Source([]).statement(7) == (7, "")

@@ -1,12 +1,13 @@
 """Time of a training by what it is spent on, in a Learner and in a plain loop."""
 
 import gc
-import sys
+import threading
 import time
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 from hookcb import Callback, Diagnose, Learner, watch
 from tests.support import Clock, fit, make_batches, make_learner, make_model
@@ -15,13 +16,13 @@ from tests.support import Clock, fit, make_batches, make_learner, make_model
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     """As in a process of its own, whatever other tests have compiled."""
-    monkeypatch.setattr("hookcb.diagnosis.probes.lines.compile_counts", lambda kind: {})
     monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
+    clock.sample_lines(monkeypatch)
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)
     return clock
@@ -32,7 +33,7 @@ def nothing_stays():
     before = list(gc.callbacks)
     yield
     assert gc.callbacks == before
-    assert sys.gettrace() is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "hookcb-lines"]
 
 
 def quiet():
@@ -102,7 +103,7 @@ def test_a_training_without_other_work_has_no_place(clock):
     assert places(plain(lambda step: None)) == {}
 
 
-def test_weights_are_bit_identical_while_lines_are_traced(clock):
+def test_weights_are_bit_identical_while_lines_are_sampled():
     def weights(*cbs):
         model = make_model()
         opt = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -111,7 +112,7 @@ def test_weights_are_bit_identical_while_lines_are_traced(clock):
                 F.mse_loss(model(x), y).backward()
                 opt.step()
                 opt.zero_grad()
-                clock.sleep()
+                time.sleep(2e-3)
         return [p.tolist() for p in model.parameters()], torch.rand(2).tolist()
 
     torch.manual_seed(0)
@@ -120,13 +121,39 @@ def test_weights_are_bit_identical_while_lines_are_traced(clock):
     assert weights(quiet()) == expected
 
 
-def test_a_loop_that_dies_while_lines_are_traced_leaves_nothing(clock):
+def test_a_loop_that_dies_while_lines_are_sampled_leaves_nothing():
     def own(step):
-        clock.sleep()
+        time.sleep(2e-3)
         if step == 30:
-            assert sys.gettrace() is not None
+            assert [thread for thread in threading.enumerate() if thread.name == "hookcb-lines"]
             raise KeyError("of the user")
 
     with pytest.raises(KeyError):
         plain(own)
-    assert sys.gettrace() is None
+
+
+def test_the_start_of_a_loader_is_told_apart_from_its_fetches(clock):
+    class Slow(DataLoader):
+        def __iter__(self):
+            clock.sleep()
+            return super().__iter__()
+
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, quiet()) as w:
+        for _ in range(12):
+            for x, y in Slow(make_batches(5), batch_size=None):
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+    assert list(places(w)) == ["the time between epochs and the start of the loader"]
+
+
+def test_names_of_callbacks_that_begin_like_ours_are_no_logs(clock):
+    class LogitLens(Callback):
+        def after_loss(self):
+            clock.sleep()
+
+    learn = make_learner(40, 0, lr=0.01)
+    fit(learn, 1, cbs=[quiet(), LogitLens()])
+    assert list(places(learn)) == ["the callback LogitLens"]
