@@ -240,7 +240,7 @@ def compare(
         lr=0.05,
     )
     stats = ActivationStats(include_paramless=True, with_hist=True)
-    health, oracle = GradientHealth(), Oracle(n_groups)
+    health, oracle = GradientHealth(detail_every=1), Oracle(n_groups)
     sent, gathers = [], []
     start, gather = Ranks.start, Ranks.gather
 

@@ -126,8 +126,8 @@ def errors(health, expected):
 
 
 def gradients_of(model, n, i):
-    learn = fit(model, n, i, GradientHealth(), GradientClip(0.5))
-    one = fit(make().double(), 1, 0, GradientHealth(), GradientClip(0.5))
+    learn = fit(model, n, i, GradientHealth(detail_every=1), GradientClip(0.5))
+    one = fit(make().double(), 1, 0, GradientHealth(detail_every=1), GradientClip(0.5))
     clip = [torch.tensor(x.gradient_clip.norms) for x in (learn, one)]
     found = errors(learn.gradient_health, one.gradient_health)
     return found | {"clip": float((clip[0] - clip[1]).abs().max())}
@@ -174,7 +174,7 @@ def sequence_parallel_gradients(rank):
         "down": RowwiseParallel(),
     }
     model = parallelize_module(block(), init_device_mesh("cpu", (2,)), plan)
-    learn, one = (fit(m, 1, 0, GradientHealth(), GradientClip(0.1)) for m in (model, block()))
+    learn, one = (fit(m, 1, 0, GradientHealth(detail_every=1), GradientClip(0.1)) for m in (model, block()))
     return errors(learn.gradient_health, one.gradient_health)
 
 
@@ -208,7 +208,7 @@ def bad_gradients(rank):
 def watched_on_one(rank, is_gathered=False):
     """A watch on rank 0 only, which must not communicate."""
     model = sharded(make())
-    opt, health = torch.optim.SGD(model.parameters(), lr=0.1), GradientHealth()
+    opt, health = torch.optim.SGD(model.parameters(), lr=0.1), GradientHealth(detail_every=1)
     if is_gathered:
         with torch.no_grad():
             model(X)
@@ -260,9 +260,9 @@ def half_precision(rank):
     """Steps that were skipped, and the distance to one process."""
     found = []
     for dtype, options in (("bf16", {}), ("fp16", {"init_scale": 2.0**60}), ("fp16", {"init_scale": 1.0})):
-        cbs = [MixedPrecision(dtype, **options), GradientClip(0.3), GradientHealth()]
+        cbs = [MixedPrecision(dtype, **options), GradientClip(0.3), GradientHealth(detail_every=1)]
         learn = fit(sharded(make()), 2, rank, *cbs)
-        cbs = [MixedPrecision(dtype, **options), GradientClip(0.3), GradientHealth()]
+        cbs = [MixedPrecision(dtype, **options), GradientClip(0.3), GradientHealth(detail_every=1)]
         one = fit(make(), 1, 0, *cbs)
         skipped = [x.mixed_precision.skipped for x in (learn, one)]
         found.append(
@@ -292,8 +292,8 @@ def only_the_root(rank):
 
 
 def old_fsdp(rank, orig):
-    one = fit(make(), 1, 0, GradientHealth(), EMA(0.8))
-    learn = fit(flat(make(), orig), 2, rank, ActivationStats(), GradientHealth(), EMA(0.8))
+    one = fit(make(), 1, 0, GradientHealth(detail_every=1), EMA(0.8))
+    learn = fit(flat(make(), orig), 2, rank, ActivationStats(), GradientHealth(detail_every=1), EMA(0.8))
     health, expected = learn.gradient_health, one.gradient_health
     norms = [torch.tensor(x.step_series("total_norm")) for x in (health, expected)]
     each = [
@@ -313,7 +313,9 @@ def wrapped_names(rank):
     model = make()
     for k in (0, 2):
         model[k] = checkpoint_wrapper(model[k])
-    learn = fit(DistributedDataParallel(model), 2, rank, ActivationStats(), GradientHealth(), epochs=1)
+    learn = fit(
+        DistributedDataParallel(model), 2, rank, ActivationStats(), GradientHealth(detail_every=1), epochs=1
+    )
     return learn.gradient_health.names, learn.activation_stats.names
 
 

@@ -109,7 +109,7 @@ def test_parameters_of_any_precision_are_read_in_full(dtype):
         return [(x.to(dtype), y.to(dtype) * 100) for x, y in batches()]
 
     steps = by_hand(mlp(hidden=400).to(dtype), data(), lr=1e-3)
-    health = GradientHealth()
+    health = GradientHealth(detail_every=1)
     learner(mlp(hidden=400).to(dtype), data(), health, lr=1e-3)
     assert_matches(health, steps, skip=("update_ratio", "drift"), rel=1e-3)
     for k, step in enumerate(steps):

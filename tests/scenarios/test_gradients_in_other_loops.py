@@ -100,7 +100,7 @@ class Swapping(sgd):
 
 @pytest.mark.parametrize("hidden", [5, 600])
 def test_parameters_pointed_at_new_tensors_by_the_optimizer_are_followed(hidden):
-    health = GradientHealth()
+    health = GradientHealth(detail_every=1)
     learner(mlp(hidden=hidden), None, health, opt=Swapping)
     skip = () if hidden == 5 else ("update_ratio", "drift")
     assert_matches(health, by_hand(mlp(hidden=hidden), batches(), Swapping), skip=skip)

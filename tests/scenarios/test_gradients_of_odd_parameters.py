@@ -106,7 +106,7 @@ def test_sparse_gradients_are_read_coalesced(n):
     g = torch.Generator().manual_seed(0)  # few rows, each several times
     data = [(torch.randint(0, 6, (5, 7), generator=g), torch.randn(5, 1, generator=g)) for _ in range(3)]
     steps = by_hand(seeded(Bag), data)
-    health = GradientHealth()
+    health = GradientHealth(detail_every=1)
     learner(seeded(Bag), data, health)
     sampled = ("update_ratio", "drift") if n[0] == 500 else ()
     assert_matches(health, steps, skip=sampled)
@@ -125,7 +125,7 @@ def test_complex_parameters_count_by_their_magnitude(size):
             return ((x.to(torch.complex64) @ self.w).abs() * self.real).sum(1, keepdim=True)
 
     steps = by_hand(seeded(Complex), batches(d=size[0]), lr=1e-3)
-    health = GradientHealth()
+    health = GradientHealth(detail_every=1)
     learner(seeded(Complex), batches(d=size[0]), health, lr=1e-3)
     assert_matches(health, steps, skip=("update_ratio", "drift") if size[0] == 40 else ())
 

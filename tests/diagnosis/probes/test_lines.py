@@ -12,7 +12,6 @@ import torch
 from hookcb.core.batch import map_tensors
 from hookcb.diagnosis.probes import lines as module
 from hookcb.diagnosis.probes.lines import MIN_SAMPLES, LineSamples, is_of_user
-from hookcb.diagnosis.probes.source import Source
 from tests.support import Clock
 
 SWITCH = sys.getswitchinterval()
@@ -236,11 +235,3 @@ def test_files_of_packages_are_not_of_the_user(monkeypatch):
     assert not is_of_user(torch.__file__)
     assert not is_of_user(loop.__file__)
     assert is_of_user(loop.__file__.replace("hookcb/core", "hookcb_experiments"))
-
-
-def test_source_that_cannot_be_read_has_its_lines():
-    source = Source(["%matplotlib inline\n", "for x in batches:\n", "    step(next(x))\n"])
-    assert source.statement(2) == (2, "for x in batches")
-    assert source.loops_around(3) == []
-    assert not source.calls_next(3)
-    assert Source([]).statement(7) == (7, "")
