@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from math import isfinite
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from hookcb.activations.bins import at_level, level_of
 from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import SAMPLED, WHOLE, _strata, histogram, shares
 from hookcb.gradients.records import MAX_STEPS
-from hookcb.gradients.stats import SKETCH, sketch, sketch_places
+from hookcb.gradients.stats import SKETCH, mean_size, sketch, sketch_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
 
+DETAIL_EVERY = 10  # the default of GradientHealth
 WIDEST = torch.tensor([[-8.0, 8.0]], dtype=torch.float64)  # a range of histograms at level 0
 
 
@@ -69,12 +71,13 @@ def of_outputs(
 
 
 def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[], object]:
-    """Row norms and extremes of each gradient, and tracked weights around each step, for many together.
+    """Row norms of each gradient, details in each tenth step, and tracked weights around each step.
 
     Weights are read before and after a step: nothing tells whether they were changed in between, by `.data`.
     """
     params = list(model.parameters())
     weights: list[Tensor] = []
+    n_steps = count()
 
     def tracked() -> Tensor:
         of_all = []
@@ -84,6 +87,7 @@ def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[
         return torch.cat(of_all)
 
     def look() -> None:
+        is_detailed = next(n_steps) % DETAIL_EVERY == 0
         for p in params:
             g = p.grad
             if g is None:
@@ -91,10 +95,12 @@ def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[
             if g.numel() <= SKETCH:
                 g.clone()
                 continue
-            torch.linalg.vector_norm(g.view(len(g), -1), dim=1)
-            g.amin().item(), g.amax().item()
+            rows = torch.linalg.vector_norm(g.view(len(g), -1), dim=1)
+            isfinite(torch.linalg.vector_norm(rows).item())
+            if is_detailed:
+                g.amin().item(), g.amax().item(), mean_size(g)
             if g.numel() <= MIDDLE:
-                g.abs().sum().item(), torch.linalg.vector_norm(p.detach()).item(), p.detach().sum().item()
+                torch.linalg.vector_norm(p.detach()).item(), p.detach().sum().item()
         weights.extend([tracked(), tracked()])
         if len(weights) > 2 * MAX_STEPS:
             before, after = torch.stack(weights[::2]), torch.stack(weights[1::2])

@@ -85,7 +85,7 @@ class Loop(TrainingState):
             self._use_tables()
 
     def __getstate__(self) -> dict[str, Any]:
-        tables = "_table", "_tables", "_awake"
+        tables = "_table", "_tables", "_awake", "_awake_tables"
         state = {key: value for key, value in self.__dict__.items() if key not in tables}
         return state | {"clock": None, "_resting": {}}
 
@@ -213,13 +213,17 @@ class Loop(TrainingState):
     def build_dispatch(self) -> None:
         """Updates the lists of callbacks that act at each event; called whenever they change."""
         self._tables = dispatch_tables(self.cbs)
+        self._awake_tables: dict[frozenset[tuple[int, frozenset[str]]], dict[str, Handlers]] = {}
         self._use_tables()
 
     def _use_tables(self) -> None:
         """Selects the callbacks that act in this phase, and those of them that do not rest."""
         self._table = self._awake = self._tables[self.training]
         if self._resting and self.training:
-            self._awake = without_resting(self._table, self._resting)
+            resting = frozenset(self._resting.items())
+            if resting not in self._awake_tables:
+                self._awake_tables[resting] = without_resting(self._table, self._resting)
+            self._awake = self._awake_tables[resting]
 
     def rest(self, resting: Iterable[tuple[Callback, frozenset[str]]]) -> None:
         """Stops calling callbacks at events of training batches, until they are given here without any.

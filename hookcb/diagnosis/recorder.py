@@ -122,8 +122,8 @@ class EvidenceRecorder(Callback):
             spent.split.leaves_out = is_measured
 
     def _note_step(self) -> None:
-        """Notes who has called a part of a step in an inspected batch."""
-        if self.is_looking and self._probes is not None and self._spent is not None:
+        """Notes who has called a part of a step."""
+        if self._probes is not None and self._spent is not None:
             self._probes.guarded(self._spent.note_step)
 
     def _begin_rest(self, is_looking: bool, is_idle: bool) -> None:
@@ -139,7 +139,8 @@ class EvidenceRecorder(Callback):
             self._probes.rest(self.learn, is_idle and not self._is_external)
 
     def after_pred(self) -> None:
-        self._note_step()
+        if self.is_looking:
+            self._note_step()
         if self.is_looking or self._is_external:  # an external loop may never report its loss
             self._probe(Probes.record_pred)
 
@@ -151,7 +152,8 @@ class EvidenceRecorder(Callback):
         self._probe(Probes.begin_backward)
 
     def after_backward(self) -> None:
-        self._note_step()
+        if self.is_looking:
+            self._note_step()
         self._probe(Probes.end_backward)
 
     def before_step(self) -> None:
@@ -168,7 +170,8 @@ class EvidenceRecorder(Callback):
         self._probe(Probes.cancel_step)
 
     def after_step(self) -> None:
-        self._note_step()
+        if self.is_looking:
+            self._note_step()
         self._is_new_step = True
         if (probes := self._probes) is None:
             return
@@ -286,6 +289,7 @@ class AttachedStats(Attached, ActivationStats):
             self.before_batch()
         else:
             self.n_skipped += 1
+            self.rest_hooks()  # others were on the layers before, as to measure their times
 
     def looks_alike(self) -> bool:
         """True, as the owner looks at batches by their numbers."""

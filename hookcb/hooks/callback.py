@@ -121,7 +121,12 @@ class HookCallback(SamplingCallback):
             self.hooks.wake()
             self._acts_in = self.training
             self.hooks.restart()
-        elif self._may_rest and not self.hooks.is_resting and not has_compiled():
+        else:
+            self.rest_hooks()
+
+    def rest_hooks(self) -> None:
+        """Takes the hooks off their layers in a batch that is not looked at, if that changes no order."""
+        if self.hooks and self._may_rest and not self.hooks.is_resting and not has_compiled():
             self.hooks.rest()
 
     def after_pred(self) -> None:

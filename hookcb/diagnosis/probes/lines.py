@@ -22,6 +22,7 @@ FEW, OFTEN, SELDOM = 200, 2e-3, 20e-3  # samples, and seconds between those and 
 # that ends late though nothing holds it up
 SWITCH, SLACK = 5e-4, 2.5e-4
 MAX_EARLIER = 2.0  # Python code that is not known by its line, by that which is; for 1 ms at a time
+MIN_WAITING = 0.1  # samples in time by late ones; a line with fewer of them does not wait
 MAX_WEIGHT = 0.25  # seconds that a sample stands for at most, as a busy machine may stop everything
 MIN_SAMPLES = 40  # of fewer, a share of 0.5 has an error above 0.08
 # instructions at which Python interrupts code that does not wait for anything
@@ -49,8 +50,8 @@ class LineSamples:
 
     The thread gets the interpreter once the loop waits, as for a disk or an operation of torch, or after some
     Python code. So a sample in time is of a line that waits. One that comes late was held up by Python code:
-    by the line in progress if that is interrupted there, else by an earlier one, which is one of those that
-    are interrupted at other times; or by the machine, if none ever is.
+    by the line in progress if that is interrupted there or never waits, else by an earlier one, which is one
+    of those that are interrupted at other times; or by the machine, if none ever is.
 
     Args:
         is_open: whether to sample now.
@@ -158,15 +159,15 @@ class LineSamples:
         found = defaultdict[str, float](float)
         if self.n < MIN_SAMPLES:
             return found
-        known, earlier = (math.fsum(self._seconds[kind].values()) for kind in ("python", "earlier"))
-        factors = {
-            "waits": 1.0,
-            "python": 1 + min(MAX_EARLIER, earlier / known) if known else 0.0,
-            "earlier": 0.0 if known else 1.0,  # the machine was busy
-        }
-        for kind, factor in factors.items():
-            for line, seconds in self._seconds[kind].items():
-                found[place_of(*line)] += factor * seconds / self._n_batches
+        waits, python, earlier = (dict(self._seconds[kind]) for kind in ("waits", "python", "earlier"))
+        for line in [line for line, x in earlier.items() if waits.get(line, 0.0) < MIN_WAITING * x]:
+            python[line] = python.get(line, 0.0) + earlier.pop(line)
+        known, unknown = math.fsum(python.values()), math.fsum(earlier.values())
+        factor = 1 + min(MAX_EARLIER, unknown / known) if known else 0.0
+        weighed = (waits, 1.0), (python, factor), (earlier, 0.0 if known else 1.0)
+        for by_line, weight in weighed:
+            for line, seconds in by_line.items():
+                found[place_of(*line)] += weight * seconds / self._n_batches
         return found
 
     @property

@@ -72,6 +72,7 @@ TOKENS = (  # in `Evidence.observed`
     "padding of the tokens",
 )
 MAX_MEMORY = 128  # points of memory in use, which is read in fewer batches then
+MANY_READINGS, MEMORY_EVERY = 64, 4  # batches in which it is read at first, and distance of the later ones
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -393,7 +394,8 @@ class Probes:
         if looking:
             self.layers.end_record()
             self.retained.count_alive()
-        if self.memory.is_due() and (used := self._resident.bytes_in_use()) is not None:
+        is_due = self.n_batches <= MANY_READINGS or self.n_batches % MEMORY_EVERY == 0
+        if is_due and self.memory.is_due() and (used := self._resident.bytes_in_use()) is not None:
             self.memory.add(loop.train_iter, used)
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
