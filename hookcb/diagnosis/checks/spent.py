@@ -32,8 +32,8 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     Formula: mean seconds a batch in a callback, in validation, in a line of the loop or between epochs / mean
     seconds of a batch, without the first five batches, those that are inspected closely, and the two that
     take longest. Limit: 0.3, and 1 ms; 0.6 for the optimizer's step, the loss and lines that call the model.
-    It is a note, as the work may be wanted. Lines of a loop that hookcb does not run are sampled if a fifth of
-    the time or more is spent between its steps; of a trainer it is the user's functions that it calls.
+    It is a note, as the work may be wanted. Lines of a loop that hookcb does not run are sampled if a fifth
+    of the time or more is spent between its steps; of a trainer it is the user's functions that it calls.
 
     Source: the limit is a choice, the same as that of `time.data_bound`.
     """
