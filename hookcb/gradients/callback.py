@@ -50,9 +50,10 @@ class GradientHealth(Callback):
             these; by default all parameters.
         activations: whether to record gradients of the outputs of all leaf modules with parameters, too; on
             several ranks, those of this one.
-        detail_every: record details in records 0, n, 2n …; these are `abs_max` and, for `flow()`, the mean
-            |gradient|, which take as long as all else. Parameters with up to 1,024 elements and those of
-            which each rank has a part always have them.
+        detail_every: read details in records 0, n, 2n … only, as each needs another pass over the gradients:
+            `abs_max`, NaN in the other records, and for `flow()` the mean |gradient|. Parameters with up to
+            1,024 elements and those of which each rank has a part always have them, and so does each
+            parameter on a CPU if a gradient is not finite.
         on_nonfinite: action on a NaN or infinite gradient of any parameter: "record" it; "skip" the step and
             drop the gradients; "raise", which ends the fit with weights and optimizer as they were before the
             step. "skip" and "raise" wait for the device at each step. They leave overflows to a GradScaler
@@ -63,11 +64,12 @@ class GradientHealth(Callback):
     Attributes:
         records: the `GradientRecords`, which can be saved without the callback.
         stats: `stats[record][parameter]` is a dict of `norm` (L2), `clipped_norm` (NaN if the step was
-            skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number), `zero_rows` (share, 0..1;
-            NaN for one dimension), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of
-            this step) and `drift` (the same since the fit began). The last two use 1,024 elements at
-            most. Gradient statistics use all elements; weight statistics use all up to 65,536, and 1,024 of
-            larger weights, whose norm is then usually within 2 %.
+            skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number; on a GPU, in records
+            without details, 1 stands for any), `zero_rows` (share, 0..1; NaN for one dimension),
+            `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this step) and `drift`
+            (the same since the fit began). The last two use 1,024 elements at most. Gradient statistics use
+            all elements; weight statistics use all up to 65,536, and 1,024 of larger weights, whose norm is
+            then usually within 2 %.
 
     Raises:
         FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.

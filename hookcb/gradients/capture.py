@@ -96,7 +96,7 @@ class StepCapture:
     def n_elements(self) -> int:
         """Number of elements held until they are reduced."""
         n = sum(values.numel() for _, values in self.buffers.values())
-        return n + sum(c.before.numel() + sum(c.layout.sketch_lengths) for c in self.captures)
+        return n + sum(c.before.numel() + c.layout.parts[1] for c in self.captures)
 
 
 class GradientReader:
