@@ -302,10 +302,10 @@ class AttachedStats(Attached, ActivationStats):
 
 
 class AttachedHealth(Attached, GradientHealth):
-    """`GradientHealth` of all parameters."""
+    """`GradientHealth` of all parameters, with details in each record, as there are few."""
 
     def __init__(self, owner: EvidenceRecorder, name: str) -> None:
-        super().__init__(name=name)
+        super().__init__(detail_every=1, name=name)
         self.owner = owner
 
     def note(self, opt: Optimizer | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import GradientHealth, JSONLLogger, Log, WarmupCosine
+from hookcb import Diagnose, GradientHealth, JSONLLogger, Log, WarmupCosine
 from hookcb.gradients.stats import GRAD_STATS
 from hookcb.report.collect import collect
 from tests.gradients.support import batches, close, learner, seeded, spoiling
@@ -102,6 +102,26 @@ def test_a_scheduled_training_that_moves_is_not_said_to_stand_still():
     """Without its largest element nobody knows whether a gradient is spread over the weight."""
     learn, _ = trained(60, WarmupCosine())
     assert "param.not_stepped" not in {finding.code for finding in learn.diagnose().findings}
+
+
+def test_a_diagnosis_has_details_in_all_its_records():
+    learn = learner(large(), batches(40, d=D), Diagnose(show=False), lr=0.01)
+    records = learn.gradient_health.records
+    assert records.detailed("0.weight") == list(range(len(records.stats)))
+    assert len(records.stats) > 5
+
+
+def test_a_large_weight_that_no_step_moves_is_named():
+    class Stuck(torch.optim.SGD):
+        def step(self, closure=None):
+            before = self.param_groups[0]["params"][0].detach().clone()
+            super().step(closure)
+            self.param_groups[0]["params"][0].data.copy_(before)
+
+    model = large()
+    learn = learner(model, batches(60, d=D), Diagnose(show=False, on_sick="ignore"), opt=Stuck, lr=0.05)
+    found = [finding for finding in learn.diagnose().findings if finding.code == "param.not_stepped"]
+    assert [finding.param for finding in found] == ["0.weight"]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "10"])
