@@ -286,8 +286,8 @@ class Alternating(Callback):
     """Seconds of batches in which callbacks act, and of those in between in which they do not.
 
     They take turns of four batches within one fit, of which the first does not count. So both have the same
-    net at the same place, and the machine of the same moment: the loop beside itself differs by 0.5 %, where
-    two fits differ by 3 %.
+    net at the same place, and the machine of the same moment: the loop beside itself differs by 0.2 to 1 %,
+    where two fits differ by 3 %.
 
     Args:
         *cbs: the callbacks, with those that they attach.
