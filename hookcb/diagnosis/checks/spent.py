@@ -44,11 +44,10 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
     places += [(line, seconds, MAX_OTHER) for line, seconds in spent.lines.items()]
     places += [(line, seconds, MAX_OWN) for line, seconds in spent.steps.items()]
-    starts = (
-        sum(spent.fetches.values()) if spent.phases.get(DATA) else 0.0
-    )  # of loaders, as their fetches are seen
-    for phase, name in NAMES.items():
-        places.append((name, spent.phases.get(phase, 0.0) + starts * (phase == EPOCH), MAX_OTHER))
+    aside = {phase: spent.phases.get(phase, 0.0) for phase in NAMES}
+    if spent.phases.get(DATA):  # fetches of a loader are seen, so that its line only starts it
+        aside[EPOCH] += sum(spent.fetches.values())
+    places += [(name, aside[phase], MAX_OTHER) for phase, name in NAMES.items()]
     for phase, name in OWN.items():
         if phase == "optimizer" or not spent.steps:  # else it is in one of these lines
             places.append((name, spent.phases.get(phase, 0.0), MAX_OWN))

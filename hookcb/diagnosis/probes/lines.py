@@ -76,16 +76,14 @@ class LineSamples:
     def note_step(self) -> None:
         """Notes who leads to a part of a step; called in the thread of the loop while that part is made."""
         frame: FrameType | None = sys._getframe(1)
-        is_innermost = True
+        lines: list[Line] = []  # innermost first
         while frame is not None:
             if is_of_user(frame.f_code.co_filename):
-                line = frame.f_code, frame.f_lineno
-                self._loop.add(frame.f_code)
-                self._on_way.add(line)
-                if is_innermost:
-                    self._steps.add(line)
-                    is_innermost = False
+                lines.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
+        self._loop.update(code for code, _ in lines)
+        self._on_way.update(lines)
+        self._steps.update(lines[:1])
 
     def start(self) -> None:
         """Starts the thread, unless it runs."""

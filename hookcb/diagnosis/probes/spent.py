@@ -65,10 +65,11 @@ class SpentTime:
             phases={name: x for name, x in mean.items() if not name.startswith(PREFIX)},
             callbacks={name.removeprefix(PREFIX): x for name, x in mean.items() if name.startswith(PREFIX)},
         )
+        if not (seconds := self.lines.seconds()):
+            return spent  # without a look at the source of the user
         of_user = sum(mean.get(phase, 0.0) for phase in OF_USER)
         fetches, steps = self.lines.fetches, self.lines.steps
-        seconds = self.lines.seconds()
-        spent.fetches = dict.fromkeys(fetches if seconds else (), 0.0)
+        spent.fetches = dict.fromkeys(fetches, 0.0)
         scale = min(1.0, of_user / (sum(seconds.values()) or 1.0))
         for name, x in seconds.items():
             kind = spent.fetches if name in fetches else spent.steps if name in steps else spent.lines
