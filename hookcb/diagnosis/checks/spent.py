@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
 from hookcb.diagnosis.checks.finding import finding
@@ -87,17 +87,12 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
     """
     seconds, work = evidence.layer_seconds, evidence.layer_work
     known = {name: x for name, x in seconds.items() if math.isfinite(work.get(name, 0.0))}
-    whole, of_known = sum(seconds.values()), sum(known.values())
-    whole_work = sum(work.get(name, 0.0) for name in known)
+    whole, whole_work = sum(seconds.values()), sum(work.get(name, 0.0) for name in known)
     if not seconds or not whole_work:
         yield Skipped("the forwards of layers were not timed")
         return
-    rest = {name: max(1.0, whole_work - work.get(name, 0.0)) for name in known}
-    large = {
-        name: ratio(x / max(1.0, work.get(name, 0.0)), (of_known - x) / rest[name])
-        for name, x in known.items()
-        if x > MIN_LAYER * whole and x >= MIN_OTHER
-    }
+    excess = _excess(known, work)
+    large = {name: excess[name] for name, x in known.items() if x > MIN_LAYER * whole and x >= MIN_OTHER}
     slow = {name: x for name, x in large.items() if x > MAX_EXCESS}
     if not slow:
         most = max(large.values(), default=0.0)
@@ -119,6 +114,16 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
             causes=("a Python loop over samples, steps or elements", "a wait for a device, as by .item()"),
             next_steps=("Compute it for the whole batch at once, in few operations", "Profile this layer"),
         )
+
+
+def _excess(seconds: Mapping[str, float], work: Mapping[str, float]) -> dict[str, float]:
+    """Time of each layer for its work, as a multiple of that of the others together."""
+    own = {name: work.get(name, 0.0) for name in seconds}
+    whole, whole_work = sum(seconds.values()), sum(own.values())
+    return {
+        name: ratio(x / max(1.0, own[name]), (whole - x) / max(1.0, whole_work - own[name]))
+        for name, x in seconds.items()
+    }
 
 
 @check("time.garbage", site=Site.RUN, needs=("time",))
