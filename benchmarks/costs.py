@@ -337,8 +337,8 @@ class Resting(Diagnose):
 class FirstBatches(Schedule):
     """The batches that are looked at closely whatever the budget."""
 
-    def is_due(self) -> bool:
-        return super().is_due() and self.n_batches <= N_FREE
+    def is_wanted(self, n: int) -> bool:
+        return n < N_FREE and super().is_wanted(n)
 
 
 def compare_diagnose(net: str, rounds: int, steps: int = 500) -> tuple[str, Rows, str]:

@@ -24,7 +24,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = Path(hookcb.__file__).parent
 PROBES = PACKAGE / "diagnosis" / "probes"
 INTERNAL = {  # callbacks that are not for users, and whose they are
+    "Attached": "Diagnose",
     "AttachedHealth": "Diagnose",
+    "AttachedNotes": "Diagnose",
     "AttachedStats": "Diagnose",
     "PhaseMarker": "StepTimer and ProfilerCallback",
     "GatherPreds": "Learner.get_preds",

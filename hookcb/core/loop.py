@@ -27,7 +27,7 @@ from hookcb.core.failures import blame, shared_failures
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.ranks import MAX_WAIT, ranks_of
 from hookcb.core.state import C, TrainingState
-from hookcb.core.time_split import TimeSplit
+from hookcb.core.time_split import Marks, TimeSplit
 from hookcb.core.votes import Votes
 
 DOING: dict[str, str] = {  # what happens after an event
@@ -241,8 +241,10 @@ class Loop(TrainingState):
 
         All of them see the event before a cancel raised by one takes effect.
         """
-        if (handlers := self._awake[event]) or self._votes is not None or self.clock is not None:
+        if (handlers := self._awake[event]) or self._votes is not None:
             self._call(event, handlers)
+        elif self.clock is not None:
+            self._note_time(event)
 
     def within(self, level: str, body: Callable[[], object]) -> bool:
         """Runs `body` between the level's `before_` and `after_` events.
@@ -254,13 +256,16 @@ class Loop(TrainingState):
         table = self._table
         closing = False
         try:
-            if (handlers := self._awake[before]) or self._votes is not None or self.clock is not None:
+            if (handlers := self._awake[before]) or self._votes is not None:
                 self._call(before, handlers)
+            elif self.clock is not None:
+                self._note_time(before)
             body()
             closing = True
-            is_followed = self._votes is not None or self.clock is not None
-            if self._table is not table or self._awake[after] or is_followed:
+            if self._table is not table or self._awake[after] or self._votes is not None:
                 self._close(after, table)
+            elif self.clock is not None:
+                self._note_time(after)
         except cancel:
             if not closing:  # a cancel raised while closing counts as the end
                 with suppress(cancel):
@@ -314,12 +319,17 @@ class Loop(TrainingState):
             handlers = tuple(pair for pair in handlers if pair in opened_for[event])
         self._call(event, handlers)
 
+    def _note_time(self, event: str) -> Marks | None:
+        """Has the clock note an event, if one is there; a validation counts as a whole."""
+        clock = self.clock
+        if clock is None or (not self.training and (event in BATCH_EVENTS or self.is_nested)):
+            return None
+        return clock.begin_callbacks(event)
+
     def _call(self, event: str, handlers: Handlers) -> None:
         cancels: list[CancelException] = []
-        table, self._event, clock = self._table, event, self.clock
-        if clock is not None and not self.training and (event in BATCH_EVENTS or self.is_nested):
-            clock = None  # a validation counts as a whole
-        marks = None if clock is None else clock.begin_callbacks(event)
+        table, self._event = self._table, event
+        marks = self._note_time(event)
         for cb, handler in handlers:
             if self._table is not table and not is_among(cb, self.cbs):
                 continue  # an earlier callback has removed it
@@ -333,8 +343,6 @@ class Loop(TrainingState):
                 raise
             if marks is not None:
                 marks.append((cb, time.perf_counter()))
-        if clock is not None and event == "after_batch":
-            clock.end_batch()
         if self._votes is not None:
             acting = [cb for cb, _ in handlers]
             if cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in acting):

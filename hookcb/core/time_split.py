@@ -26,7 +26,7 @@ AFTER: Mapping[str, str] = {  # the phase that begins after an event
     Event.AFTER_VALIDATE: EPOCH,
 }
 Marks = list[tuple[Any, Any]]  # a phase or a callback, and the time at which it has ended
-BATCH = object()  # instead of these: the end of a batch, and whether it is left out
+BATCH = object()  # instead of these: the last event of a batch, and whether that is left out
 COLLECTION = object()  # and the seconds of a garbage collection
 MAX_MARKS = 2_000  # that wait to be added up, which is faster for many batches together
 MIN_GENERATION = 1  # collections of the youngest objects take 0.1 ms, every few steps
@@ -35,7 +35,8 @@ MIN_GENERATION = 1  # collections of the youngest objects take 0.1 ms, every few
 class TimeSplit:
     """Splits the time of a training at its events; a `FetchListener`, and the `clock` of a loop.
 
-    The seconds of a batch count when it ends, unless `leaves_out`. The first ones of a fit do not count.
+    The seconds of a batch count once its last event is over, unless `leaves_out`. The first ones of a fit do
+    not count.
 
     Args:
         label: returns the name of a callback, "" for those whose time does not count.
@@ -47,9 +48,8 @@ class TimeSplit:
 
     >>> from hookcb.core.time_split import TimeSplit
     >>> split = TimeSplit(lambda cb: cb.name, n_warm_up=0)
-    >>> for event in ("before_batch", "after_pred", "after_batch"):
+    >>> for event in ("before_batch", "after_pred", "after_batch", "after_train"):
     ...     _ = split.begin_callbacks(event)
-    >>> split.end_batch()
     >>> split.n, split.seconds["forward"] > 0
     (1, True)
     """
@@ -62,6 +62,7 @@ class TimeSplit:
         self._labels: dict[int, str] = {}
         self._n_to_come = n_warm_up
         self._now: defaultdict[str, float] = defaultdict(float)  # of the batch that is added up
+        self._is_over = self._is_left_out = False  # of that batch: whether its last event has come
         self.phase = self._before_fetch = EPOCH
         self._fetched = self._fetch_began = 0.0
         self._marks: Marks = []
@@ -100,13 +101,11 @@ class TimeSplit:
         """
         self._marks.append((self.phase, time.perf_counter()))
         self.phase = AFTER.get(event, self.phase)
+        if event == Event.AFTER_BATCH:
+            self._marks.append((BATCH, self.leaves_out))
+            if len(self._marks) > MAX_MARKS:
+                self._add_marks()
         return self._marks
-
-    def end_batch(self) -> None:
-        """Ends a batch, at whose last event callbacks have acted."""
-        self._marks.append((BATCH, self.leaves_out))
-        if len(self._marks) > MAX_MARKS:
-            self._add_marks()
 
     def begin(self) -> None:
         """Begins a fetch; the first one of an epoch also starts the loader."""
@@ -138,19 +137,23 @@ class TimeSplit:
                 now[GARBAGE] += x
                 since += x
             elif what is BATCH:
-                self._end_batch(leaves_out=x)
+                self._is_over, self._is_left_out = True, x
             else:
-                name = what if isinstance(what, str) else labels.get(id(what))
+                is_phase = isinstance(what, str)
+                if is_phase and self._is_over:
+                    self._end_batch()
+                name = what if is_phase else labels.get(id(what))
                 if name is None:
                     name = labels[id(what)] = self._label(what)
                 now[name] += x - since
                 since = x
         self._since = since
 
-    def _end_batch(self, leaves_out: bool) -> None:
+    def _end_batch(self) -> None:
+        self._is_over = False
         if self._n_to_come:
             self._n_to_come -= 1
-        elif not leaves_out:
+        elif not self._is_left_out:
             for name, seconds in self._now.items():
                 self._seconds[name] += seconds
                 two = self._largest[name]

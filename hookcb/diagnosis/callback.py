@@ -84,21 +84,22 @@ class Diagnose(EvidenceRecorder):
 
     def before_fit(self) -> None:
         self.verdict = None
-        self._next_check, self._has_reacted, self._n_batches = FIRST_CHECK, False, 0
+        self._next_check, self._has_reacted = FIRST_CHECK, False
         super().before_fit()
 
     def after_batch(self) -> None:
         super().after_batch()
         if (probes := self._probes) is None:
             return
-        self._n_batches += 1
         is_alarmed = self.learn.agree_on_alarm(probes.is_alarmed)
         probes.is_alarmed = False
-        if self._n_batches >= self._next_check:
+        if probes.n_batches >= self._next_check:
             self._next_check *= CHECK_GROWTH
             is_alarmed = True
         if is_alarmed:
             self.react()
+        else:
+            self.fall_asleep(self._next_check - 1 - probes.n_batches)
 
     def after_fit(self) -> None:
         if self._probes is None:

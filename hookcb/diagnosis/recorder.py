@@ -5,25 +5,24 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import BATCH_EVENTS, Event
 from hookcb.core.loop import label_of
 from hookcb.core.time_split import TimeSplit
+from hookcb.diagnosis.attached import Attached, AttachedHealth, AttachedNotes, AttachedStats, AttachedTimer
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.probes.spent import PREFIX, SpentTime
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.schedule import Schedule
-from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import has_params
 from hookcb.profiling.steps.timer import StepTimer
 
+MIN_ASLEEP, MAX_ASLEEP = 4, 31  # batches; memory in use and graphs are looked at after so many
 # events of a batch that is not inspected, at which nothing is done
 IDLE = frozenset({Event.AFTER_PRED, Event.BEFORE_BACKWARD, Event.BEFORE_STEP})
 AWAKE: frozenset[str] = frozenset()
@@ -54,22 +53,24 @@ class EvidenceRecorder(Callback):
         self._evidence: Evidence | None = None  # of the last fit that ended
         self._probes: Probes | None = None  # while a fit runs
         self._spent: SpentTime | None = None  # likewise
-        self._attached: list[AttachedStats | AttachedHealth | AttachedTimer] = []
+        self._attached: list[Attached] = []
         self._stats: AttachedStats | None = None  # one of these
+        self._notes: AttachedNotes | None = None  # likewise
 
     def before_fit(self) -> None:
         self._evidence = None
         self._schedule, self._is_new_step = Schedule(self.budget), True
         # whether the batch is inspected, and whether events are left out
         self._rest: tuple[bool, bool] | None = (True, False)
+        self._is_asleep = False
         self.is_wanted = self.is_looking = self._is_forward = False
         self._is_external = self.learn.is_external
         split = self._split_time()
         self._probes = Probes(self.learn, split, self._inspects_call, self._is_external)
         self._frame = Frame.of(self.model, [])
         names = {cb.name for cb in self.learn.cbs}
-        defaults = "activation_stats", "gradient_health", "step_timer"
-        stats, health, timer = (f"{self.name}_{name}" if name in names else name for name in defaults)
+        defaults = "activation_stats", "gradient_health", "step_timer", "batch_notes"
+        stats, health, timer, notes = (f"{self.name}_{name}" if name in names else name for name in defaults)
         self._health = AttachedHealth(self, health)
         self._attached = [self._health]
         if any(m is not self.model for m in self.model.modules()) or has_params(self.model):
@@ -77,6 +78,10 @@ class EvidenceRecorder(Callback):
             self._attached.insert(0, self._stats)
         if self.learn.ranks.world > 1 and not any(isinstance(cb, StepTimer) for cb in self.learn.cbs):
             self._attached.append(AttachedTimer(self, timer))
+        if not self._is_external and self.learn.ranks.world == 1:
+            self._notes = AttachedNotes(self, split, notes)
+            self._attached.append(self._notes)
+            self.learn.rest([(self._notes, BATCH_EVENTS)])
         self.learn.add_cbs(self._attached)
 
     def _split_time(self) -> TimeSplit:
@@ -104,7 +109,62 @@ class EvidenceRecorder(Callback):
         else:
             self._probes.guarded(self._probes.layers.measure_layer, m, output)
 
+    # ---- sleep: batches that are only noted
+
+    def fall_asleep(self, at_most: int) -> None:
+        """Leaves the next batches to the notes, until one is due, if they are likely to be as usual."""
+        probes, notes, loop = self._probes, self._notes, self.learn
+        if probes is None or notes is None or self._rest != (False, True) or loop.scaler is not None:
+            return
+        if not self._is_new_step or (param := probes.usual_param(loop)) is None:
+            return
+        n = self._schedule.n_not_due(min(at_most, MAX_ASLEEP))
+        if n >= MIN_ASLEEP:
+            self._is_asleep = True
+            notes.begin(n, loop.opt, param)
+            own = frozenset() if probes.has_modes else frozenset({Event.BEFORE_BATCH})
+            loop.rest([(self, BATCH_EVENTS), (notes, own)])
+
+    def note_modes(self) -> None:
+        """Notes the modes of the layers in a batch in which it sleeps."""
+        self._probe(Probes.note_modes)
+
+    def expect_batch(self) -> None:
+        """Wakes when the next batch begins."""
+        self.learn.rest([(self, BATCH_EVENTS - {Event.BEFORE_BATCH})])
+
+    def take_over(self, loss: float | Tensor | None, waited: float) -> None:
+        """Wakes in a batch that was fetched in `waited` seconds; its loss is known unless it is None."""
+        self._wake()
+        self._pass_over(1)
+        self._is_new_step = False
+        if self._probes is not None:
+            self._probes.take_over(self.learn.train_iter, loss, waited)
+
+    def _wake(self) -> None:
+        """Acts from now on, also in the batch in progress."""
+        self._is_asleep, self._rest = False, None
+        self._read_notes()
+        if self._notes is not None:
+            self.learn.rest([(self, AWAKE), (self._notes, BATCH_EVENTS)])
+
+    def _read_notes(self) -> None:
+        """Adds what was noted so far."""
+        if self._notes is not None and self._probes is not None and (rows := self._notes.take()):
+            self._probes.add_notes(rows, self._notes.stepper)
+            self._pass_over(len(rows))
+
+    def _pass_over(self, n: int) -> None:
+        """Counts batches of which it was not called when they began."""
+        self._schedule.n_batches += n
+        if self._stats is not None:
+            self._stats.n_skipped += n
+
+    # ---- events
+
     def before_batch(self) -> None:
+        if self._is_asleep:
+            self._wake()
         probes, spent = self._probes, self._spent
         if probes is None:
             return
@@ -190,6 +250,8 @@ class EvidenceRecorder(Callback):
         self._probe(Probes.end_epoch)
 
     def before_validate(self) -> None:
+        if self._is_asleep:
+            self._wake()
         if self._probes is not None:
             self._rest = None
             self._probes.rest(self.learn, False)
@@ -200,7 +262,9 @@ class EvidenceRecorder(Callback):
             self._probes.close()
             self._end_split()
             self._evidence, self._probes = evidence, None
-        attached, self._attached, self._stats = self._attached, [], None
+        if self._notes is not None:
+            self._notes.begin(0, None, None)
+        attached, self._attached, self._stats, self._notes = self._attached, [], None, None
         for cb in attached:
             cb.owner = None  # its records can be read without the owner
         self.learn.rest([(self, AWAKE)])
@@ -224,6 +288,7 @@ class EvidenceRecorder(Callback):
             return self._evidence
         if self._probes is None:
             raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
+        self._read_notes()
         with suppress(RuntimeError):  # a watched model may have been freed
             self._frame = Frame.of(self.model, self._probes.optimizers.values())
         probed = self._probes.evidence(self._frame)
@@ -252,76 +317,7 @@ class EvidenceRecorder(Callback):
         """Does nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_probes": None, "_spent": None, "_stats": None, "_attached": []}
-
-
-class Attached:
-    """Callback that an `EvidenceRecorder` attaches; a resumed fit records anew."""
-
-    owner: EvidenceRecorder | None = None
-
-    def wants(self, i: int) -> bool:
-        """Whether the owner inspects the current batch."""
-        return self.owner is not None and self.owner.is_wanted
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty, as in the owner."""
-        return {}
-
-
-class AttachedStats(Attached, ActivationStats):
-    """`ActivationStats` of all layers; its hooks measure for the owner too."""
-
-    idle_events = ActivationStats.idle_events | {Event.BEFORE_BATCH}
-
-    def __init__(self, owner: EvidenceRecorder, name: str) -> None:
-        super().__init__(include_paramless=True, name=name)
-        self.owner = owner
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether it is called at no event of a batch."""
-        return Event.BEFORE_BATCH in self._idle and self._is_resting
-
-    def pass_batch(self) -> None:
-        """Begins a batch of which it is not called, as it was resting in the one before."""
-        if self.owner is not None and self.owner.is_wanted:
-            self.before_batch()
-        else:
-            self.n_skipped += 1
-            self.rest_hooks()  # others were on the layers before, as to measure their times
-
-    def looks_alike(self) -> bool:
-        """True, as the owner looks at batches by their numbers."""
-        return True
-
-    def hook(self, m: nn.Module, *seen: Any) -> None:
-        super().hook(m, *seen)
-        if self.owner is not None:
-            self.owner.measure_layer(m, seen[-1])
-
-
-class AttachedHealth(Attached, GradientHealth):
-    """`GradientHealth` of all parameters, with details in each record, as there are few."""
-
-    def __init__(self, owner: EvidenceRecorder, name: str) -> None:
-        super().__init__(detail_every=1, name=name)
-        self.owner = owner
-
-    def note(self, opt: Optimizer | None) -> None:
-        """Notes an optimizer whose steps were not recorded yet."""
-        if self._watch is not None and opt is not None:
-            self._watch.note(opt)
-
-    def rest(self, is_resting: bool) -> None:
-        """Takes its hook off the optimizers, or puts it back."""
-        if self._watch is not None:
-            (self._watch.close if is_resting else self._watch.reopen)()
-
-
-class AttachedTimer(Attached, StepTimer):
-    """`StepTimer`, which compares several ranks."""
-
-    def __init__(self, owner: EvidenceRecorder, name: str) -> None:
-        super().__init__(name=name)
-        self.owner = owner
+        return super().__getstate__() | {
+            **dict.fromkeys(("_probes", "_spent", "_stats", "_notes")),
+            "_attached": [],
+        }

@@ -30,12 +30,21 @@ class Schedule:
     def is_due(self) -> bool:
         """Whether to inspect the batch that begins; counts it."""
         n, self.n_batches = self.n_batches, self.n_batches + 1
-        growth = GROWTH if n < N_FREE or self._n_later + 1 <= self.budget * n else MAX_GROWTH
-        due = n < N_DENSE or n >= self._last * growth
+        due = self.is_wanted(n)
         if due:
             self._last = n
             self._n_later += n >= N_FREE
         return due
+
+    def is_wanted(self, n: int) -> bool:
+        """Whether to inspect batch `n`, if no other one is inspected before it."""
+        growth = GROWTH if n < N_FREE or self._n_later + 1 <= self.budget * n else MAX_GROWTH
+        return n < N_DENSE or n >= self._last * growth
+
+    def n_not_due(self, at_most: int) -> int:
+        """Number of the next batches that are not to be inspected, if there are no more than `at_most`."""
+        following = range(self.n_batches, self.n_batches + at_most)
+        return next((i for i, n in enumerate(following) if self.is_wanted(n)), at_most)
 
     @property
     def rule(self) -> str:

@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
+from hookcb.diagnosis.attached import Attached
 from hookcb.diagnosis.callback import Diagnose, recorded_in
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.frame import Frame, about
 from hookcb.diagnosis.gather import gather
-from hookcb.diagnosis.recorder import AttachedHealth, AttachedStats, AttachedTimer
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
@@ -252,9 +252,8 @@ def _time(cbs: Iterable[Callback], evidence: Evidence) -> TimeSpent | None:
         ]
         found.sentences = [line for line in timer.report().lines if not line.startswith("- ")]
     elif len(evidence.batches):
-        rest = [
-            whole - wait for whole, wait in zip(evidence.batches.values, evidence.waits.values, strict=False)
-        ]
+        waits = dict(evidence.waits)
+        rest = [whole - waits.get(step, 0.0) for step, whole in evidence.batches]
         found.phases = {"data": evidence.waits, "all else": Series(evidence.batches.steps, rest)}
     return found if found.phases or found.layers else None
 
@@ -309,7 +308,7 @@ def _config(loop: Any, cbs: Iterable[Callback]) -> Iterator[tuple[str, list[list
         size = sum(p.numel() for p in group["params"] if not is_lazy(p))
         rest = [[key, f"{x}"[:200]] for key, x in group.items() if key != "params"]
         yield title, [["parameters", f"{size:,}"], *rest]
-    own = [cb for cb in cbs if not isinstance(cb, AttachedStats | AttachedHealth | AttachedTimer)]
+    own = [cb for cb in cbs if not isinstance(cb, Attached)]
     yield "Callbacks", [[type(cb).__name__, ", ".join(_arguments(cb))] for cb in own]
 
 

@@ -27,13 +27,15 @@ class RetainedGraphs:
 
     def __init__(self) -> None:
         self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=N_TRACKED)
-        self._n = 0
+        self._n = self._due = 0
         self._retained: tuple[int, int] | None = None  # first step, number of graphs
 
-    def is_due(self) -> bool:
-        """Whether to track the graph of the batch in progress; counts the batch."""
-        self._n += 1
-        return self._n <= N_TRACKED or self._n % EVERY == 0
+    def is_due(self, step: int) -> bool:
+        """Whether to track the graph of a batch; counts it if so."""
+        is_due = self._n < N_TRACKED or step >= self._due
+        if is_due:
+            self._n, self._due = self._n + 1, step + EVERY
+        return is_due
 
     def mark_graph(self, node: Any, step: int) -> None:
         """Puts a token on the node of a batch's loss."""

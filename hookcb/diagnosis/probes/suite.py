@@ -15,6 +15,7 @@ from hookcb.core.batch import batch_size, parts
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.shards import has_no_part
 from hookcb.core.time_split import TimeSplit
+from hookcb.diagnosis.attached import Noted
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
@@ -134,7 +135,8 @@ class Probes:
         self._has_origin = False  # whether the origin of a NaN or infinity was looked for
         self._has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
         self._first_param: nn.Parameter | None = None
-        self._ended = math.nan
+        self._ended = math.nan  # time at which the last backward had ended, NaN where an epoch begins
+        self._memory_due = self._penalty_due = 0
         # what only ranks compare; None for a process that trains alone
         is_replica, self._world = can_compare(loop), loop.ranks.world
         self._hashes = BatchHashes() if is_replica else None
@@ -190,10 +192,8 @@ class Probes:
             self._is_after_look = looking
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
-        if looking or self.is_dense or self._norms.is_needed:
-            self._n_samples = batch_size((*loop.yb, loop.xb))
-            self.n_examples += self._n_samples
-            self._norms.begin_batch(loop.train_iter, self._n_samples)
+        if looking or self.is_dense or self.has_modes:
+            self.note_modes(loop, looking)
         if self._hashes is not None:
             self._hashes.add(loop.iter, loop.xb, loop.yb)
         if looking:
@@ -209,6 +209,17 @@ class Probes:
             if len(self._columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
                 self._columns.append(squares)
 
+    def note_modes(self, loop: Any, looking: bool) -> None:
+        """Notes the number of samples, and the modes of layers that depend on it."""
+        self._n_samples = batch_size((*loop.yb, loop.xb))
+        self.n_examples += self._n_samples
+        self._norms.begin_batch(loop.train_iter, self._n_samples)
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the modes of layers are noted in each batch."""
+        return self._norms.is_needed
+
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Checks the model's output in an external loop, because its loss may never be reported."""
         if looking:
@@ -222,7 +233,7 @@ class Probes:
 
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
-        is_first, is_tracked = self.graph is None, self.retained.is_due()
+        is_first, is_tracked = self.graph is None, self.retained.is_due(loop.train_iter)
         needs_node = is_first or looking or is_tracked or self._is_external
         node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
         yb = self._targets_of(loop, node) if is_first or looking else ()
@@ -231,7 +242,8 @@ class Probes:
         if is_tracked:
             self.retained.mark_graph(node, loop.train_iter)
         has_penalty = self.graph is not None and self.graph.has_penalty
-        if has_penalty and (looking or loop.train_iter % PENALTY_EVERY == 0):
+        if has_penalty and (looking or loop.train_iter >= self._penalty_due):
+            self._penalty_due = loop.train_iter + PENALTY_EVERY
             self.guarded(self._add_penalty, loop)
         if looking:
             if self._random is not None:
@@ -240,12 +252,17 @@ class Probes:
             self.guarded(self._add_stuck_share, loop, node, yb)
         if self._is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
-        self._last_loss = number = detached_scalar(loop.loss)
-        self.loss.add(loop.train_iter, number)
+        number = detached_scalar(loop.loss)
+        self.note_loss(loop.train_iter, number)
         if is_first or looking:
             self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
+
+    def note_loss(self, step: int, loss: float | Tensor) -> None:
+        """Adds the loss of a batch."""
+        self._last_loss = loss
+        self.loss.add(step, loss)
 
     def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
         """Records the gradient of a loss: what it is multiplied by before backward is called."""
@@ -313,6 +330,8 @@ class Probes:
         """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
         self._n_backward += 1
         self._observed.add("backward")
+        if self._under_way is None:  # the first one of the batch
+            self._end_length(loop.train_iter, time.perf_counter())
         self._under_way = looking
         if self._first_param is None:
             self._first_param = self._find_first_param(loop.model)
@@ -325,6 +344,18 @@ class Probes:
             self._reduced.add(loop.train_iter, detached_scalar(grad.norm()))
         if grad is not None and grad.is_cpu and not math.isfinite(grad.detach().sum().item()):
             self._find_origin(loop, "A gradient is not finite", gradient=True)
+
+    def take_over(self, step: int, loss: float | Tensor | None, waited: float) -> None:
+        """Adds what was noted of a batch that did not go on as usual."""
+        self.wait.add(step, waited)
+        if loss is not None:
+            self.note_loss(step, loss)
+
+    def _end_length(self, step: int, now: float) -> None:
+        """Adds the time of a batch, from the end of one backward to that of the next."""
+        if not math.isnan(self._ended):
+            self.length.add(step, now - self._ended)
+        self._ended = now
 
     def _find_first_param(self, model: nn.Module) -> nn.Parameter | None:
         """Smallest parameter of the first layer with a gradient."""
@@ -383,20 +414,38 @@ class Probes:
             self.lr.add(loop.train_iter, largest_lr(loop.opt))
 
     def end_batch(self, loop: Any, looking: bool) -> None:
-        """Records time and memory at the end of a batch."""
-        now = time.perf_counter()
-        if not math.isnan(self._ended):
-            self.length.add(loop.train_iter, now - self._ended)
-        self._ended, self._under_way = now, None
+        """Records memory at the end of a batch."""
+        self._under_way = None
         self.n_batches += 1
         self._observed.add("batches")
         self.n_looked += looking
         if looking:
             self.layers.end_record()
             self.retained.count_alive()
-        is_due = self.n_batches <= MANY_READINGS or self.n_batches % MEMORY_EVERY == 0
+        is_due = self.n_batches <= MANY_READINGS or self.n_batches >= self._memory_due
         if is_due and self.memory.is_due() and (used := self._resident.bytes_in_use()) is not None:
             self.memory.add(loop.train_iter, used)
+            self._memory_due = self.n_batches + MEMORY_EVERY
+
+    def usual_param(self, loop: Any) -> nn.Parameter | None:
+        """The parameter whose gradient is checked, if all batches ended in a step of the same optimizer.
+
+        None also if a number was not finite, or more is to be seen in each batch.
+        """
+        is_usual = self.n_steps == self.n_batches and self.optimizers.keys() == {id(loop.opt)}
+        has_more = self.is_dense or self._has_origin or self.graph is None or self.graph.has_penalty
+        return self._first_param if is_usual and not has_more else None
+
+    def add_notes(self, rows: Iterable[Noted], opt: Optimizer) -> None:
+        """Adds what was noted of batches that ended in a step."""
+        for row in rows:
+            self.wait.add(row.step, row.waited)
+            self._end_length(row.step, row.ended)
+            self.note_loss(row.step, row.loss)
+            self.losses[id(opt)].add(row.step, row.loss)
+            self.lr.add(row.step, row.lr)
+            self.n_batches, self.n_steps = self.n_batches + 1, self.n_steps + 1
+            self._n_backward += 1
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""

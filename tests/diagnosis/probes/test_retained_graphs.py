@@ -22,7 +22,7 @@ def loop(keep, n=N_TRACKED + 10, every=5):
     for step in range(n):
         pred = model(X)
         loss = F.mse_loss(pred, Y)
-        if retained.is_due():
+        if retained.is_due(step):
             retained.mark_graph(loss.grad_fn, step)
         opt.zero_grad()
         loss.backward()
