@@ -29,7 +29,7 @@ from typing import Any
 
 import peers
 import torch
-from floors import FLOORS, OfBatch
+from floors import FLOORS
 from loop import Batches
 from peers import by_hooks, plain
 from rich.table import Table
@@ -38,8 +38,6 @@ from workloads import KEPT, Workload, learnable, loss_func
 
 from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, Learner
 from hookcb.activations.stats import take
-from hookcb.core.callback_list import EVENTS
-from hookcb.diagnosis.schedule import N_FREE, Schedule
 
 PAGE = Path(__file__).parents[1] / "docs" / "costs.md"
 STEPS = {"mlp": (300, 20), "residual": (40, 3), "transformer": (20, 3), "tiny": (600, 40)}  # ours, slow peers
@@ -282,70 +280,10 @@ def compare_take(rounds: int) -> tuple[str, Rows, str]:
 HEAD_TAKE = ["elements", "four reductions, µs", "take, µs", "ratio", "noise", "target", "met"]
 
 
-class Alternating(Callback):
-    """Seconds of batches in which callbacks act, and of those in between in which they do not.
-
-    They take turns of four batches within one fit, of which the first does not count. So both have the same
-    net at the same place, and the machine of the same moment: the loop beside itself differs by 0.2 to 1 %,
-    where two fits differ by 3 %.
-
-    Args:
-        *cbs: the callbacks, with those that they attach.
-        first: batch from which they take turns.
-    """
-
-    order = -2000
-
-    def __init__(self, *cbs: Callback, first: int) -> None:
-        super().__init__(name="alternating")
-        self._cbs, self.first = cbs, first
-        self.seconds: dict[bool, list[float]] = {True: [], False: []}
-        self._acts, self._began = True, 0.0
-
-    def before_batch(self) -> None:
-        now, i = time.process_time(), self.train_iter - self.first
-        if i > 0 and (i - 1) % 4:
-            self.seconds[self._acts].append(now - self._began)
-        if i >= 0 and i % 4 == 0:
-            self._switch(acts=i % 8 == 4)
-        self._began = time.process_time()
-
-    def _switch(self, acts: bool) -> None:
-        """Has the callbacks, and the clock of a diagnosis, act from now on or not."""
-        loop = self.learn
-        if not acts:
-            own = [*self._cbs, *(x for cb in self._cbs for x in getattr(cb, "_attached", ()))]
-            self._resting, self._clock = loop._resting, loop.clock
-            loop._resting = self._resting | {id(cb): frozenset(EVENTS) for cb in own}
-        else:
-            loop._resting = self._resting
-        self._acts, loop.clock = acts, self._clock if acts else None
-        loop._use_tables()
-
-
-class Resting(Diagnose):
-    """Looks closely at the first batches only, and gives no verdict on the way."""
-
-    def __init__(self) -> None:
-        super().__init__(on_sick="ignore")
-
-    def before_fit(self) -> None:
-        super().before_fit()
-        self._schedule = FirstBatches(budget=0)
-
-
-class FirstBatches(Schedule):
-    """The batches that are looked at closely whatever the budget."""
-
-    def is_wanted(self, n: int) -> bool:
-        return n < N_FREE and super().is_wanted(n)
-
-
 def compare_diagnose(net: str, rounds: int, steps: int = 500) -> tuple[str, Rows, str]:
-    """Table of fits with `Diagnose`, of the batches that it does not look at, and of what those need.
+    """Table of whole fits with `Diagnose`.
 
-    Of these, medians of batches that take turns within a fit, see `Alternating`. The nets learn something, by
-    Adam: of a training that does not, it tries to overfit a batch at the end.
+    The nets learn something, by Adam: of a training that does not, it tries to overfit a batch at the end.
     """
     workload = learnable(replace(KEPT[net], steps=steps))
     train = partial(hookcb, workload, opt_func=torch.optim.Adam)
@@ -357,22 +295,6 @@ def compare_diagnose(net: str, rounds: int, steps: int = 500) -> tuple[str, Rows
     group = Group({name: make() for name, make in makers.items()}, steps, makers)
     take_turns([(group, name) for name in makers], rounds, time.process_time)
     rows = rows_of(group, {"Diagnose()": 1.05 if net == "mlp" else 1.02})
-    idle: dict[str, Callable[[], Callback]] = {
-        "a batch that it does not look at": Resting,
-        "its loss, a gradient's sum and times alone": OfBatch,
-        "nothing (noise)": lambda: Callback(name="nothing"),
-    }
-    for name, make in idle.items():
-        found: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(rounds):
-            turns = Alternating(cb := make(), first=100)
-            train([turns, cb])()
-            for acts, seconds in turns.seconds.items():
-                found[acts].append(statistics.median(seconds))
-        own, base = found[True], found[False]
-        middle = statistics.median(a / b for a, b in zip(own, base, strict=True))
-        target = 1.01 if make is Resting else None
-        rows.append(row_of(name, statistics.median(base), statistics.median(own), middle, target))
     return f"{KEPT[net].title}, {steps} steps", rows, ""
 
 

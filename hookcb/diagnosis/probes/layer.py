@@ -12,6 +12,7 @@ from hookcb.diagnosis.evidence import Layer, Series
 from hookcb.diagnosis.probes.attention import saturated_share
 from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import named_modules
+from hookcb.records.memory import Memory
 from hookcb.records.store import StatStore
 
 COLUMNS = ("spread", "saturated")
@@ -27,12 +28,14 @@ class LayerProbe:
         self._store = StatStore(COLUMNS, MAX_RECORDS)
         self._step = 0
         self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # in the current batch
+        self._memory = Memory()  # as what is allocated in the midst of a forward splits the heap
         self.largest: dict[str, float] = {}
         self.n_copies = 0  # calls of copies, as nn.DataParallel makes them
 
     def begin_record(self, step: int) -> None:
         """Begins the record of an inspected batch."""
         self._step, self._taken = step, []
+        self._memory.take_back()
 
     def measure_layer(self, m: nn.Module, output: Any) -> None:
         """Measures the first float tensor in a layer's output."""
@@ -43,10 +46,15 @@ class LayerProbe:
         if x is None or not x.is_floating_point() or not x.numel():
             return
         x = detached(x)  # also unwraps tensors of torch.func transforms
-        saturated = saturated_share(m, x)
-        values = [spread(x), x.new_full((), math.nan) if saturated is None else saturated]
+        is_simple = x.is_cpu and not torch.compiler.is_compiling()
+        share, saturated = spread(x, self._memory if is_simple else None), saturated_share(m, x)
+        if saturated is None:
+            saturated = x.new_full((), math.nan)
+        values = torch.stack([share, saturated.float()])
+        if is_simple:
+            values = self._memory.keep(values)
         # a list, because other attributes that change with each batch would make compiled code recompile
-        self._taken.append((self._names[id(m)], x.dtype, torch.stack([value.float() for value in values])))
+        self._taken.append((self._names[id(m)], x.dtype, values))
 
     @property
     def last(self) -> str:
@@ -58,8 +66,9 @@ class LayerProbe:
         record = self._store.begin(0, self._step)
         for name, dtype, values in self._taken:
             self.largest[name] = torch.finfo(dtype).max
-            self._store.put(name, [record], values[None])
+            self._store.put(name, [record], values[None].clone())
         self._taken = []
+        self._memory.take_back()
 
     def add_to(self, layers: dict[str, Layer], about: dict[str, str]) -> None:
         """Adds the records to the `layers` of an Evidence."""
@@ -72,11 +81,12 @@ class LayerProbe:
                 layer.stats[stat] = Series.of(steps, values)
 
 
-def spread(x: Tensor) -> Tensor:
+def spread(x: Tensor, memory: Memory | None = None) -> Tensor:
     """Variance across the batch relative to the second moment: 0 if all samples have the same output.
 
     Args:
         x: `(N, …)`; if it has more than 16,384 elements a part of each sample is read.
+        memory: lends what is needed on the way.
 
     Returns:
         A 0-d float32 tensor; NaN for a single sample, and if all elements are zero.
@@ -86,8 +96,12 @@ def spread(x: Tensor) -> Tensor:
     flat = x.reshape(len(x), -1)
     if flat.numel() > MAX_ELEMENTS:
         flat = flat[:, :: max(1, flat.numel() // MAX_ELEMENTS)]
-    flat = flat[:MAX_ELEMENTS].float().contiguous()  # norms of it take a fraction of the time of `var`
-    differences = flat - flat[0]  # exactly 0 if all samples are the same
-    differences = differences - differences.mean(0)
-    share: Tensor = (torch.linalg.vector_norm(differences) / torch.linalg.vector_norm(flat)).square()
+    flat = flat[:MAX_ELEMENTS]
+    rows = x.new_empty(flat.shape, dtype=torch.float32) if memory is None else memory.lend(flat.shape)
+    whole = torch.linalg.vector_norm(rows.copy_(flat))  # norms take a fraction of the time of `var`
+    rows -= rows[0].clone()  # exactly 0 if all samples are the same
+    rows -= rows.mean(0)
+    if memory is not None:
+        memory.take_back(slice(-1, None))
+    share: Tensor = (torch.linalg.vector_norm(rows) / whole).square()
     return share
