@@ -2,11 +2,11 @@
 
     python benchmarks/within.py [--only mlp residual transformer tiny] [--fits 7] [--write]
 
-They act in seven batches and not in the next seven, to the end; the first batch of a turn does not count. So
-both have the same net at the same addresses, and the machine of the same moment: a callback that does nothing
-differs by 0.2 %, where two fits beside each other differ by 3 %. A figure is a mean over all batches, with work
-that is done for many of them together, and then the median of several fits. What a fit costs at its begin and
-end is not in it; `benchmarks/costs.py` has whole fits.
+They act in seven batches and not in the next seven, to the end; the first of a turn does not count. So both
+have the same net at the same addresses, and the machine of the same moment: a callback that does not act
+differs by 0.2 %, where two fits differ by 3 %. A figure is a mean over all batches, also of work that is done
+for many of them together, and then the median of several fits. What a fit costs at its begin and end is not
+in it; `benchmarks/costs.py` has whole fits.
 """
 
 import argparse

@@ -187,3 +187,64 @@ def growing_inputs(seed: int, cbs: Callbacks) -> Run:
         kept.append(x)
         batches.append((torch.cat(kept, 1), y))
     return follow(model, F.cross_entropy, Adam(model.parameters(), lr=1e-2), batches, cbs, seed)
+
+
+class OneByOneBackward(torch.autograd.Function):
+    """The identity, with a backward that goes through the batch in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # of one gradient
+        return torch.stack([torch.stack([part.clone() for part in row.split(4)]).flatten() for row in grad])
+
+
+class SlowBackward(nn.Module):
+    """A layer whose backward loops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = OneByOneBackward.apply(x)
+        return out
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    """How a finding names a function."""
+    code = function.__code__
+    return f"{Path(__file__).name}:{code.co_firstlineno}, {code.co_qualname}()"
+
+
+@fault(
+    TIME_FAULTS,
+    "a backward that loops over samples and features",
+    codes=["time.other"],
+    layers=[f"the backward of {line_of(OneByOneBackward.backward)}"],
+    note_suffices=True,
+)
+def backward_loops(seed: int, cbs: Callbacks) -> Run:
+    model = nn.Sequential(nn.Linear(64, 256), SlowBackward(), nn.ReLU(), nn.Linear(256, 10))
+    opt = Adam(model.parameters(), lr=2e-3)
+    return fit(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), cbs, seed)
+
+
+def keep_histogram(m: nn.Module, i: Any, o: Tensor) -> None:
+    """A hook that waits for a disk."""
+    o.detach().histc(40).tolist()
+    time.sleep(2e-3)
+
+
+@fault(
+    TIME_FAULTS,
+    "forward hooks that wait for 2 ms, in a plain loop",
+    codes=["time.other"],
+    layers=[f"the forward hook {line_of(keep_histogram)}"],
+    note_suffices=True,
+)
+def slow_hooks(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            m.register_forward_hook(keep_histogram)
+    opt = Adam(model.parameters(), lr=2e-3)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed), cbs, seed)

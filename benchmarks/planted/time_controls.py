@@ -4,12 +4,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from case import Callbacks, Case, Run, control, fit, follow
 from data import batched, digit_batches, digits, generator, recall_batches
 from nets import Mlp, Recurrent, stack
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
@@ -77,3 +78,34 @@ def many_objects(seed: int, cbs: Callbacks) -> Run:
     run = follow(model, F.cross_entropy, opt, digit_batches(seed), cbs, seed)
     kept.clear()
     return run
+
+
+class Gated(torch.autograd.Function):
+    """x · sigmoid(x), with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # of one gradient
+        (x,) = ctx.saved_tensors
+        gate = x.sigmoid()
+        return grad * gate * (1 + x * (1 - gate))
+
+
+class GatedLayer(nn.Module):
+    """SiLU by a function of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Gated.apply(x)
+        return out
+
+
+@control(TIME_CONTROLS, "a function with a backward of its own, and hooks that store means", target=0.9)
+def own_backward(seed: int, cbs: Callbacks) -> Run:
+    model, means = nn.Sequential(nn.Linear(64, 256), GatedLayer(), nn.Linear(256, 10)), []
+    model[1].register_forward_hook(lambda m, i, o: means.append(o.detach().mean().item()))
+    opt = Adam(model.parameters(), lr=2e-3)
+    return fit(model, F.cross_entropy, opt, digit_batches(seed), cbs, seed)

@@ -28,6 +28,7 @@ AFTER: Mapping[str, str] = {  # the phase that begins after an event
 Marks = list[tuple[Any, Any]]  # a phase or a callback, and the time at which it has ended
 BATCH = object()  # instead of these: the last event of a batch, and whether that is left out
 COLLECTION = object()  # and the seconds of a garbage collection
+N_LARGEST = 3  # times that are kept of each phase and callback
 MAX_MARKS = 2_000  # that wait to be added up, which is faster for many batches together
 MIN_GENERATION = 1  # collections of the youngest objects take 0.1 ms, every few steps
 
@@ -56,7 +57,7 @@ class TimeSplit:
 
     def __init__(self, label: Callable[[Any], str], n_warm_up: int) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._largest: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._largest: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * N_LARGEST)
         self._n, self.leaves_out = 0, False
         self._label = label
         self._labels: dict[int, str] = {}
@@ -84,7 +85,7 @@ class TimeSplit:
 
     @property
     def largest(self) -> dict[str, list[float]]:
-        """The two largest of these in one batch; a busy machine may have stopped the process in them."""
+        """The largest of these in one batch, in order; a busy machine may have stopped the process then."""
         self._add_marks()
         return self._largest
 
@@ -156,10 +157,10 @@ class TimeSplit:
         elif not self._is_left_out:
             for name, seconds in self._now.items():
                 self._seconds[name] += seconds
-                two = self._largest[name]
-                if seconds > two[0]:
-                    two[0] = seconds
-                    two.sort()
+                largest = self._largest[name]
+                if seconds > largest[0]:
+                    largest[0] = seconds
+                    largest.sort()
             self._n += 1
         self._now.clear()
 

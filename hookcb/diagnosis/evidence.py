@@ -239,6 +239,8 @@ class Evidence:
         sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
         layer_seconds: least seconds of a forward by layer, without the modules that it calls.
         layer_work: its work in multiply-adds, see `layer_times.work_of`.
+        hook_seconds: least seconds of a forward that the user's hooks take, by their function.
+        backward_seconds: least seconds of a backward in functions written in Python, by function.
         slowest_rank: the rank with most work of its own, if several were compared.
         memory: bytes in use after each step, if known.
         stepped: index of the optimizer that made each recorded step, if known.
@@ -291,6 +293,8 @@ class Evidence:
     sizes: Series = field(default_factory=Series)
     layer_seconds: dict[str, float] = field(default_factory=dict)
     layer_work: dict[str, float] = field(default_factory=dict)
+    hook_seconds: dict[str, float] = field(default_factory=dict)
+    backward_seconds: dict[str, float] = field(default_factory=dict)
     slowest_rank: Straggler | None = None
     memory: Series = field(default_factory=Series)
     stepped: list[int] = field(default_factory=list)

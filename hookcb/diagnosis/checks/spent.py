@@ -22,6 +22,14 @@ NAMES = {  # of phases that are not part of a step
     EPOCH: "the time between epochs and the start of the loader",
 }
 OWN = {"optimizer": "the optimizer's step", "loss": "the loss function"}
+OTHER = {  # likely causes, and what to do
+    "causes": ("work that is done more often than needed", "work that waits for a disk or a network"),
+    "next_steps": ("Do it less often, or in another thread or process",),
+}
+BACKWARD = {
+    "causes": ("a Python loop over samples, steps or elements", "a wait for a device, as by .item()"),
+    "next_steps": ("Compute it for the whole batch at once, in few operations", "Profile it"),
+}
 WORK = {"Checkpoint": "checkpoints", "Log": "logging"}  # of callbacks
 
 
@@ -31,7 +39,9 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
 
     Formula: mean seconds a batch in a callback, in validation, in a line of the loop or between epochs / mean
     seconds of a batch, without the first five batches, those that are inspected closely, and the two that
-    take longest. Limit: 0.3, and 1 ms; 0.6 for the optimizer's step, the loss and lines that call the model.
+    take longest, unless a third one of 0.1 s or more takes half as long. Limit: 0.3, and 1 ms; 0.6 for the
+    optimizer's step, the loss, lines that call the model and backwards that are written in Python. Of forward
+    hooks and of such backwards it is the least of 3 to 6 batches.
     It is a note, as the work may be wanted. Lines of a loop that hookcb does not run are sampled if a fifth
     of the time or more is spent between its steps; of a trainer it is the user's functions that it calls.
 
@@ -44,6 +54,9 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
     places += [(line, seconds, MAX_OTHER) for line, seconds in spent.lines.items()]
     places += [(line, seconds, MAX_OWN) for line, seconds in spent.steps.items()]
+    forward, backward = (spent.phases.get(phase, math.inf) for phase in ("forward", "backward"))
+    places += [(hook, min(seconds, forward), MAX_OTHER) for hook, seconds in evidence.hook_seconds.items()]
+    places += [(name, min(seconds, backward), MAX_OWN) for name, seconds in evidence.backward_seconds.items()]
     aside = {phase: spent.phases.get(phase, 0.0) for phase in NAMES}
     if spent.phases.get(DATA):  # fetches of a loader are seen, so that its line only starts it
         aside[EPOCH] += sum(spent.fetches.values())
@@ -66,8 +79,7 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
             limit=limit,
             message=f"{share:.0%} of the time goes to {place}: {1e3 * seconds:.1f} of "
             f"{1e3 * spent.whole:.1f} ms per batch, on average (limit {limit:.0%}).",
-            causes=("work that is done more often than needed", "work that waits for a disk or a network"),
-            next_steps=("Do it less often, or in another thread or process",),
+            **(BACKWARD if place in evidence.backward_seconds else OTHER),
         )
 
 

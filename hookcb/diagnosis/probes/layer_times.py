@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
+from hookcb.diagnosis.probes.lines import function_place
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
+from hookcb.hooks.taps import Tap
 
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
 MIN_TIMED = 3
@@ -45,9 +47,12 @@ class LayerTimes:
         self._in_loop_thread = in_loop_thread
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._now: defaultdict[str, float] = defaultdict(float)
+        self._of_hooks: defaultdict[str, list[float]] = defaultdict(list)  # likewise, by the user's function
+        self._now_in_hooks: defaultdict[str, float] = defaultdict(float)
         self._running: list[str] = []
         self._since = 0.0
         self._hooks: list[Hook] = []
+        self._own: set[int] = set()  # their ids
         self._n_timed, self._is_after_look = 0, False
         self.work: defaultdict[str, float] = defaultdict(float)
 
@@ -73,12 +78,16 @@ class LayerTimes:
                     (self._resume, False, False),
                 ):  # other hooks of the module act between the first two and between the last two
                     self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
+        self._own = set(map(id, self._hooks))
 
     def _pause(self, m: nn.Module, args: Any) -> None:
+        now = time.perf_counter()
         if self._running:
-            self._now[self._running[-1]] += time.perf_counter() - self._since
+            self._now[self._running[-1]] += now - self._since
+        self._since = now
 
     def _begin(self, m: nn.Module, args: Any) -> None:
+        self._add_hooks(m._forward_pre_hooks)
         self._running.append(self._names[id(m)])
         self._since = time.perf_counter()
 
@@ -88,9 +97,19 @@ class LayerTimes:
             self._now[name] += now - self._since
             while self._running.pop() != name:  # those whose forward has raised
                 pass
+        self._since = time.perf_counter()
 
     def _resume(self, m: nn.Module, args: Any, output: Any) -> None:
+        self._add_hooks(m._forward_hooks)
         self._since = time.perf_counter()
+
+    def _add_hooks(self, hooks: Mapping[int, Any]) -> None:
+        """Adds the time since the last event to that of the user's hooks, which have acted since."""
+        now = time.perf_counter()
+        others = [hook.hook if isinstance(hook, Tap) else hook for hook in hooks.values()]
+        others = [hook for hook in others if id(hook) not in self._own]
+        if (title := _title_of(others)) is not None:
+            self._now_in_hooks[title] += now - self._since
 
     def end_forward(self) -> None:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""
@@ -99,9 +118,10 @@ class LayerTimes:
         while self._hooks:
             self._hooks.pop().remove()
         self._n_timed += 1
-        for name, seconds in self._now.items():
-            self._seconds[name].append(seconds)
-        self._now.clear()
+        for kept, found in ((self._seconds, self._now), (self._of_hooks, self._now_in_hooks)):
+            for name, seconds in found.items():
+                kept[name].append(seconds)
+            found.clear()
         self._running.clear()
 
     def add_work(self, layer: str, func: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -110,9 +130,26 @@ class LayerTimes:
 
     def seconds(self) -> dict[str, float]:
         """Least seconds of a forward by layer; a busy machine adds to them; empty if too few were timed."""
+        return self._least(self._seconds)
+
+    def hook_seconds(self) -> dict[str, float]:
+        """Likewise of the user's forward hooks on all layers, by function."""
+        return self._least(self._of_hooks)
+
+    def _least(self, seconds: Mapping[str, list[float]]) -> dict[str, float]:
         if self._n_timed < MIN_TIMED:
             return {}
-        return {name: min(x) for name, x in self._seconds.items() if 2 * len(x) > self._n_timed}
+        return {name: min(x) for name, x in seconds.items() if 2 * len(x) > self._n_timed}
+
+
+def _title_of(hooks: list[Any]) -> str | None:
+    """Functions of hooks of the user; None if there are none, or others among them."""
+    acting = [hook for hook in hooks if not isinstance(hook, Hook) or hook.gate()]
+    functions = [hook.hook_func if isinstance(hook, Hook) else hook for hook in acting]
+    names = [getattr(function, "__module__", None) or "" for function in functions]
+    if not functions or any(name.partition(".")[0] == "hookcb" for name in names):
+        return None
+    return f"the forward hook {' and '.join(dict.fromkeys(map(function_place, functions)))}"
 
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:

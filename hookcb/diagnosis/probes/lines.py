@@ -1,6 +1,7 @@
 """Lines of a user's loop in which time is spent between the steps, by samples of what runs."""
 
 import dis
+import inspect
 import math
 import random
 import sys
@@ -9,9 +10,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from os import sep
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 from hookcb.core.loop import Loop
 from hookcb.diagnosis.probes.source import source_of
@@ -194,6 +197,16 @@ def is_of_user(file: str) -> bool:
     if file not in _known:
         _known[file] = not file.startswith(PACKAGES)
     return _known[file]
+
+
+def function_place(function: Any) -> str:
+    """Place and name of a function, of one without code in Python its name."""
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if (code := getattr(function, "__code__", None)) is not None:
+        return place_of(code, 0)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def place_of(code: CodeType, line: int) -> str:

@@ -10,6 +10,7 @@ from hookcb.diagnosis.probes.lines import LineSamples
 N_WARM_UP, MIN_BATCHES = 5, 10  # batches left out, in which memory is allocated; and timed before lines are
 OF_USER = (BETWEEN, "loss")  # phases in which code of the user runs, in a loop of theirs
 MIN_SHARE, MIN_SECONDS = 0.2, 1e-3  # of a mean batch, spent in these, from which lines are worth a look
+MIN_RARE, MIN_ALIKE = 0.1, 0.5  # seconds that a busy machine does not take three times; third by largest
 BLOCK = 7  # batches after which that is asked again
 PREFIX = "callback "  # of the names of callbacks
 
@@ -50,9 +51,10 @@ class SpentTime:
         self.lines.close()
 
     def _steady(self, name: str) -> float:
-        """Seconds without the two largest, which may be the machine's; a validation may be rare."""
-        whole = self.split.seconds[name]
-        return whole if name in (VALIDATION, EPOCH) else whole - sum(self.split.largest[name])
+        """Seconds without the two largest, as they may be the machine's; three long ones are not."""
+        third, *two = self.split.largest[name]
+        is_rare = name in (VALIDATION, EPOCH) or third > max(MIN_RARE, MIN_ALIKE * two[-1])
+        return self.split.seconds[name] - (0.0 if is_rare else sum(two))
 
     def spent(self) -> Spent:
         """Seconds in a mean batch."""

@@ -20,6 +20,7 @@ from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention, observe_blind
+from hookcb.diagnosis.probes.backward_times import BackwardTimes
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     column_squares,
@@ -115,6 +116,7 @@ class Probes:
         self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
         self.layer_times = LayerTimes(loop.model, lambda: loop.in_loop_thread)
         self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, self.layer_times.add_work)
+        self.backward_times = BackwardTimes(self.guarded)
         self._norms = NormProbe(loop.model)
         self._tables = AddedTables()
         self.optimizers: dict[int, Optimizer] = {}
@@ -249,6 +251,7 @@ class Probes:
             if self._random is not None:
                 self._random.end_loss(device_of(loop.model))
             self.targets.add_batch(yb)
+            self.guarded(self.backward_times.follow, node)
             self.guarded(self._add_stuck_share, loop, node, yb)
         if self._is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
@@ -486,6 +489,8 @@ class Probes:
             )
         self.layers.add_to(evidence.layers, frame.about)
         evidence.layer_seconds, evidence.layer_work = self.layer_times.seconds(), dict(self.layer_times.work)
+        evidence.hook_seconds = self.layer_times.hook_seconds()
+        evidence.backward_seconds = self.backward_times.seconds()
         steps = [info.step for info in self._inputs.infos]
         rows = self._inputs.series("x").tolist()
         evidence.input_std = Series.of(steps, [row[0] for row in rows])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import Diagnose
+from hookcb import ActivationStats, Diagnose, Hook
 from hookcb.diagnosis.probes.layer_times import FIRST, MAX_TIMED, MIN_TIMED, LayerTimes, work_of
 from tests.support import Clock, fit, make_learner, make_model
 
@@ -132,3 +132,43 @@ def test_diagnose_counts_the_work_of_each_layer():
 def test_no_hooks_are_added_once_anything_is_compiled(monkeypatch):
     monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {"total": 1})
     assert timed(nn.Linear(3, 3)).seconds() == {}
+
+
+def hook_of(clock, seconds=1000.0):
+    def slow_hook(m, *_):
+        clock.sleep(seconds)
+
+    return slow_hook
+
+
+@pytest.mark.parametrize("pre", [True, False])
+def test_forward_hooks_of_the_user_are_timed_by_their_function(clock, pre):
+    model, hook = nn.Sequential(Sleeps(clock), nn.Linear(3, 3)), hook_of(clock)
+    for m in (model[0], model[1]):
+        (m.register_forward_pre_hook if pre else m.register_forward_hook)(hook)
+    ((title, seconds),) = timed(model).hook_seconds().items()
+    assert title.startswith("the forward hook test_layer_times.py:")
+    assert title.endswith("slow_hook()")
+    assert round(seconds / 1000) == 2
+
+
+def test_hooks_of_the_user_that_hookcb_calls_are_too(clock):
+    model = nn.Sequential(nn.Linear(3, 3))
+    with Hook(model[0], hook_of(clock)):
+        ((title, seconds),) = timed(model).hook_seconds().items()
+    assert "slow_hook()" in title
+    assert round(seconds / 1000) == 1
+
+
+def test_hooks_of_hookcb_are_not_told_as_the_users(clock):
+    learn = make_learner(80, cbs=[Diagnose(), ActivationStats()])
+    fit(learn)
+    assert learn.diagnosis.evidence().hook_seconds == {}
+
+
+def test_a_slow_forward_hook_is_named_by_a_diagnosis(clock):
+    learn = make_learner(80, cbs=Diagnose())
+    learn.model[0].register_forward_hook(hook_of(clock, 20_000.0))
+    fit(learn)
+    (found,) = (x for x in learn.diagnose().findings if x.code == "time.other")
+    assert "slow_hook()" in found.layer

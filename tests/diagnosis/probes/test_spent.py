@@ -157,3 +157,17 @@ def test_names_of_callbacks_that_begin_like_ours_are_no_logs(clock):
     learn = make_learner(40, 0, lr=0.01)
     fit(learn, 1, cbs=[quiet(), LogitLens()])
     assert list(places(learn)) == ["the callback LogitLens"]
+
+
+@pytest.mark.parametrize(("n", "is_found"), [(3, True), (2, False)])
+def test_long_waits_that_come_again_are_no_machine(clock, n, is_found):
+    """Two long ones may be a machine that was busy elsewhere; a third one of 0.1 s or more is the loop's."""
+
+    def own(cb):
+        clock.sleep(1e-6)
+        if cb.train_iter in range(30, 30 + 10 * n, 10):
+            clock.sleep(0.4)
+
+    learn = make_learner(80, cbs=[quiet(), Callback(after_batch=own, name="own")])
+    fit(learn)
+    assert bool(places(learn)) is is_found

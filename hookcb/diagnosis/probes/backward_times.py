@@ -1,0 +1,73 @@
+"""BackwardTimes: the time of backwards that are written in Python."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch.autograd.function import BackwardCFunction
+
+from hookcb.diagnosis.probes.lines import function_place
+
+MAX_TIMED = 4  # batches
+MAX_NODES = 20_000  # of a graph that are looked at
+
+
+class BackwardTimes:
+    """Times the backwards of subclasses of `torch.autograd.Function` in a few batches.
+
+    All other operations have backwards of torch. If the first graph has none of the user, no other is read.
+
+    Args:
+        guarded: calls a function; an error in it must not reach the training.
+    """
+
+    def __init__(self, guarded: Callable[..., object]) -> None:
+        self._guarded = guarded
+        self._seconds: defaultdict[str, list[float]] = defaultdict(list)  # one for each batch
+        self._began = 0.0
+        self._n, self._has_some = 0, True
+
+    def follow(self, node: Any) -> None:
+        """Times the backward of a loss that is about to begin.
+
+        Args:
+            node: the autograd node of the loss.
+        """
+        if node is None or self._n == MAX_TIMED or not self._has_some:
+            return
+        self._n += 1
+        names: set[str] = set()
+        for found in _written_in_python(node):
+            names.add(name := f"the backward of {function_place(type(found)._forward_cls.backward)}")
+            if len(self._seconds[name]) < self._n:
+                self._seconds[name].append(0.0)
+            found.register_prehook(lambda grads: self._guarded(self._begin))
+            found.register_hook(partial(self._end, name))
+        self._has_some = bool(names)
+
+    def _begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, name: str, *grads: Any) -> None:
+        self._guarded(self._add, name)
+
+    def _add(self, name: str) -> None:
+        self._seconds[name][-1] += time.perf_counter() - self._began
+
+    def seconds(self) -> dict[str, float]:
+        """Least seconds of a batch by backward; a busy machine adds to them."""
+        return {name: min(x) for name, x in self._seconds.items()}
+
+
+def _written_in_python(node: Any) -> Iterator[Any]:
+    """Nodes of a graph whose backward is a function in Python."""
+    waiting, seen = [node], {node}
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if isinstance(node, BackwardCFunction):
+            yield node
+        new = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        seen.update(new)
+        waiting += new
