@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import rich
-import torch
 from rich.console import Console, RenderableType
 
-NEVER_AT = tuple(  # files to which warnings do not point
-    str(folder) + os.sep
-    for folder in (Path(__file__).parents[1], Path(rich.__file__).parent, Path(torch.__file__).parent)
-)
+from hookcb.core.whose import OURS, TORCH
+
+NEVER_AT = OURS, TORCH, str(Path(rich.__file__).parent) + os.sep  # to which warnings do not point
 BARS = dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))  # bars of a sparkline, lowest first
 SPELLED = BARS | dict(
     pair.split(" ")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +73,12 @@ def unsaved_buffer_names(m: nn.Module) -> set[str]:
 def forward_hooks(m: nn.Module) -> tuple[Hooks, Hooks]:
     """A module's hooks after and before its forward, by id."""
     return m._forward_hooks, m._forward_pre_hooks
+
+
+def backward_in_python(node: Any) -> Any:
+    """The backward of a node that a subclass of `torch.autograd.Function` has made, None of another one."""
+    kind: Any = type(node)
+    return kind._forward_cls.backward if issubclass(kind, BackwardCFunction) else None
 
 
 def backward_hooks(m: nn.Module) -> tuple[Hooks, Hooks]:

@@ -1,13 +1,12 @@
 """Attributes an error in hookcb's measurements to hookcb, the user's code, or the device."""
 
-import os
 import traceback
 from pathlib import Path
 
 import torch
 
-OURS, TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
-STANDARD = str(Path(os.__file__).parent)
+from hookcb.core.whose import is_of_program
+
 DEVICE_ERRORS = tuple(
     kind for name in ("OutOfMemoryError", "AcceleratorError") if (kind := getattr(torch, name, None))
 )
@@ -23,16 +22,10 @@ def describe_failure(part: str, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, DEVICE_ERRORS):
         return f"{part} was ended by the device: {error!r:.200}"
-    user_frames = [frame for frame in frames if _is_users(frame.filename)]
+    user_frames = [frame for frame in frames if is_of_program(frame.filename)]
     if user_frames:
         return f"{part} was ended by {error!r:.200}, which was raised in {_place(user_frames[-1])}"
     return f"{part} failed, please report it: {error!r} in {_place(frames[-1])}"
-
-
-def _is_users(file: str) -> bool:
-    if file.startswith((OURS, TORCH, "<frozen")):
-        return False
-    return not file.startswith(STANDARD) or "site-packages" in file
 
 
 def _place(frame: traceback.FrameSummary) -> str:

@@ -2,7 +2,6 @@
 
 import linecache
 import math
-import os
 import re
 import sys
 from collections import Counter, deque
@@ -21,13 +20,12 @@ from torch.autograd.graph import Node
 from hookcb.core.batch import parts
 from hookcb.core.restore import preserve_attribute
 from hookcb.core.torch_private import DispatchMode, operator_schema
+from hookcb.core.whose import is_of_program
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.own import register
 from hookcb.nans.nonfinite import FINITE, Kinds, kinds, measured, tensors_in
 from hookcb.nans.report import LOSS, MODEL, ModuleCall
 
-FOLDERS = tuple(f"{Path(sys.modules[name].__file__ or '').parent}{os.sep}" for name in ("torch", "hookcb"))
-STDLIB = f"{Path(os.__file__).parent}{os.sep}"
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # a line of traceback.format_stack
 
 
@@ -44,7 +42,7 @@ def user_line() -> str:
     """`file:line` of the innermost frame of the user's code in the replay; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not run_forward.__code__:
-        if _is_users(frame.f_code.co_filename):
+        if is_of_program(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -57,7 +55,7 @@ def line_of(node: Node) -> str:
         found = FRAME.search(frame)
         if found is None or (found[3] == run_forward.__name__ and found[1] == __file__):
             break
-        if _is_users(found[1]):
+        if is_of_program(found[1]):
             return f"{found[1]}:{found[2]}"
     return ""
 
@@ -70,12 +68,6 @@ def shown_line(line: str) -> tuple[str, str]:
     path, here = Path(file), Path.cwd()
     shown = path.relative_to(here) if path.is_relative_to(here) else path
     return f"{shown}:{number}", linecache.getline(file, int(number)).strip()
-
-
-def _is_users(file: str) -> bool:
-    if file.startswith((*FOLDERS, "<frozen", "<eval_with_key>")):
-        return False
-    return not file.startswith(STDLIB) or "site-packages" in file
 
 
 # ---- tracing

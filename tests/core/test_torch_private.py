@@ -240,6 +240,21 @@ def test_unsaved_buffer_names():
     assert "scratch" in m.state_dict()
 
 
+def test_backward_in_python():
+    class Twice(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    node = Twice.apply(torch.ones(2, requires_grad=True)).grad_fn
+    assert torch_private.backward_in_python(node) is Twice.backward
+    assert torch_private.backward_in_python(node_of_exp()) is None
+
+
 def test_forward_hooks():
     m = nn.Linear(1, 1)
 

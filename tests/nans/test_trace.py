@@ -1047,22 +1047,6 @@ def test_after_one_batch_nothing_of_the_model_is_kept():
     assert cb._starts.buffers.places == []
 
 
-@pytest.mark.parametrize(
-    ("file", "is_users"),
-    [
-        (torch.nn.functional.__file__, False),
-        (nan_trace.__file__, False),
-        (inspect.__file__, False),
-        ("<frozen importlib._bootstrap>", False),
-        ("/tmp/ipykernel_1/2.py", True),
-        (torch.__file__.replace("torch/__init__", "torchvision/models/resnet"), True),
-        (__file__, True),
-    ],
-)
-def test_only_lines_outside_of_torch_hookcb_and_python_are_the_users(file, is_users):
-    assert nan_tracing._is_users(file) == is_users
-
-
 @pytest.mark.parametrize("n_drawn", [0, 1, 2, 3, 700])
 @pytest.mark.parametrize("draw", [numpy.random.rand, numpy.random.randn], ids=["rand", "randn"])
 def test_the_state_of_numpy_is_that_of_each_batch(n_drawn, draw):

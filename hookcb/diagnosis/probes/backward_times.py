@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from torch.autograd.function import BackwardCFunction
-
+from hookcb.core.torch_private import backward_in_python
 from hookcb.diagnosis.probes.lines import function_place
 
 MAX_TIMED = 4  # batches
@@ -39,8 +38,8 @@ class BackwardTimes:
             return
         self._n += 1
         names: set[str] = set()
-        for found in _written_in_python(node):
-            names.add(name := f"the backward of {function_place(type(found)._forward_cls.backward)}")
+        for found, function in _written_in_python(node):
+            names.add(name := f"the backward of {function_place(function)}")
             if len(self._seconds[name]) < self._n:
                 self._seconds[name].append(0.0)
             found.register_prehook(lambda grads: self._guarded(self._begin))
@@ -61,13 +60,13 @@ class BackwardTimes:
         return {name: min(x) for name, x in self._seconds.items()}
 
 
-def _written_in_python(node: Any) -> Iterator[Any]:
-    """Nodes of a graph whose backward is a function in Python."""
+def _written_in_python(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Nodes of a graph whose backward is a function in Python, and that."""
     waiting, seen = [node], {node}
     while waiting and len(seen) < MAX_NODES:
         node = waiting.pop()
-        if isinstance(node, BackwardCFunction):
-            yield node
+        if (function := backward_in_python(node)) is not None:
+            yield node, function
         new = [other for other, _ in node.next_functions if other is not None and other not in seen]
         seen.update(new)
         waiting += new

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
+from hookcb.core.torch_private import in_transform
 from hookcb.diagnosis.evidence import Layer, Series
 from hookcb.diagnosis.probes.attention import saturated_share
 from hookcb.hooks.hook import detached
@@ -46,7 +47,7 @@ class LayerProbe:
         if x is None or not x.is_floating_point() or not x.numel():
             return
         x = detached(x)  # also unwraps tensors of torch.func transforms
-        is_simple = x.is_cpu and not torch.compiler.is_compiling()
+        is_simple = x.is_cpu and not (torch.compiler.is_compiling() or in_transform())
         share, saturated = spread(x, self._memory if is_simple else None), saturated_share(m, x)
         if saturated is None:
             saturated = x.new_full((), math.nan)
@@ -97,10 +98,11 @@ def spread(x: Tensor, memory: Memory | None = None) -> Tensor:
     if flat.numel() > MAX_ELEMENTS:
         flat = flat[:, :: max(1, flat.numel() // MAX_ELEMENTS)]
     flat = flat[:MAX_ELEMENTS]
-    rows = x.new_empty(flat.shape, dtype=torch.float32) if memory is None else memory.lend(flat.shape)
-    whole = torch.linalg.vector_norm(rows.copy_(flat))  # norms take a fraction of the time of `var`
-    rows -= rows[0].clone()  # exactly 0 if all samples are the same
-    rows -= rows.mean(0)
+    rows = flat.float().contiguous() if memory is None else memory.lend(flat.shape).copy_(flat)
+    out = None if memory is None else rows
+    whole = torch.linalg.vector_norm(rows)  # norms take a fraction of the time of `var`
+    rows = torch.sub(rows, rows[0].clone(), out=out)  # exactly 0 if all samples are the same
+    rows = torch.sub(rows, rows.mean(0), out=out)
     if memory is not None:
         memory.take_back(slice(-1, None))
     share: Tensor = (torch.linalg.vector_norm(rows) / whole).square()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
+from hookcb.core.torch_private import forward_hooks
 from hookcb.diagnosis.probes.lines import function_place
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
@@ -87,7 +88,7 @@ class LayerTimes:
         self._since = now
 
     def _begin(self, m: nn.Module, args: Any) -> None:
-        self._add_hooks(m._forward_pre_hooks)
+        self._add_hooks(forward_hooks(m)[1])
         self._running.append(self._names[id(m)])
         self._since = time.perf_counter()
 
@@ -100,7 +101,7 @@ class LayerTimes:
         self._since = time.perf_counter()
 
     def _resume(self, m: nn.Module, args: Any, output: Any) -> None:
-        self._add_hooks(m._forward_hooks)
+        self._add_hooks(forward_hooks(m)[0])
         self._since = time.perf_counter()
 
     def _add_hooks(self, hooks: Mapping[int, Any]) -> None:

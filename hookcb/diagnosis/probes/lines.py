@@ -5,18 +5,17 @@ import inspect
 import math
 import random
 import sys
-import sysconfig
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from os import sep
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from hookcb.core.loop import Loop
+from hookcb.core.whose import is_of_user
 from hookcb.diagnosis.probes.source import source_of
 
 Line = tuple[CodeType, int]  # a function and its line, 0 for the function as a whole
@@ -35,13 +34,6 @@ BREAKS = {
     if name == "RESUME" or ("JUMP_BACKWARD" in name and "NO_INTERRUPT" not in name)
 }
 EVENTS = Loop._call.__code__  # below it, callbacks act
-PACKAGES = tuple(
-    {
-        *(sysconfig.get_path(kind) + sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(__file__).parents[2]) + sep,
-        "<frozen",
-    }
-)
 
 
 class LineSamples:
@@ -187,16 +179,6 @@ class LineSamples:
         sampled = {line for seconds in self._seconds.values() for line in seconds}
         nexts = [line for line in sampled if line[1] and source_of(line[0].co_filename).calls_next(line[1])]
         return loops | {place_of(*line) for line in nexts}
-
-
-_known: dict[str, bool] = {}
-
-
-def is_of_user(file: str) -> bool:
-    """Whether a file is a program of the user, and not of a package."""
-    if file not in _known:
-        _known[file] = not file.startswith(PACKAGES)
-    return _known[file]
 
 
 def function_place(function: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from hookcb.core.batch import map_tensors
 from hookcb.diagnosis.probes import lines as module
-from hookcb.diagnosis.probes.lines import MIN_SAMPLES, LineSamples, is_of_user
+from hookcb.diagnosis.probes.lines import MIN_SAMPLES, LineSamples
 from tests.support import Clock
 
 SWITCH = sys.getswitchinterval()
@@ -227,13 +227,3 @@ def test_threads_switch_as_the_user_has_it_again():
     lines.close()
     assert sys.getswitchinterval() == pytest.approx(0.02)
     sys.setswitchinterval(before)
-
-
-def test_files_of_packages_are_not_of_the_user(monkeypatch):
-    from hookcb.core import loop
-
-    assert is_of_user(__file__)
-    assert is_of_user("<stdin>")
-    assert not is_of_user(torch.__file__)
-    assert not is_of_user(loop.__file__)
-    assert is_of_user(loop.__file__.replace("hookcb/core", "hookcb_experiments"))

@@ -1,0 +1,29 @@
+"""Owners of code, by its file: the user, a package, torch, Python, or hookcb."""
+
+import os
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+OURS = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
+PYTHON = str(Path(os.__file__).parent) + os.sep
+MADE = "<frozen", "<eval_with_key>"  # code that Python and torch.fx make
+INSTALLED = tuple(
+    {sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def is_of_program(file: str) -> bool:
+    """Whether a file is of the user, or of a package that builds on torch: not of torch, hookcb or Python."""
+    if file.startswith((OURS, TORCH, *MADE)):
+        return False
+    return not file.startswith(PYTHON) or "site-packages" in file
+
+
+@lru_cache(maxsize=4096)
+def is_of_user(file: str) -> bool:
+    """Whether a file is a program of the user, and not of any package."""
+    return not file.startswith((*INSTALLED, OURS, "<frozen"))
