@@ -7,16 +7,18 @@ from functools import partial
 from typing import Any
 
 from hookcb.core.torch_private import backward_in_python
-from hookcb.diagnosis.probes.lines import function_place
+from hookcb.core.whose import is_of_user
+from hookcb.diagnosis.probes.lines import code_of, function_place
 
 MAX_TIMED = 4  # batches
 MAX_NODES = 20_000  # of a graph that are looked at
 
 
 class BackwardTimes:
-    """Times the backwards of subclasses of `torch.autograd.Function` in a few batches.
+    """Times the backwards of the user's subclasses of `torch.autograd.Function` in a few batches.
 
-    All other operations have backwards of torch. If the first graph has none of the user, no other is read.
+    All other operations have backwards of torch or of a package. If the first graph has none of the user, no
+    other is read.
 
     Args:
         guarded: calls a function; an error in it must not reach the training.
@@ -38,7 +40,7 @@ class BackwardTimes:
             return
         self._n += 1
         names: set[str] = set()
-        for found, function in _written_in_python(node):
+        for found, function in _written_by_user(node):
             names.add(name := f"the backward of {function_place(function)}")
             if len(self._seconds[name]) < self._n:
                 self._seconds[name].append(0.0)
@@ -60,12 +62,13 @@ class BackwardTimes:
         return {name: min(x) for name, x in self._seconds.items()}
 
 
-def _written_in_python(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Nodes of a graph whose backward is a function in Python, and that."""
+def _written_by_user(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Nodes of a graph whose backward is a function of the user, and that."""
     waiting, seen = [node], {node}
     while waiting and len(seen) < MAX_NODES:
         node = waiting.pop()
-        if (function := backward_in_python(node)) is not None:
+        function = backward_in_python(node)
+        if (code := code_of(function)) is not None and is_of_user(code.co_filename):
             yield node, function
         new = [other for other, _ in node.next_functions if other is not None and other not in seen]
         seen.update(new)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import forward_hooks
-from hookcb.diagnosis.probes.lines import function_place
+from hookcb.core.whose import is_of_program
+from hookcb.diagnosis.probes.lines import code_of, function_place
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
 from hookcb.hooks.taps import Tap
@@ -144,11 +145,11 @@ class LayerTimes:
 
 
 def _title_of(hooks: list[Any]) -> str | None:
-    """Functions of hooks of the user; None if there are none, or others among them."""
+    """Functions of hooks of the user or a package; None without any, or with hooks of torch or hookcb too."""
     acting = [hook for hook in hooks if not isinstance(hook, Hook) or hook.gate()]
     functions = [hook.hook_func if isinstance(hook, Hook) else hook for hook in acting]
-    names = [getattr(function, "__module__", None) or "" for function in functions]
-    if not functions or any(name.partition(".")[0] == "hookcb" for name in names):
+    codes = [code for function in functions if (code := code_of(function)) is not None]
+    if not functions or not all(is_of_program(code.co_filename) for code in codes):
         return None
     return f"the forward hook {' and '.join(dict.fromkeys(map(function_place, functions)))}"
 

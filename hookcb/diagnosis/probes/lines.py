@@ -181,12 +181,16 @@ class LineSamples:
         return loops | {place_of(*line) for line in nexts}
 
 
-def function_place(function: Any) -> str:
-    """Place and name of a function, of one without code in Python its name."""
+def code_of(function: Any) -> CodeType | None:
+    """Code of a function, a method, or what wraps one; None if it is not in Python."""
     while isinstance(function, partial):
         function = function.func
-    function = inspect.unwrap(function)
-    if (code := getattr(function, "__code__", None)) is not None:
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
+def function_place(function: Any) -> str:
+    """Place and name of a function, of one without code in Python its name."""
+    if (code := code_of(function)) is not None:
         return place_of(code, 0)
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 

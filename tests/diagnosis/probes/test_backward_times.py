@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hookcb import Diagnose
 from hookcb.diagnosis.probes.backward_times import MAX_TIMED, BackwardTimes
@@ -124,3 +125,12 @@ def test_a_backward_that_loops_in_python_is_named_by_a_diagnosis(clock):
     (found,) = (x for x in learn.diagnose().findings if x.code == "time.other")
     assert "Double.backward()" in found.layer
     assert "loop" in found.causes[0]
+
+
+def test_backwards_of_torch_that_are_written_in_python_are_none_of_the_user(clock):
+    layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
+    times = BackwardTimes(guarded)
+    loss = checkpoint(layer, x, use_reentrant=True).sum()
+    times.follow(loss.grad_fn)
+    loss.backward()
+    assert times.seconds() == {}
