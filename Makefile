@@ -55,6 +55,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/costs.py --write
 	$(BIN)/python benchmarks/costs.py --take --write
 	$(BIN)/python benchmarks/costs.py --diagnose --write
+	$(BIN)/python benchmarks/within.py --write
 	$(BIN)/python benchmarks/growth.py --write
 	$(BIN)/python benchmarks/memory.py --write
 	$(BIN)/python benchmarks/profiler.py
