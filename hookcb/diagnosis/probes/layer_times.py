@@ -109,8 +109,12 @@ class LayerTimes:
         """Adds the time since the last event to that of the user's hooks, which have acted since."""
         now = time.perf_counter()
         others = [hook.hook if isinstance(hook, Tap) else hook for hook in hooks.values()]
-        others = [hook for hook in others if id(hook) not in self._own]
-        if (title := _title_of(others)) is not None:
+        others = [hook for hook in others if hook is not None and id(hook) not in self._own]
+        try:
+            title = _title_of(others)
+        except Exception:  # of an odd object; the user's forward goes on
+            title = None
+        if title is not None:
             self._now_in_hooks[title] += now - self._since
 
     def end_forward(self) -> None:

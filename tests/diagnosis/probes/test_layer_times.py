@@ -172,3 +172,19 @@ def test_a_slow_forward_hook_is_named_by_a_diagnosis(clock):
     fit(learn)
     (found,) = (x for x in learn.diagnose().findings if x.code == "time.other")
     assert "slow_hook()" in found.layer
+
+
+def test_a_hook_that_cannot_be_named_is_no_harm(clock):
+    class Odd:
+        def __call__(self, *args):
+            clock.sleep(1000.0)
+
+        @property
+        def __wrapped__(self):
+            raise RuntimeError("no name")
+
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_forward_hook(Odd())
+    times = timed(model)
+    assert times.hook_seconds() == {}
+    assert set(times.seconds()) == {"", "0"}
