@@ -231,23 +231,27 @@ def compare(net: str, rounds: int, only_ours: bool) -> tuple[str, Rows, str]:
         groups, missing = groups_of(net, only_ours, folder, stack)
         take_turns([(group, name) for group in groups for name in group.runs], rounds, time.process_time)
     by_name = {name.strip(): added(group, name) for group in groups for name in group.runs}
-    own, four, by_hand = (
-        by_name[name]
-        for name in ("ActivationStats()", "four reductions", "three statistics by hand, .item()")
-    )
-    caption = (
-        f"ActivationStats adds {own:,.0f} µs a step: {own / four:.2f} times what four reductions add, and "
-        f"{own / by_hand:.2f} of what three statistics by hand add."
-    )
-    if net == "tiny":
-        n, noop = 20, by_name["torch's hooks that do nothing"]
-        caption = f"A layer costs {own / n:.1f} µs; torch's hook that does nothing {noop / n:.2f} µs."
-        if fastai := by_name.get("fastai ActivationStats()"):
-            caption += f" fastai's costs {fastai / n:.1f} µs."
+    caption = caption_of(net, by_name)
     limits = {who: x.target[net] for who, x in OURS.items() if x.target and net in x.target}
     limits |= {who: target[net] for who, target in LIMITS.items() if net in target}
     rows = [row for group in groups for row in rows_of(group, limits)]
     return KEPT[net].title, rows, caption + (f" Not installed: {missing}." if missing else "")
+
+
+def caption_of(net: str, added: Mapping[str, float]) -> str:
+    """What ActivationStats adds beside other statistics, from microseconds added to a step by contestant."""
+    own, noop = added["ActivationStats()"], added["torch's hooks that do nothing"]
+    if net == "tiny":
+        n = 20
+        caption = f"A layer costs {own / n:.1f} µs; torch's hook that does nothing {noop / n:.2f} µs."
+        if fastai := added.get("fastai ActivationStats()"):
+            caption += f" fastai's costs {fastai / n:.1f} µs."
+        return caption
+    four, by_hand = added["four reductions"], added["three statistics by hand, .item()"]
+    return (
+        f"ActivationStats adds {own:,.0f} µs a step: {own / four:.2f} times what four reductions add, and "
+        f"{own / by_hand:.2f} of what three statistics by hand add."
+    )
 
 
 SIZES = (98_304, 442_368, 786_432, 1_572_864)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import peers
 import torch
-from costs import HEAD, NETS, Rows, hookcb, row_of, show, targets, write
+from costs import HEAD, NETS, OURS, Rows, caption_of, hookcb, row_of, show, targets, write
 from floors import OfBatch, of_gradients, of_outputs
 from peers import Install, by_hooks
 from timing import keep_memory
@@ -148,11 +148,7 @@ CONTESTANTS: dict[str, Callable[[], list[Callback]]] = {
     "its loss, a gradient's sum and times alone": lambda: [OfBatch()],
     "Diagnose(), a batch that it does not look at": lambda: [Asleep()],
 }
-LIMITS: Mapping[str, Mapping[str, float]] = {
-    "ActivationStats()": targets(1.08, 1.05, 1.055),
-    "ActivationStats(with_hist=True)": targets(1.13, 1.06, 1.06),
-    "GradientHealth()": targets(1.08, 1.015, 1.015),
-    "both, with_hist=True, every=10": targets(1.03, 1.015, 1.015),
+LIMITS: Mapping[str, Mapping[str, float]] = {who: x.target for who, x in OURS.items() if x.target} | {
     "Diagnose(), a batch that it does not look at": targets(1.01, 1.01, 1.01),
 }
 
@@ -180,21 +176,11 @@ def compare(net: str, fits: int) -> tuple[str, Rows, str]:
         base = statistics.median(rest for _, rest in pairs)
         ratios = sorted(acting / rest for acting, rest in pairs)
         middle = statistics.median(ratios)
-        extra[name] = (middle - 1) * base
+        extra[name] = (middle - 1) * base * 1e6
         limit = LIMITS.get(name, {}).get(net)
         row = row_of(name, base, middle * base, ratios[0], limit)
         rows.append([*row[:4], f"{ratios[0]:.3f} to {ratios[-1]:.3f}", *row[5:]])
-    own, four, by_hand = (
-        extra[name] for name in ("ActivationStats()", "four reductions", "three statistics by hand, .item()")
-    )
-    caption = (
-        f"ActivationStats adds {1e6 * own:,.0f} µs a batch: {own / four:.2f} times what four reductions add, "
-        f"and {own / by_hand:.2f} of what three statistics by hand add."
-    )
-    if net == "tiny":
-        layer, noop = own / 20 * 1e6, extra["torch's hooks that do nothing"] / 20 * 1e6
-        caption = f"A layer costs {layer:.1f} µs; torch's hook that does nothing {noop:.1f} µs."
-    return f"{KEPT[net].title}, in turns within {fits} fits", rows, caption
+    return f"{KEPT[net].title}, in turns within {fits} fits", rows, caption_of(net, extra)
 
 
 HEAD_WITHIN = [x if x != "median" else "of the fits" for x in HEAD]

@@ -207,8 +207,8 @@ class AttachedNotes(Attached):
         if not self._n_left:
             self.owner.expect_batch()
 
-    def _leave_batch(self) -> None:
-        """Leaves a batch that is cut short to the owner."""
+    def _leave_batch(self, event: str) -> None:
+        """Leaves a batch that is cut short to the owner, from `event` on."""
         loss, self._loss = self._loss, None
         row = self._rows.pop() if self._rows and self._rows[-1].step == self.learn.train_iter else None
         if self.owner is None:
@@ -218,18 +218,13 @@ class AttachedNotes(Attached):
         else:
             self.owner.take_over(row.loss, row.waited)
             self.owner.after_backward()
+        getattr(self.owner, event)()
 
     def after_cancel_backward(self) -> None:
-        self._leave_batch()
-        if self.owner is not None:
-            self.owner.after_cancel_backward()
+        self._leave_batch("after_cancel_backward")
 
     def after_cancel_step(self) -> None:
-        self._leave_batch()
-        if self.owner is not None:
-            self.owner.after_cancel_step()
+        self._leave_batch("after_cancel_step")
 
     def after_cancel_batch(self) -> None:
-        self._leave_batch()
-        if self.owner is not None:
-            self.owner.after_cancel_batch()
+        self._leave_batch("after_cancel_batch")
