@@ -21,7 +21,7 @@ from hookcb.activations.bins import at_level, level_of
 from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import SAMPLED, WHOLE, _strata, histogram, shares
 from hookcb.gradients.records import MAX_STEPS
-from hookcb.gradients.stats import SKETCH, mean_size, sketch, sketch_places
+from hookcb.gradients.stats import RUN, SKETCH, mean_size, sketch, sketch_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
 
 DETAIL_EVERY = 10  # the default of GradientHealth
@@ -83,8 +83,9 @@ def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[
         of_all = []
         for p in params:
             picked = sketch_places(p)
-            of_all.append(sketch(p) if picked is None else picked[0].index_select(0, picked[1]))
-        return torch.cat(of_all)
+            of_all.append(sketch(p) if picked is None else picked[0].index_select(0, picked[1]).view(-1, RUN))
+        small, runs = ([x for x in of_all if x.ndim == k] for k in (1, 2))
+        return torch.cat([torch.cat(small), torch.cat(runs).view(-1)])
 
     def look() -> None:
         is_detailed = next(n_steps) % DETAIL_EVERY == 0

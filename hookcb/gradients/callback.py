@@ -255,8 +255,7 @@ class GradientHealth(Callback):
             if scaler is None and isinstance(given := getattr(opt, "grad_scale", None), Tensor):
                 grad_scale = scale = detached_scalar(given)
             is_detailed = self.records.n_added % self.detail_every == 0
-            with torch.no_grad():
-                self._capture = reader.before_step(grad_scale, lr, scale, is_detailed=is_detailed)
+            self._capture = reader.before_step(grad_scale, lr, scale, is_detailed=is_detailed)
         if isinstance(opt, StepByHand):  # its gradients may be cleared when the step ends
             watch.make()
 
@@ -278,9 +277,8 @@ class GradientHealth(Callback):
             )
             self._plain_opt = self.opt if is_plain else None
             capture.not_optimized = self._watch.missing(self._reader.with_grad)
-            with torch.no_grad():
-                self._reader.after_step(capture, skipped)
-                self.records.add_step(capture, self.epoch, self.train_iter)
+            self._reader.after_step(capture, skipped)
+            self.records.add_step(capture, self.epoch, self.train_iter)
 
     @torch.no_grad()
     def _nonfinite(self) -> str | None:
@@ -330,7 +328,7 @@ class GradientHealth(Callback):
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"recorded": self.records.state()}
         if self._reader:
-            state |= {"n_steps": self._n_steps, "starts": dict(self._reader.starts)}
+            state |= {"n_steps": self._n_steps, "sketches": dict(self._reader.starts)}
             state |= {"pivots": dict(self._reader.pivots)} if self._reader.pivots else {}
             state |= {"part": self._part} if self.has_rank_state else {}
         return state
@@ -341,7 +339,7 @@ class GradientHealth(Callback):
             self._n_steps, self._reader.memory = state["n_steps"], self.records.memory
             self._reader.pivots.update(state.get("pivots", {}))
             if state.get("part", ()) == self._part:  # else they are those of other elements
-                self._reader.starts.update(state["starts"])
+                self._reader.starts.update(state.get("sketches", {}))  # those of 0.2 had other elements
         if self._outputs and self.records.output_stats is not None:
             self._outputs.stats = self.records.output_stats
 

@@ -14,6 +14,7 @@ from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.layout import Layout
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
 from hookcb.gradients.stats import (
+    RUN,
     Number,
     elements_of,
     is_readable,
@@ -36,8 +37,8 @@ class Capture:
 
     Attributes:
         layout: the layout.
-        before: the parts of `layout.parts`: small gradients, tracked weights before the step, and row norms
-            of large gradients, concatenated.
+        before: the parts of `layout.parts`: small gradients, row norms of large gradients, and tracked weights
+            before the step, concatenated.
         nonfinite: number of NaN and infinities of each large gradient.
         details: smallest and largest element and mean |gradient| of each large gradient, `(n_large · 3,)`;
             None if they were not read.
@@ -96,7 +97,7 @@ class StepCapture:
     def n_elements(self) -> int:
         """Number of elements held until they are reduced."""
         n = sum(values.numel() for _, values in self.buffers.values())
-        return n + sum(c.before.numel() + c.layout.parts[1] for c in self.captures)
+        return n + sum(c.before.numel() + c.layout.parts[2] for c in self.captures)
 
 
 class GradientReader:
@@ -202,7 +203,7 @@ class GradientReader:
 
     def _capture(self, layout: Layout, grads: list[Tensor], is_detailed: bool) -> Capture:
         """Numbers of the gradients, in the order of the layout, and of the weights before the step."""
-        small, large = grads[: layout.n_small], grads[layout.n_small :]
+        small, large = _flat(grads[: layout.n_small]), grads[layout.n_small :]
         details, known = None, None if is_detailed else norms_of_rows(large)
         if known is None:
             found = [summarize_gradient(g) for g in large]
@@ -210,15 +211,21 @@ class GradientReader:
             pairs = zip(found, map(mean_size, large), strict=True)
             details = _row([number for x, mean in pairs for number in (x.low, x.high, mean)], layout)
         rows, nonfinite = known
-        before = self._joined([*([flattened(small)] if small else []), *layout.tracked(), *rows], layout)
+        tracked, runs = layout.tracked()
+        before = self._joined([*small, *rows, *tracked], runs, layout, layout.n_flat)
         return Capture(layout, before, _row(nonfinite, layout), details)
 
-    def _joined(self, xs: list[Tensor], layout: Layout) -> Tensor:
-        """A concatenated copy of tensors with one dimension, at least float32."""
-        if layout.device.type != "cpu" or layout.dtype is not torch.float32 or not xs:
-            return at_least_float32(torch.cat(xs)) if xs else layout.empty
-        whole = self.memory.lend(torch.Size([sum(map(len, xs))]))
-        return torch.cat(xs, out=whole)
+    def _joined(self, xs: list[Tensor], runs: list[Tensor], layout: Layout, n: int) -> Tensor:
+        """A concatenated copy of tensors with one dimension, `n` elements, then of runs, at least float32."""
+        if not layout.is_usual:
+            joined = [torch.cat(same).view(-1) for same in (xs, runs) if same]
+            return at_least_float32(torch.cat(joined)) if joined else layout.empty
+        whole = self.memory.lend(torch.Size([n + layout.n_in_runs if runs else n]))
+        if xs:
+            torch.cat(xs, out=whole[:n])
+        if runs:
+            torch.cat(runs, out=whole[n:].view(-1, RUN))
+        return whole
 
     def _lay_out(self, params: list[Param]) -> None:
         by_device: dict[torch.device, list[Param]] = {}
@@ -254,7 +261,7 @@ class GradientReader:
             small, large = plain[: layout.n_small], plain[layout.n_small :]
             shapes = zip(small, layout.shapes, strict=False)
             zeroed = [torch.zeros(shape, device=layout.device) if x is None else x for x, shape in shapes]
-            capture.clipped_small = self._joined([flattened(zeroed)] if zeroed else [], layout)
+            capture.clipped_small = self._joined(_flat(zeroed), [], layout, layout.parts[0])
             norms = [0.0 if x is None else _norm(x) for x in large]
             capture.clipped_large = _row(norms, layout)
 
@@ -272,9 +279,9 @@ class GradientReader:
             ]
         for capture in step.captures:
             layout = capture.layout
-            capture.after = self._joined(layout.tracked(), layout)
+            capture.after = self._joined(*layout.tracked(), layout, layout.n_small_tracked)
             if layout.start is None:
-                layout.start = self._start(layout, torch.split(capture.before, layout.parts)[1])
+                layout.start = self._start(layout, torch.split(capture.before, layout.parts)[2])
             numbers: list[Number] = []
             for param, is_middle in zip(layout.params[layout.n_small :], layout.is_middle, strict=True):
                 if is_middle:
@@ -299,7 +306,11 @@ class GradientReader:
 
 def _plain(g: Tensor) -> Tensor | None:
     usual = type(g) is Tensor and g.dtype is torch.float32 and g.layout is torch.strided
-    return g if usual else plain_gradient(g)  # a shortcut for most gradients
+    return g if usual and not g.requires_grad else plain_gradient(g)  # a shortcut for most gradients
+
+
+def _flat(xs: list[Tensor]) -> list[Tensor]:
+    return [x if x.ndim == 1 else x.reshape(-1) for x in xs]
 
 
 def _unscaled(x: Tensor, scale: Number) -> Tensor:

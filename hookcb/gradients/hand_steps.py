@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.restore import same_bits
 from hookcb.core.torch_private import version_of
-from hookcb.gradients.stats import is_readable, sketch, sketch_copy
+from hookcb.gradients.stats import is_readable, sketch_copy
 
 
 class StepByHand(Optimizer):
@@ -51,8 +51,7 @@ def _some(p: nn.Parameter) -> Tensor | None:
     """A copy of some elements; None if reading them would need a sync."""
     if not p.is_cpu or not is_readable(p) or not p.numel():
         return None
-    view = sketch(p)
-    return (sketch_copy(p) if view is None else view).clone()
+    return sketch_copy(p)
 
 
 def _is_same(x: Tensor, y: Tensor | None) -> bool:

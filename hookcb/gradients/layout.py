@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hookcb.gradients.stats import SKETCH, WHOLE, sketch, sketch_copy, sketch_places
+from hookcb.gradients.stats import RUN, SKETCH, WHOLE, sketch, sketch_copy, sketch_places
 from hookcb.hooks.params import Param
 
 
@@ -26,13 +26,17 @@ class Layout:
         self.is_middle = [n <= WHOLE for n in self.numels[self.n_small :]]
         middle = [i for i, n in enumerate(self.numels) if SKETCH < n <= WHOLE]
         n_rows = [shape[0] if len(shape) > 1 else 1 for shape in self.shapes[self.n_small :]]
-        # elements of a step: small gradients, tracked weights, row norms of large gradients
-        self.parts = [sum(self.numels[: self.n_small]), sum(self.sketch_lengths), sum(n_rows)]
+        # elements of a step: small gradients, row norms of large gradients, tracked weights
+        self.parts = [sum(self.numels[: self.n_small]), sum(n_rows), sum(self.sketch_lengths)]
+        self.n_small_tracked = sum(self.sketch_lengths[: self.n_small])
+        self.n_in_runs = self.parts[2] - self.n_small_tracked  # of tracked weights: those of large parameters
+        self.n_flat = sum(self.parts) - self.n_in_runs
         self.middle = torch.tensor(middle, dtype=torch.int64, device="cpu").to(self.device)
         self.start: Tensor | None = None  # the first sketch
         self.empty = torch.empty(0, device=self.device)
         is_double = any(param.p.dtype in (torch.float64, torch.complex128) for param in params)
         self.dtype = torch.float64 if is_double else torch.float32  # of the recorded numbers
+        self.is_usual = self.device.type == "cpu" and self.dtype is torch.float32
         self._with_memory = [param.p for param in self.params if param.p.layout is torch.strided]
         self._addresses: list[int] = []
         self._views: list[Tensor] = []
@@ -40,8 +44,11 @@ class Layout:
         self._copied: dict[int, nn.Parameter] = {}
         self._picked: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def tracked(self) -> list[Tensor]:
-        """The tracked elements of each parameter; most are views."""
+    def tracked(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tracked elements of each parameter, most of them views: of small ones, and in runs of large ones.
+
+        `(n,)` of a small one, `(256, 4)` of a large one, `(512, 4)` if it is complex.
+        """
         addresses = [p.data_ptr() for p in self._with_memory]
         if addresses != self._addresses or not self._views:  # also after `p.data` was replaced
             self._addresses = addresses
@@ -51,7 +58,7 @@ class Layout:
             self._picked = {i: picked for i, p in without.items() if (picked := sketch_places(p)) is not None}
             self._copied = {i: p for i, p in without.items() if i not in self._picked}
         for i, (flat, places) in self._picked.items():
-            self._views[i] = flat.index_select(0, places)
+            self._views[i] = flat.index_select(0, places).view(-1, RUN)
         for i, p in self._copied.items():
-            self._views[i] = sketch_copy(p)
-        return self._views
+            self._views[i] = sketch_copy(p) if i < self.n_small else sketch_copy(p).view(-1, RUN)
+        return self._views[: self.n_small], self._views[self.n_small :]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad", "shard")
-MAX_STEPS, MAX_ELEMENTS = 64, 2**20  # captured steps, or elements (4 MB), that are reduced together
+MAX_STEPS, MAX_ELEMENTS = 256, 2**20  # captured steps, or elements (4 MB), that are reduced together
 STEP = "step"  # name of whole steps in their store
 
 

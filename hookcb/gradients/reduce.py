@@ -43,7 +43,7 @@ def _kind(step: StepCapture) -> tuple[object, ...]:
 
 def _reduce(captures: list[Capture], skipped: list[Number]) -> Columns:
     layout = captures[0].layout
-    small, before, rows = _split(torch.stack([c.before for c in captures]), layout.parts)
+    small, rows, before = _split(torch.stack([c.before for c in captures]), layout.parts)
     norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures, small, rows)
     made = numbers_on(layout.device, skipped)[:, None] == 0
     used = _clipped_norms(captures, norm).where(made, torch.nan)

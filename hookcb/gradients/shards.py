@@ -25,7 +25,6 @@ from hookcb.gradients.stats import (
     elements_of,
     number_of,
     plain_gradient,
-    sketch,
     sketch_copy,
     summarize_gradient,
 )
@@ -90,6 +89,7 @@ class ShardReader:
         is_double = any(p.dtype in (torch.float64, torch.complex128) for _, p, _ in params)
         self._dtype = torch.float64 if is_double else torch.float32
 
+    @torch.no_grad()
     def before_step(self, grads: dict[str, Tensor | None], grad_scale: Number) -> ShardCapture:
         """Captures weights, and gradients by name, `grad_scale` times too large; None if none is here."""
         capture = ShardCapture(names=list(grads))
@@ -119,6 +119,7 @@ class ShardReader:
                 x = None if p.grad is None else plain_gradient(p.grad)
                 capture.grads[i][-1] = 0.0 if x is None else _of_gradient(x)[0][1]
 
+    @torch.no_grad()
     def after_step(self, capture: ShardCapture, skipped: Number) -> Columns:
         """Captures the updated weights; merges everything, and returns the statistics of this step.
 
@@ -251,9 +252,7 @@ def _weights(p: Tensor, tracked: Tensor) -> Tensor:
 
 def _tracked(p: Tensor) -> Tensor:
     """Copy of the tracked elements of this rank's part, in the widest dtype; see `widest`."""
-    part = local_part(p.detach())
-    view = sketch(part)
-    return widened(sketch_copy(part) if view is None else view).clone()
+    return widened(sketch_copy(p))
 
 
 def _ratio(change: Tensor, of: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ STEP_STATS = ("total_norm", "clipped_total_norm", "mean_norm", "lr", "scale", "s
 BUFFER_STATS = ("min", "max")
 
 SKETCH = 1_024  # maximum number of elements of a parameter that are tracked from step to step
+RUN = 4  # adjacent elements that are tracked together: a single one costs as much as its line of the cache
 WHOLE = 65_536  # up to this size, statistics of weights and the mean |gradient| use all elements
 # squares of numbers outside leave float32: they underflow below 1e-38 and overflow above 3e38
 SAFE_LOW, SAFE_HIGH = 1e-15, 1e15
@@ -137,8 +138,8 @@ def norms_of_rows(xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Number]] | N
         stored = [elements_of(x) for x in xs]
         sizes = norms_of([x if x.numel() else x.new_zeros(1) for x in stored], math.inf)
         return rows, [size.isfinite().logical_not_() for size in sizes]
-    for x, norm in zip(xs, norms_of(rows), strict=True):
-        size = norm.item()
+    for x, norms in zip(xs, rows, strict=True):
+        size = torch.linalg.vector_norm(norms).item()
         if not SAFE_LOW < size < SAFE_HIGH and not (size == 0 and _is_zero(elements_of(x))):
             return None
     return rows, [0.0] * len(rows)
@@ -217,11 +218,11 @@ def reduce_large(rows: Tensor, nonfinite: Tensor, details: Tensor, n_dims: int) 
 
 
 def sketch_stride(n: int) -> int:
-    """Stride of the tracked elements among n: about n / 1,024, and coprime to n.
+    """Stride of the tracked runs among n: about n / 256, and coprime to n.
 
     A stride with a divisor in common with a dimension would track only some channels.
     """
-    stride = n // SKETCH
+    stride = n * RUN // SKETCH
     while math.gcd(stride, n) != 1:
         stride -= 1
     return stride
@@ -230,8 +231,9 @@ def sketch_stride(n: int) -> int:
 def sketch(x: Tensor) -> Tensor | None:
     """A view of up to 1,024 elements of a dense tensor, the same at each call, spread evenly over it.
 
-    None if there is no such view: up to 16,384 elements, as a stride would leave out too many at the ends,
-    and if `x` is not a dense real tensor with adjacent elements.
+    `(n,)` if it has that few, else 256 runs of four, `(256, 4)`. None if there is no such view: up to 16,384
+    elements, as a stride would leave out too many at the ends, and if `x` is not a dense real tensor with
+    adjacent elements.
     """
     x = x.detach()
     native = _is_native(x) and x.layout is torch.strided and x.is_floating_point()
@@ -250,8 +252,9 @@ def _tracked(x: Tensor) -> Tensor:
         return x
     if n <= 16 * SKETCH:
         return x[_places(n, x.device)]
-    stride = sketch_stride(n)
-    return x[(n - stride * (SKETCH - 1)) // 2 :: stride][:SKETCH]
+    runs = x[: n // RUN * RUN].view(-1, RUN)
+    stride, k = sketch_stride(len(runs)), SKETCH // RUN
+    return runs[(len(runs) - stride * (k - 1)) // 2 :: stride][:k]
 
 
 @lru_cache(maxsize=256)
@@ -264,7 +267,7 @@ def _places(n: int, device: torch.device) -> Tensor:
 
 
 def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A flat view of a float32 tensor and indices of its tracked elements: `sketch_copy` in one operation.
+    """A flat view of a float32 tensor and indices of its tracked elements, to copy them in one operation.
 
     None if it has `sketch`, or is not an ordinary tensor.
     """
@@ -276,17 +279,17 @@ def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def sketch_copy(x: Tensor) -> Tensor:
-    """Copy of the elements of `sketch` for a tensor without such a view, at least float32.
+    """Copy of up to 1,024 elements, in one dimension, at least float32; those of `sketch` if it has one.
 
     Complex elements become real and imaginary parts in turn; of a DTensor, it has some of this rank's part.
     """
     x = local_part(x.detach())
-    if x.layout is not torch.strided:
-        x = x.to_dense()
-    x = _tracked(x.reshape(-1))
-    if x.is_complex():
-        x = torch.view_as_real(x).reshape(-1)
-    return at_least_float32(x)
+    view = sketch(x)
+    if view is None:
+        view = _tracked((x if x.layout is torch.strided else x.to_dense()).reshape(-1))
+    if view.is_complex():
+        view = torch.view_as_real(view)
+    return at_least_float32(view.clone(memory_format=torch.contiguous_format)).view(-1)
 
 
 def update_ratio(change: Tensor, before: Tensor) -> Tensor:

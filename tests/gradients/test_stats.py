@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hookcb.gradients.stats import (
+    RUN,
     SKETCH,
     plain_gradient,
     reduce_small,
@@ -53,8 +54,8 @@ def test_rows_are_those_of_the_first_dimension_however_memory_lies(memory_format
 
 @pytest.mark.parametrize("n", [1025, 2048, 4096, 65_536, 401_408, 2_359_296, 10_007, 1500])
 def test_followed_elements_are_spread_and_share_no_divisor_with_dimensions(n):
-    stride = sketch_stride(n)
-    assert math.gcd(stride, n) == 1
+    n_runs = n // RUN
+    assert math.gcd(sketch_stride(n_runs), n_runs) == 1
     followed = sketch_copy(torch.arange(n, dtype=torch.float64))
     assert len(followed) == SKETCH
     assert (followed.diff() > 0).all()
@@ -66,8 +67,23 @@ def test_a_sketch_is_a_view_that_follows_the_weights():
     view = sketch(p)
     with torch.no_grad():
         p.add_(1)
-    torch.testing.assert_close(view, sketch_copy(p))
+    torch.testing.assert_close(view.flatten(), sketch_copy(p))
     assert not view.requires_grad
+
+
+@pytest.mark.parametrize("n_columns", [512, 600, 513, 8, 36])
+def test_a_sketch_has_elements_of_all_columns_and_most_rows(n_columns):
+    columns = torch.arange(n_columns, dtype=torch.float32).expand(600, n_columns).contiguous()
+    rows = torch.arange(600, dtype=torch.float32)[:, None].expand(600, n_columns).contiguous()
+    assert len(sketch_copy(columns).unique()) >= min(n_columns, 256)
+    assert len(sketch_copy(rows).unique()) >= 200
+
+
+def test_a_sketch_is_no_copy_that_follows_a_small_parameter():
+    p = torch.ones(8)
+    kept = sketch_copy(p)
+    p.zero_()
+    assert kept.sum() == 8
 
 
 def test_a_sketch_of_strided_memory_without_gaps_is_a_view_and_else_none():

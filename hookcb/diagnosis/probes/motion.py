@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hookcb.core.shards import is_shard
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.model import ALIKE, MIN_UNITS, is_of_torch, share_alike
-from hookcb.gradients.stats import is_readable, sketch, sketch_copy
+from hookcb.gradients.stats import is_readable, sketch_copy
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import find_params
 
@@ -28,7 +28,7 @@ class Motion:
             for name, p, _ in find_params(model)
             if is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter) and p.numel()
         ]
-        self._begins = {name: (p, _some(p)) for name, p in params}
+        self._begins = {name: (p, sketch_copy(p)) for name, p in params}
         custom = {
             f"{prefix}.{name}" if prefix else name
             for prefix, m in named_modules(model).items()
@@ -39,7 +39,7 @@ class Motion:
 
     def moved(self) -> dict[str, bool]:
         """Whether any copied element has changed, by name of the parameter."""
-        return {name: not torch.equal(_some(p), begin) for name, (p, begin) in self._begins.items()}
+        return {name: not torch.equal(sketch_copy(p), begin) for name, (p, begin) in self._begins.items()}
 
     def observations(self, n_steps: int, n_backward: int) -> Iterator[Observation]:
         """An optimizer that never steps, and constant matrices with rows that stay equal."""
@@ -74,12 +74,6 @@ class Motion:
                     causes=("weights were initialized to a constant",),
                     next_steps=("Initialize weights at random; use constants for biases",),
                 )
-
-
-def _some(p: Tensor) -> Tensor:
-    """Copy of at most 1,024 elements, the same that update ratios are computed from."""
-    view = sketch(p)
-    return (sketch_copy(p) if view is None else view).clone()
 
 
 def _is_constant(p: Tensor) -> bool:

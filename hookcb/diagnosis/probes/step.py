@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.diagnosis.evidence import Observation
-from hookcb.gradients.stats import sketch, sketch_copy
+from hookcb.gradients.stats import sketch_copy
 from hookcb.hooks.params import named_params
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ class LostUpdates:
     def before_step(self) -> None:
         """Copies some weights, and records which of them have a gradient."""
         self._before = [
-            (name, p, _elements(p), _elements(p.grad) != 0) for name, p in self._params if p.grad is not None
+            (name, p, sketch_copy(p), sketch_copy(p.grad) != 0) for name, p in self._params if p.grad is not None
         ]
 
     def drop_step(self) -> None:
@@ -40,7 +40,7 @@ class LostUpdates:
     def after_step(self, step: int) -> None:
         """Compares the updated weights with their copies."""
         for name, p, before, has_grad in self._before:
-            same = (_elements(p) == before) & has_grad
+            same = (sketch_copy(p) == before) & has_grad
             share = same.sum() / has_grad.sum().clamp(min=1)
             self.shares.setdefault(name, []).append((step, share.float()))
         self._before = []
@@ -68,11 +68,6 @@ class LostUpdates:
                     (f"weights are stored in {dtype}, and the learning rate is small relative to them",),
                     ("Keep weights in float32 and use autocast for the forward, MixedPrecision('bf16')",),
                 )
-
-
-def _elements(x: Tensor) -> Tensor:
-    view = sketch(x)
-    return sketch_copy(x) if view is None else view.clone()
 
 
 class ClearedGradients:
