@@ -37,8 +37,8 @@ class Capture:
 
     Attributes:
         layout: the layout.
-        before: the parts of `layout.parts`: small gradients, row norms of large gradients, and tracked weights
-            before the step, concatenated.
+        before: the parts of `layout.parts`: small gradients, row norms of large gradients, and tracked
+            weights before the step, concatenated.
         nonfinite: number of NaN and infinities of each large gradient.
         details: smallest and largest element and mean |gradient| of each large gradient, `(n_large · 3,)`;
             None if they were not read.

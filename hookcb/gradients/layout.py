@@ -45,7 +45,7 @@ class Layout:
         self._picked: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tracked(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The tracked elements of each parameter, most of them views: of small ones, and in runs of large ones.
+        """The tracked elements of each parameter, mostly views: of small ones, and of large ones in runs.
 
         `(n,)` of a small one, `(256, 4)` of a large one, `(512, 4)` if it is complex.
         """

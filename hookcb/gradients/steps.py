@@ -39,7 +39,7 @@ class StepWatch:
         self._ids: set[int] = set()  # of the parameters of all noted optimizers
         self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
         self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that train another model
-        self._latest: tuple[ref[Optimizer], int] | None = None  # that was noted, with its number of parameters
+        self._latest: tuple[ref[Optimizer], int] | None = None  # of those noted
         self._is_open = self._is_made = False
         self._found_inf: Tensor | None = None
         self._hook = StepHook(self._at_step)  # last, as a step in another thread may call it at once

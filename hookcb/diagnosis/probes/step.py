@@ -30,7 +30,9 @@ class LostUpdates:
     def before_step(self) -> None:
         """Copies some weights, and records which of them have a gradient."""
         self._before = [
-            (name, p, sketch_copy(p), sketch_copy(p.grad) != 0) for name, p in self._params if p.grad is not None
+            (name, p, sketch_copy(p), sketch_copy(p.grad) != 0)
+            for name, p in self._params
+            if p.grad is not None
         ]
 
     def drop_step(self) -> None:
