@@ -69,7 +69,7 @@ class GradientHealth(Callback):
             `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this step) and `drift`
             (the same since the fit began). The last two use 1,024 elements at most. Gradient statistics use
             all elements; weight statistics use all up to 65,536, and 1,024 of larger weights, whose norm is
-            then usually within 2 %.
+            then usually within 3 %.
 
     Raises:
         FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.

@@ -15,6 +15,7 @@ from hookcb.gradients.layout import Layout
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
 from hookcb.gradients.stats import (
     RUN,
+    WHOLE,
     Number,
     elements_of,
     is_readable,
@@ -22,6 +23,7 @@ from hookcb.gradients.stats import (
     norms_of_rows,
     number_of,
     plain_gradient,
+    row_norms,
     summarize_gradient,
 )
 from hookcb.hooks.params import Param
@@ -319,7 +321,7 @@ def _unscaled(x: Tensor, scale: Number) -> Tensor:
 
 def _norm(x: Tensor) -> Number:
     x = elements_of(x)
-    norm = number_of(torch.linalg.vector_norm(x))
+    norm = number_of(torch.linalg.vector_norm(x if x.numel() <= WHOLE else row_norms(x)))
     if isinstance(norm, float) and norm == math.inf:  # its squares may have overflowed
         return number_of(scaled_norm(x.double().reshape(-1), dim=0))
     return norm

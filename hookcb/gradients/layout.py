@@ -47,7 +47,7 @@ class Layout:
     def tracked(self) -> tuple[list[Tensor], list[Tensor]]:
         """The tracked elements of each parameter, mostly views: of small ones, and of large ones in runs.
 
-        `(n,)` of a small one, `(256, 4)` of a large one, `(512, 4)` if it is complex.
+        `(n,)` of a small one, `(512, 2)` of a large one, `(1024, 2)` if it is complex.
         """
         addresses = [p.data_ptr() for p in self._with_memory]
         if addresses != self._addresses or not self._views:  # also after `p.data` was replaced

@@ -108,6 +108,17 @@ def test_gradients_changed_in_any_way_are_seen_as_the_optimizer_gets_them(halve,
     assert all(close(c, 0.5) for c in health.step_series("clip_coef"))
 
 
+@pytest.mark.parametrize("shape", [(4_000_000,), (1000, 4000)], ids=["vector", "matrix"])
+def test_norms_of_millions_of_elements_keep_six_digits_also_as_clipped(shape):
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    health = GradientHealth()
+    model, halves = Puts([grad], torch.ones(shape)), at("before_step", assigned, order=10, name="halves")
+    learner(model, [torch.ones(2, 2)], at("after_backward", put), health, halves, lr=0.0, loss=lambda p: p)
+    stats, norm = health.stats[0]["weight"], grad.double().norm().item()
+    assert stats["norm"] == pytest.approx(norm, rel=1e-6)
+    assert stats["clipped_norm"] == pytest.approx(norm / 2, rel=1e-6)
+
+
 def test_what_has_clipped_earlier_is_what_is_read_as_before():
     health = GradientHealth()
     early = at("before_step", lambda cb: nn.utils.clip_grad_norm_(cb.model.parameters(), 0.01), order=-10)

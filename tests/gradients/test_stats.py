@@ -52,6 +52,13 @@ def test_rows_are_those_of_the_first_dimension_however_memory_lies(memory_format
     torch.testing.assert_close(row_norms(g), g.reshape(6, -1).norm(dim=1))
 
 
+@pytest.mark.parametrize("shape", [(10_000_000,), (3, 3_000_001), (65_537,), (200_001, 2)])
+def test_norms_of_long_rows_keep_their_digits(shape):
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    want = g.double().reshape(shape[0] if len(shape) > 1 else 1, -1).norm(dim=1)
+    torch.testing.assert_close(row_norms(g).double(), want, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("n", [1025, 2048, 4096, 65_536, 401_408, 2_359_296, 10_007, 1500])
 def test_followed_elements_are_spread_and_share_no_divisor_with_dimensions(n):
     n_runs = n // RUN
@@ -75,7 +82,7 @@ def test_a_sketch_is_a_view_that_follows_the_weights():
 def test_a_sketch_has_elements_of_all_columns_and_most_rows(n_columns):
     columns = torch.arange(n_columns, dtype=torch.float32).expand(600, n_columns).contiguous()
     rows = torch.arange(600, dtype=torch.float32)[:, None].expand(600, n_columns).contiguous()
-    assert len(sketch_copy(columns).unique()) >= min(n_columns, 256)
+    assert len(sketch_copy(columns).unique()) >= min(n_columns, 500)
     assert len(sketch_copy(rows).unique()) >= 200
 
 
