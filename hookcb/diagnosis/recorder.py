@@ -16,6 +16,7 @@ from hookcb.diagnosis.attached import Attached, AttachedHealth, AttachedNotes, A
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.probed import probed_evidence
 from hookcb.diagnosis.probes.spent import PREFIX, SpentTime
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.schedule import Schedule
@@ -291,7 +292,7 @@ class EvidenceRecorder(Callback):
         self._read_notes()
         with suppress(RuntimeError):  # a watched model may have been freed
             self._frame = Frame.of(self.model, self._probes.optimizers.values())
-        probed = self._probes.evidence(self._frame)
+        probed = probed_evidence(self._probes, self._frame)
         if self._is_external:
             probed.unseen = dict(self.learn.coverage.missing)
             probed.notes += [note] if (note := self.learn.facts.of_rank) else []

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -12,21 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.batch import batch_size, parts
-from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
+from hookcb.core.optim import detached_scalar, largest_lr
 from hookcb.core.shards import has_no_part
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.attached import Noted
-from hookcb.diagnosis.evidence import Evidence, Observation, Series
+from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.failures import describe_failure
-from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks, observe_attention, observe_blind
+from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
 from hookcb.diagnosis.probes.backward_times import BackwardTimes
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     column_squares,
     guess_of,
     input_numbers,
-    observe_inputs,
     observe_labels,
     observe_refusal,
     observe_scaled_labels,
@@ -34,7 +32,7 @@ from hookcb.diagnosis.probes.batch import (
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
-from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout, observe_dropout_in_eval
+from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
@@ -52,12 +50,10 @@ from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
-from hookcb.diagnosis.probes.samples import BatchHash, BatchHashes, RandomStates, has_epochs, observe_order
+from hookcb.diagnosis.probes.samples import BatchHashes, RandomStates
 from hookcb.diagnosis.probes.step import ClearedGradients, LostUpdates, StaleGradients, observe_accumulation
 from hookcb.diagnosis.probes.targets import Targets, compares_output
-from hookcb.diagnosis.probes.tokens import Relation, observe_tokens
 from hookcb.diagnosis.verdict import Finding
-from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import ModelGoneError, device_of
 from hookcb.hooks.params import find_params
 from hookcb.nans.replay import Autocast, autocasts
@@ -67,12 +63,6 @@ N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for 
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
 N_TABLES = 3  # batches whose columns are measured
-TOKENS = (  # in `Evidence.observed`
-    "indices of embeddings",
-    "tokens that are targets",
-    "masks of the tokens",
-    "padding of the tokens",
-)
 MAX_MEMORY = 128  # points of memory in use, which is read in fewer batches then
 MANY_READINGS, MEMORY_EVERY = 64, 4  # batches in which it is read at first, and distance of the later ones
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
@@ -99,15 +89,15 @@ class Probes:
         self.observations: list[Observation] = []
         self.notes: list[str] = []
         self._split, self.is_alarmed, self.is_dense = split, False, True
-        self._observed: set[str] = set()  # see `Evidence.observed`
-        self._sources = {"batches", "batch", "steps", "time"}
+        self.observed: set[str] = set()  # see `Evidence.observed`
+        self.sources = {"batches", "batch", "steps", "time"}
         self.dead, self.lost_updates = DeadUnits(loop.model), LostUpdates(loop.model)
-        self._motion, self._n_backward = Motion(loop.model), 0
-        self._backwards: set[int] = set()  # numbers of backwards before a step
+        self.motion, self.n_backward = Motion(loop.model), 0
+        self.backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
         self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
         self._is_after_look = False  # whether the batch before was inspected
-        self._under_way: bool | None = None  # after the backward of a batch: whether that is inspected
+        self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.cleared = ClearedGradients()
@@ -115,10 +105,10 @@ class Probes:
         self.memory = Curve(MAX_MEMORY)
         self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
         self.layer_times = LayerTimes(loop.model, lambda: loop.in_loop_thread)
-        self._ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, self.layer_times.add_work)
+        self.ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, self.layer_times.add_work)
         self.backward_times = BackwardTimes(self.guarded)
-        self._norms = NormProbe(loop.model)
-        self._tables = AddedTables()
+        self.norms = NormProbe(loop.model)
+        self.tables = AddedTables()
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess, self.targets = math.nan, Targets()
@@ -128,23 +118,23 @@ class Probes:
         self.losses: defaultdict[int, Curve] = defaultdict(Curve)  # by id of the optimizer
         self._last_loss: float | Tensor | None = None
         self.n_without: Counter[str] = Counter()
-        self._params = find_params(loop.model)
+        self.params = find_params(loop.model)
         self._autocasts: list[Autocast] | None = None
         self._resident = ResidentMemory()
-        self._is_external = is_external
-        self._inputs = StatStore(COLUMNS, MAX_RECORDS)
-        self._columns: list[Tensor] = []  # mean squares, on their device
-        self._has_origin = False  # whether the origin of a NaN or infinity was looked for
-        self._has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
-        self._first_param: nn.Parameter | None = None
+        self.is_external = is_external
+        self.inputs = StatStore(COLUMNS, MAX_RECORDS)
+        self.columns: list[Tensor] = []  # mean squares, on their device
+        self.has_origin = False  # whether the origin of a NaN or infinity was looked for
+        self.has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
+        self.first_param: nn.Parameter | None = None
         self._ended = math.nan  # time at which the last backward had ended, NaN where an epoch begins
         self._memory_due = self._penalty_due = 0
         # what only ranks compare; None for a process that trains alone
-        is_replica, self._world = can_compare(loop), loop.ranks.world
-        self._hashes = BatchHashes() if is_replica else None
-        self._random = RandomStates() if is_replica else None
-        self._reduced = Curve() if is_replica else None
-        self._loader: Any = None  # of the last epoch that has ended
+        is_replica, self.world = can_compare(loop), loop.ranks.world
+        self.hashes = BatchHashes() if is_replica else None
+        self.random = RandomStates() if is_replica else None
+        self.reduced = Curve() if is_replica else None
+        self.loader: Any = None  # of the last epoch that has ended
         self.guarded(self._observe_model, loop)
 
     def guarded(self, function: Callable[..., object], *args: Any) -> None:
@@ -167,67 +157,67 @@ class Probes:
 
     def _observe_model(self, loop: Any) -> None:
         self._observe(observe_model, loop.model)
-        self._sources.add("model")
+        self.sources.add("model")
 
     def close(self) -> None:
         """Removes all hooks."""
-        self._ops.remove()
+        self.ops.remove()
         self.layer_times.end_forward()
         self._resident.close()
 
     def rest(self, loop: Any, is_resting: bool) -> None:
         """Takes the hooks on the model off while its calls are not measured, or puts them back."""
         if is_resting:
-            self._ops.rest(loop.model)
+            self.ops.rest(loop.model)
         else:
-            self._ops.wake()
+            self.ops.wake()
 
     # ---- a batch
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Measures inputs and modes at the beginning of a batch."""
-        self._under_way = None
-        waited, self._ops.step = self._split.take_fetched(), loop.train_iter
+        self.under_way = None
+        waited, self.ops.step = self._split.take_fetched(), loop.train_iter
         if looking or self._is_after_look:
-            self._ops.tokens.begin_batch()
+            self.ops.tokens.begin_batch()
             self.layer_times.begin_batch(loop.model, self.n_batches, looking)
             self._is_after_look = looking
         if loop.train_iter and not math.isnan(self._ended):
             self.wait.add(loop.train_iter, waited)
         if looking or self.is_dense or self.has_modes:
             self.note_modes(loop, looking)
-        if self._hashes is not None:
-            self._hashes.add(loop.iter, loop.xb, loop.yb)
+        if self.hashes is not None:
+            self.hashes.add(loop.iter, loop.xb, loop.yb)
         if looking:
             self.layers.begin_record(loop.train_iter)
-            if self._random is not None:
-                self._random.begin_batch(device_of(loop.model))
+            if self.random is not None:
+                self.random.begin_batch(device_of(loop.model))
             size = sum(x.numel() for _, x in parts(loop.xb) if isinstance(x, Tensor))
             self.sizes.add(loop.train_iter, float(size))
             numbers = input_numbers(loop.xb)
             if numbers is not None:
-                self._observed.add("inputs")
-                self._inputs.put("x", [self._inputs.begin(0, loop.train_iter)], numbers[None].float())
-            if len(self._columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
-                self._columns.append(squares)
+                self.observed.add("inputs")
+                self.inputs.put("x", [self.inputs.begin(0, loop.train_iter)], numbers[None].float())
+            if len(self.columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
+                self.columns.append(squares)
 
     def note_modes(self, loop: Any, looking: bool) -> None:
         """Notes the number of samples, and the modes of layers that depend on it."""
         self._n_samples = batch_size((*loop.yb, loop.xb))
         self.n_examples += self._n_samples
-        self._norms.begin_batch(loop.train_iter, self._n_samples)
+        self.norms.begin_batch(loop.train_iter, self._n_samples)
 
     @property
     def has_modes(self) -> bool:
         """Whether the modes of layers are noted in each batch."""
-        return self._norms.is_needed
+        return self.norms.is_needed
 
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Checks the model's output in an external loop, because its loss may never be reported."""
         if looking:
             self._autocasts = autocasts(loop.model)
-            self._ops.tokens.follow(loop.pred, self.guarded)
-        if self._is_external and not self._has_origin:
+            self.ops.tokens.follow(loop.pred, self.guarded)
+        if self.is_external and not self.has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
             if not all(bool(x.isfinite().all()) for x in at_hand):
@@ -236,7 +226,7 @@ class Probes:
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
         is_first, is_tracked = self.graph is None, self.retained.is_due(loop.train_iter)
-        needs_node = is_first or looking or is_tracked or self._is_external
+        needs_node = is_first or looking or is_tracked or self.is_external
         node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
         yb = self._targets_of(loop, node) if is_first or looking else ()
         if is_first:
@@ -248,17 +238,17 @@ class Probes:
             self._penalty_due = loop.train_iter + PENALTY_EVERY
             self.guarded(self._add_penalty, loop)
         if looking:
-            if self._random is not None:
-                self._random.end_loss(device_of(loop.model))
+            if self.random is not None:
+                self.random.end_loss(device_of(loop.model))
             self.targets.add_batch(yb)
             self.guarded(self.backward_times.follow, node)
             self.guarded(self._add_stuck_share, loop, node, yb)
-        if self._is_external and self._follows_factor(loop, node):
+        if self.is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
         number = detached_scalar(loop.loss)
         self.note_loss(loop.train_iter, number)
         if is_first or looking:
-            self._observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
+            self.observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
 
@@ -297,7 +287,7 @@ class Probes:
         self.graph = read_loss(node)
         self.guess = guess_of(self.graph, loop.pred, yb)
         if self.graph.hidden_by == COMPILED:
-            batch = ExternalBatch(loop) if self._is_external else loop
+            batch = ExternalBatch(loop) if self.is_external else loop
             try:
                 self.graph, guess = graph_of_original(batch, self.graph, self._autocasts)
                 self.guess = self.guess if math.isnan(guess) else guess
@@ -305,22 +295,22 @@ class Probes:
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
         self._observe(observe_output, self.graph, node, loop.pred, yb, self.layers.last, loop.train_iter)
         if is_comparison_known(self.graph, node, loop.pred, yb):
-            self._observed.add("output beside its targets")
+            self.observed.add("output beside its targets")
         self._observe(observe_scaled_labels, loop.xb, yb, loop.train_iter)
         if (links := linear_links(node)) is not None:
-            self._observed.add("path from layer to layer")
+            self.observed.add("path from layer to layer")
             self._observe(observe_linear_links, links, loop.model)
-        self._tables.read_graph(node, loop.model)
+        self.tables.read_graph(node, loop.model)
         self.targets.is_of_output = compares_output(node, loop.pred)
         if not math.isnan(share := dropped_share(node)):
-            self._observed.add("input of the loss")
+            self.observed.add("input of the loss")
             self._observe(observe_dropout, share, self.layers.last, loop.train_iter)
 
     def _find_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Finds the origin of the first non-finite number, once."""
-        if not self._has_origin:
-            self._has_origin = self.is_alarmed = True
-            batch = ExternalBatch(loop) if self._is_external else loop
+        if not self.has_origin:
+            self.has_origin = self.is_alarmed = True
+            batch = ExternalBatch(loop) if self.is_external else loop
             self.observations.append(find_origin(batch, noticed, gradient, loop.train_iter, self._autocasts))
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
@@ -331,20 +321,20 @@ class Probes:
 
     def end_backward(self, loop: Any, looking: bool) -> None:
         """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
-        self._n_backward += 1
-        self._observed.add("backward")
-        if self._under_way is None:  # the first one of the batch
+        self.n_backward += 1
+        self.observed.add("backward")
+        if self.under_way is None:  # the first one of the batch
             self._end_length(loop.train_iter, time.perf_counter())
-        self._under_way = looking
-        if self._first_param is None:
-            self._first_param = self._find_first_param(loop.model)
+        self.under_way = looking
+        if self.first_param is None:
+            self.first_param = self._find_first_param(loop.model)
         if self.n_steps < N_DENSE:
-            self.cleared.after_backward(self._first_param)
-        if self._has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
+            self.cleared.after_backward(self.first_param)
+        if self.has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
             return
-        grad = None if self._first_param is None else self._first_param.grad
-        if grad is not None and looking and self._reduced is not None:
-            self._reduced.add(loop.train_iter, detached_scalar(grad.norm()))
+        grad = None if self.first_param is None else self.first_param.grad
+        if grad is not None and looking and self.reduced is not None:
+            self.reduced.add(loop.train_iter, detached_scalar(grad.norm()))
         if grad is not None and grad.is_cpu and not math.isfinite(grad.detach().sum().item()):
             self._find_origin(loop, "A gradient is not finite", gradient=True)
 
@@ -386,7 +376,7 @@ class Probes:
             self.cleared.before_step()
         if looking or self.is_dense:
             self.dead.read_gradients(loop.train_iter, self.n_examples)
-            without = ((name, p) for name, p, _ in self._params if p.requires_grad and p.grad is None)
+            without = ((name, p) for name, p, _ in self.params if p.requires_grad and p.grad is None)
             self.n_without.update(name for name, p in without if not has_no_part(p))
         if looking:
             self.lost_updates.before_step()
@@ -397,10 +387,10 @@ class Probes:
         if self.is_dense:
             has_few = self.dead.n_examples < MAX_EXAMPLES
             self.is_dense = self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and has_few)
-        if self._is_external:
-            self._backwards.add(self._n_backward - self._n_before)
-            self._n_before = self._n_backward
-        self._observed.add("steps")
+        if self.is_external:
+            self.backwards.add(self.n_backward - self._n_before)
+            self._n_before = self.n_backward
+        self.observed.add("steps")
         if looking:
             self.lost_updates.after_step(loop.train_iter)
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
@@ -418,9 +408,9 @@ class Probes:
 
     def end_batch(self, loop: Any, looking: bool) -> None:
         """Records memory at the end of a batch."""
-        self._under_way = None
+        self.under_way = None
         self.n_batches += 1
-        self._observed.add("batches")
+        self.observed.add("batches")
         self.n_looked += looking
         if looking:
             self.layers.end_record()
@@ -436,8 +426,8 @@ class Probes:
         None also if a number was not finite, or more is to be seen in each batch.
         """
         is_usual = self.n_steps == self.n_batches and self.optimizers.keys() == {id(loop.opt)}
-        has_more = self.is_dense or self._has_origin or self.graph is None or self.graph.has_penalty
-        return self._first_param if is_usual and not has_more else None
+        has_more = self.is_dense or self.has_origin or self.graph is None or self.graph.has_penalty
+        return self.first_param if is_usual and not has_more else None
 
     def add_notes(self, rows: Iterable[Noted], opt: Optimizer) -> None:
         """Adds what was noted of batches that ended in a step."""
@@ -448,7 +438,7 @@ class Probes:
             self.losses[id(opt)].add(row.step, row.loss)
             self.lr.add(row.step, row.lr)
             self.n_batches, self.n_steps = self.n_batches + 1, self.n_steps + 1
-            self._n_backward += 1
+            self.n_backward += 1
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
@@ -456,175 +446,22 @@ class Probes:
         self._observe(observe_replicas, loop)
         self._observe(observe_buffers, loop)
         if can_compare(loop):
-            self._observed.add("replicas at the end of an epoch")
-            self._loader = loop.dl  # read at the end of the fit, when the epoch of its sampler is known
+            self.observed.add("replicas at the end of an epoch")
+            self.loader = loop.dl  # read at the end of the fit, when the epoch of its sampler is known
         if has_own_buffers(loop):
-            self._observed.add("buffers of each replica")
+            self.observed.add("buffers of each replica")
 
-    # ---- all of it
+    # ---- the end
 
-    def evidence(self, frame: Frame) -> Evidence:
-        """Evidence recorded so far."""
-        evidence = Evidence(sources=set(self._sources), params=frame.params)
-        # a batch after its backward may be the last one; an external loop does not report its end
-        evidence.n_batches = self.n_batches + (self._under_way is not None)
-        evidence.n_looked = self.n_looked + bool(self._under_way)
-        evidence.loss, evidence.lr = self.loss.series(), self.lr.series()
-        places = {key: i for i, key in enumerate(self.optimizers)}
-        evidence.losses = {places[key]: curve.series() for key, curve in self.losses.items()}
-        if len(evidence.loss):
-            evidence.sources.add("loss")
-        evidence.loss_kind = self.graph.sure_kind if self.graph else ""
-        evidence.guess = self.guess
-        evidence.penalty, evidence.stuck = self.penalty.series(), self.stuck.series()
-        self.guarded(self._add_losses_of_targets, evidence)
-        evidence.waits, evidence.batches = self.wait.series(), self.length.series()
-        evidence.memory, evidence.sizes = self.memory.series(), self.sizes.series()
-        self._add_sources(evidence)
-        evidence.n_steps = self.n_steps
-        evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in self.optimizers.values())
-        if evidence.is_by_hand:
-            evidence.notes.append(
-                "the loop updates its weights without an optimizer, at an unknown learning rate"
-            )
-        self.layers.add_to(evidence.layers, frame.about)
-        evidence.layer_seconds, evidence.layer_work = self.layer_times.seconds(), dict(self.layer_times.work)
-        evidence.hook_seconds = self.layer_times.hook_seconds()
-        evidence.backward_seconds = self.backward_times.seconds()
-        steps = [info.step for info in self._inputs.infos]
-        rows = self._inputs.series("x").tolist()
-        evidence.input_std = Series.of(steps, [row[0] for row in rows])
-        evidence.input_rms = Series.of(steps, [row[1] for row in rows])
-        evidence.input_columns = [squares.sqrt().tolist() for squares in self._columns]
-        for name, n in self.n_without.items():
-            if name in evidence.params:
-                evidence.params[name].n_without = n
-        for name, dead in self.dead.dead_shares().items():
-            if name in evidence.params:
-                param = evidence.params[name]
-                param.dead, param.never_alive, param.dead_since = dead.lately, dead.never, dead.since
-                param.n_looked, param.n_examples = dead.n_looked, dead.n_examples
-        for name, moved in self._motion.moved().items():
-            if name in evidence.params:
-                evidence.params[name].has_moved = moved
-        self._add_ranks(evidence)
-        evidence.stepped = [places[key] for key in self.stepped]
-        evidence.observed = self._observed | self._late_observed(rows)
-        evidence.notes += self.notes
-        evidence.observations = [*self.observations, *self._late_observations(steps, rows)]
-        return evidence
-
-    def _add_ranks(self, evidence: Evidence) -> None:
-        """Adds what ranks compare."""
-        evidence.world = self._world
-        if self._hashes is not None and self._random is not None and self._reduced is not None:
-            evidence.batch_hashes = list(map(list, self._epochs_hashed()))
-            evidence.random_states = self._random.drawn()
-            names = (name for name, p, _ in self._params if p is self._first_param)
-            evidence.reduced = next(names, ""), self._reduced.series()
-        evidence.missing["order of two epochs"] = "fewer than two epochs of four batches were trained"
-
-    def _epochs_hashed(self) -> list[list[BatchHash]]:
-        return [] if self._hashes is None else self._hashes.epochs()
-
-    def _add_losses_of_targets(self, evidence: Evidence) -> None:
-        if self.graph is not None and (len(evidence.penalty) or not self.graph.has_penalty):
-            evidence.constant, evidence.perfect, evidence.noise = self.targets.losses(self.graph)
-            evidence.n_targets = self.targets.n_batches
-
-    def _late_observed(self, rows: list[list[float]]) -> set[str]:
-        """Part of `Evidence.observed` that depends on numbers on the device, or on enough of them."""
-        seen = {
-            "graph": self.graph is not None and not self.graph.hidden_by,
-            "penalty": self.graph is not None and self.graph.has_penalty,
-            "targets": self.targets.is_known,
-            "labels of a classifier": self.targets.classes(self._graph_of_one()) is not None,
-            "samples that differ": any(row[-1] > 0 for row in rows),
-            "attention": any(len(shares) >= MIN_BATCHES for shares in self._ops.shares.values()),
-            "indices of embeddings": self._ops.tokens.has_indices,
-            "sums in the graph": self._tables.is_known,
-            "tokens beside targets": self._ops.tokens.has_compared,
-            "tokens that are targets": bool(self._tokens()),
-            "masks of the tokens": any(x.seeing for x in self._tokens()),
-            "padding of the tokens": any(x.padding >= 0 for x in self._tokens()),
-            "cleared gradients": self.cleared.has_found,
-            "time before a backward": self.stale.has_looked and len(self.optimizers) == 1,
-            "weights around a step": self.lost_updates.has_looked,
-            "order of two epochs": has_epochs(self._epochs_hashed()),
-            "graphs of 60 losses": self.retained.has_looked,
-        }
-        return {name for name, is_there in seen.items() if is_there}
-
-    def _tokens(self) -> list[Relation]:
-        """Embedded tokens that are also the targets, once enough batches were compared."""
-        return self._ops.tokens.relations()
-
-    def _graph_of_one(self) -> LossGraph:
+    @property
+    def graph_of_one(self) -> LossGraph:
         """The loss's graph, an unknown one if several optimizers may have losses of their own."""
         return LossGraph() if self.graph is None or len(self.optimizers) > 1 else self.graph
-
-    def _add_sources(self, evidence: Evidence) -> None:
-        """Adds the sources of evidence, and reasons for those that are missing."""
-        evidence.sources |= {"memory"} if len(evidence.memory) else set()
-        evidence.missing["memory"] = "memory in use is unknown on this system"
-        evidence.missing["model"] = "inspecting the model failed"
-        if self.graph is not None:
-            evidence.missing["graph"] = self.graph.why_hidden
-            evidence.sources |= set() if self.graph.why_hidden else {"graph"}
-        if self.layers.n_copies:
-            copies = "layers ran as copies, as nn.DataParallel makes them, which were not inspected"
-            evidence.notes.append(copies)
-            evidence.partial |= {"activations": copies}
-        if self._ops.is_left_out:
-            compiled = "the model is compiled, which hides its attention and embeddings"
-            evidence.missing |= dict.fromkeys(("attention", *TOKENS), compiled)
-        elif self._ops.has_looked and not self._ops.shares:
-            evidence.absent["attention"] = "the model has no attention operations"
-            evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
-        if not self._is_external:
-            evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
-        elif self._backwards == {1}:
-            evidence.absent["accumulation"] = "each step has one backward"
-        elif any(map(is_adaptive, self.optimizers.values())):
-            evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
-        evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
-        self._add_tokens(evidence)
-
-    def _add_tokens(self, evidence: Evidence) -> None:
-        """Adds reasons why the tokens of a language model are not checked."""
-        tokens = self._ops.tokens
-        if self._ops.has_looked and not tokens.has_embeddings:
-            no_embedding = "the model has no embedding"
-            evidence.absent |= {"embeddings": no_embedding, "tokens": no_embedding}
-        elif not tokens.is_open and not self._tokens():
-            evidence.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
-        elif not tokens.is_open:
-            unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
-            evidence.missing["padding of the tokens"] = unknown
-
-    def _late_observations(self, steps: list[int], rows: list[list[float]]) -> Iterator[Observation]:
-        seen = {observation.code for observation in self.observations}
-        yield from (x for x in observe_inputs(steps, rows, self._has_origin) if x.code not in seen)
-        yield from self._norms.observations(self.n_batches)
-        yield from observe_attention(self._ops.shares)
-        yield from observe_blind(self._ops.blind)
-        yield from observe_dropout_in_eval(self._ops.dropping)
-        yield from self._tables.observations()
-        yield from self._ops.tokens.observe_indices()
-        yield from observe_tokens(self._tokens(), self._graph_of_one(), self._has_recurrent)
-        yield from self.lost_updates.observations()
-        if len(self.optimizers) == 1:  # several may clear each other's gradients unseen
-            yield from self.stale.observations()
-        yield from self.cleared.observations()
-        yield from self._motion.observations(self.n_steps, self._n_backward)
-        yield from self.retained.observations()
-        yield from self.targets.observe_single_class(self._graph_of_one())
-        yield from observe_order(self._epochs_hashed(), self._loader)
 
     def try_to_overfit(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
         """Tries to overfit a batch at the end of the fit; True if that adds an observation."""
         before = len(self.observations)
-        if not self._is_external:
+        if not self.is_external:
             probe = observe_memorized_labels
             self.guarded(self._observe, probe, learn, findings, self.n_batches, falls_slowly)
         return len(self.observations) > before
@@ -632,20 +469,20 @@ class Probes:
     def _observe_accumulation(self, loop: Any) -> None:
         """Compares backwards with steps, and with what the loss is multiplied by."""
         factors = {float(x) for x in self._factors} if loop.facts.n_losses_reported else {1.0}
-        scale = self._graph_of_one().scale * (factors.pop() if len(factors) == 1 else math.nan)
+        scale = self.graph_of_one.scale * (factors.pop() if len(factors) == 1 else math.nan)
         is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
         if not (is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
-            self._observed.add("divisor of the loss")
-            self._observe(observe_accumulation, self._backwards, scale)
+            self.observed.add("divisor of the loss")
+            self._observe(observe_accumulation, self.backwards, scale)
 
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
         self._observe(observe_optimizers, loop.model, self.optimizers.values())
-        if self._is_external:
+        if self.is_external:
             self._observe(observe_unseen_validation, loop)
             self._observe_accumulation(loop)
         if self.optimizers:
-            self._observed.add("groups of the optimizer")
+            self.observed.add("groups of the optimizer")
         if error is not None and not isinstance(error, KeyboardInterrupt):
             if failure := loop.ranks.find_failure():
                 self.notes.append(f"the training was ended, as {failure[:100]}")
@@ -653,7 +490,7 @@ class Probes:
                 self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
             if loop.ranks.world > 1:
                 self.notes.append(f"only what rank {loop.ranks.rank} has seen, as they did not end together")
-            self._norms.read_error(error, loop.train_iter)
+            self.norms.read_error(error, loop.train_iter)
             with suppress(RuntimeError):  # reading from a GPU that has failed
                 self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)
             self._observe(observe_refusal, loop.yb, error, loop.train_iter)
