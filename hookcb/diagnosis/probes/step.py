@@ -83,8 +83,10 @@ class ClearedGradients:
         self.n_steps = self.n_cleared = 0
 
     def after_backward(self, param: nn.Parameter | None) -> None:
-        """Remembers a parameter that has a gradient."""
-        self._param = param if param is not None and _is_there(param.grad) else None
+        """Remembers a parameter that has a gradient, as long as all steps came too late."""
+        if self.n_cleared < self.n_steps or param is None or not _is_there(param.grad):
+            param = None
+        self._param = param
 
     def before_step(self) -> None:
         """Counts a step, and whether that gradient is gone."""
@@ -126,6 +128,13 @@ class _Track(NamedTuple):
     n_seen: int = 0  # steps with a backward before them
     grads: tuple[int, ...] = ()  # ids of the gradients present at the last of these backwards
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether enough steps were seen, and it is known that one of them did not use stale gradients."""
+        if self.n_seen < MIN_STEPS - 1 or isinstance(self.n_stale, Tensor):
+            return False
+        return self.n_stale < self.n_steps - 1
+
 
 class StaleGradients:
     """Detects gradients of the last step that are still there when the next backward adds to them.
@@ -142,14 +151,17 @@ class StaleGradients:
     def before_backward(self) -> None:
         """Reads the gradients that are present when a backward begins."""
         for opt, track in self._tracks.items():
-            if track.n_steps and track.dirty != 0.0:
+            if track.n_steps and track.dirty != 0.0 and not track.is_settled:
                 grads = _dense(opt, self._ids)
                 dirty = _smaller(_largest(grads), track.dirty)
                 self._tracks[opt] = track._replace(dirty=dirty, grads=tuple(map(id, grads)))
 
     def after_step(self, opt: Optimizer) -> None:
         """Counts a step of an optimizer, and whether it used stale gradients."""
-        dirty, n_steps, n_stale, n_seen, grads = self._tracks.get(opt, _Track(None, 0, 0.0))
+        track = self._tracks.get(opt, _Track(None, 0, 0.0))
+        if track.is_settled:
+            return
+        dirty, n_steps, n_stale, n_seen, grads = track
         if dirty is not None and not set(grads).isdisjoint(map(id, _dense(opt, self._ids))):
             n_stale = n_stale + (dirty > 0)
         self._tracks[opt] = _Track(None, n_steps + 1, n_stale, n_seen + (dirty is not None))

@@ -1,14 +1,22 @@
 """Gradients left over from the last step, and updates that low precision swallows, in small trainings."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import hookcb.diagnosis.probes.step as probes_of_steps
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.probes.step import LostUpdates, StaleGradients, observe_accumulation
+from hookcb.diagnosis.probes.step import (
+    MIN_STEPS,
+    ClearedGradients,
+    LostUpdates,
+    StaleGradients,
+    observe_accumulation,
+)
 
 
 def net(seed=0, n_out=2):
@@ -159,6 +167,28 @@ def test_sparse_gradients_are_looked_past():
         opt.step()
         stale.after_step(opt)
     assert list(stale.observations()) == []
+
+
+def test_gradients_are_read_no_more_once_a_step_had_fresh_ones(monkeypatch):
+    n_read = Counter()
+    for name in ("_largest", "_is_there"):
+        read = getattr(probes_of_steps, name)
+        monkeypatch.setattr(
+            probes_of_steps, name, lambda x, name=name, read=read: n_read.update([name]) or read(x)
+        )
+    model, cleared = net(), ClearedGradients()
+    stale, opt = StaleGradients(model), torch.optim.SGD(model.parameters(), lr=1e-3)
+    for x, y in batches(12):
+        opt.zero_grad()
+        stale.before_backward()
+        F.mse_loss(model(x), y).backward()
+        cleared.after_backward(model[0].bias)
+        cleared.before_step()
+        opt.step()
+        stale.after_step(opt)
+    assert n_read == {"_largest": MIN_STEPS - 1, "_is_there": 2}
+    assert stale.has_looked
+    assert not [*stale.observations(), *cleared.observations()]
 
 
 def test_an_optimizer_that_is_gone_is_forgotten():
