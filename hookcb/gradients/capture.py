@@ -292,7 +292,8 @@ class GradientReader:
             capture.weights = _row(numbers, layout)
         self._grads = []
         for device, buffers in self._buffers.items():
-            step.buffers[device] = self._sizes[device], self.memory.keep(flattened(buffers).clone())
+            values = flattened([b.detach() for b in buffers]).clone()
+            step.buffers[device] = self._sizes[device], self.memory.keep(values)
 
     def _start(self, layout: Layout, before: Tensor) -> Tensor:
         """Sketches of the parameters before their first step, which may have been in an earlier layout."""

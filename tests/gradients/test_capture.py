@@ -296,6 +296,29 @@ def test_tiny_updates_are_not_lost():
         assert close(health.stats[0][name]["update_ratio"], want, rel=1e-3, abs_tol=1e-12)
 
 
+class Centered(nn.Module):
+    """A layer whose running mean has the graph of the batch, which it drops at the next forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.register_buffer("running_mean", torch.zeros(3))
+
+    def forward(self, x):
+        x = self.fc(x)
+        self.running_mean.detach_().mul_(0.9).add_(x.mean(0))
+        return x - self.running_mean
+
+
+def test_of_a_running_mean_with_a_graph_only_numbers_are_kept():
+    health, seen = GradientHealth(), []
+    note = at("after_batch", lambda cb: seen.append(cb.model.running_mean.detach().clone()), name="note")
+    learner(Centered(), batches(), health, note, loss=lambda p, y: p.square().mean() + 0 * y.sum())
+    assert len(seen) == len(health.buffer_stats) > 2
+    for x, record in zip(seen, health.buffer_stats, strict=True):
+        assert close(record["running_mean"]["min"], x.min().item())
+
+
 def test_running_means_and_variances_have_their_extremes_in_each_record():
     seen, model = [], cnn()
 
