@@ -54,6 +54,17 @@ def probed_evidence(probes: Probes, frame: Frame) -> Evidence:
     evidence.input_std = Series.of(steps, [row[0] for row in rows])
     evidence.input_rms = Series.of(steps, [row[1] for row in rows])
     evidence.input_columns = [squares.sqrt().tolist() for squares in probes.columns]
+    _add_params(probes, evidence)
+    _add_ranks(probes, evidence)
+    evidence.stepped = [places[key] for key in probes.stepped]
+    evidence.observed = probes.observed | _late_observed(probes, rows)
+    evidence.notes += probes.notes
+    evidence.observations = [*probes.observations, *_late_observations(probes, steps, rows)]
+    return evidence
+
+
+def _add_params(probes: Probes, evidence: Evidence) -> None:
+    """Adds which parameters had a gradient, which of their units are dead, and which have moved."""
     for name, n in probes.n_without.items():
         if name in evidence.params:
             evidence.params[name].n_without = n
@@ -65,12 +76,6 @@ def probed_evidence(probes: Probes, frame: Frame) -> Evidence:
     for name, moved in probes.motion.moved().items():
         if name in evidence.params:
             evidence.params[name].has_moved = moved
-    _add_ranks(probes, evidence)
-    evidence.stepped = [places[key] for key in probes.stepped]
-    evidence.observed = probes.observed | _late_observed(probes, rows)
-    evidence.notes += probes.notes
-    evidence.observations = [*probes.observations, *_late_observations(probes, steps, rows)]
-    return evidence
 
 
 def _add_ranks(probes: Probes, evidence: Evidence) -> None:

@@ -322,7 +322,7 @@ def _unscaled(x: Tensor, scale: Number) -> Tensor:
 
 def _norm(x: Tensor) -> Number:
     x = elements_of(x)
-    norm = number_of(torch.linalg.vector_norm(x if x.numel() <= WHOLE else row_norms(x)))
+    norm = number_of(torch.linalg.vector_norm(x) if x.numel() <= WHOLE else row_norms(row_norms(x))[0])
     if isinstance(norm, float) and norm == math.inf:  # its squares may have overflowed
         return number_of(scaled_norm(x.double().reshape(-1), dim=0))
     return norm

@@ -39,7 +39,6 @@ class StepWatch:
         self._ids: set[int] = set()  # of the parameters of all noted optimizers
         self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
         self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that train another model
-        self._latest: tuple[ref[Optimizer], int] | None = None  # of those noted
         self._is_open = self._is_made = False
         self._found_inf: Tensor | None = None
         self._hook = StepHook(self._at_step)  # last, as a step in another thread may call it at once
@@ -47,9 +46,9 @@ class StepWatch:
     def note(self, opt: Optimizer) -> bool:
         """Notes the parameters of an optimizer; True if they have changed."""
         n = _n_params(opt)
-        if self._latest == (ref(opt), n) or self._noted.get(opt) == n:
+        if self._noted.get(opt) == n:
             return False
-        self._noted[opt], self._latest = n, (ref(opt), n)
+        self._noted[opt] = n
         self._ids |= params_of(opt)
         return True
 
@@ -115,7 +114,7 @@ class StepWatch:
 
 
 def _n_params(opt: Optimizer) -> int:
-    return sum([len(group["params"]) for group in opt.param_groups])
+    return sum(len(group["params"]) for group in opt.param_groups)
 
 
 class SkipCount:

@@ -108,7 +108,9 @@ def test_gradients_changed_in_any_way_are_seen_as_the_optimizer_gets_them(halve,
     assert all(close(c, 0.5) for c in health.step_series("clip_coef"))
 
 
-@pytest.mark.parametrize("shape", [(4_000_000,), (1000, 4000)], ids=["vector", "matrix"])
+@pytest.mark.parametrize(
+    "shape", [(4_000_000,), (1000, 4000), (4_000_000, 2)], ids=["vector", "matrix", "rows"]
+)
 def test_norms_of_millions_of_elements_keep_six_digits_also_as_clipped(shape):
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     health = GradientHealth()
