@@ -58,3 +58,12 @@ def scaled_norm(x: Tensor, dim: int) -> Tensor:
     scale = scale_of(x, dim)
     norm: Tensor = torch.linalg.vector_norm(x / scale, dim=dim)
     return norm * scale.squeeze(dim)
+
+
+def wide_norm(x: Tensor, dim: int) -> Tensor:
+    """L2 norm of real `x` along `dim` in the widest dtype, in which squares of smaller dtypes have room."""
+    wide = widest(x.device)
+    if wide is not torch.float64 or x.dtype is wide:
+        return scaled_norm(x.to(wide), dim)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=wide)  # a quarter of the time
+    return norm

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from hookcb.diagnosis.evidence import CONVERGED, WINDOW, Evidence, Param, Series
 
 LATEST = 5  # records in a median: a single batch says little
@@ -105,12 +107,14 @@ def slope(series: Series, sigmas: float) -> tuple[float, float]:
         for i in range(0, len(series), size)
     ]
     n = len(points)
-    slopes = sorted((y2 - y1) / (x2 - x1) for i, (x1, y1) in enumerate(points) for x2, y2 in points[i + 1 :])
-    if not slopes:
+    if n < 2:
         return math.nan, math.nan
+    x, y = torch.tensor(points, dtype=torch.float64, device="cpu").T
+    i, j = torch.triu_indices(n, n, 1, device="cpu")
+    slopes = ((y[j] - y[i]) / (x[j] - x[i])).sort().values
     half = sigmas * math.sqrt(n * (n - 1) * (2 * n + 5) / 18) / 2
     low, high = math.floor(len(slopes) / 2 - half), math.ceil(len(slopes) / 2 + half)
-    return slopes[max(low, 0)], slopes[min(high, len(slopes) - 1)]
+    return slopes[max(low, 0)].item(), slopes[min(high, len(slopes) - 1)].item()
 
 
 def spread(values: Iterable[float]) -> tuple[float, float]:

@@ -115,5 +115,5 @@ def read_gradients(model: nn.Module) -> tuple[StepCapture, dict[str, dict[str, f
             )
         reader.after_step(capture)
         ((_, by_device),) = reduce_steps([capture])
-    rows = {name: values[0].tolist() for columns in by_device for name, values in columns.items()}
+    rows = {name: row for x in by_device for name, row in zip(x.names, x.values[:, 0].tolist(), strict=True)}
     return capture, {name: dict(zip(STORED, rows[name], strict=True)) for name in capture.about}

@@ -14,9 +14,8 @@ from hookcb.gradients import plots
 from hookcb.gradients.capture import About, StepCapture
 from hookcb.gradients.flow import STORED, GradientFlow, flow_of
 from hookcb.gradients.outputs import OutputGradients
-from hookcb.gradients.reduce import reduce_steps, step_columns
+from hookcb.gradients.reduce import Reduced, reduce_steps, step_columns
 from hookcb.gradients.report import GradientReport, param_rows
-from hookcb.gradients.shards import Columns
 from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
 from hookcb.gradients.steps import SkipCount
 from hookcb.records.memory import Memory
@@ -139,21 +138,21 @@ class GradientRecords(SavedRecords):
         waiting, self._waiting, self._n_elements = self._waiting, [], 0
         for steps, by_device in reduce_steps(waiting):
             records = [step.record for step in steps]
-            for columns in by_device:
-                self._note_nonfinite(steps, columns)
-                for name, values in columns.items():
+            for reduced in by_device:
+                self._note_nonfinite(steps, reduced)
+                for name, values in zip(reduced.names, reduced.values.unbind(), strict=True):
                     self._stores["params"].put(name, records, values)
             self._stores["steps"].put(STEP, records, step_columns(steps, by_device))
             self._put_buffers(steps)
         self.memory.take_back(slice(self._n_lent))  # not what the step in progress has
         self._n_lent = 0
 
-    def _note_nonfinite(self, steps: Sequence[StepCapture], columns: Columns) -> None:
+    def _note_nonfinite(self, steps: Sequence[StepCapture], reduced: Reduced) -> None:
         """Remembers the first NaN, as its record may be dropped; only on a CPU, which needs no sync."""
-        counts = torch.stack([values[:, GRAD_STATS.index("nonfinite")] for values in columns.values()])
+        counts = reduced.values[..., GRAD_STATS.index("nonfinite")]
         if not counts.is_cpu or not bool(counts.any()):
             return
-        for name, numbers in zip(columns, counts.tolist(), strict=True):
+        for name, numbers in zip(reduced.names, counts.tolist(), strict=True):
             for step, n in zip(steps, numbers, strict=True):
                 is_overflow = float(step.skipped) > 0 and float(step.scale) > 1  # a GradScaler handles it
                 if n and not is_overflow:

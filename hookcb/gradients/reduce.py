@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import moved, scaled_norm, widened, widest
+from hookcb.core.precision import moved, scaled_norm, wide_norm, widened, widest
 from hookcb.gradients.capture import Capture, Numbers, StepCapture
-from hookcb.gradients.shards import Columns
 from hookcb.gradients.stats import (
     SKETCH,
     GradColumns,
@@ -21,18 +21,28 @@ from hookcb.gradients.stats import (
 )
 
 
-def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCapture], list[Columns]]]:
-    """Runs of steps with the same parameters, and their statistics as one dict for each device.
+class Reduced(NamedTuple):
+    """Statistics of parameters on one device in a run of R steps.
 
-    The columns are `GRAD_STATS` and mean |gradient|, `(R, n_columns)` by name of the parameter.
+    Attributes:
+        names: names of the parameters.
+        values: `GRAD_STATS` and mean |gradient|, `(n_params, R, n_columns)`.
     """
+
+    names: list[str]
+    values: Tensor
+
+
+def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCapture], list[Reduced]]]:
+    """Runs of steps with the same parameters, and their statistics, device by device."""
     for _, group in groupby(steps, _kind):
         run = list(group)
         n_devices = len(run[0].captures)
         skipped = [step.skipped for step in run]
         by_device = [_reduce([step.captures[i] for step in run], skipped) for i in range(n_devices)]
         if names := run[0].merged:
-            by_device.append({name: torch.cat([step.merged[name] for step in run]) for name in names})
+            of_params = [torch.cat([step.merged[name] for step in run]) for name in names]
+            by_device.append(Reduced(list(names), torch.stack(of_params)))
         yield run, by_device
 
 
@@ -41,7 +51,7 @@ def _kind(step: StepCapture) -> tuple[object, ...]:
     return (*step.merged, *(id(c.layout) for c in step.captures))
 
 
-def _reduce(captures: list[Capture], skipped: list[Number]) -> Columns:
+def _reduce(captures: list[Capture], skipped: list[Number]) -> Reduced:
     layout = captures[0].layout
     small, rows, before = _split(torch.stack([c.before for c in captures]), layout.parts)
     norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures, small, rows)
@@ -51,7 +61,7 @@ def _reduce(captures: list[Capture], skipped: list[Number]) -> Columns:
     rms, of_weights = norm / numels.sqrt(), _weight_columns(captures, before, numels)
     values = [norm, used, rms, abs_max, nonfinite, zero_rows, *of_weights, mean_abs]
     by_param = torch.stack(values, 2).to(layout.dtype).transpose(0, 1).contiguous()
-    return dict(zip([param.name for param in layout.params], by_param, strict=True))
+    return Reduced([param.name for param in layout.params], by_param)
 
 
 def _gradient_columns(captures: list[Capture], small: Tensor, rows: Tensor) -> GradColumns:
@@ -104,8 +114,9 @@ def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> 
     found = []
     for ((length, is_complex), k), *parts in zip(alike, *split, strict=True):
         then, now, begun = (x.reshape(len(x), k, length) for x in parts)
-        ratios = update_ratio(now - then, then), update_ratio(now - begun, begun)
-        found.append([*weight_stats(now, is_complex), *ratios])
+        ratio = update_ratio(change := now - then, then)
+        drift = update_ratio(torch.sub(now, begun, out=change), begun)  # new memory would take as long again
+        found.append([*weight_stats(now, is_complex), ratio, drift])
     size, mean, std, ratio, drift = (torch.cat(column, 1) for column in zip(*found, strict=True))
     size[:, n:] *= (numels[n:] / SKETCH).sqrt()  # a norm grows with the number of elements
     if len(middle := layout.middle):
@@ -122,7 +133,7 @@ def _clipped_norms(captures: list[Capture], norm: Tensor) -> Tensor:
     if not clipped:
         return norm
     small = _split(_stacked(c.clipped_small for c in clipped.values()), layout.numels[:n])
-    norms = [scaled_norm(widened(x), dim=1) for x in small]
+    norms = [wide_norm(x, dim=1) for x in small]
     large = _table([c.clipped_large for c in clipped.values()])
     used = torch.cat([*(x[:, None] for x in norms), large.view(len(clipped), -1)], 1)
     return _with_rows(norm, list(clipped), used)
@@ -160,14 +171,14 @@ def _table(rows: Sequence[Numbers]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
 
-def step_columns(steps: Sequence[StepCapture], by_device: Sequence[Columns]) -> Tensor:
-    """`STEP_STATS` of steps, `(R, 7)`, from the columns of their parameters."""
-    norms = [x[:, :2] for columns in by_device for x in columns.values()]
+def step_columns(steps: Sequence[StepCapture], by_device: Sequence[Reduced]) -> Tensor:
+    """`STEP_STATS` of steps, `(R, 7)`, from the statistics of their parameters."""
+    norms = [x.values[..., :2] for x in by_device if x.names]
     device = norms[0].device if norms else torch.device("cpu")
     of_steps = [s.lr for s in steps], [s.scale for s in steps], [s.skipped for s in steps]
     lr, scale, skipped = (numbers_on(device, numbers) for numbers in of_steps)
     if norms:
-        whole = torch.stack([moved(x, device) for x in norms])  # (n_params, R, 2)
+        whole = torch.cat([moved(x, device) for x in norms])  # (n_params, R, 2)
         (total, clipped), mean = scaled_norm(whole, dim=0).unbind(1), whole[..., 0].mean(0)
     else:
         total, clipped = torch.zeros_like(lr), torch.where(skipped == 0, 0.0, torch.nan)

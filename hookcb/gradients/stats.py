@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import WIDE, at_least_float32, scaled_norm, widened, widest
+from hookcb.core.precision import WIDE, at_least_float32, scaled_norm, wide_norm, widened, widest
 from hookcb.core.shards import local_part
 from hookcb.core.torch_private import norms_of
 
@@ -222,7 +222,7 @@ def reduce_large(rows: Tensor, nonfinite: Tensor, details: Tensor, n_dims: int) 
         n_dims: number of dimensions of the gradients.
     """
     low, high, mean_abs = details.unbind(2)
-    norm = scaled_norm(widened(rows), dim=2)
+    norm = wide_norm(rows, dim=2)
     zero_rows = (rows == 0).mean(2, dtype=norm.dtype) if n_dims > 1 else torch.full_like(norm, math.nan)
     return GradColumns(norm, torch.maximum(high, -low), nonfinite, zero_rows, mean_abs)
 
@@ -326,7 +326,7 @@ def _norm_of_any_size(x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1)
         if bool(((norm > SAFE_LOW) & (norm < SAFE_HIGH)).all()):
             return widened(norm)
-    return scaled_norm(widened(x), dim=-1)
+    return wide_norm(x, dim=-1)
 
 
 def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 MAX_QUEUED = 1024
-MIN_WRITTEN = 16  # records of a layer that are written together, as a write takes as long as for one
+MIN_WRITTEN = 64  # records of a layer that are written together, as a write takes as long as for one
 
 
 class RecordInfo(NamedTuple):
@@ -102,9 +102,12 @@ class StatStore:
         Float32, or float64 if the layer has had float64 values.
         """
         self._read()
-        values = self._values.get(name, self._empty(0))
-        missing = max(0, len(self.infos) - len(values))
-        return torch.cat([values[: len(self.infos)], self._empty(missing)])
+        values, n = self._values.get(name), len(self.infos)
+        if values is None:
+            return self._empty(n)
+        if len(values) < n:
+            return torch.cat([values, self._empty(n - len(values))])
+        return values[:n].clone()
 
     def row(self, record: int, name: str) -> Tensor:
         """The values of a layer in a record, `(n_columns,)`; NaN if the record is without the layer.

@@ -1,5 +1,7 @@
 """No float64 is asked of a device that lacks it, and none is lost where a model has it."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,3 +170,18 @@ def test_float32_models_are_recorded_in_float32():
     fit(Learner(([(torch.ones(4, 3), torch.ones(4, 2))], None), model, F.mse_loss, cbs=[stats, health]))
     stores = stats.records.store_of("train"), health.records.store_of("train")
     assert {store.series(name).dtype for store in stores for name in store.names} == {torch.float32}
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_wide_norms_have_room_for_any_squares(size, dtype):
+    x = (torch.arange(1, 7).view(2, 3) * size).to(dtype)
+    assert precision.wide_norm(x, 1).tolist() == pytest.approx(
+        [math.sqrt(math.fsum(v * v for v in row)) for row in x.double().tolist()], rel=1e-12
+    )
+
+
+def test_a_wide_norm_keeps_infinity_and_nan():
+    x = torch.tensor([[math.inf, 1.0], [math.nan, 1.0], [0.0, 0.0]])
+    assert str(precision.wide_norm(x, 1).tolist()) == "[inf, nan, 0.0]"
+    assert precision.wide_norm(torch.zeros(2, 0), 1).tolist() == [0, 0]

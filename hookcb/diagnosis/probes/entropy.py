@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -68,16 +67,18 @@ def _losses_of_indices(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     indices = [y[(y >= 0) & (y != graph.ignored)].long().flatten() for y in batches]
     n = max([graph.n_classes, *(int(y.max()) + 1 for y in indices if y.numel())])
     weights = torch.ones(n) if graph.class_weights is None else graph.class_weights.float()
-    counts = [torch.bincount(y, minlength=n) for y in indices if y.numel()]
-    if not counts or len(weights) != n:
+    indices = [y for y in indices if y.numel()]
+    if not indices or len(weights) != n:
         return Losses()
-    weights = weights.to(counts[0].device)
+    counts = torch.stack([torch.bincount(y, minlength=n) for y in indices])  # by batch and class
+    weights = weights.to(counts.device)
     # the loss of a sample of class c is -(own of c) log p of c - sum of rest * log p
     own, rest = (1 - graph.smoothing) * weights, graph.smoothing / n * weights
-    shares = torch.stack([(x * own + x.sum() * rest) / (x * weights).sum() for x in counts])
+    divisors = (counts * weights).sum(1)
+    shares = (counts * own + counts.sum(1, keepdim=True) * rest) / divisors[:, None]
     both = own + rest
     perfect = _x_log_x(own + rest.sum()) - (_x_log_x(rest).sum() - _x_log_x(rest) + _x_log_x(both))
-    return _losses(shares, fmean(float((x * perfect).sum() / (x * weights).sum()) for x in counts))
+    return _losses(shares, float(((counts * perfect).sum(1) / divisors).mean()))
 
 
 def _losses(shares: Tensor, perfect: float) -> Losses:
