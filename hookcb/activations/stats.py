@@ -1,11 +1,13 @@
 """Statistics of a layer's output: pure functions from a tensor to small tensors, without device syncs."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hookcb.activations.fused import can_fuse, fused_layer_stats
 from hookcb.core.precision import WIDE, at_least_float32, scale_of, scaled_norm, widened, widest
@@ -23,7 +25,7 @@ Known = Tensor | tuple[float, ...]  # `moments` of one output: `(1, 6)`, or six 
 def has_stats(x: object) -> bool:
     """Whether `x` is a tensor that `layer_stats` can describe: dense, real, with values in memory."""
     if type(x) is Tensor and x.dtype is torch.float32 and x.layout is torch.strided:  # the usual case
-        return not (x.is_nested or x.is_meta)
+        return not x.is_nested and (x.is_cpu or not x.is_meta)
     return (
         isinstance(x, Tensor)
         and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -101,7 +103,7 @@ def take(
         elements = torch.index_select(x, 0, places, out=lend(places.shape))
     else:
         elements = at_least_float32(x.index_select(0, places))
-    quick = not wide and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    quick = not wide and x.is_cpu and not is_compiling()
     known = _quick_moments(x) if quick else None
     return elements, torch.stack(moments(x[None], wide), 1) if known is None else known
 
@@ -133,7 +135,7 @@ def moments(rows: Tensor, wide: bool = False) -> tuple[Tensor, ...]:
     if len(rows) == 1 and can_fuse(rows):
         *first, _, _, nonfinite = fused_layer_stats(rows, eps=0.0, wide=wide)[:, None].unbind()
         return *first, nonfinite
-    if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+    if rows.is_cpu and not is_compiling():
         parts = _in_rows(rows) if n <= ROW else _in_parts(rows)
     else:
         parts = _in_one(rows)
@@ -200,7 +202,7 @@ def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
     As in `_in_rows`, but joined in Python's floats. In a training each kind of operation costs 5 to 20 µs
     before it reads an element, as its code has left the CPU's caches; so there are as few as possible.
     """
-    n = len(x)
+    n = x.numel()  # `len` of a tensor is a function in Python
     length = n if n <= 2 * ROW else _row_length(n)
     if length is None or (x.dtype not in WIDE and n > AT_ONCE):
         return None
@@ -216,7 +218,7 @@ def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
         return None
     ends = torch.aminmax(x) if n <= ROW else (x.amin(), x.amax())  # two passes are faster over many
     low, high = ends[0].item(), ends[1].item()
-    return mean, (squares / (n - 1)) ** 0.5, low, high, max(high, -low), 0.0
+    return mean, math.sqrt(squares / (n - 1)), low, high, max(high, -low), 0.0
 
 
 def together(known: Sequence[Known], dtype: torch.dtype) -> Tensor:
@@ -281,7 +283,7 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
     exact = (
         torch.float32 if rows.shape[1] < 2**24 else torch.float64 if wide is torch.float64 else torch.int32
     )
-    if rows.is_cpu and not torch.compiler.is_compiling():  # elsewhere it waits for the device
+    if rows.is_cpu and not is_compiling():  # elsewhere it waits for the device
         counts = torch.bincount(slot.view(-1), minlength=n).to(exact)
     else:
         counts = rows.new_zeros(n, dtype=exact)
@@ -291,9 +293,9 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
 
 def _flat(x: Tensor) -> Tensor:
     """`x` in one dimension in the order of memory; a view if its elements are contiguous."""
-    if not x.is_contiguous():
-        x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
-    return x.reshape(-1)
+    if x.is_contiguous():
+        return x.view(-1)
+    return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).reshape(-1)
 
 
 def _strata(n: int, k: int, device: torch.device) -> Tensor:
@@ -301,7 +303,7 @@ def _strata(n: int, k: int, device: torch.device) -> Tensor:
 
     Every (n/k)-th element would all be of one channel if n/k is a multiple of the number of channels.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _drawn(n, k, device)
     return _remembered(n, k, device)
 
