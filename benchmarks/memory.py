@@ -168,8 +168,15 @@ def main() -> None:
     write_too = parser.parse_args().write
     heads = {
         "memory": [
-            *("", "peak, MB", "ratio", "target", "met"),
-            *("mapped, MB", "ratio", "code, MB", "outputs kept"),
+            "",
+            "peak, MB",
+            "ratio",
+            "target",
+            "met",
+            "mapped, MB",
+            "ratio",
+            "code, MB",
+            "outputs kept",
         ],
         "memory-steps": ["", *(f"{mark:,}" for mark in MARKS), "peak"],
     }

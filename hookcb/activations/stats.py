@@ -25,7 +25,7 @@ Known = Tensor | tuple[float, ...]  # `moments` of one output: `(1, 6)`, or six 
 def has_stats(x: object) -> bool:
     """Whether `x` is a tensor that `layer_stats` can describe: dense, real, with values in memory."""
     if type(x) is Tensor and x.dtype is torch.float32 and x.layout is torch.strided:  # the usual case
-        return not x.is_nested and (x.is_cpu or not x.is_meta)
+        return not (x.is_nested or x.is_meta)
     return (
         isinstance(x, Tensor)
         and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -197,7 +197,7 @@ def _in_rows(rows: Tensor) -> Parts:
 
 
 def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
-    """Finds `moments` of many elements by four reductions; None where these are not exact.
+    """Finds `moments` of many elements on a CPU by four reductions; None where these are not exact.
 
     As in `_in_rows`, but joined in Python's floats. In a training each kind of operation costs 5 to 20 µs
     before it reads an element, as its code has left the CPU's caches; so there are as few as possible.

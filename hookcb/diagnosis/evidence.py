@@ -24,13 +24,8 @@ class Series:
     @classmethod
     def of(cls, steps: Iterable[int], values: Iterable[float]) -> "Series":
         """Series of these values without NaN."""
-        series = cls(list(steps), list(values))
-        if len(series.steps) != len(series.values):
-            raise ValueError(f"{len(series.steps)} steps for {len(series.values)} values")
-        if any(map(math.isnan, series.values)):
-            pairs = [(step, x) for step, x in series if not math.isnan(x)]
-            series = cls([step for step, _ in pairs], [x for _, x in pairs])
-        return series
+        pairs = [(step, x) for step, x in zip(steps, values, strict=True) if not math.isnan(x)]
+        return cls([step for step, _ in pairs], [x for _, x in pairs])
 
     def __len__(self) -> int:
         return len(self.values)

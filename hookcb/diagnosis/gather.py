@@ -93,13 +93,14 @@ def _add_gradients(evidence: Evidence, records: GradientRecords) -> None:
     steps, store = records.steps(), records.store_of("train")
     evidence.n_looked = max(evidence.n_looked, len(steps))
     evidence.n_batches = max(evidence.n_batches, 1 + max(steps, default=-1))
-    of_steps = {stat: [row[stat] for row in records.step_stats] for stat in STEP_STATS}
-    evidence.steps |= {stat: Series.of(steps, values) for stat, values in of_steps.items()}
+    rows = records.step_stats
+    for stat in STEP_STATS:
+        evidence.steps[stat] = Series.of(steps, [row[stat] for row in rows])
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
     if evidence.steps["lr"].steps != steps:  # made without an optimizer; clipping was not seen
         evidence.steps["clip_coef"] = Series()
-    was_made = [not skipped for skipped in of_steps["skipped"]]
+    was_made = [not row["skipped"] for row in rows]
     is_known = len(evidence.stepped) == len(steps) and len(set(evidence.stepped)) > 1
     stepped: list[int | None] = list(evidence.stepped) if is_known else [None] * len(steps)
     for name in records.names:

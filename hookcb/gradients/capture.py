@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import at_least_float32, moved, scaled_norm
+from hookcb.core.precision import at_least_float32, moved, wide_norm
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.core.shards import has_no_part, is_shard, local_part
 from hookcb.core.torch_private import flattened, norms_of, version_of
@@ -324,7 +324,7 @@ def _norm(x: Tensor) -> Number:
     x = elements_of(x)
     norm = number_of(torch.linalg.vector_norm(x) if x.numel() <= WHOLE else row_norms(row_norms(x))[0])
     if isinstance(norm, float) and norm == math.inf:  # its squares may have overflowed
-        return number_of(scaled_norm(x.double().reshape(-1), dim=0))
+        return number_of(wide_norm(x.reshape(-1), dim=0))
     return norm
 
 

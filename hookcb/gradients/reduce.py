@@ -114,9 +114,10 @@ def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> 
     found = []
     for ((length, is_complex), k), *parts in zip(alike, *split, strict=True):
         then, now, begun = (x.reshape(len(x), k, length) for x in parts)
-        ratio = update_ratio(change := now - then, then)
-        drift = update_ratio(torch.sub(now, begun, out=change), begun)  # new memory would take as long again
-        found.append([*weight_stats(now, is_complex), ratio, drift])
+        change = now - then
+        of_step = update_ratio(change, then)
+        torch.sub(now, begun, out=change)  # new memory for this would take as long as the subtraction
+        found.append([*weight_stats(now, is_complex), of_step, update_ratio(change, begun)])
     size, mean, std, ratio, drift = (torch.cat(column, 1) for column in zip(*found, strict=True))
     size[:, n:] *= (numels[n:] / SKETCH).sqrt()  # a norm grows with the number of elements
     if len(middle := layout.middle):

@@ -65,9 +65,9 @@ def losses_of_classes(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
 def _losses_of_indices(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     """Means over batches, because each divides by the weights of its own samples."""
     indices = [y[(y >= 0) & (y != graph.ignored)].long().flatten() for y in batches]
-    n = max([graph.n_classes, *(int(y.max()) + 1 for y in indices if y.numel())])
-    weights = torch.ones(n) if graph.class_weights is None else graph.class_weights.float()
     indices = [y for y in indices if y.numel()]
+    n = max([graph.n_classes, *(int(y.max()) + 1 for y in indices)])
+    weights = torch.ones(n) if graph.class_weights is None else graph.class_weights.float()
     if not indices or len(weights) != n:
         return Losses()
     counts = torch.stack([torch.bincount(y, minlength=n) for y in indices])  # by batch and class
