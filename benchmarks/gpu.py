@@ -299,14 +299,15 @@ def run_tests(seconds: float) -> dict[str, Any]:
     files = sorted(str(p) for p in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in p.read_text())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "cuda", "-n", "4", f"--junitxml={path}", *files]
+        command = [sys.executable, "-m", "pytest", "-m", "cuda", "-n", "4", "-vv", f"--junitxml={path}", *files]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         try:
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True
             )
         except subprocess.TimeoutExpired as error:
-            return {"error": f"not done after {seconds:.0f} seconds", "output": str(error.stdout)[-4000:]}
+            output = (error.stdout or b"").decode()  # bytes, also of text
+            return {"error": f"not done after {seconds:.0f} seconds", "output": output[-12_000:]}
         if not path.exists():
             return {
                 "error": f"pytest ended with {done.returncode}",

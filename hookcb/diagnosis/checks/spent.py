@@ -13,6 +13,7 @@ from hookcb.diagnosis.trends import median, ratio
 MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
 MAX_OWN = 0.6  # share of the optimizer or the loss; a third is usual for Adam on small batches
 MIN_LAYER, MAX_EXCESS = 0.4, 10.0  # share of the forward, and multiple of its share of the work
+SEQUENTIAL = ("RNN", "LSTM", "GRU")
 MAX_GARBAGE = 0.15  # share; automatic collections usually take 0.01
 MIN_BATCHES = 10  # timed ones
 MIN_GROWTH = 2.0  # of a batch and of its time, from the first third of the training to the last
@@ -41,7 +42,8 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     seconds of a batch, without the first five batches, those that are inspected closely, and the two that
     take longest, unless a third one of 0.1 s or more takes half as long. Limit: 0.3, and 1 ms; 0.6 for the
     optimizer's step, the loss, lines that call the model and backwards that are written in Python. Of forward
-    hooks and of such backwards it is the least of 3 to 6 batches.
+    hooks and of such backwards it is the least of 3 to 6 batches. A line that makes a whole step does not
+    count.
     It is a note, as the work may be wanted. Lines of a loop that hookcb does not run are sampled if a fifth
     of the time or more is spent between its steps; of a trainer it is the user's functions that it calls.
 
@@ -91,41 +93,63 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
     multiply-adds, of which an element of a result counts as 16. Limit: 10, for a layer that takes 0.4 of the
     forward, and 1 ms.
     It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
-    ones; modules that a layer calls do not count, nor do layers whose work is unknown, as of a sort. On a GPU
-    it is the time of the processor. Nothing is timed once anything is compiled.
+    ones; modules that a layer calls do not count, nor do layers whose work is unknown, as of a sort, or whose
+    steps follow each other, as of an LSTM. On a GPU it is the time of the processor. Nothing is timed once
+    anything is compiled.
 
     Source: Williams et al., "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
     2009, bounds the time of a kernel by its operations and its bytes; the limits are choices.
     """
     seconds, work = evidence.layer_seconds, evidence.layer_work
-    known = {name: x for name, x in seconds.items() if math.isfinite(work.get(name, 0.0))}
-    whole, whole_work = sum(seconds.values()), sum(work.get(name, 0.0) for name in known)
-    if not seconds or not whole_work:
-        yield Skipped("the forwards of layers were not timed")
-        return
+    whole = sum(seconds.values())
+    unknown = {name: why for name in seconds if (why := _why_unknown(evidence, name))}
+    known = {name: x for name, x in seconds.items() if name not in unknown}
+    whole_work = sum(work.get(name, 0.0) for name in known)
+    not_judged = [
+        f"{_part(name, seconds[name], whole)}, but {why}"
+        for name, why in unknown.items()
+        if _is_large(seconds[name], whole)
+    ]
+    if not whole_work:
+        not_judged = not_judged or ["the forwards of layers were not timed, or their work is unknown"]
+    yield from map(Skipped, not_judged)
     excess = _excess(known, work)
-    large = {name: excess[name] for name, x in known.items() if x > MIN_LAYER * whole and x >= MIN_OTHER}
+    large = {name: excess[name] for name, x in known.items() if _is_large(x, whole)}
     slow = {name: x for name, x in large.items() if x > MAX_EXCESS}
-    if not slow:
+    if not slow and not not_judged:
         most = max(large.values(), default=0.0)
         seen = f"×{most:.1f}" if large else "none takes a large part of the forward"
         yield Passed(f"a layer that takes more time than its work ({seen})", most, MAX_EXCESS)
-        return
     for name, x in slow.items():
-        share = seconds[name] / whole
         yield finding(
             "time.layer",
             "info",
             at=evidence.layers.get(name, name),
             value=x,
             limit=MAX_EXCESS,
-            message=f"{name or 'The model itself'} takes {share:.0%} of the forward, "
-            f"{1e3 * seconds[name]:.1f} of {1e3 * whole:.1f} ms, "
-            f"for {work.get(name, 0.0) / whole_work:.1%} of the work: ×{x:.3g} of the other layers "
+            message=f"{_part(name, seconds[name], whole)}, for "
+            f"{ratio(work.get(name, 0.0), whole_work):.1%} of the work: ×{x:.3g} of the other layers "
             f"(limit ×{MAX_EXCESS:g}).",
             causes=("a Python loop over samples, steps or elements", "a wait for a device, as by .item()"),
             next_steps=("Compute it for the whole batch at once, in few operations", "Profile this layer"),
         )
+
+
+def _is_large(seconds: float, whole: float) -> bool:
+    return seconds > MIN_LAYER * whole and seconds >= MIN_OTHER
+
+
+def _part(name: str, seconds: float, whole: float) -> str:
+    which, share = name or "The model itself", ratio(seconds, whole)
+    return f"{which} takes {share:.0%} of the forward, {1e3 * seconds:.1f} of {1e3 * whole:.1f} ms"
+
+
+def _why_unknown(evidence: Evidence, name: str) -> str:
+    """Why the time of a layer cannot be compared with its work; "" if it can."""
+    layer = evidence.layers.get(name)
+    if layer is not None and layer.kind in SEQUENTIAL:
+        return "its steps follow each other"
+    return "" if math.isfinite(evidence.layer_work.get(name, 0.0)) else "the work of an operation is unknown"
 
 
 def _excess(seconds: Mapping[str, float], work: Mapping[str, float]) -> dict[str, float]:

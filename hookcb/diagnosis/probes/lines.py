@@ -23,6 +23,7 @@ FEW, OFTEN, SELDOM = 200, 2e-3, 20e-3  # samples, and seconds between those and 
 # seconds of Python code after which a thread that waits may run, ten times as many by default; and of a sleep
 # that ends late though nothing holds it up
 SWITCH, SLACK = 5e-4, 2.5e-4
+MAX_SKID = 1e-3  # seconds by which Python code that has ended can delay a sample: a switch, and as much again
 MAX_EARLIER = 2.0  # Python code that is not known by its line, by that which is; for 1 ms at a time
 MIN_WAITING = 0.1  # samples in time by late ones; a line with fewer of them does not wait
 MAX_WEIGHT = 0.25  # seconds that a sample stands for at most, as a busy machine may stop everything
@@ -33,6 +34,7 @@ BREAKS = {
     for name, code in dis.opmap.items()
     if name == "RESUME" or ("JUMP_BACKWARD" in name and "NO_INTERRUPT" not in name)
 }
+KINDS = "waits", "late", "python", "earlier"  # of samples
 EVENTS = Loop._call.__code__  # below it, callbacks act
 
 
@@ -66,7 +68,7 @@ class LineSamples:
         self._steps: set[Line] = set()  # those of the innermost ones
         self._n_batches = 0
         self._pending: list[tuple[Line, str, float]] = []  # samples of the batch in progress
-        self._seconds = {kind: defaultdict[Line, float](float) for kind in ("waits", "python", "earlier")}
+        self._seconds = {kind: defaultdict[Line, float](float) for kind in KINDS}
 
     def note_step(self) -> None:
         """Notes who leads to a part of a step; called in the thread of the loop while that part is made."""
@@ -117,16 +119,21 @@ class LineSamples:
                 return
             if self._is_open():
                 delay = time.monotonic() - due
-                self.sample(min(mean + delay, MAX_WEIGHT), is_late=delay > SLACK)
+                self.sample(min(mean + delay, MAX_WEIGHT), delay)
 
-    def sample(self, seconds: float, is_late: bool = False) -> None:
-        """Takes a sample that stands for `seconds`."""
+    def sample(self, seconds: float, delay: float = 0.0) -> None:
+        """Takes a sample that stands for `seconds`, and comes `delay` seconds after it was due."""
         frame = sys._current_frames().get(self._thread_id)
         line = self._line_of(frame)
         if frame is None or line is None:
             return
         is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
-        kind = "waits" if not is_late else "python" if is_broken_off else "earlier"
+        if delay <= SLACK:
+            kind = "waits"
+        elif is_broken_off:
+            kind = "python"
+        else:
+            kind = "earlier" if delay <= MAX_SKID else "late"
         self._pending.append((line, kind, seconds))
 
     def _line_of(self, frame: FrameType | None) -> Line | None:
@@ -152,13 +159,13 @@ class LineSamples:
         found = defaultdict[str, float](float)
         if self.n < MIN_SAMPLES:
             return found
-        waits, python, earlier = (dict(self._seconds[kind]) for kind in ("waits", "python", "earlier"))
+        waits, late, python, earlier = (dict(self._seconds[kind]) for kind in KINDS)
         for line in [line for line, x in earlier.items() if waits.get(line, 0.0) < MIN_WAITING * x]:
             python[line] = python.get(line, 0.0) + earlier.pop(line)
         known, unknown = math.fsum(python.values()), math.fsum(earlier.values())
-        factor = 1 + min(MAX_EARLIER, unknown / known) if known else 0.0
-        weighed = (waits, 1.0), (python, factor), (earlier, 0.0 if known else 1.0)
-        for by_line, weight in weighed:
+        moved = min(MAX_EARLIER * known, unknown)
+        more, less = (moved / x if x else 0.0 for x in (known, unknown))
+        for by_line, weight in (waits, 1.0), (late, 1.0), (python, 1 + more), (earlier, 1 - less):
             for line, seconds in by_line.items():
                 found[place_of(*line)] += weight * seconds / self._n_batches
         return found

@@ -74,6 +74,8 @@ class SpentTime:
         spent.fetches = dict.fromkeys(fetches, 0.0)
         scale = min(1.0, of_user / (sum(seconds.values()) or 1.0))
         for name, x in seconds.items():
+            if steps == {name}:  # all of a step is in this line, so its time tells nothing
+                continue
             kind = spent.fetches if name in fetches else spent.steps if name in steps else spent.lines
             kind[name] = scale * x
         return spent

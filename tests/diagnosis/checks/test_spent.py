@@ -1,5 +1,7 @@
 """Time spent on other things, slow layers, garbage collections and growing batches, made up."""
 
+import math
+
 import pytest
 
 from hookcb.diagnosis.checks.spent import (
@@ -8,7 +10,7 @@ from hookcb.diagnosis.checks.spent import (
     slow_layer,
     time_elsewhere,
 )
-from hookcb.diagnosis.evidence import Evidence, Series, Spent
+from hookcb.diagnosis.evidence import Evidence, Layer, Series, Spent
 from hookcb.diagnosis.registry import Finding, Passed, Skipped
 
 STEP = {"forward": 0.004, "backward": 0.004, "optimizer": 0.002}
@@ -87,6 +89,26 @@ def test_a_layer_is_slow_beside_its_work(seconds, found):
 def test_a_layer_with_as_much_work_as_time_is_fine():
     assert codes(slow_layer, layers({"a": 0.001, "b": 0.1}, {"a": 1e6, "b": 1e8})) == []
     assert isinstance(only(slow_layer, layers({}, {"a": 1.0})), Skipped)
+
+
+@pytest.mark.parametrize(("kind", "found"), [("LSTM", False), ("GRU", False), ("Looping", True)])
+def test_the_steps_of_a_recurrent_layer_follow_each_other(kind, found):
+    evidence = layers({"a": 0.001, "b": 0.02}, {"a": 1e6, "b": 1e6})
+    evidence.layers["b"] = Layer("b", kind, f"{kind} 8→8", 1)
+    assert codes(slow_layer, evidence) == ["b"] * found
+    assert found or only(slow_layer, evidence) == Skipped(
+        "b takes 95% of the forward, 20.0 of 21.0 ms, but its steps follow each other"
+    )
+
+
+def test_a_layer_of_unknown_work_is_not_ruled_out():
+    evidence = layers({"a": 0.001, "b": 0.02}, {"a": 1e6, "b": math.inf})
+    assert only(slow_layer, evidence) == Skipped(
+        "b takes 95% of the forward, 20.0 of 21.0 ms, but the work of an operation is unknown"
+    )
+    evidence.layer_seconds["c"] = 0.04  # it is slow beside the first one
+    assert codes(slow_layer, evidence) == ["c"]
+    assert isinstance(only(slow_layer, layers({"a": 1e-5}, {"a": math.inf})), Skipped)
 
 
 def growing(sizes, seconds):

@@ -15,7 +15,7 @@ from hookcb.diagnosis.probes.lines import MIN_SAMPLES, LineSamples
 from tests.support import Clock
 
 SWITCH = sys.getswitchinterval()
-LATE = "lines.sample(seconds, is_late) # in a call, so an earlier li"
+LATE = "lines.sample(seconds, delay) # in a call, so an earlier line"
 
 
 @pytest.fixture(autouse=True)
@@ -174,8 +174,8 @@ def test_samples_that_come_late_are_of_python_code():
     lines.is_running = True
     for _ in range(50):
         lines.note_step()
-        for is_late, seconds in ((False, 3.0), (True, 1.0)):
-            lines.sample(seconds, is_late)  # in a call, so an earlier line held it up, or the machine
+        for delay, seconds in ((0.0, 3.0), (5e-4, 1.0)):
+            lines.sample(seconds, delay)  # in a call, so an earlier line held it up, or the machine
         lines.end_batch(is_counted=True)
     own = LATE, "lines.note_step()"
     assert by_line(lines) == {LATE: 0.004}
@@ -184,12 +184,25 @@ def test_samples_that_come_late_are_of_python_code():
     lines._seconds["python"][before] = 25.0  # as if it had been interrupted there, too
     assert by_line(lines) == dict(zip(own, (0.003, 0.0015), strict=True))
     lines._seconds["python"][before] = 2.5  # of what is not known, no more than twice as much
-    assert by_line(lines)["lines.note_step()"] == pytest.approx(0.00015)
+    assert by_line(lines) == dict(zip(own, (0.0039, 0.00015), strict=True))
     del lines._seconds["python"][before]
     del lines._seconds["waits"][code, line]  # as a line that never waits
     assert by_line(lines) == {LATE: 0.001}
     lines._seconds["earlier"][before] = 50.0
     assert by_line(lines) == dict(zip(own, (0.001, 0.001), strict=True))
+
+
+def test_samples_that_come_very_late_are_of_their_line():
+    lines = LineSamples(lambda: True)
+    lines.is_running = True
+    for _ in range(50):
+        lines.note_step()
+        for delay, seconds in ((0.0, 1.0), (5e-3, 2.0)):
+            lines.sample(seconds, delay)
+        lines.end_batch(is_counted=True)
+    ((code, line),) = lines._seconds["late"]
+    lines._seconds["python"][code, line - 2] = 25.0  # a Python line cannot have held them up for so long
+    assert sorted(by_line(lines).values()) == [0.0005, 0.003]
 
 
 def test_a_thread_sees_lines_that_wait_and_python_code():

@@ -82,6 +82,15 @@ def test_a_line_that_is_slow_now_and_then_is_named_by_its_mean(clock):
     assert any("own(step)" in place for place in places(w))
 
 
+def test_a_line_that_makes_a_whole_step_is_not_named(clock):
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, quiet()) as w:
+        for x, y in make_batches(60):
+            (clock.sleep(), F.mse_loss(model(x), y).backward(), opt.step(), opt.zero_grad())
+    assert places(w) == {}
+
+
 def test_a_validation_is_told_apart(clock):
     assert list(places(plain(lambda step: None, n_valid=2, clock=clock))) == ["validation"]
 
