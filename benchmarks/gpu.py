@@ -299,7 +299,8 @@ def run_tests(seconds: float) -> dict[str, Any]:
     files = sorted(str(p) for p in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in p.read_text())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "cuda", "-n", "4", "-vv", f"--junitxml={path}", *files]
+        options = ["-m", "cuda", "-n", "4", "-vv", f"--junitxml={path}"]
+        command = [sys.executable, "-m", "pytest", *options, *files]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         try:
             done = subprocess.run(
