@@ -46,31 +46,48 @@ def to_device(item: Any, device: torch.device) -> Any:
 
 
 def map_leaves(
-    f: Callable[[Any], Any], item: Any, is_leaf: Callable[[Any], bool], depth: int = MAX_DEPTH
+    f: Callable[[Any], Any],
+    item: Any,
+    is_leaf: Callable[[Any], bool],
+    depth: int = MAX_DEPTH,
+    above: tuple[int, ...] = (),
 ) -> Any:
     """Applies `f` to every leaf in `item`; tuples, lists, dicts and dataclasses keep their type.
 
-    Items nested deeper than `depth`, as in a list that contains itself, are left as they are.
+    Items nested deeper than `depth`, or in themselves, are left as they are; `above` has the ids of what
+    contains `item`.
     """
     if is_leaf(item):
         return f(item)
-    if depth == 0:
+    if depth == 0 or id(item) in above:
         return item
+    above = (*above, id(item))
+
+    def mapped(x: Any) -> Any:
+        return map_leaves(f, x, is_leaf, depth - 1, above)
+
     if type(item) is tuple:  # the usual case, without the slower checks below
-        return tuple([map_leaves(f, x, is_leaf, depth - 1) for x in item])
+        return tuple(map(mapped, item))
     if is_dataclass(item) and not isinstance(item, type):
         if isinstance(item, Mapping):  # a ModelOutput; its keys are the fields that are not None
-            return type(item)(**{str(key): map_leaves(f, x, is_leaf, depth - 1) for key, x in item.items()})
-        mapped = copy.copy(item)
-        for field in fields(item):
+            return type(item)(**{str(key): mapped(x) for key, x in item.items()})
+        copied = copy.copy(item)
+        for name, x in _fields_of(item):
             setter = object.__setattr__ if item.__dataclass_params__.frozen else setattr  # type: ignore[attr-defined]
-            setter(mapped, field.name, map_leaves(f, getattr(item, field.name), is_leaf, depth - 1))
-        return mapped
+            setter(copied, name, mapped(x))
+        return copied
     if isinstance(item, Mapping):
-        return _like(item, {key: map_leaves(f, x, is_leaf, depth - 1) for key, x in item.items()})
+        return _like(item, {key: mapped(x) for key, x in item.items()})
     if isinstance(item, (tuple, list)):
-        return _like(item, [map_leaves(f, x, is_leaf, depth - 1) for x in item])
+        return _like(item, list(map(mapped, item)))
     return item
+
+
+def _fields_of(item: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of a dataclass's fields that are set."""
+    for field in fields(item):
+        if hasattr(item, field.name):
+            yield field.name, getattr(item, field.name)
 
 
 def is_container(item: Any) -> bool:
@@ -116,26 +133,34 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
     return xb, yb
 
 
-def parts(item: Any, path: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[str, Any]]:
+def parts(
+    item: Any, path: str = "", depth: int = MAX_DEPTH, above: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Yields the parts of nested tuples, lists, mappings and dataclasses, each with its path: `[0].data`.
 
-    Anything nested deeper than `depth` counts as one part.
+    Anything nested deeper than `depth`, or in itself, counts as one part; `above` has the ids of what
+    contains `item`.
     """
-    if depth == 0:
+    if isinstance(item, Tensor) or depth == 0 or id(item) in above:
         yield path, item
+        return
+    inside: Iterable[tuple[str, Any]]
+    if type(item) is tuple or type(item) is list:  # the usual case, without the slower checks below
+        inside = ((f"[{i}]", x) for i, x in enumerate(item))
     elif isinstance(item, PackedSequence):
-        yield f"{path}.data", item.data
+        inside = ((".data", item.data),)
     elif isinstance(item, Mapping):
-        for key, x in item.items():
-            yield from parts(x, f"{path}.{key}", depth - 1)
+        inside = ((f".{key}", x) for key, x in item.items())
     elif is_dataclass(item) and not isinstance(item, type):
-        for field in fields(item):
-            yield from parts(getattr(item, field.name), f"{path}.{field.name}", depth - 1)
+        inside = ((f".{name}", x) for name, x in _fields_of(item))
     elif isinstance(item, (tuple, list)):
-        for i, x in enumerate(item):
-            yield from parts(x, f"{path}[{i}]", depth - 1)
+        inside = ((f"[{i}]", x) for i, x in enumerate(item))
     else:
         yield path, item
+        return
+    above = (*above, id(item))
+    for step, x in inside:
+        yield from parts(x, path + step, depth - 1, above)
 
 
 def batch_size(item: Any) -> int:

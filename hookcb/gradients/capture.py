@@ -15,6 +15,8 @@ from hookcb.gradients.layout import Layout
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
 from hookcb.gradients.stats import (
     RUN,
+    SAFE_HIGH,
+    SAFE_LOW,
     WHOLE,
     Number,
     elements_of,
@@ -323,7 +325,7 @@ def _unscaled(x: Tensor, scale: Number) -> Tensor:
 def _norm(x: Tensor) -> Number:
     x = elements_of(x)
     norm = number_of(torch.linalg.vector_norm(x) if x.numel() <= WHOLE else row_norms(row_norms(x))[0])
-    if isinstance(norm, float) and norm == math.inf:  # its squares may have overflowed
+    if isinstance(norm, float) and (norm < SAFE_LOW or norm > SAFE_HIGH):  # squares may be out of range
         return number_of(wide_norm(x.reshape(-1), dim=0))
     return norm
 

@@ -317,16 +317,18 @@ def update_ratio(change: Tensor, before: Tensor) -> Tensor:
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
     size = _norm_of_any_size(change)
-    return torch.where(size == 0, size, size / torch.linalg.vector_norm(before, dim=-1))
+    return torch.where(size == 0, size, size / _norm_of_any_size(before))
 
 
 def _norm_of_any_size(x: Tensor) -> Tensor:
-    """L2 norm along the last dimension, though squares of the elements may be tiny."""
-    if x.is_cpu:
-        norm = torch.linalg.vector_norm(x, dim=-1)
-        if bool(((norm > SAFE_LOW) & (norm < SAFE_HIGH)).all()):
-            return widened(norm)
-    return wide_norm(x, dim=-1)
+    """L2 norm along the last dimension, though squares of the elements may be tiny or huge."""
+    if not x.is_cpu:
+        return wide_norm(x, dim=-1)
+    norm = widened(torch.linalg.vector_norm(x, dim=-1))
+    is_safe = (norm > SAFE_LOW) & (norm < SAFE_HIGH)
+    if not bool(is_safe.all()):
+        norm[~is_safe] = wide_norm(x[~is_safe], dim=-1)
+    return norm
 
 
 def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -336,14 +338,14 @@ def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
     """
     if is_complex:
         x = torch.linalg.vector_norm(x.reshape(*x.shape[:-1], -1, 2), dim=-1)
-    norm, n = widened(torch.linalg.vector_norm(x, dim=-1)), x.shape[-1]
+    norm, n = _norm_of_any_size(x), x.shape[-1]
     mean = widened(x.mean(-1))
     if n < 2:
         return norm, mean, torch.full_like(norm, math.nan)
     total = norm.square()
     squares = torch.addcmul(total, mean, mean, value=-n)
     if not (x.is_cpu and bool((squares > FEW_DIGITS * total).all())):  # False for NaN
-        squares = widened(torch.linalg.vector_norm(x - mean[..., None].to(x.dtype), dim=-1)).square_()
+        squares = _norm_of_any_size(x - mean[..., None].to(x.dtype)).square_()
     return norm, mean, (squares / (n - 1)).sqrt_()
 
 
@@ -354,4 +356,4 @@ def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
     layer norm, which begin as ones.
     """
     square = norm.square() - total.square() / n
-    return torch.where(square > FEW_DIGITS * norm.square(), (square.clamp(min=0) / (n - 1)).sqrt(), of_sketch)
+    return torch.where(square <= FEW_DIGITS * norm.square(), of_sketch, (square / (n - 1)).sqrt())

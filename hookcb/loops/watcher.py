@@ -396,9 +396,11 @@ class Watch(ExternalLoop):
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules in a model that can be called: its children, or those inside its containers."""
     for child in model.children():
+        if isinstance(child, torch.jit.ScriptModule):  # it calls no hooks
+            continue
         if type(child).forward is nn.Module.forward:  # a ModuleList or ModuleDict has no forward
             yield from _parts(child)
-        elif not isinstance(child, torch.jit.ScriptModule):  # it calls no hooks
+        else:
             yield child
 
 

@@ -17,7 +17,7 @@ from hookcb import (
     Loop,
     accuracy,
 )
-from hookcb.core.batch import to_device
+from hookcb.core.batch import map_tensors, parts, to_device
 from tests.support import (
     PACKED,
     Pair,
@@ -422,3 +422,39 @@ def test_what_moves_itself_does_so_at_any_depth():
     assert moved.own == ("moved to", device)
     assert moved.packed[0].data.is_meta
     assert not moved.packed[0].batch_sizes.is_meta
+
+
+@dataclasses.dataclass
+class Node:
+    x: torch.Tensor
+    parent: object = None
+    children: list = dataclasses.field(default_factory=list)
+
+
+def test_what_contains_itself_is_gone_through_once():
+    """Without it, three children that know their parent would have 3^25 parts."""
+    root = Node(X)
+    root.children = [Node(Y, parent=root) for _ in range(3)]
+    found = [path for path, x in parts(root) if isinstance(x, torch.Tensor)]
+    assert found == [".x", *(f".children[{i}].x" for i in range(3))]
+    doubled = map_tensors(lambda x: 2 * x, root)
+    assert torch.equal(doubled.children[2].x, 2 * Y)
+    assert doubled.children[2].parent is root
+    twice = {"x": X}
+    twice |= {"a": twice, "b": twice}
+    assert [path for path, x in parts(twice)] == [".x", ".a", ".b"]
+
+
+def test_a_part_that_occurs_twice_has_both_paths():
+    pair = (X, Y)
+    assert [path for path, _ in parts([pair, pair])] == ["[0][0]", "[0][1]", "[1][0]", "[1][1]"]
+
+
+def test_fields_that_are_not_set_are_left_out():
+    @dataclasses.dataclass
+    class Output:
+        logits: torch.Tensor
+        aux: torch.Tensor = dataclasses.field(init=False)
+
+    assert [path for path, _ in parts(Output(X))] == [".logits"]
+    assert not hasattr(map_tensors(torch.neg, Output(X)), "aux")

@@ -15,6 +15,7 @@ from hookcb.gradients.stats import (
     sketch,
     sketch_copy,
     sketch_stride,
+    std_of,
     summarize_gradient,
     update_ratio,
     weight_stats,
@@ -111,6 +112,23 @@ def test_the_update_ratio_of_nothing_changed_is_0_and_of_zero_weights_inf():
 def test_tiny_updates_do_not_underflow():
     change, before = torch.full((1, 4), 1e-30).double(), torch.ones(1, 4)
     assert update_ratio(change, before).item() == pytest.approx(1e-30)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-25, 1e-18, 1e18, 1e20, 1e30])
+def test_weights_whose_squares_are_out_of_range_have_exact_numbers(size):
+    weights = size * torch.tensor([[1.0, -1, 1, 3], [0, 0, 0, 0]])
+    norm, mean, std = weight_stats(weights, is_complex=False)
+    exact = weights.double()
+    torch.testing.assert_close(norm, exact.norm(dim=-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(mean, exact.mean(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(std, exact.std(-1), rtol=1e-6, atol=0)
+    ratio = update_ratio(weights / 2 - weights, weights)
+    torch.testing.assert_close(ratio, torch.tensor([0.5, 0.0], dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_the_std_of_weights_with_a_nan_is_none():
+    norm, total, n = (torch.tensor([x], dtype=torch.float64) for x in (math.nan, math.nan, 4096.0))
+    assert std_of(norm, total, n, torch.ones_like(norm)).isnan().all()
 
 
 def test_weights_far_from_zero_have_an_exact_std():

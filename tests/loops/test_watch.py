@@ -97,6 +97,25 @@ def test_a_plain_loop():
     assert seen(lambda w, m, o: [step(m, o) for _ in range(2)]) == f"E(T({TRAINED}{TRAINED})T)E"
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_parts_that_are_torchscript_are_passed_over():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.jit.script(nn.Linear(2, 4))
+            self.others = nn.ModuleList([torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 1)])
+
+        def forward(self, x):
+            return self.others[1](self.others[0](self.first(x)))
+
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, ActivationStats()) as w:
+        for x, y in make_batches(2):
+            step(model, opt, x, y)
+    assert list(w.activation_stats.names) == ["others.1"]
+
+
 def test_a_batch_ends_at_its_only_step():
     log = []
     model = make_model()
