@@ -190,7 +190,8 @@ class EvidenceRecorder(Callback):
     def _begin_rest(self, is_looking: bool, is_idle: bool) -> None:
         """Leaves out the events at which nothing is done in this batch."""
         self._rest = is_looking, is_idle
-        own = IDLE - {Event.AFTER_PRED} if self._is_external else IDLE
+        checks_outputs = self._probes is not None and self._probes.checks_outputs
+        own = IDLE - {Event.AFTER_PRED} if checks_outputs else IDLE
         resting: list[tuple[Callback, frozenset[str]]] = [(self, own if is_idle else AWAKE)]
         health_rests = not is_looking and self.learn.scaler is None  # which skips steps
         self._health.rest(health_rests)
@@ -202,8 +203,7 @@ class EvidenceRecorder(Callback):
     def after_pred(self) -> None:
         if self.is_looking:
             self._note_step()
-        if self.is_looking or self._is_external:  # an external loop may never report its loss
-            self._probe(Probes.record_pred)
+        self._probe(Probes.record_pred)
 
     def after_loss(self) -> None:
         self._probe(Probes.record_loss)

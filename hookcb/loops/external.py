@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
@@ -16,18 +17,18 @@ from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelStepException, Event
 from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.ranks import describe_alone, group_of
-from hookcb.core.torch_private import after_backward, in_backward
+from hookcb.core.torch_private import after_backward, in_backward, in_transform, transforms_left
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.hooks.hook import Hook, detached
+from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import ModelGoneError
+from hookcb.hooks.own import register
 from hookcb.loops.agreed_stop import AgreedStop
 from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
 from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
-from hookcb.loops.taps import outside_transforms
 from hookcb.report.page import Page, make_page
 
 
@@ -78,7 +79,7 @@ class ExternalLoop(NamedLoop):
         self.seen: Counter[str] = Counter()
         self.facts = Facts(of_rank=describe_alone(model, group))
         self._n_batches: Counter[str] = Counter()  # of this epoch, by phase
-        self._on_tensors: list[Hook] = []
+        self._on_tensors: list[RemovableHandle] = []
         self._ignored: set[type[CancelException]] = set()
         self._error: BaseException | None = None  # raised by a callback; it ends the loop
         self.add_cbs(cbs)
@@ -306,7 +307,10 @@ class ExternalLoop(NamedLoop):
         try:
             if event == Event.AFTER_STEP:
                 self._stop.end_step()
-            with outside_transforms():
+            if in_transform():  # of torch.func, which forbids writes to callbacks' tensors
+                with transforms_left():
+                    super().emit(event)
+            else:
                 super().emit(event)
         except CancelException as cancel:
             self._note_cancel(cancel, event)
@@ -363,10 +367,11 @@ class ExternalLoop(NamedLoop):
 
     def _follow_backward(self, *tensors: Tensor) -> None:
         """Reports the backward when the first gradient of one of these tensors arrives."""
-        inside = [x for x in tensors if x.requires_grad and not x.is_leaf]
-        self._on_tensors += [Hook(x, self._gradient_arrives, pre=True) for x in inside]
+        for x in tensors:
+            if x.requires_grad and not x.is_leaf:
+                self._on_tensors.append(register(x.register_hook, self._gradient_arrives))
 
-    def _gradient_arrives(self, x: Tensor | None, grad: Tensor) -> None:
+    def _gradient_arrives(self, grad: Tensor) -> None:
         if torch.is_grad_enabled():  # create_graph: a gradient penalty, which is part of the loss
             self.facts.n_penalties += 1
         elif self.stage in BEFORE_BACKWARD:

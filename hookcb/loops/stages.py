@@ -8,6 +8,8 @@ from typing import NamedTuple
 class Stage(Enum):
     """Stage of a batch."""
 
+    __hash__ = object.__hash__  # Enum's is in Python, and this is looked up at each event
+
     IDLE = auto()  # no batch is open
     FORWARD = auto()  # a batch is open, its backward has not begun
     BACKWARD = auto()

@@ -1,18 +1,9 @@
-"""Looks up what is in progress in this thread: transforms of torch.func, calls of methods, steps."""
+"""Looks up what is in progress in this thread: calls of methods, steps."""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any
 
 from torch.optim import Optimizer
-
-from hookcb.core.torch_private import in_transform, transforms_left
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Leaves all transforms of torch.func for a `with` block, as they forbid writes to callbacks' tensors."""
-    return transforms_left() if in_transform() else nullcontext()
 
 
 def n_running(function: str, owner: object) -> int:

@@ -112,7 +112,7 @@ class Probes:
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess, self.targets = math.nan, Targets()
-        self.n_batches = self.n_looked = self.n_steps = 0
+        self.n_batches = self.n_losses = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
         self._is_step_cancelled = False
         self.losses: defaultdict[int, Curve] = defaultdict(Curve)  # by id of the optimizer
@@ -212,12 +212,17 @@ class Probes:
         """Whether the modes of layers are noted in each batch."""
         return self.norms.is_needed
 
+    @property
+    def checks_outputs(self) -> bool:
+        """Whether outputs are checked in each batch, as in an external loop that may never tell its loss."""
+        return self.is_external and self.n_losses < max(1, self.n_batches)
+
     def record_pred(self, loop: Any, looking: bool) -> None:
-        """Checks the model's output in an external loop, because its loss may never be reported."""
+        """Reads what the output tells in an inspected batch, and checks it if `checks_outputs`."""
         if looking:
             self._autocasts = autocasts(loop.model)
             self.ops.tokens.follow(loop.pred, self.guarded)
-        if self.is_external and not self.has_origin:
+        if self.checks_outputs and not self.has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
             if not all(bool(x.isfinite().all()) for x in at_hand):
@@ -254,7 +259,7 @@ class Probes:
 
     def note_loss(self, step: int, loss: float | Tensor) -> None:
         """Adds the loss of a batch."""
-        self._last_loss = loss
+        self._last_loss, self.n_losses = loss, self.n_losses + 1
         self.loss.add(step, loss)
 
     def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
