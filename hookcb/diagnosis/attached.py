@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -114,6 +115,7 @@ class Noted(NamedTuple):
         lr: largest learning rate of its step.
         waited: seconds for which it was fetched.
         ended: time at which its backward had ended.
+        has_step: whether a step followed, or is to follow.
     """
 
     step: int
@@ -121,6 +123,7 @@ class Noted(NamedTuple):
     lr: float
     waited: float
     ended: float
+    has_step: bool = True
 
 
 class AttachedNotes(Attached):
@@ -150,6 +153,9 @@ class AttachedNotes(Attached):
         self.stepper: Any = None
         self._param: nn.Parameter | None = None
         self._n_left = 0
+        # events of a loop that hookcb does not run; the steps that it has made by now if each batch had one
+        self._seen: Mapping[str, int] | None = None
+        self._n_due = 0
 
     def begin(self, n: int, opt: Any, param: nn.Parameter | None) -> None:
         """Begins to note batches.
@@ -160,14 +166,26 @@ class AttachedNotes(Attached):
             param: parameter whose gradient any number that is not finite reaches.
         """
         self._n_left, self.stepper, self._param = n, opt, param
+        loop: Any = self.learn
+        if loop.is_external:
+            self._seen, self._n_due = loop.seen, loop.seen[Event.AFTER_STEP]
+
+    @property
+    def _n_missing(self) -> int:
+        """Number of steps that were not made; a Learner tells before whether there will be one."""
+        return 0 if self._seen is None else self._n_due - self._seen[Event.AFTER_STEP]
 
     def take(self) -> list[Noted]:
         """Returns what was noted since the last call."""
         rows, self._rows = self._rows, []
+        if rows and self._n_missing > 0:
+            loop: Any = self.learn
+            is_over = not loop.has_batch or loop.train_iter != rows[-1].step
+            rows[-1] = rows[-1]._replace(has_step=not is_over)
         return rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_split": None, "stepper": None, "_param": None}
+        return super().__getstate__() | dict.fromkeys(("_split", "stepper", "_param", "_seen"))
 
     def before_batch(self) -> None:
         if self._n_left and self.owner is not None:
@@ -194,7 +212,7 @@ class AttachedNotes(Attached):
         try:
             grad = self._param.grad  # type: ignore[union-attr]  # it has one while this acts
             is_finite = grad is None or not grad.is_cpu or math.isfinite(grad.sum().item())
-            is_usual = is_finite and learn.opt is opt and not learn.accumulating
+            is_usual = is_finite and learn.opt is opt and not (self._n_missing or learn.accumulating)
             lr = largest_lr(opt)
         except Exception:  # the owner tells of it
             is_usual = False
@@ -203,7 +221,7 @@ class AttachedNotes(Attached):
             self.owner.after_backward()
             return
         self._rows.append(Noted(learn.train_iter, loss, lr, self._split.take_fetched(), time.perf_counter()))
-        self._n_left -= 1
+        self._n_left, self._n_due = self._n_left - 1, self._n_due + 1
         if not self._n_left:
             self.owner.expect_batch()
 

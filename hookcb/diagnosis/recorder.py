@@ -79,7 +79,7 @@ class EvidenceRecorder(Callback):
             self._attached.insert(0, self._stats)
         if self.learn.ranks.world > 1 and not any(isinstance(cb, StepTimer) for cb in self.learn.cbs):
             self._attached.append(AttachedTimer(self, timer))
-        if not self._is_external and self.learn.ranks.world == 1:
+        if self.learn.ranks.world == 1:
             self._notes = AttachedNotes(self, split, notes)
             self._attached.append(self._notes)
             self.learn.rest([(self._notes, BATCH_EVENTS)])
@@ -154,6 +154,8 @@ class EvidenceRecorder(Callback):
         if self._notes is not None and self._probes is not None and (rows := self._notes.take()):
             self._probes.add_notes(rows, self._notes.stepper)
             self._pass_over(len(rows))
+            if self._spent is not None:
+                self._probes.guarded(self._spent.end_batches, len(rows))
 
     def _pass_over(self, n: int) -> None:
         """Counts batches of which it was not called when they began."""
@@ -243,8 +245,8 @@ class EvidenceRecorder(Callback):
     def after_batch(self) -> None:
         self._is_forward = False
         self._probe(Probes.end_batch)
-        if self._is_external and self._probes is not None and self._spent is not None:
-            self._probes.guarded(self._spent.end_batch)
+        if self._probes is not None and self._spent is not None:
+            self._probes.guarded(self._spent.end_batches)
 
     def after_train(self) -> None:
         self.before_validate()

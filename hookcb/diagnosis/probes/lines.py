@@ -67,7 +67,7 @@ class LineSamples:
         self._on_way: set[Line] = set()  # their lines that do
         self._steps: set[Line] = set()  # those of the innermost ones
         self._n_batches = 0
-        self._pending: list[tuple[Line, str, float]] = []  # samples of the batch in progress
+        self._pending: list[tuple[Line, str, float]] = []  # samples since the last batch that has ended
         self._seconds = {kind: defaultdict[Line, float](float) for kind in KINDS}
 
     def note_step(self) -> None:
@@ -99,12 +99,12 @@ class LineSamples:
             if math.isclose(sys.getswitchinterval(), SWITCH):  # else the user has changed it
                 sys.setswitchinterval(self._usual_switch)
 
-    def end_batch(self, is_counted: bool) -> None:
-        """Ends a batch, whose samples count or not."""
+    def end_batches(self, n: int, is_counted: bool) -> None:
+        """Ends a batch or several, whose samples count or not."""
         pending, self._pending = self._pending, []
         if not (is_counted and self.is_running):
             return
-        self._n_batches += 1
+        self._n_batches += n
         self.n += len(pending)
         for line, kind, seconds in pending:
             self._seconds[kind][line] += seconds

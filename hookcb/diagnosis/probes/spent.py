@@ -26,20 +26,23 @@ class SpentTime:
     def __init__(self, label: Callable[[Any], str], is_external: bool) -> None:
         self.split = split = TimeSplit(label, N_WARM_UP)
         self.lines = LineSamples(lambda: split.phase in OF_USER)
-        self._is_external, self._n_batches = is_external, 0
+        self._is_external, self._n_batches, self._next_look = is_external, 0, BLOCK
 
     def note_step(self) -> None:
         """Notes which lines of a loop that hookcb does not run make a step."""
         if self._is_external:
             self.lines.note_step()
 
-    def end_batch(self) -> None:
-        """Ends a batch; begins to sample lines if much time is spent in the user's code."""
+    def end_batches(self, n: int = 1) -> None:
+        """Ends a batch, or several of one kind; begins to sample lines if the user's code takes much time."""
         if not self._is_external:
             return
-        split, self._n_batches = self.split, self._n_batches + 1
-        self.lines.end_batch(is_counted=not split.leaves_out)
-        if self.lines.is_running or self._n_batches % BLOCK or split.n < MIN_BATCHES:
+        split, self._n_batches = self.split, self._n_batches + n
+        self.lines.end_batches(n, is_counted=not split.leaves_out)
+        if self.lines.is_running or self._n_batches < self._next_look:
+            return
+        self._next_look = self._n_batches + BLOCK
+        if split.n < MIN_BATCHES:
             return
         seconds = sum(split.seconds[phase] for phase in OF_USER)
         if seconds > max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n):

@@ -428,22 +428,26 @@ class Probes:
     def usual_param(self, loop: Any) -> nn.Parameter | None:
         """The parameter whose gradient is checked, if all batches ended in a step of the same optimizer.
 
-        None also if a number was not finite, or more is to be seen in each batch.
+        None also if a number was not finite, or more is to be seen in each batch. In a loop that hookcb does
+        not run each batch must also have had a backward and told its loss.
         """
         is_usual = self.n_steps == self.n_batches and self.optimizers.keys() == {id(loop.opt)}
+        if self.is_external:
+            is_usual = is_usual and self.n_losses == self.n_batches and self.backwards == {1}
         has_more = self.is_dense or self.has_origin or self.graph is None or self.graph.has_penalty
         return self.first_param if is_usual and not has_more else None
 
     def add_notes(self, rows: Iterable[Noted], opt: Optimizer) -> None:
-        """Adds what was noted of batches that ended in a step."""
+        """Adds what was noted of batches."""
         for row in rows:
             self.wait.add(row.step, row.waited)
             self._end_length(row.step, row.ended)
             self.note_loss(row.step, row.loss)
-            self.losses[id(opt)].add(row.step, row.loss)
-            self.lr.add(row.step, row.lr)
-            self.n_batches, self.n_steps = self.n_batches + 1, self.n_steps + 1
-            self.n_backward += 1
+            self.n_batches, self.n_backward = self.n_batches + 1, self.n_backward + 1
+            if row.has_step:
+                self.losses[id(opt)].add(row.step, row.loss)
+                self.lr.add(row.step, row.lr)
+                self.n_steps, self._n_before = self.n_steps + 1, self.n_backward
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
