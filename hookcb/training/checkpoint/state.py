@@ -400,7 +400,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
         with suppress(FileNotFoundError, NotADirectoryError):  # a running fit may remove old files
             if file.suffix in ("", ".pt"):
                 written = file if file.suffix else file / MARKER
-                ages[file] = written.stat().st_mtime_ns, file.name
+                # the end of an epoch sorts behind its batches, with a suffix or without
+                ages[file] = written.stat().st_mtime_ns, f"{file.stem}."
     return sorted(ages, key=ages.__getitem__)
 
 
