@@ -49,7 +49,8 @@ class GradientHealth(Callback):
         params: a glob on names ("blocks.*.weight"), a predicate (name, parameter) -> bool, or several of
             these; by default all parameters.
         activations: whether to record gradients of the outputs of all leaf modules with parameters, too; on
-            several ranks, those of this one.
+            several ranks, those of this one. Not for a model compiled with `fullgraph=True`, whose forward
+            would raise torch's `Unsupported`.
         detail_every: read details in records 0, n, 2n … only, as each needs another pass over the gradients:
             `abs_max`, NaN in the other records, and for `flow()` the mean |gradient|. Parameters with up to
             1,024 elements and those of which each rank has a part always have them, and so does each

@@ -12,6 +12,7 @@ from hookcb.core.batch import concat, map_tensors, parts
 from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import in_transform, is_transform_tensor, without_transform
 from hookcb.hooks.backward import EnterTap, GradientWatch, LeaveTap, keep_gradient_taps_out_of_graphs
+from hookcb.hooks.modules import torchscript_message
 from hookcb.hooks.own import register
 from hookcb.hooks.taps import ParameterTap, Tap, TensorTap
 
@@ -410,10 +411,7 @@ def _check(hook: Hook, m: Any) -> None:
     if not callable(hook.hook_func):
         raise TypeError(f"hook_func must be a function, got {hook.hook_func!r:.80}")
     if isinstance(m, torch.jit.ScriptModule):
-        raise TypeError(
-            f"{type(m).__name__} is TorchScript, which calls no hooks; "
-            "train the module it was made from, and script it then"
-        )
+        raise TypeError(torchscript_message(m))
     if isinstance(m, UninitializedParameter):
         raise ValueError("the parameter is not initialized yet; run its lazy module on a batch first")
     if isinstance(m, Tensor):

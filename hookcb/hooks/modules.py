@@ -45,7 +45,7 @@ def find_modules(
 
     Raises:
         LookupError: If one of them selects nothing; the message lists the modules.
-        TypeError: If `where` is of another type.
+        TypeError: If `where` is of another type, or the model is TorchScript.
     """
     named = named_modules(model)
     if where is None:
@@ -54,6 +54,8 @@ def find_modules(
         }
         flat = flattened_modules(model)
         found = {n: m for n, m in leaves.items() if include_paramless or has_params(m) or id(m) in flat}
+        if not found and isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(torchscript_message(model))
         if not found:
             raise LookupError(
                 f"no module of {type(model).__name__} is a leaf with parameters; it has: {join_names(named)}"
@@ -177,6 +179,14 @@ def is_compiled(m: nn.Module) -> bool:
 def plain_name(name: str) -> str:
     """A qualified name without the parts that wrappers inside the model add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+def torchscript_message(m: nn.Module) -> str:
+    """Message of the error for a module that cannot be watched as it is TorchScript."""
+    return (
+        f"{type(m).__name__} is TorchScript, which calls no hooks; "
+        "train the module it was made from, and script it then"
+    )
 
 
 def _is_single(where: Any) -> bool:

@@ -73,6 +73,9 @@ class Record:
     def __iter__(self) -> Iterator[Stats]:
         return iter(self[:])
 
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._records.names
+
     def __repr__(self) -> str:
         return f"Record(epoch={self.epoch}, step={self.step}, {len(self)} layers)"
 

@@ -60,6 +60,8 @@ def test_what_is_read_is_lists_of_dicts_of_plain_numbers():
 
 def test_a_layer_of_a_record_is_found_by_index_and_by_name():
     stats = of_net()
+    assert "head" in stats.stats[0]
+    assert "nothing" not in stats.stats[0]
     for record in stats.stats:
         for k, name in enumerate(stats.names):
             assert record[k] == record[name] == record[k - 7] == list(record)[k]

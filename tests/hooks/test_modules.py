@@ -25,6 +25,14 @@ from tests.support import (
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_that_is_torchscript_is_refused_as_such():
+    with pytest.raises(
+        TypeError, match="TorchScript, which calls no hooks; train the module it was made from"
+    ):
+        find_modules(torch.jit.script(Net()))
+
+
 def test_find_modules_by_every_kind_of_where():
     net = Net()
     cases = [

@@ -1,6 +1,7 @@
 """State that is easily forgotten is resumed too, the data go on where they were, callbacks get theirs."""
 
 import itertools
+import os
 import random
 from functools import partial
 
@@ -23,6 +24,8 @@ from torch.utils.data import (
 
 from hookcb import Callback, Metrics
 from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.checkpoint.folder import MARKER
+from hookcb.training.checkpoint.state import checkpoints_in
 from hookcb.training.clip import GradientClip
 from hookcb.training.ema import EMA
 from tests.support import fit, make_batches
@@ -193,6 +196,19 @@ def test_the_best_is_remembered_over_the_interruption(tmp_path):
     assert (tmp_path / "best.pt").read_bytes() == best
     resumed = go_on(learner, 4, scores([9, 1, 5, 6]), resume=tmp_path / "best.pt")
     assert differing(outcome(train(learner, 4, scores([9, 1, 5, 6]))), outcome(resumed)) == []
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_checkpoints_of_one_time_are_in_the_order_of_their_places(tmp_path, suffix):
+    places = ["epoch-0001", "epoch-0002-batch-000004", "epoch-0002-batch-000010", "epoch-0002"]
+    for place in reversed(places):
+        file = tmp_path / f"{place}{suffix}"
+        if not suffix:
+            file.mkdir()
+            file /= MARKER
+        file.touch()
+        os.utime(file, (1.7e9, 1.7e9))
+    assert [file.stem for file in checkpoints_in(tmp_path)] == places
 
 
 def test_a_fit_that_writes_no_more_files_goes_on_without_a_warning(tmp_path):
