@@ -27,9 +27,7 @@ from tests.support import (
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_model_that_is_torchscript_is_refused_as_such():
-    with pytest.raises(
-        TypeError, match="TorchScript, which calls no hooks; train the module"
-    ):
+    with pytest.raises(TypeError, match="TorchScript, which calls no hooks; train the module"):
         find_modules(torch.jit.script(Net()))
 
 
