@@ -85,7 +85,7 @@ def take(
 
     Returns:
         A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, or None if these
-        elements are enough.
+        elements are enough. A large tensor that was expanded is read without its repetitions.
     """
     n = x.numel()
     most = n if sample is None else WHOLE if sample == "auto" else sample
@@ -95,17 +95,22 @@ def take(
         if lend is not None and n <= WHOLE:
             return lend(x.shape).copy_(x), None
         return (x.clone() if x.dtype in WIDE else x.float()), None
-    x = _flat(x)
+    is_expanded = 0 in x.stride() and not is_compiling()
+    x = _flat(_once(x) if is_expanded else x)
+    places = _strata(n, SAMPLED if sample == "auto" else most, x.device)
+    if is_expanded:
+        places = places % x.numel()
     if sample != "auto":
-        return at_least_float32(x.index_select(0, _strata(n, most, x.device))), None
-    places = _strata(n, SAMPLED, x.device)
+        return at_least_float32(x.index_select(0, places)), None
     if lend is not None:
         elements = torch.index_select(x, 0, places, out=lend(places.shape))
     else:
         elements = at_least_float32(x.index_select(0, places))
     quick = not wide and x.is_cpu and not is_compiling()
-    known = _quick_moments(x) if quick else None
-    return elements, torch.stack(moments(x[None], wide), 1) if known is None else known
+    known: Known | None = _quick_moments(x) if quick else None
+    if known is None:
+        known = torch.stack(moments(x[None], wide), 1)
+    return elements, _repeated(known, x.numel(), n) if is_expanded else known
 
 
 def summarize(rows: Tensor, known: Sequence[Known], eps: float, wide: bool = False) -> Tensor:
@@ -296,6 +301,20 @@ def _flat(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return x.view(-1)
     return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).reshape(-1)
+
+
+def _once(x: Tensor) -> Tensor:
+    """The elements of an expanded tensor, which need not be in memory as often as they are repeated."""
+    x = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
+    return x if x.numel() > 1 else torch.cat([x.reshape(1)] * 2)  # one has no standard deviation
+
+
+def _repeated(known: Known, n: int, n_all: int) -> Known:
+    """`moments` of `n_all` elements that are `n` ones again and again, from those of the `n`."""
+    factors = 1.0, math.sqrt((n - 1) / n * n_all / (n_all - 1)), 1.0, 1.0, 1.0, n_all / n
+    if isinstance(known, tuple):
+        return tuple(x * factor for x, factor in zip(known, factors, strict=True))
+    return torch.stack([x * factor for x, factor in zip(known.unbind(1), factors, strict=True)], 1)
 
 
 def _strata(n: int, k: int, device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ from hookcb.activations.stats import (
     layer_stats,
     summarize,
     take,
+    together,
 )
 from tests.activations.support import (
     INF,
@@ -165,6 +166,44 @@ def test_a_sample_of_any_size_and_every_element_can_be_asked_for():
     assert [len(take(x, sample)[0]) for sample in (2, 100, None)] == [2, 100, WHOLE + 1]
     assert [take(x, sample)[1] for sample in (2, 100, None)] == [None] * 3
     assert torch.equal(take(x[:70], 100)[0], x[:70])
+
+
+EXPANDED = {
+    "rows": randn(1, 3000).expand(7, 3000),
+    "columns": randn(3000, 1).expand(3000, 7),
+    "heads of a mask": randn(2, 1, 50, 60).expand(2, 5, 50, 60),
+    "more elements than a sample": randn(1, 20_000).expand(3, 20_000),
+    "a channel": randn(12, 1, 1).expand(12, 64, 64),
+    "one number": torch.full((), 3.5).expand(100, 200),
+    "one number that is none": torch.full((), math.nan).expand(100, 200),
+    "some that are none": torch.tensor([[1.0], [math.nan], [2.0], [math.inf]]).expand(4, 5000),
+    "integers": torch.arange(9)[:, None].expand(9, 5000),
+    "offset": (1e6 + randn(300, 1)).expand(300, 50),
+    "float64": randn(300, 1).double().expand(300, 50),
+}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", EXPANDED)
+def test_elements_that_are_repeated_are_read_once_and_count_as_often(name, wide):
+    x = EXPANDED[name]
+    elements, known = take(x, "auto", wide)
+    whole, exact = take(x.contiguous(), "auto", wide)
+    assert elements.shape == whole.shape
+    assert elements.dtype == whole.dtype
+    rtol = 1e-5 if name == "offset" else 1e-6
+    torch.testing.assert_close(
+        together([known], torch.float64),
+        together([exact], torch.float64),
+        rtol=rtol,
+        atol=1e-7,
+        equal_nan=True,
+        check_dtype=False,
+    )
+    for value in x.unique()[:4]:
+        share = (x == value).double().mean()
+        assert abs((elements == value).double().mean() - share) < 0.02
+    assert take(x, 100)[0].shape == (100,)
 
 
 @pytest.mark.parametrize("x", [randn(7), randn(7).double(), randn(7).bfloat16(), torch.arange(7)])
