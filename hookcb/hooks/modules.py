@@ -54,13 +54,13 @@ def find_modules(
         }
         flat = flattened_modules(model)
         found = {n: m for n, m in leaves.items() if include_paramless or has_params(m) or id(m) in flat}
-        if not found and isinstance(model, torch.jit.ScriptModule):
+        if found:
+            return found
+        if isinstance(model, torch.jit.ScriptModule):
             raise TypeError(torchscript_message(model))
-        if not found:
-            raise LookupError(
-                f"no module of {type(model).__name__} is a leaf with parameters; it has: {join_names(named)}"
-            )
-        return found
+        raise LookupError(
+            f"no module of {type(model).__name__} is a leaf with parameters; it has: {join_names(named)}"
+        )
     aliases = [(plain_name(name), m) for name, m in unwrapped(model).named_modules(remove_duplicate=False)]
     several = [where] if _is_single(where) else list(where)  # type: ignore[arg-type]  # then it is iterable
     if not several:

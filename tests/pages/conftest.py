@@ -18,6 +18,10 @@ addEventListener("securitypolicyviolation", (e) => wrong.push(`${e.violatedDirec
 new MutationObserver(() => { if (document.body?.dataset.ready) window.readyAt ??= performance.now(); })
   .observe(document, {subtree: true, childList: true, attributes: true, attributeFilter: ["data-ready"]});
 """
+# a page is ready before its charts, which it draws one after another; one that only frames another has none
+DRAWN = """async () => {
+  while (typeof waiting !== "undefined" && waiting.length) await new Promise(requestAnimationFrame);
+}"""
 BUILD = Path("build") / "pages"  # screenshots, for looking at
 
 
@@ -61,6 +65,7 @@ def open_page(browser):
         page.on("request", lambda sent: wrong.extend({sent.url} - {path.as_uri()}))
         page.goto(path.as_uri())
         page.wait_for_selector("body[data-ready=yes]", timeout=20_000)
+        page.evaluate(DRAWN)
         opened.append(page)
         return page
 

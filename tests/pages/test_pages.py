@@ -208,7 +208,7 @@ def test_what_is_wrong_comes_first_when_asked(pages, open_page):
 def test_a_page_of_ranks_shows_who_is_slow(pages, open_page):
     page = open_page(pages("ranks"))
     assert "wait for rank 1 (node-b)" in page.inner_text("#ranks")
-    page.locator("#ranks canvas").nth(1).wait_for()  # charts are drawn one after another
+    assert page.locator("#ranks canvas").count() >= 2
     assert open_page(pages("healthy")).locator("#ranks").is_hidden()
 
 

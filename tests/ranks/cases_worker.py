@@ -448,8 +448,8 @@ class Raises(Callback):
             raise ValueError("my error")
 
     def after_loss(self):
-        if self.iter == 2:
-            (FOLDER / f"{RANK}.waits").touch()
+        if self.iter == 2:  # the loss has its gradient once the backward has begun
+            self.learn.loss.register_hook(lambda grad: (FOLDER / f"{RANK}.waits").touch())
 
     def after_fit(self):
         if self.culprit == RANK and self.lingers:
