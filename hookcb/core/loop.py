@@ -60,7 +60,7 @@ class Loop(TrainingState):
         self._event = ""  # the last event at which callbacks acted
         self._entered: list[Callback] | None = None  # in a fit: callbacks whose before_fit was called
         self._votes: Votes | None = None
-        self.clock: TimeSplit | None = None  # splits the time of a training, while one is diagnosed
+        self._clock: TimeSplit | None = None
         self._resting: dict[int, frozenset[str]] = {}  # by id of a callback, see `rest`
         self.build_dispatch()
         self.add_cbs(cbs)
@@ -69,6 +69,16 @@ class Loop(TrainingState):
     def fitting(self) -> bool:
         """Whether a fit is running."""
         return self._entered is not None
+
+    @property
+    def clock(self) -> TimeSplit | None:
+        """Splits the time of a training while one is diagnosed, else None."""
+        return self._clock
+
+    @clock.setter
+    def clock(self, clock: TimeSplit | None) -> None:
+        self._clock = clock
+        self._use_tables()
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
         """Begins training or validation on `dl`, with `n_iter` batches, or None if unknown."""
@@ -85,9 +95,9 @@ class Loop(TrainingState):
             self._use_tables()
 
     def __getstate__(self) -> dict[str, Any]:
-        tables = "_table", "_tables", "_awake", "_awake_tables"
+        tables = "_table", "_tables", "_awake", "_awake_tables", "_note_time"
         state = {key: value for key, value in self.__dict__.items() if key not in tables}
-        return state | {"clock": None, "_resting": {}}
+        return state | {"_clock": None, "_resting": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -218,6 +228,9 @@ class Loop(TrainingState):
 
     def _use_tables(self) -> None:
         """Selects the callbacks that act in this phase, and those of them that do not rest."""
+        self._note_time: Callable[[str], Marks | None] | None = None
+        if self._clock is not None:
+            self._note_time = self._clock.begin_callbacks if self.training else self._note_outside
         self._table = self._awake = self._tables[self.training]
         if self._resting and self.training:
             resting = frozenset(self._resting.items())
@@ -243,7 +256,7 @@ class Loop(TrainingState):
         """
         if (handlers := self._awake[event]) or self._votes is not None:
             self._call(event, handlers)
-        elif self.clock is not None:
+        elif self._note_time is not None:
             self._note_time(event)
 
     def within(self, level: str, body: Callable[[], object]) -> bool:
@@ -258,13 +271,13 @@ class Loop(TrainingState):
         try:
             if (handlers := self._awake[before]) or self._votes is not None:
                 self._call(before, handlers)
-            elif self.clock is not None:
+            elif self._note_time is not None:
                 self._note_time(before)
             body()
             closing = True
             if self._table is not table or self._awake[after] or self._votes is not None:
                 self._close(after, table)
-            elif self.clock is not None:
+            elif self._note_time is not None:
                 self._note_time(after)
         except cancel:
             if not closing:  # a cancel raised while closing counts as the end
@@ -319,17 +332,16 @@ class Loop(TrainingState):
             handlers = tuple(pair for pair in handlers if pair in opened_for[event])
         self._call(event, handlers)
 
-    def _note_time(self, event: str) -> Marks | None:
-        """Has the clock note an event, if one is there; a validation counts as a whole."""
-        clock = self.clock
-        if clock is None or (not self.training and (event in BATCH_EVENTS or self.is_nested)):
+    def _note_outside(self, event: str) -> Marks | None:
+        """Has the clock note an event outside a training phase; a validation counts as a whole."""
+        if self._clock is None or event in BATCH_EVENTS or self.is_nested:
             return None
-        return clock.begin_callbacks(event)
+        return self._clock.begin_callbacks(event)
 
     def _call(self, event: str, handlers: Handlers) -> None:
         cancels: list[CancelException] = []
         table, self._event = self._table, event
-        marks = self._note_time(event)
+        marks = None if self._note_time is None else self._note_time(event)
         for cb, handler in handlers:
             if self._table is not table and not is_among(cb, self.cbs):
                 continue  # an earlier callback has removed it

@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -43,6 +43,16 @@ class Curve:
             self._steps.append(step)
             self._values.append(value)
         self._n += 1
+
+    def extend(self, steps: Sequence[int], values: Sequence[float | Tensor]) -> None:
+        """Appends the numbers of several batches."""
+        if self._stride == 1 and len(self._steps) + len(steps) <= self._max_points:
+            self._steps += steps
+            self._values += values
+            self._n += len(steps)
+        else:
+            for step, value in zip(steps, values, strict=True):
+                self.add(step, value)
 
     def series(self) -> Series:
         """All kept points; waits for the device."""

@@ -3,8 +3,9 @@
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -437,17 +438,22 @@ class Probes:
         has_more = self.is_dense or self.has_origin or self.graph is None or self.graph.has_penalty
         return self.first_param if is_usual and not has_more else None
 
-    def add_notes(self, rows: Iterable[Noted], opt: Optimizer) -> None:
-        """Adds what was noted of batches."""
-        for row in rows:
-            self.wait.add(row.step, row.waited)
-            self._end_length(row.step, row.ended)
-            self.note_loss(row.step, row.loss)
-            self.n_batches, self.n_backward = self.n_batches + 1, self.n_backward + 1
-            if row.has_step:
-                self.losses[id(opt)].add(row.step, row.loss)
-                self.lr.add(row.step, row.lr)
-                self.n_steps, self._n_before = self.n_steps + 1, self.n_backward
+    def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
+        """Adds what was noted of batches, one or more."""
+        steps, losses = [row.step for row in rows], [row.loss for row in rows]
+        ends = [self._ended, *(row.ended for row in rows)]
+        lengths = [end - begin for begin, end in pairwise(ends)]
+        self.wait.extend(steps, [row.waited for row in rows])
+        is_first = math.isnan(self._ended)  # of an epoch
+        self.length.extend(steps[is_first:], lengths[is_first:])
+        self.loss.extend(steps, losses)
+        n = len(rows) if rows[-1].has_step else len(rows) - 1  # only the last one may have none
+        self.losses[id(opt)].extend(steps[:n], losses[:n])
+        self.lr.extend(steps[:n], [row.lr for row in rows[:n]])
+        self._last_loss, self._ended = losses[-1], ends[-1]
+        self.n_losses, self.n_batches = self.n_losses + len(rows), self.n_batches + len(rows)
+        self._n_before = self.n_backward + n
+        self.n_steps, self.n_backward = self.n_steps + n, self.n_backward + len(rows)
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
