@@ -27,17 +27,17 @@ def probed_evidence(probes: Probes, frame: Frame) -> Evidence:
     # a batch after its backward may be the last one; an external loop does not report its end
     evidence.n_batches = probes.n_batches + (probes.under_way is not None)
     evidence.n_looked = probes.n_looked + bool(probes.under_way)
-    evidence.loss, evidence.lr = probes.loss.series(), probes.lr.series()
+    evidence.loss, evidence.lr = probes.curves.loss.series(), probes.curves.lr.series()
     places = {key: i for i, key in enumerate(probes.optimizers)}
-    evidence.losses = {places[key]: curve.series() for key, curve in probes.losses.items()}
+    evidence.losses = {places[key]: curve.series() for key, curve in probes.curves.losses.items()}
     if len(evidence.loss):
         evidence.sources.add("loss")
     evidence.loss_kind = probes.graph.sure_kind if probes.graph else ""
     evidence.guess = probes.guess
     evidence.penalty, evidence.stuck = probes.penalty.series(), probes.stuck.series()
     probes.guarded(_add_losses_of_targets, probes, evidence)
-    evidence.waits, evidence.batches = probes.wait.series(), probes.length.series()
-    evidence.memory, evidence.sizes = probes.memory.series(), probes.sizes.series()
+    evidence.waits, evidence.batches = probes.curves.wait.series(), probes.curves.length.series()
+    evidence.memory, evidence.sizes = probes.curves.memory.series(), probes.sizes.series()
     _add_sources(probes, evidence)
     evidence.n_steps = probes.n_steps
     evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in probes.optimizers.values())

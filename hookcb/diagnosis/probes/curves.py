@@ -1,17 +1,25 @@
-"""Numbers that Diagnose records at each batch."""
+"""Numbers that Diagnose records of each batch, as curves in bounded memory."""
 
+import math
 import mmap
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from hookcb.core.optim import largest_lr
+from hookcb.diagnosis.attached import Noted
 from hookcb.diagnosis.evidence import Series
 
 STATM = Path("/proc/self/statm")  # in pages
 MAX_POINTS = 8_192
+MAX_MEMORY = 128  # points of memory in use, which is read in fewer batches then
+MANY_READINGS, MEMORY_EVERY = 64, 4  # batches in which it is read at first, and distance of the later ones
 
 
 class Curve:
@@ -82,3 +90,75 @@ class ResidentMemory:
         """Closes the file it reads from."""
         if self._file is not None:
             self._file.close()
+
+
+class BatchCurves:
+    """Numbers of each batch: loss, learning rate, time and memory.
+
+    Attributes:
+        losses: by id of the optimizer whose step followed.
+        wait: seconds for which the batch was fetched.
+        length: seconds from the end of one backward to that of the next.
+        n_losses: number of losses that were recorded.
+    """
+
+    def __init__(self) -> None:
+        self.loss, self.lr, self.wait, self.length = (Curve() for _ in range(4))
+        self.losses: defaultdict[int, Curve] = defaultdict(Curve)
+        self.memory = Curve(MAX_MEMORY)
+        self.n_losses = 0
+        self._last_loss: float | Tensor | None = None
+        self._ended = math.nan  # time at which the last backward had ended, NaN where an epoch begins
+        self._resident, self._memory_due = ResidentMemory(), 0
+
+    def close(self) -> None:
+        """Closes the file from which memory is read."""
+        self._resident.close()
+
+    def begin_epoch(self) -> None:
+        """Leaves out the time until the first batch."""
+        self._ended = math.nan
+
+    def begin_batch(self, step: int, waited: float) -> None:
+        """Adds the time for which a batch was fetched, unless the fetch started the loader."""
+        if step and not math.isnan(self._ended):
+            self.wait.add(step, waited)
+
+    def add_loss(self, step: int, loss: float | Tensor) -> None:
+        """Adds the loss of a batch."""
+        self._last_loss, self.n_losses = loss, self.n_losses + 1
+        self.loss.add(step, loss)
+
+    def end_backward(self, step: int, now: float) -> None:
+        """Adds the time of a batch; `now` is that at which its first backward had ended."""
+        if not math.isnan(self._ended):
+            self.length.add(step, now - self._ended)
+        self._ended = now
+
+    def end_step(self, step: int, opt: Optimizer) -> None:
+        """Adds the rate of a step, and the loss before it."""
+        if self._last_loss is not None:
+            self.losses[id(opt)].add(step, self._last_loss)
+        self.lr.add(step, largest_lr(opt))
+
+    def end_batch(self, step: int, n_batches: int) -> None:
+        """Adds memory in use if it is due; `n_batches` have ended."""
+        is_due = n_batches <= MANY_READINGS or n_batches >= self._memory_due
+        if is_due and self.memory.is_due() and (used := self._resident.bytes_in_use()) is not None:
+            self.memory.add(step, used)
+            self._memory_due = n_batches + MEMORY_EVERY
+
+    def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
+        """Adds what was noted of batches, one or more, of which only the last may have no step by `opt`."""
+        steps, losses = [row.step for row in rows], [row.loss for row in rows]
+        ends = [self._ended, *(row.ended for row in rows)]
+        lengths = [end - begin for begin, end in pairwise(ends)]
+        is_first = math.isnan(self._ended)
+        self.wait.extend(steps, [row.waited for row in rows])
+        self.length.extend(steps[is_first:], lengths[is_first:])
+        self.loss.extend(steps, losses)
+        n = len(rows) - (not rows[-1].has_step)
+        self.losses[id(opt)].extend(steps[:n], losses[:n])
+        self.lr.extend(steps[:n], [row.lr for row in rows[:n]])
+        self._last_loss, self._ended = losses[-1], ends[-1]
+        self.n_losses += len(rows)

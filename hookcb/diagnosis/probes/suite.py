@@ -2,10 +2,9 @@
 
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.batch import batch_size, parts
-from hookcb.core.optim import detached_scalar, largest_lr
+from hookcb.core.optim import detached_scalar
 from hookcb.core.shards import has_no_part
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.attached import Noted
@@ -31,7 +30,7 @@ from hookcb.diagnosis.probes.batch import (
     observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
-from hookcb.diagnosis.probes.curves import Curve, ResidentMemory
+from hookcb.diagnosis.probes.curves import BatchCurves, Curve
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
@@ -64,8 +63,6 @@ N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for 
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
 N_TABLES = 3  # batches whose columns are measured
-MAX_MEMORY = 128  # points of memory in use, which is read in fewer batches then
-MANY_READINGS, MEMORY_EVERY = 64, 4  # batches in which it is read at first, and distance of the later ones
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
@@ -102,8 +99,7 @@ class Probes:
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
         self.cleared = ClearedGradients()
-        self.loss, self.lr, self.wait, self.length = (Curve() for _ in range(4))
-        self.memory = Curve(MAX_MEMORY)
+        self.curves = BatchCurves()
         self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
         self.layer_times = LayerTimes(loop.model, lambda: loop.in_loop_thread)
         self.ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, self.layer_times.add_work)
@@ -113,23 +109,19 @@ class Probes:
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self.guess, self.targets = math.nan, Targets()
-        self.n_batches = self.n_losses = self.n_looked = self.n_steps = 0
+        self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
         self._is_step_cancelled = False
-        self.losses: defaultdict[int, Curve] = defaultdict(Curve)  # by id of the optimizer
-        self._last_loss: float | Tensor | None = None
         self.n_without: Counter[str] = Counter()
         self.params = find_params(loop.model)
         self._autocasts: list[Autocast] | None = None
-        self._resident = ResidentMemory()
         self.is_external = is_external
         self.inputs = StatStore(COLUMNS, MAX_RECORDS)
         self.columns: list[Tensor] = []  # mean squares, on their device
         self.has_origin = False  # whether the origin of a NaN or infinity was looked for
         self.has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
         self.first_param: nn.Parameter | None = None
-        self._ended = math.nan  # time at which the last backward had ended, NaN where an epoch begins
-        self._memory_due = self._penalty_due = 0
+        self._penalty_due = 0
         # what only ranks compare; None for a process that trains alone
         is_replica, self.world = can_compare(loop), loop.ranks.world
         self.hashes = BatchHashes() if is_replica else None
@@ -164,7 +156,7 @@ class Probes:
         """Removes all hooks."""
         self.ops.remove()
         self.layer_times.end_forward()
-        self._resident.close()
+        self.curves.close()
 
     def rest(self, loop: Any, is_resting: bool) -> None:
         """Takes the hooks on the model off while its calls are not measured, or puts them back."""
@@ -183,8 +175,7 @@ class Probes:
             self.ops.tokens.begin_batch()
             self.layer_times.begin_batch(loop.model, self.n_batches, looking)
             self._is_after_look = looking
-        if loop.train_iter and not math.isnan(self._ended):
-            self.wait.add(loop.train_iter, waited)
+        self.curves.begin_batch(loop.train_iter, waited)
         if looking or self.is_dense or self.has_modes:
             self.note_modes(loop, looking)
         if self.hashes is not None:
@@ -216,7 +207,7 @@ class Probes:
     @property
     def checks_outputs(self) -> bool:
         """Whether outputs are checked in each batch, as in an external loop that may never tell its loss."""
-        return self.is_external and self.n_losses < max(1, self.n_batches)
+        return self.is_external and self.curves.n_losses < max(1, self.n_batches)
 
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Reads what the output tells in an inspected batch, and checks it if `checks_outputs`."""
@@ -252,16 +243,11 @@ class Probes:
         if self.is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
         number = detached_scalar(loop.loss)
-        self.note_loss(loop.train_iter, number)
+        self.curves.add_loss(loop.train_iter, number)
         if is_first or looking:
             self.observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
             self._find_origin(loop, f"The loss is {number}", gradient=False)
-
-    def note_loss(self, step: int, loss: float | Tensor) -> None:
-        """Adds the loss of a batch."""
-        self._last_loss, self.n_losses = loss, self.n_losses + 1
-        self.loss.add(step, loss)
 
     def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
         """Records the gradient of a loss: what it is multiplied by before backward is called."""
@@ -330,7 +316,7 @@ class Probes:
         self.n_backward += 1
         self.observed.add("backward")
         if self.under_way is None:  # the first one of the batch
-            self._end_length(loop.train_iter, time.perf_counter())
+            self.curves.end_backward(loop.train_iter, time.perf_counter())
         self.under_way = looking
         if self.first_param is None:
             self.first_param = self._find_first_param(loop.model)
@@ -346,15 +332,9 @@ class Probes:
 
     def take_over(self, step: int, loss: float | Tensor | None, waited: float) -> None:
         """Adds what was noted of a batch that did not go on as usual."""
-        self.wait.add(step, waited)
+        self.curves.begin_batch(step, waited)
         if loss is not None:
-            self.note_loss(step, loss)
-
-    def _end_length(self, step: int, now: float) -> None:
-        """Adds the time of a batch, from the end of one backward to that of the next."""
-        if not math.isnan(self._ended):
-            self.length.add(step, now - self._ended)
-        self._ended = now
+            self.curves.add_loss(step, loss)
 
     def _find_first_param(self, model: nn.Module) -> nn.Parameter | None:
         """Smallest parameter of the first layer with a gradient."""
@@ -408,9 +388,7 @@ class Probes:
                 self.stepped.append(id(loop.opt))
             if is_made and self.n_steps <= N_DENSE:
                 self.stale.after_step(loop.opt)
-            if self._last_loss is not None:
-                self.losses[id(loop.opt)].add(loop.train_iter, self._last_loss)
-            self.lr.add(loop.train_iter, largest_lr(loop.opt))
+            self.curves.end_step(loop.train_iter, loop.opt)
 
     def end_batch(self, loop: Any, looking: bool) -> None:
         """Records memory at the end of a batch."""
@@ -421,10 +399,7 @@ class Probes:
         if looking:
             self.layers.end_record()
             self.retained.count_alive()
-        is_due = self.n_batches <= MANY_READINGS or self.n_batches >= self._memory_due
-        if is_due and self.memory.is_due() and (used := self._resident.bytes_in_use()) is not None:
-            self.memory.add(loop.train_iter, used)
-            self._memory_due = self.n_batches + MEMORY_EVERY
+        self.curves.end_batch(loop.train_iter, self.n_batches)
 
     def usual_param(self, loop: Any) -> nn.Parameter | None:
         """The parameter whose gradient is checked, if all batches ended in a step of the same optimizer.
@@ -434,30 +409,21 @@ class Probes:
         """
         is_usual = self.n_steps == self.n_batches and self.optimizers.keys() == {id(loop.opt)}
         if self.is_external:
-            is_usual = is_usual and self.n_losses == self.n_batches and self.backwards == {1}
+            is_usual = is_usual and self.curves.n_losses == self.n_batches and self.backwards == {1}
         has_more = self.is_dense or self.has_origin or self.graph is None or self.graph.has_penalty
         return self.first_param if is_usual and not has_more else None
 
     def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
-        """Adds what was noted of batches, one or more."""
-        steps, losses = [row.step for row in rows], [row.loss for row in rows]
-        ends = [self._ended, *(row.ended for row in rows)]
-        lengths = [end - begin for begin, end in pairwise(ends)]
-        self.wait.extend(steps, [row.waited for row in rows])
-        is_first = math.isnan(self._ended)  # of an epoch
-        self.length.extend(steps[is_first:], lengths[is_first:])
-        self.loss.extend(steps, losses)
-        n = len(rows) if rows[-1].has_step else len(rows) - 1  # only the last one may have none
-        self.losses[id(opt)].extend(steps[:n], losses[:n])
-        self.lr.extend(steps[:n], [row.lr for row in rows[:n]])
-        self._last_loss, self._ended = losses[-1], ends[-1]
-        self.n_losses, self.n_batches = self.n_losses + len(rows), self.n_batches + len(rows)
+        """Adds what was noted of batches; see `BatchCurves.add_notes`."""
+        self.curves.add_notes(rows, opt)
+        self.n_batches += len(rows)
+        n = len(rows) - (not rows[-1].has_step)
         self._n_before = self.n_backward + n
         self.n_steps, self.n_backward = self.n_steps + n, self.n_backward + len(rows)
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
-        self._ended = math.nan
+        self.curves.begin_epoch()
         self._observe(observe_replicas, loop)
         self._observe(observe_buffers, loop)
         if can_compare(loop):
