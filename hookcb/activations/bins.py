@@ -78,7 +78,7 @@ def join(counts: Tensor, levels: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]
             joined[is_own] = counts[is_own] @ _shares(own - level, bins, float(n_below(edges, bins)))
         total = joined.nan_to_num(0).sum(0)
         if level == known[-1] or total[1:-1].sum() >= HELD * total.sum():
-            return joined, at_level(edges[None], torch.tensor([level]).double(), bins)[0]
+            return joined, at_level(edges[None], torch.tensor([level], device="cpu").double(), bins)[0]
     return counts, edges
 
 
@@ -91,12 +91,12 @@ def _shares(higher: float, bins: int, still: float) -> Tensor:
         still: number of bins below the edge that both have.
     """
     size = 2.0**higher  # in bins of the other range, as are the positions, which begin at the edge both have
-    begins = (torch.arange(bins, dtype=torch.float64) - still) * size
-    cuts = torch.arange(bins + 1, dtype=torch.float64) - still
-    far = torch.tensor([torch.inf], dtype=torch.float64)
+    begins = (torch.arange(bins, dtype=torch.float64, device="cpu") - still) * size
+    cuts = torch.arange(bins + 1, dtype=torch.float64, device="cpu") - still
+    far = torch.tensor([torch.inf], dtype=torch.float64, device="cpu")
     lows, highs = torch.cat([-far, cuts]), torch.cat([cuts, far])
     overlap = torch.minimum(begins[:, None] + size, highs) - torch.maximum(begins[:, None], lows)
-    shares = torch.zeros(bins + 2, bins + 2, dtype=torch.float64)
+    shares = torch.zeros(bins + 2, bins + 2, dtype=torch.float64, device="cpu")
     shares[1:-1] = overlap.clamp(min=0) / size
     shares[0, 0] = shares[-1, -1] = 1.0
     return shares

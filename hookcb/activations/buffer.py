@@ -197,7 +197,7 @@ def portions(waiting: Iterable[Waiting]) -> Iterator[Portion]:
 
 def pair(edges: tuple[float, float]) -> Tensor:
     """Range as a tensor."""
-    return torch.tensor(edges, dtype=torch.float64)
+    return torch.tensor(edges, dtype=torch.float64, device="cpu")
 
 
 def floats(edges: Tensor) -> tuple[float, float]:

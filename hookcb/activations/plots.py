@@ -170,7 +170,7 @@ def share_chart(
     check_any(shares, len(x))
     n = len(shares)
     ax = ax if ax is not None else make_panels(1, 1, figsize or (8, min(1.6 + 0.2 * n, 14)))[0]
-    values = torch.tensor([list(row) for row in shares.values()])
+    values = torch.tensor([list(row) for row in shares.values()], device="cpu")
     image = draw_image(ax, values, -0.5, n - 0.5, 1.0)
     ax.set_ylim(n - 0.5, -0.5)
     width, height = (side / ax.figure.dpi for side in ax.bbox.size)

@@ -230,14 +230,16 @@ class ActivationRecords(SavedRecords):
 
         def edges(name: str) -> Tensor:
             low, high = self.layer_hist(name, phase)[1].tolist()
-            return torch.linspace(low, high, self.bins + 1, dtype=torch.float64).to(store.series(name).dtype)
+            return torch.linspace(low, high, self.bins + 1, dtype=torch.float64, device="cpu").to(
+                store.series(name).dtype
+            )
 
         return self.of_layers(layer, edges)
 
     def layer_hist(self, name: str, phase: str = "train") -> tuple[Tensor, Tensor]:
         """Elements in each bin, `(n_records, bins + 2)`, NaN if the layer was not called; and their range."""
         of_bins = self.store_of(phase).series(name)[:, len(self.columns) :]
-        first = torch.tensor(self.buffer.range_of(phase, name), dtype=torch.float64)
+        first = torch.tensor(self.buffer.range_of(phase, name), dtype=torch.float64, device="cpu")
         return join(of_bins[:, :-1], of_bins[:, -1], first)
 
     def color_dim(
@@ -369,8 +371,10 @@ class ActivationRecords(SavedRecords):
 
     def range_at(self, name: str, level: float) -> tuple[float, float]:
         """Range of a layer's histogram in a training record, from its level."""
-        first = torch.tensor([self.buffer.range_of("train", name)], dtype=torch.float64)
-        low, high = at_level(first, torch.tensor([level], dtype=torch.float64), self.bins)[0].tolist()
+        first = torch.tensor([self.buffer.range_of("train", name)], dtype=torch.float64, device="cpu")
+        low, high = at_level(first, torch.tensor([level], dtype=torch.float64, device="cpu"), self.bins)[
+            0
+        ].tolist()
         return low, high
 
     def _three(self, name: str) -> Any:

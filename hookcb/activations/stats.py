@@ -229,8 +229,8 @@ def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
 def together(known: Sequence[Known], dtype: torch.dtype) -> Tensor:
     """`moments` of R outputs, `(R, 6)`."""
     if all(isinstance(x, tuple) for x in known):
-        return torch.tensor(known, dtype=dtype)
-    rows = [torch.tensor([x], dtype=dtype) if isinstance(x, tuple) else x for x in known]
+        return torch.tensor(known, dtype=dtype, device="cpu")
+    rows = [torch.tensor([x], dtype=dtype, device="cpu") if isinstance(x, tuple) else x for x in known]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -249,7 +249,8 @@ def _in_parts(rows: Tensor) -> Parts:
         x[None, len(whole) * ROW :],
     ]  # few at a time, as widening copies them
     pieces = [piece for piece in pieces if piece.numel()]
-    n = torch.cat([torch.full((len(piece),), float(piece.shape[1])).double() for piece in pieces])
+    sizes = [float(piece.shape[1]) for piece in pieces for _ in range(piece.shape[0])]
+    n = torch.tensor(sizes, dtype=torch.float64, device="cpu")
     mean, spread, low, high, nonfinite = map(torch.cat, zip(*map(_in_rows, pieces), strict=True))
     center = (n / len(x) * mean).sum()
     spread = scaled_norm(torch.cat([spread, n.sqrt() * (mean - center)]), 0)
@@ -279,7 +280,8 @@ def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int
         `(R, bins + 2)`: first the number below `low`, last the number above `high`. NaN is not counted.
     """
     wide = widest(rows.device)
-    low, high = torch.as_tensor(low, dtype=wide), torch.as_tensor(high, dtype=wide)
+    ends = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=wide, device="cpu") for x in (low, high)]
+    low, high = (x.to(wide) for x in ends)
     position = rows.mul(0.5).sub_(low / 2)  # half, as the difference of the largest floats overflows
     position.mul_(bins / (high / 2 - low / 2)).clamp_(-1, bins - 1).floor_()
     position.add_(rows.clone().gt_(high))  # by the edge itself, as products are rounded

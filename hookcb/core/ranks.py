@@ -111,7 +111,7 @@ class Ranks:
     def _reduced(self, values: Sequence[float], op: Any) -> list[float]:
         if self._control is None or not values:
             return list(values)
-        x = torch.tensor(values, dtype=torch.float64)
+        x = torch.tensor(values, dtype=torch.float64, device="cpu")
         self.wait(self.start(x, op))
         return list(x.tolist())
 
@@ -191,7 +191,7 @@ class Ranks:
             return [item]
         data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         sizes = [int(n) for n in self.sum([len(data) * (rank == self.rank) for rank in range(self.world)])]
-        parts = torch.zeros(sum(sizes), dtype=torch.uint8)
+        parts = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
         begin = sum(sizes[: self.rank])
         parts[begin : begin + len(data)] = data
         self.wait(self.start(parts))
@@ -202,7 +202,7 @@ class Ranks:
         if self._control is None:
             return make()
         data = bytearray(pickle.dumps(make())) if self.is_main else bytearray()
-        part = torch.zeros(int(self.sum([len(data)])[0]), dtype=torch.uint8)
+        part = torch.zeros(int(self.sum([len(data)])[0]), dtype=torch.uint8, device="cpu")
         if self.is_main:
             part[:] = torch.frombuffer(data, dtype=torch.uint8)
         self.wait(self.start(part))

@@ -117,9 +117,11 @@ class Votes:
         asked = {cancel.level for cancel in self._asked}
         self._raised = {cancel.level: cancel.raised_in for cancel in self._asked}
         self._asked = []
-        flags = torch.zeros(len(LEVELS) + 3)  # the last one is for the seconds of a batch
+        flags = torch.zeros(len(LEVELS) + 3, device="cpu")  # the last one is for the seconds of a batch
         if asked or self.signal or self.is_alarmed:
-            flags[:-1] = torch.tensor([*(level in asked for level in LEVELS), self.signal, self.is_alarmed])
+            flags[:-1] = torch.tensor(
+                [*(level in asked for level in LEVELS), self.signal, self.is_alarmed], device="cpu"
+            )
             self.is_alarmed = False
         return flags
 

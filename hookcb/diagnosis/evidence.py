@@ -90,6 +90,7 @@ class Param:
         stats: series by name of the statistic, from `GradientHealth`.
         is_optimized: whether an optimizer has it; `lr` and `weight_decay` are its group's at the end.
         is_adaptive: whether that optimizer scales gradients by their size, as Adam does.
+        maximizes: whether it ascends rather than descends.
         dead: share of the weight's units without a gradient in the latest `n_looked` measurements of
             `n_examples` examples, since step `dead_since`; NaN and None if not measured.
         never_alive: share of units that never had a gradient.
@@ -112,6 +113,7 @@ class Param:
     lr: float = math.nan
     weight_decay: float = 0.0
     is_adaptive: bool = False
+    maximizes: bool = False
     dead: float = math.nan
     n_looked: int = 0
     n_examples: int = 0
@@ -217,6 +219,7 @@ class Evidence:
             inspected batch.
         losses: loss before each step of an optimizer, by index of the optimizer.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
+        is_loss_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
         guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
             MSE; NaN if unknown.
         constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
@@ -272,6 +275,7 @@ class Evidence:
     stuck: Series = field(default_factory=Series)
     losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
+    is_loss_of_others: bool = False
     guess: float = math.nan
     constant: float = math.nan
     perfect: float = 0.0

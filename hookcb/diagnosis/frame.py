@@ -82,6 +82,7 @@ class Frame:
                 param.lr = rate if isinstance(rate, float) else largest_lr(opt)
                 param.weight_decay = float(group.get("weight_decay", 0.0))
                 param.is_adaptive = is_adaptive(opt)
+                param.maximizes = bool(group.get("maximize", False))
             frame.params[name] = param
         return frame
 

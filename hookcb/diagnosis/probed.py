@@ -30,9 +30,12 @@ def probed_evidence(probes: Probes, frame: Frame) -> Evidence:
     evidence.loss, evidence.lr = probes.curves.loss.series(), probes.curves.lr.series()
     places = {key: i for i, key in enumerate(probes.optimizers)}
     evidence.losses = {places[key]: curve.series() for key, curve in probes.curves.losses.items()}
-    if len(evidence.loss):
+    if any(p.maximizes for p in evidence.params.values()):
+        evidence.missing["loss"] = "the optimizer maximizes the loss"
+    elif len(evidence.loss):
         evidence.sources.add("loss")
     evidence.loss_kind = probes.graph.sure_kind if probes.graph else ""
+    evidence.is_loss_of_others = probes.is_loss_of_others
     evidence.guess = probes.guess
     evidence.penalty, evidence.stuck = probes.penalty.series(), probes.stuck.series()
     probes.guarded(_add_losses_of_targets, probes, evidence)
@@ -148,8 +151,8 @@ def _add_sources(probes: Probes, evidence: Evidence) -> None:
         evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
     if not probes.is_external:
         evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
-    elif probes.backwards == {1}:
-        evidence.absent["accumulation"] = "each step has one backward"
+    elif probes.added.counts == {1}:
+        evidence.absent["accumulation"] = "each step has the gradients of one backward"
     elif any(map(is_adaptive, probes.optimizers.values())):
         evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
     evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"

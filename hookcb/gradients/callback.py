@@ -118,6 +118,7 @@ class GradientHealth(Callback):
         self._watch: StepWatch | None = None
         self._outputs: OutputHooks | None = None
         self._capture: StepCapture | None = None  # of the step in progress, if it is recorded
+        self._is_by_hand = False  # whether it was taken as one without an optimizer
         self._is_idle = False  # whether nothing is done at the step in progress but to count it
         self._plain_opt: Optimizer | None = None  # one whose steps are made unless a callback cancels them
         self._is_outdated = False  # whether to look for the parameters again before the next step
@@ -242,28 +243,36 @@ class GradientHealth(Callback):
 
     def _begin_step(self, reader: GradientReader, watch: StepWatch, is_recorded: bool) -> None:
         """Captures whole gradients before clipping, if the step is recorded."""
-        opt, scaler = self.opt, self.learn.scaler
+        opt = self.opt
         if watch.begin(opt) or self._is_outdated or self._is_gathered:
             self._is_outdated = False
             self._refresh(opt)
         if self._is_gathered:
             self._is_gathered = False
             self._note_shards(reader, self.learn.ranks)
-        self._capture = None
-        if is_recorded:
-            lr, scale = detached_scalar(opt.param_groups[-1]["lr"]), scale_of(scaler, self.learn.model)
-            grad_scale = 1.0 if is_unscaled(scaler, opt) else scale
-            # set by a GradScaler of the user for a fused optimizer
-            if scaler is None and isinstance(given := getattr(opt, "grad_scale", None), Tensor):
-                grad_scale = scale = detached_scalar(given)
-            is_detailed = self.records.n_added % self.detail_every == 0
-            self._capture = reader.before_step(grad_scale, lr, scale, is_detailed=is_detailed)
+        self._capture = self._captured(reader, opt) if is_recorded else None
+        self._is_by_hand = False
         if isinstance(opt, StepByHand):  # its gradients may be cleared when the step ends
-            watch.make()
+            watch.make_by_hand()
+            self._is_by_hand = True
+
+    def _captured(self, reader: GradientReader, opt: Optimizer) -> StepCapture:
+        scaler = self.learn.scaler
+        lr, scale = detached_scalar(opt.param_groups[-1]["lr"]), scale_of(scaler, self.learn.model)
+        grad_scale = 1.0 if is_unscaled(scaler, opt) else scale
+        # set by a GradScaler of the user for a fused optimizer
+        if scaler is None and isinstance(given := getattr(opt, "grad_scale", None), Tensor):
+            grad_scale = scale = detached_scalar(given)
+        is_detailed = self.records.n_added % self.detail_every == 0
+        return reader.before_step(grad_scale, lr, scale, is_detailed=is_detailed)
 
     def _at_step(self) -> None:
         """The optimizer begins its step."""
-        if self._capture is not None and self._reader is not None:
+        if self._capture is None or self._reader is None:
+            return
+        if self._is_by_hand:  # weights were only moved, and maybe moved back, before an optimizer's step
+            self._is_by_hand, self._capture = False, self._captured(self._reader, self.opt)
+        else:
             self._reader.at_step(self._capture)
 
     def _end_step(self, is_cancelled: bool, has_scaler: bool = False) -> None:

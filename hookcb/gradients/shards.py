@@ -217,7 +217,7 @@ def _of_gradient(x: Tensor | None) -> tuple[list[Number], Number, Tensor]:
     """Sums over a part of a gradient, its largest finite magnitude, and norms of its rows."""
     if x is None or not x.numel():
         n = 0.0 if x is None or x.ndim < 2 else float(x.shape[0])
-        return [0.0, 0.0, 0.0, 0.0, n, n, 0.0], -math.inf, torch.zeros(int(n))
+        return [0.0, 0.0, 0.0, 0.0, n, n, 0.0], -math.inf, torch.zeros(int(n), device="cpu")
     summary = summarize_gradient(x)
     rows = summary.rows
     squares = number_of(widened(rows).square().sum())

@@ -31,7 +31,8 @@ class StepWatch:
 
     Args:
         model: the model.
-        on_step: called once for each step, after all clipping.
+        on_step: called once for each step, after all clipping; a second time if an optimizer makes the step
+            that was taken for one without.
     """
 
     def __init__(self, model: nn.Module, on_step: Callable[[], object]) -> None:
@@ -39,7 +40,7 @@ class StepWatch:
         self._ids: set[int] = set()  # of the parameters of all noted optimizers
         self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
         self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that train another model
-        self._is_open = self._is_made = False
+        self._is_open = self._is_made = self._is_by_hand = False
         self._found_inf: Tensor | None = None
         self._hook = StepHook(self._at_step)  # last, as a step in another thread may call it at once
 
@@ -59,19 +60,22 @@ class StepWatch:
 
     def begin(self, opt: Optimizer) -> bool:
         """Begins a step; True if the optimizer's parameters have changed."""
-        self._is_open, self._is_made, self._found_inf = True, False, None
+        self._is_open, self._found_inf = True, None
+        self._is_made = self._is_by_hand = False
         return self.note(opt)
 
     def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_open and in_loop_thread(self._thread) and self._is_ours(opt) and not self._is_made:
+        is_due = self._is_open and (self._is_by_hand or not self._is_made)
+        if is_due and in_loop_thread(self._thread) and self._is_ours(opt):
             # a fused optimizer reads from what the scaler has set whether to make the step
             found_inf = getattr(opt, "found_inf", None)
             self._found_inf = found_inf.clone() if isinstance(found_inf, Tensor) else None
-            self.make()
+            self._is_made, self._is_by_hand = True, False
+            self._on_step()
 
-    def make(self) -> None:
-        """Notes that the step is made now, with the current gradients."""
-        self._is_made = True
+    def make_by_hand(self) -> None:
+        """Notes that the step is made with the current gradients, unless an optimizer begins it later."""
+        self._is_made = self._is_by_hand = True
         self._on_step()
 
     def _is_ours(self, opt: Optimizer) -> bool:

@@ -122,9 +122,9 @@ def sample_inputs(
             )
     generator = torch.Generator().manual_seed(0)
     return [
-        (torch.rand(tuple(shape), generator=generator) * 2 - 1).to(dtype)
+        (torch.rand(tuple(shape), generator=generator, device="cpu") * 2 - 1).to(dtype)
         if dtype.is_floating_point or dtype.is_complex
-        else torch.zeros(tuple(shape), dtype=dtype)
+        else torch.zeros(tuple(shape), dtype=dtype, device="cpu")
         for shape, dtype in zip(shapes, types, strict=True)
     ]
 
@@ -141,7 +141,7 @@ def _random_input(m: nn.Module, size: tuple[int, ...]) -> Tensor:
             shape = (1, n)
         else:
             continue
-        x = torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        x = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
         return x.to(weight.device, weight.dtype)
     raise ValueError(
         f"no layer of {type(m).__name__} has in_channels or in_features, which give the shape of its input; "

@@ -203,7 +203,7 @@ class StatStore:
 
     @torch.inference_mode(False)  # else it could be written in inference mode only
     def _empty(self, n: int) -> Tensor:
-        return torch.full((n, len(self.columns)), float("nan"), dtype=torch.float32)
+        return torch.full((n, len(self.columns)), float("nan"), dtype=torch.float32, device="cpu")
 
 
 class _Transfer:
@@ -220,7 +220,7 @@ class _Transfer:
         stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(values.device))
         with torch.cuda.stream(stream):
-            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
             self.host.copy_(values, non_blocking=True)
             self.event = stream.record_event()
         values.record_stream(stream)

@@ -67,7 +67,9 @@ class Figure:
             return self.ratio, self.ratio
         generator = torch.Generator().manual_seed(0)
         first, last = (_resampled(x, self.center, generator) for x in (self.samples[0], self.samples[-1]))
-        low, high = torch.quantile(last / first, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        low, high = torch.quantile(
+            last / first, torch.tensor([0.025, 0.975], dtype=torch.float64, device="cpu")
+        ).tolist()
         return low, high
 
     @property
@@ -333,10 +335,10 @@ def _last(series: Series | None) -> float | None:
 
 def _resampled(values: Sequence[float], center: str, generator: torch.Generator) -> torch.Tensor:
     """The center of samples drawn in blocks, `(N_RESAMPLED,)`."""
-    x, n = torch.tensor(values, dtype=torch.float64), len(values)
+    x, n = torch.tensor(values, dtype=torch.float64, device="cpu"), len(values)
     length = max(1, round(math.sqrt(n)))
-    starts = torch.randint(n - length + 1, (N_RESAMPLED, -(-n // length)), generator=generator)
-    places = (starts[:, :, None] + torch.arange(length)).flatten(1)[:, :n]
+    starts = torch.randint(n - length + 1, (N_RESAMPLED, -(-n // length)), generator=generator, device="cpu")
+    places = (starts[:, :, None] + torch.arange(length, device="cpu")).flatten(1)[:, :n]
     drawn = x[places]
     return drawn.mean(1) if center == "mean" else drawn.median(1).values
 

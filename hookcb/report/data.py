@@ -323,7 +323,7 @@ def envelope(series: Series, most: int) -> Series:
 
 def _rounded(values: Sequence[float], bits: int) -> bytes:
     """Values as float32 with so many bits in the mantissa; none becomes infinite by it."""
-    wide = torch.tensor(values, dtype=torch.float64)
+    wide = torch.tensor(values, dtype=torch.float64, device="cpu")
     limit = torch.finfo(torch.float32).max
     x = wide.where(wide.isinf(), wide.clamp(-limit, limit)).float()
     drop = MANTISSA - bits

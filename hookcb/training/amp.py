@@ -52,7 +52,7 @@ class MixedPrecision(Callback):
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype must be torch.bfloat16, torch.float16, 'bf16' or 'fp16', got {dtype!r}")
         _check_options(self.dtype, scaler_options)
-        self._options, self._skipped = scaler_options, torch.zeros((), dtype=torch.int64)
+        self._options, self._skipped = scaler_options, torch.zeros((), dtype=torch.int64, device="cpu")
         self._owns = False  # whether learn.scaler was set here
         self._unscaled = False  # whether the gradients left by a cancelled step are unscaled
 

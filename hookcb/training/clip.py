@@ -91,7 +91,7 @@ class GradientClip(Callback):
         params = [p for p in self.model.parameters() if p.requires_grad]
         grads = [p.grad for p in params if p.grad is not None]
         if not grads:
-            self._last = [torch.zeros(())] * (1 if self.value is None else 2)
+            self._last = [torch.zeros((), device="cpu")] * (1 if self.value is None else 2)
         elif self.value is None:
             self._last = [_clip_norm(params, self.max_norm or 1.0, self.norm_type)]
         else:
@@ -111,7 +111,7 @@ class GradientClip(Callback):
         self._steps()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": torch.tensor(self._steps(), dtype=torch.float64).reshape(-1, 2)}
+        return {"steps": torch.tensor(self._steps(), dtype=torch.float64, device="cpu").reshape(-1, 2)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._read, self._waiting = state["steps"].tolist(), []

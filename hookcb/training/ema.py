@@ -219,7 +219,7 @@ class _Shards:
 
     def __init__(self, model: nn.Module, average: Callable[..., None]) -> None:
         self.averages = {name: x.clone() for name, x in _named(model).items()}
-        self.n_averaged = torch.zeros((), dtype=torch.long)
+        self.n_averaged = torch.zeros((), dtype=torch.long, device="cpu")
         self._average = average
 
     def whole(self, model: nn.Module) -> dict[str, Tensor]:

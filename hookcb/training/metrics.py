@@ -55,7 +55,9 @@ class Mean:
                 f"metric {metric_name(self.function)!r} returned a tensor of shape {tuple(value.shape)}; "
                 "reduce it to one number, as with .mean()"
             )
-        self.values.append(value.detach() if isinstance(value, Tensor) else torch.tensor(float(value)))
+        self.values.append(
+            value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
+        )
         self.sizes.append(batch_size((*yb, pred)))
 
     def compute(self) -> float:
@@ -68,7 +70,7 @@ class Mean:
         if not self.values:
             return 0.0, 0.0
         values = torch.stack([value.reshape(()).cpu().double() for value in self.values])
-        sizes = torch.tensor(self.sizes, dtype=torch.float64)
+        sizes = torch.tensor(self.sizes, dtype=torch.float64, device="cpu")
         return float(values @ sizes), float(sizes.sum())
 
     def reset(self) -> None:

@@ -145,9 +145,9 @@ class Recorder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "losses": torch.tensor(self.losses, dtype=torch.float64),
-            "sizes": torch.tensor(self._train.sizes, dtype=torch.int64),
-            "lrs": torch.tensor(self.lrs, dtype=torch.float64),
+            "losses": torch.tensor(self.losses, dtype=torch.float64, device="cpu"),
+            "sizes": torch.tensor(self._train.sizes, dtype=torch.int64, device="cpu"),
+            "lrs": torch.tensor(self.lrs, dtype=torch.float64, device="cpu"),
             "rows": [dict(row) for row in self.rows],
             "first": self._first,
             "ends": list(self.ends),

@@ -218,3 +218,34 @@ def test_callbacks_are_given_one_by_one_or_in_lists(give):
 def test_a_string_is_no_list_of_callbacks():
     with pytest.raises(TypeError, match="'ActivationStats'"):
         watch(make_model(), None, "ActivationStats")
+
+
+def test_weights_that_are_moved_for_a_backward_and_back_are_read_as_the_optimizer_finds_them():
+    """As sharpness-aware minimization does, from the first step on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    start, ratios, drifts = model[0].weight.detach().clone(), [], []
+    with watch(model, opt, GradientHealth()) as w:
+        for _ in range(4):
+            x, y = torch.randn(16, 6), torch.randint(0, 3, (16,))
+            nn.functional.cross_entropy(model(x), y).backward()
+            moves = [0.05 * p.grad / p.grad.norm() for p in model.parameters()]
+            with torch.no_grad():
+                for p, move in zip(model.parameters(), moves, strict=True):
+                    p.add_(move)
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                for p, move in zip(model.parameters(), moves, strict=True):
+                    p.sub_(move)
+            before = model[0].weight.detach().clone()
+            opt.step()
+            opt.zero_grad()
+            after = model[0].weight.detach()
+            ratios.append(float((after - before).norm() / before.norm()))
+            drifts.append(float((after - start).norm() / start.norm()))
+    health = w.gradient_health
+    assert list(health.series("0.weight", "update_ratio")) == pytest.approx(ratios, rel=1e-3)
+    assert list(health.series("0.weight", "drift")) == pytest.approx(drifts, rel=1e-3)
+    assert list(health.step_series("lr")) == pytest.approx([0.1] * 4)

@@ -233,7 +233,8 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
 
     Formula: the smallest loss. Limit: -1e-6, which leaves room for rounding. A negated loss has no minimum,
     and training makes the model as wrong as it can; `nll_loss` is negative, too, if it gets probabilities
-    rather than log-probabilities.
+    rather than log-probabilities. Not checked if the last layer before the loss is not the model's, as in a
+    GAN's generator, whose loss may be negated on purpose.
 
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2: these are negative logarithms of
     probabilities, or squares and distances.
@@ -241,6 +242,9 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     kind = evidence.loss_kind
     if kind not in NEVER_NEGATIVE or not len(evidence.loss):
         yield Skipped("the kind of the loss is not known")
+        return
+    if evidence.is_loss_of_others:
+        yield Skipped("the loss is that of another model's output")
         return
     below = [(step, x) for step, x in evidence.loss if x < BELOW_ZERO]
     if not below:

@@ -151,7 +151,7 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
 
     A branch that begins with zeros on purpose gets gradients.
     """
-    weights = [p for p in evidence.params.values() if p.is_weight and p.stats]
+    weights = [p for p in evidence.params.values() if p.is_weight and p.stats and 0 not in p.shape]
     if not any(len(p.series("norm")) >= MIN_RECORDS for p in weights):
         yield Skipped(f"no weight had a gradient in {MIN_RECORDS} inspected steps")
         return
@@ -166,8 +166,7 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
         at=first,
         when=first.series("norm"),
         value=0.0,
-        message=f"The weight of {first.layer} and its gradient are all zero, so it stays zero"
-        f"{_also(others)}.",
+        message=f"{first.name} and its gradient are all zero, so it stays zero{_also(others)}.",
         causes=("all weights were initialized with zeros",),
         next_steps=(
             "Initialize weights randomly, torch.nn.init.kaiming_normal_(layer.weight); zeros are for biases",

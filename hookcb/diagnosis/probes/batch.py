@@ -64,7 +64,7 @@ def _scale(x: Tensor) -> tuple[Tensor, Tensor]:
 def _count_nonfinite(x: Tensor) -> Tensor:
     """Number of elements that are NaN or infinite."""
     if x.is_cpu and math.isfinite(float(x.sum())):  # one pass instead of three
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     return x.isfinite().logical_not().sum()
 
 
@@ -72,7 +72,7 @@ def _differs(x: Tensor) -> Tensor:
     """Whether any sample differs from the first; NaN equals NaN."""
     first = x[:1]
     if x.is_cpu and bool((x[1] > x[0]).any()):  # the usual case; a complex number would need the rest
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     return ((x != first) & ~((x != x) & (first != first))).any()
 
 

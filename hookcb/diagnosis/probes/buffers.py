@@ -100,7 +100,7 @@ def distances(norms: Sequence[Any], ranks: Ranks) -> list[float]:
     mean = torch.cat([m.running_mean.cpu().double() for m in norms])
     var = torch.cat([m.running_var.cpu().double() for m in norms])
     log = var.clamp_min(TINY).log() / 2
-    sums = torch.tensor(ranks.sum([*mean.tolist(), *log.tolist()]), dtype=torch.float64)
+    sums = torch.tensor(ranks.sum([*mean.tolist(), *log.tolist()]), dtype=torch.float64, device="cpu")
     of_others = (sums - torch.cat([mean, log])) / (ranks.world - 1)
     mean_of_others, log_of_others = of_others.chunk(2)
     moved = (mean - mean_of_others).abs() / log_of_others.exp()

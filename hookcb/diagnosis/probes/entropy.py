@@ -31,7 +31,7 @@ class Losses(NamedTuple):
 def losses_of_bits(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     """Losses for targets between 0 and 1, of which ones may have weights; each column has its constant."""
     y = torch.cat(list(batches)).float()
-    weight = torch.ones(()) if graph.class_weights is None else graph.class_weights.float()
+    weight = y.new_ones(()) if graph.class_weights is None else graph.class_weights.float()
     if weight.ndim >= y.ndim:  # a weight for each sample
         return Losses()
     weight = weight.to(y.device)
@@ -67,7 +67,9 @@ def _losses_of_indices(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     indices = [y[(y >= 0) & (y != graph.ignored)].long().flatten() for y in batches]
     indices = [y for y in indices if y.numel()]
     n = max([graph.n_classes, *(int(y.max()) + 1 for y in indices)])
-    weights = torch.ones(n) if graph.class_weights is None else graph.class_weights.float()
+    weights = batches[0].new_ones(n, dtype=torch.float32)
+    if graph.class_weights is not None:
+        weights = graph.class_weights.float()
     if not indices or len(weights) != n:
         return Losses()
     counts = torch.stack([torch.bincount(y, minlength=n) for y in indices])  # by batch and class

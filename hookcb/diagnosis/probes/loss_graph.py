@@ -1,10 +1,10 @@
 """Reads from the autograd graph what kind of loss it is and what it is computed from."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookcb.diagnosis.probes.loss_terms import (
     HIDING,
@@ -110,6 +110,15 @@ def main_term(terms: Sequence[Term]) -> Term | None:
     """The first term of a known kind; exact ones come first."""
     known = [term for term in terms if term.kind not in ("", "penalty")]
     return next((term for term in known if term.is_exact), known[0] if known else None)
+
+
+def last_parameters(node: Any) -> Iterator[Tensor]:
+    """Parameters of the last layers before the loss."""
+    for at in nodes_near(node):
+        if node_name(at) in LAYERS:
+            for leaf in (behind_shapes(n) for n, _ in at.next_functions):
+                if isinstance(leaf := getattr(leaf, "variable", None), nn.Parameter):
+                    yield leaf
 
 
 def target_of(node: Any) -> Tensor | None:

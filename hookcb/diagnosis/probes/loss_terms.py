@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
@@ -323,10 +322,11 @@ def _number_of(node: Any, name: str) -> float | None:
     factors = (read_saved(node, "other"), read_saved(node, "self"))
     if any(x is FREED for x in factors):  # factors of a loss that is a number are numbers
         return None if input_shape(node) else math.nan
-    others = [torch.as_tensor(x).detach() for x in factors if isinstance(x, Tensor | float | int)]
-    if any(x.numel() != 1 for x in others):
+    others = [x for x in factors if isinstance(x, Tensor | float | int)]
+    if any(isinstance(x, Tensor) and x.numel() != 1 for x in others):
         return None
-    number = float(others[0]) if others and others[0].is_cpu else math.nan
+    is_known = bool(others) and not (isinstance(others[0], Tensor) and not others[0].is_cpu)
+    number = float(others[0]) if is_known else math.nan
     return number if name == "Mul" else 1 / number if number else math.nan
 
 

@@ -13,6 +13,7 @@ from hookcb.core.restore import preserve_modes
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.batch import nonfinite_input
 from hookcb.hooks.modules import named_modules
+from hookcb.nans.nonfinite import tensors_in
 from hookcb.nans.replay import Autocast, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
@@ -77,8 +78,7 @@ def find_origin(
 
 
 def _n_bad(xb: Any) -> int:
-    inputs = [x for _, x in parts(xb) if isinstance(x, Tensor) and x.is_floating_point()]
-    return sum(int(x.isfinite().logical_not().sum()) for x in inputs)
+    return sum(int(x.isfinite().logical_not().sum()) for _, x in tensors_in(xb))
 
 
 def _nonfinite_layers(model: nn.Module) -> list[str]:
@@ -86,7 +86,7 @@ def _nonfinite_layers(model: nn.Module) -> list[str]:
     return [
         name
         for name, m in named_modules(model).items()
-        if any(not bool(p.detach().isfinite().all()) for p in m.parameters(recurse=False))
+        if any(not bool(x.isfinite().all()) for _, x in tensors_in(list(m.parameters(recurse=False))))
     ]
 
 

@@ -92,7 +92,7 @@ def _follow_from_inputs(learn: Any, losses: list[float]) -> bool | None:
         return None
     falls = []
     for _ in range(N_ORDERS):
-        learn.yb = (y[torch.randperm(len(y)).to(y.device)],)
+        learn.yb = (y[torch.randperm(len(y), device="cpu").to(y.device)],)
         falls.append(_fall(_train(learn, N_STEPS)))
     return _fall(losses[: N_STEPS + 1]) >= statistics.fmean(falls) + FASTER * statistics.stdev(falls)
 

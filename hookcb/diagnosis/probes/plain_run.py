@@ -56,4 +56,4 @@ def _number_of(x: Tensor) -> Tensor | None:
 
 
 def _some_number(x: Tensor | None) -> Tensor:
-    return torch.empty(0) if x is None else x
+    return torch.empty(0, device="cpu") if x is None else x

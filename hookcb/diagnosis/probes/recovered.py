@@ -77,4 +77,4 @@ def _classes(x: Tensor, g: Tensor, dim: int, is_log: bool) -> tuple[Tensor, Tens
     logs = x if is_log else x.log_softmax(-1)
     counts = (g != 0).any(-1)
     own = -logs.gather(-1, y[..., None])[..., 0]
-    return y.where(counts, torch.tensor(-100)), own[counts].mean()
+    return y.where(counts, -100), own[counts].mean()

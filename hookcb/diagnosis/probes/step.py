@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookcb.core.torch_private import version_of
 from hookcb.diagnosis.evidence import Observation
 from hookcb.gradients.stats import sketch_copy
 from hookcb.hooks.params import named_params
@@ -208,11 +209,53 @@ def _largest(dense: list[Tensor]) -> Tensor | float:
     return float(largest) if largest.is_cpu else largest
 
 
+class AddedBackwards:
+    """Counts the backwards whose gradients each step adds up.
+
+    It follows one small gradient. One that is gone, or zero on a CPU, before a later backward was cleared, so
+    that what came before does not count; if it was changed otherwise, the number is unknown.
+
+    Attributes:
+        counts: numbers in all steps, 0 if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.counts: set[int] = set()
+        self._n, self._is_known = 0, True  # since the last step
+        self._mark: tuple[int, int] | None = None  # of the gradient when the last backward had ended
+
+    def before_backward(self, param: nn.Parameter | None) -> None:
+        """Checks whether the gradient is as the backward before has left it."""
+        if param is None or self._mark is None:
+            return
+        if not _is_there(param.grad):
+            self._n, self._is_known = 0, True
+        elif _mark_of(param.grad) != self._mark:
+            self._is_known = False
+
+    def after_backward(self, param: nn.Parameter | None) -> None:
+        """Counts a backward."""
+        self._n += 1
+        self._mark = None if param is None else _mark_of(param.grad)
+
+    def end_step(self) -> None:
+        """Ends the count."""
+        self.counts.add(self._n if self._is_known else 0)
+        self._n, self._is_known, self._mark = 0, True, None
+
+
+def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
+    """Changes when the gradient is written to or replaced; None for no gradient, or a sparse one."""
+    if grad is None or grad.layout is not torch.strided:
+        return None
+    return grad.data_ptr(), version_of(grad)
+
+
 def observe_accumulation(n_backward: set[int], scale: float) -> Iterator[Observation]:
     """Losses of several batches that are summed to one step, not averaged.
 
     Args:
-        n_backward: numbers of backwards before the steps of the only optimizer.
+        n_backward: numbers of backwards that the steps of the only optimizer add up.
         scale: factor of the mean over samples in what backward is called on, NaN if unknown.
     """
     n = min(n_backward, default=0)

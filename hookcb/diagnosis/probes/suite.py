@@ -38,7 +38,7 @@ from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, st
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss, target_of
+from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
@@ -51,7 +51,13 @@ from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.samples import BatchHashes, RandomStates
-from hookcb.diagnosis.probes.step import ClearedGradients, LostUpdates, StaleGradients, observe_accumulation
+from hookcb.diagnosis.probes.step import (
+    AddedBackwards,
+    ClearedGradients,
+    LostUpdates,
+    StaleGradients,
+    observe_accumulation,
+)
 from hookcb.diagnosis.probes.targets import Targets, compares_output
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import ModelGoneError, device_of
@@ -98,7 +104,7 @@ class Probes:
         self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
-        self.cleared = ClearedGradients()
+        self.cleared, self.added = ClearedGradients(), AddedBackwards()
         self.curves = BatchCurves()
         self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
         self.layer_times = LayerTimes(loop.model, lambda: loop.in_loop_thread)
@@ -108,6 +114,7 @@ class Probes:
         self.tables = AddedTables()
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
+        self.is_loss_of_others = False  # see `Evidence`
         self.guess, self.targets = math.nan, Targets()
         self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
@@ -277,6 +284,8 @@ class Probes:
 
     def _read_graph(self, loop: Any, node: Any, yb: Any) -> None:
         self.graph = read_loss(node)
+        own = {id(p) for p in loop.model.parameters()}
+        self.is_loss_of_others = any(id(p) not in own for p in last_parameters(node))
         self.guess = guess_of(self.graph, loop.pred, yb)
         if self.graph.hidden_by == COMPILED:
             batch = ExternalBatch(loop) if self.is_external else loop
@@ -308,6 +317,8 @@ class Probes:
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Ends the time of the forward, and reads the gradients that are left from earlier steps."""
         self.layer_times.end_forward()
+        if self.is_external:
+            self.added.before_backward(self.first_param)
         if self.n_steps < N_DENSE:
             self.stale.before_backward()
 
@@ -320,6 +331,8 @@ class Probes:
         self.under_way = looking
         if self.first_param is None:
             self.first_param = self._find_first_param(loop.model)
+        if self.is_external:
+            self.added.after_backward(self.first_param)
         if self.n_steps < N_DENSE:
             self.cleared.after_backward(self.first_param)
         if self.has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
@@ -374,6 +387,7 @@ class Probes:
             has_few = self.dead.n_examples < MAX_EXAMPLES
             self.is_dense = self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and has_few)
         if self.is_external:
+            self.added.end_step()
             self.backwards.add(self.n_backward - self._n_before)
             self._n_before = self.n_backward
         self.observed.add("steps")
@@ -454,7 +468,7 @@ class Probes:
         is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
         if not (is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
             self.observed.add("divisor of the loss")
-            self._observe(observe_accumulation, self.backwards, scale)
+            self._observe(observe_accumulation, self.added.counts, scale)
 
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""

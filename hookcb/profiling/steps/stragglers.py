@@ -106,7 +106,7 @@ class RankTimes(Printed):
         self.n_blocks = self.n_steps = 0
         self.n_slowest = [0] * len(self.hosts)
         self.latest = deque[tuple[int, list[float]]](maxlen=MAX_LATEST)
-        self._sums = torch.zeros(len(self.hosts), len(STEP_PHASES), dtype=torch.float64)
+        self._sums = torch.zeros(len(self.hosts), len(STEP_PHASES), dtype=torch.float64, device="cpu")
         self._whole = 0.0  # seconds of all steps, of a mean rank
 
     @property
@@ -260,8 +260,8 @@ class RankGather:
         self._pending = None
 
     def _start(self) -> None:
-        table = torch.zeros(self._ranks.world, len(self._sums), dtype=torch.float64)
-        table[self._ranks.rank] = torch.tensor(self._sums, dtype=torch.float64)
+        table = torch.zeros(self._ranks.world, len(self._sums), dtype=torch.float64, device="cpu")
+        table[self._ranks.rank] = torch.tensor(self._sums, dtype=torch.float64, device="cpu")
         self._sums, self._n_batches = [0.0] * len(self._sums), 0
         self._pending = self._ranks.start(table), table  # the maxima: the others have zeros there
 

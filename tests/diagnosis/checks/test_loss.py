@@ -4,7 +4,10 @@ import math
 import random
 
 import pytest
+import torch
+from torch import nn
 
+from hookcb import Diagnose, watch
 from hookcb.diagnosis.checks.loss import (
     diverging_loss,
     first_loss,
@@ -249,3 +252,36 @@ def test_noise_one_jump_and_the_beginning_are_no_spikes(at):
 
 def test_thirty_two_batches_are_too_few_for_spikes():
     assert isinstance(only(loss_spikes, evidence([1.0] * 31 + [9.0])), Skipped)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_loss_that_an_optimizer_maximizes_is_not_judged(sign):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for _ in range(60):
+            x = torch.randn(32, 6)
+            (sign * nn.functional.cross_entropy(model(x), (x[:, 0] > 0).long())).backward()
+            opt.step()
+            opt.zero_grad()
+    verdict = w.diagnose()
+    assert not [x for x in verdict.findings if x.code.startswith("loss.")]
+    assert "the optimizer maximizes the loss" in str(verdict)
+
+
+@pytest.mark.parametrize("by_another", [True, False])
+def test_a_negated_loss_is_a_fault_unless_it_judges_another_models_output(by_another):
+    """As the loss of the generator in the minimax game of the first GANs."""
+    torch.manual_seed(0)
+    model, judge = nn.Linear(4, 2), nn.Linear(2, 1)
+    whole = model if by_another else nn.Sequential(model, judge)
+    opt = torch.optim.Adam(whole.parameters(), lr=2e-3)
+    bce = nn.functional.binary_cross_entropy_with_logits
+    with watch(whole, opt, Diagnose("ignore", show=False)) as w:
+        for _ in range(60):
+            z = torch.randn(64, 4)
+            (-bce(judge(model(z)) if by_another else whole(z), torch.zeros(64, 1))).backward()
+            opt.step()
+            opt.zero_grad()
+    assert ("loss.unbounded" in [x.code for x in w.diagnose().findings]) != by_another

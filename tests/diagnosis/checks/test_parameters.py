@@ -156,3 +156,27 @@ def test_parameters_that_an_optimizer_outside_the_watch_updates_are_fine():
     model = two_layers()
     opts = sgd(model[0]), sgd(model[2])
     assert watched(model, opts, opts[0]).status == "healthy"
+
+
+class WithExtra(nn.Module):
+    """A net with a layer for further features, of which there are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(6, 8), nn.Linear(1, 8), nn.Linear(8, 3)
+        self.extra.weight = nn.Parameter(torch.zeros(8, 0))
+
+    def forward(self, x):
+        return self.last((self.first(x) + self.extra(x[:, :0])).tanh())
+
+
+def test_a_parameter_without_elements_is_no_layer_of_zeros():
+    torch.manual_seed(0)
+    model = WithExtra()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for _ in range(30):
+            nn.functional.cross_entropy(model(torch.randn(32, 6)), torch.randint(3, (32,))).backward()
+            opt.step()
+            opt.zero_grad()
+    assert "init.zero" not in [x.code for x in w.diagnose().findings]

@@ -67,3 +67,24 @@ def test_in_a_loop_that_is_watched_modes_are_as_before(mode):
             optimizer.zero_grad()
     assert [m.training for m in model] == [True, True, mode, True]
     assert w.diagnose().primary.layer == "1"
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_frozen_weights_of_one_byte_do_not_hide_a_nan(kind):
+    """As quantized weights with trained adapters beside them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    base = torch.randn(8, 8).to(kind)
+    model.base = nn.Parameter(base, requires_grad=False)
+    model[0].register_forward_hook(lambda m, args, out: out + model.base.float().mean())
+    opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for i, (x, y) in enumerate(data(12)):
+            loss = nn.functional.mse_loss(model(x), y) * (float("nan") if i == 8 else 1)
+            loss.backward()
+            if i != 8:
+                opt.step()
+            opt.zero_grad()
+    verdict = w.diagnose()
+    assert [x.code for x in verdict.findings if x.severity == "error"] == ["nonfinite.first"]
+    assert "failed" not in str(verdict)

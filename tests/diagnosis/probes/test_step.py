@@ -312,6 +312,27 @@ def test_a_varying_number_of_backwards_gets_no_note(n_backward):
     assert list(observe_accumulation(n_backward, 1.0)) == []
 
 
+@pytest.mark.parametrize("change", ["none", "zero", "scale", "other"])
+def test_gradients_that_do_not_add_up_are_not_said_to_be_summed(change):
+    """As in sharpness-aware minimization, and in gradient surgery."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for i in range(60):
+            nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.randint(3, (16,))).backward()
+            if i % 2:
+                opt.step()
+            if i % 2 or change in ("none", "zero"):
+                opt.zero_grad(set_to_none=change != "zero")
+            elif change == "scale":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            else:
+                for p in model.parameters():
+                    p.grad = p.grad / 2
+    assert not [x for x in w.diagnose().findings if x.code == "accum.divisor"]
+
+
 # ---- cleared gradients
 
 
