@@ -110,12 +110,14 @@ class TimeSplit:
 
     def begin(self) -> None:
         """Begins a fetch; the first one of an epoch also starts the loader."""
-        self._before_fetch = self.phase
-        self._fetch_began = self._switch(EPOCH if self.phase == EPOCH else DATA)
+        self._before_fetch = phase = self.phase
+        self._fetch_began = self._switch(phase if phase in (EPOCH, VALIDATION) else DATA)
 
     def end(self) -> None:
-        """Ends a fetch."""
-        self._fetched += self._switch(self._before_fetch) - self._fetch_began
+        """Ends a fetch; one of a validation is not one that the training waits for."""
+        now = self._switch(self._before_fetch)
+        if self._before_fetch != VALIDATION:
+            self._fetched += now - self._fetch_began
 
     def take_fetched(self) -> float:
         """Returns the seconds in fetches since the last call, and sets them to 0."""

@@ -182,6 +182,7 @@ class Spent:
         lines: seconds by line of the user's loop; a part of "loss" and "between".
         fetches: likewise, by line that fetches batches from something other than a DataLoader.
         steps: likewise, by line that calls the model, its backward or an optimizer.
+        has_lines: whether lines were sampled.
     """
 
     n: int = 0
@@ -190,6 +191,7 @@ class Spent:
     lines: dict[str, float] = field(default_factory=dict)
     fetches: dict[str, float] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
+    has_lines: bool = False
 
     @property
     def whole(self) -> float:
@@ -220,6 +222,7 @@ class Evidence:
         losses: loss before each step of an optimizer, by index of the optimizer.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
         is_loss_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
+        n_in_loss: number of operations from the model's output to the loss, 0 if unknown.
         guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
             MSE; NaN if unknown.
         constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
@@ -276,6 +279,7 @@ class Evidence:
     losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
     is_loss_of_others: bool = False
+    n_in_loss: int = 0
     guess: float = math.nan
     constant: float = math.nan
     perfect: float = 0.0

@@ -35,7 +35,7 @@ def probed_evidence(probes: Probes, frame: Frame) -> Evidence:
     elif len(evidence.loss):
         evidence.sources.add("loss")
     evidence.loss_kind = probes.graph.sure_kind if probes.graph else ""
-    evidence.is_loss_of_others = probes.is_loss_of_others
+    evidence.is_loss_of_others, evidence.n_in_loss = probes.is_loss_of_others, probes.n_in_loss
     evidence.guess = probes.guess
     evidence.penalty, evidence.stuck = probes.penalty.series(), probes.stuck.series()
     probes.guarded(_add_losses_of_targets, probes, evidence)

@@ -666,3 +666,19 @@ def test_moments_that_are_merged_later_are_in_float64(n, dtype):
         assert values[1].item() == pytest.approx(
             exact.std().item(), rel=1e-5 if n > 65_536 else 1e-11, nan_ok=True
         )
+
+
+@pytest.mark.parametrize("ratio", [0, 2, 5, 8, 15, 40, 1e4])
+@pytest.mark.parametrize("n", [1_000, 8_192, 8_193, 65_536, 131_072, 1_000_000])
+@pytest.mark.parametrize("kind", ["two values", "tiles", "normal"])
+def test_the_std_of_few_distinct_values_is_exact_too(kind, n, ratio):
+    """Their squares are rounded alike, so that errors add up rather than cancel."""
+    generator = torch.Generator().manual_seed(0)
+    distinct = {"two values": torch.tensor([1.0, -1.0]), "tiles": torch.randn(8, generator=generator)}
+    values = distinct.get(kind, torch.randn(n, generator=generator))
+    x = values.repeat(-(-n // len(values)))[:n]
+    x = (x + ratio * x.std()) * 0.3
+    elements, known = take(x, "auto")
+    found = summarize(elements.reshape(1, -1), () if known is None else (known,), 0.05)[0]
+    assert found[0] == pytest.approx(x.double().mean().item(), rel=1e-6, abs=1e-6)
+    assert found[1] == pytest.approx(x.double().std().item(), rel=4e-4)

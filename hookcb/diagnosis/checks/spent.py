@@ -12,6 +12,8 @@ from hookcb.diagnosis.trends import median, ratio
 
 MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
 MAX_OWN = 0.6  # share of the optimizer or the loss; a third is usual for Adam on small batches
+# operations of a loss that is a Python loop, and share that it may take, as its backward takes twice as much
+MANY_OPERATIONS, MAX_LOSS = 100, 0.2
 MIN_LAYER, MAX_EXCESS = 0.4, 10.0  # share of the forward, and multiple of its share of the work
 SEQUENTIAL = ("RNN", "LSTM", "GRU")
 MAX_GARBAGE = 0.15  # share; automatic collections usually take 0.01
@@ -41,7 +43,8 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     Formula: mean seconds a batch in a callback, in validation, in a line of the loop or between epochs / mean
     seconds of a batch, without the first five batches, those that are inspected closely, and the two that
     take longest, unless a third one of 0.1 s or more takes half as long. Limit: 0.3, and 1 ms; 0.6 for the
-    optimizer's step, the loss, lines that call the model and backwards that are written in Python. Of forward
+    optimizer's step, the loss, lines that call the model and backwards that are written in Python; 0.2 for a
+    loss of 100 operations or more, which its backward undoes one by one. Of forward
     hooks and of such backwards it is the least of 3 to 6 batches. A line that makes a whole step does not
     count.
     It is a note, as the work may be wanted. Lines of a loop that hookcb does not run are sampled if a fifth
@@ -60,17 +63,21 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     places += [(hook, min(seconds, forward), MAX_OTHER) for hook, seconds in evidence.hook_seconds.items()]
     places += [(name, min(seconds, backward), MAX_OWN) for name, seconds in evidence.backward_seconds.items()]
     aside = {phase: spent.phases.get(phase, 0.0) for phase in NAMES}
-    if spent.phases.get(DATA):  # fetches of a loader are seen, so that its line only starts it
-        aside[EPOCH] += sum(spent.fetches.values())
+    if spent.phases.get(DATA):  # fetches of a loader are seen, so that its line does more than that
+        places += [(line, seconds, MAX_OTHER) for line, seconds in spent.fetches.items()]
     places += [(name, aside[phase], MAX_OTHER) for phase, name in NAMES.items()]
+    loss = f"the loss function, of {evidence.n_in_loss:,} operations"
+    if evidence.n_in_loss >= MANY_OPERATIONS:
+        places.append((loss, spent.phases.get("loss", 0.0), MAX_LOSS))
     for phase, name in OWN.items():
-        if phase == "optimizer" or not spent.steps:  # else it is in one of these lines
+        if phase == "optimizer" or not spent.has_lines:  # else it is in one of them
             places.append((name, spent.phases.get(phase, 0.0), MAX_OWN))
     slow = [(place, x, limit) for place, x, limit in places if x > limit * spent.whole and x >= MIN_OTHER]
     if not slow:
         most = max((x for _, x, limit in places if limit == MAX_OTHER), default=0.0)
         share = ratio(most, spent.whole)
-        yield Passed(f"time spent on other things than the model ({share:.0%} at most)", share, MAX_OTHER)
+        what = f"time spent outside of the model and its backward ({share:.0%} at most)"
+        yield Passed(what, share, MAX_OTHER)
     for place, seconds, limit in slow:
         share = ratio(seconds, spent.whole)
         yield finding(
@@ -81,7 +88,7 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
             limit=limit,
             message=f"{share:.0%} of the time goes to {place}: {1e3 * seconds:.1f} of "
             f"{1e3 * spent.whole:.1f} ms per batch, on average (limit {limit:.0%}).",
-            **(BACKWARD if place in evidence.backward_seconds else OTHER),
+            **(BACKWARD if place in {loss, *evidence.backward_seconds} else OTHER),
         )
 
 

@@ -25,7 +25,8 @@ def input_numbers(xb: Any) -> Tensor | None:
     """`COLUMNS` of the inputs of a batch, float32 `(4,)` on their device; None without tensors.
 
     Standard deviation and root mean square of the first float tensor that is not 0-d, NaN if there is none;
-    number of non-finite elements in all tensors; whether samples differ, NaN for a single sample.
+    number of non-finite elements in all tensors; whether samples differ, NaN for a single sample, and if all
+    that is alike are floats in one dimension, which may be the features of one.
     """
     tensors = [x.detach() for _, x in parts(xb) if isinstance(x, Tensor) and has_stats(x) and x.numel()]
     if not tensors:
@@ -41,8 +42,12 @@ def input_numbers(xb: Any) -> Tensor | None:
         n_bad = [_count_nonfinite(x).to(bad.device) for x in floats]
         bad = torch.stack(n_bad).sum().float()
     several = [x for x in tensors if x.ndim and len(x) > 1]
-    differs = [_differs(x).to(bad.device) for x in several]
-    return torch.stack([std, rms, bad, torch.stack(differs).any().float() if differs else nothing])
+    differs = nothing
+    if several:
+        any_differs = torch.stack([_differs(x).to(bad.device) for x in several]).any()
+        has_samples = any(x.ndim > 1 or not x.is_floating_point() for x in several)
+        differs = any_differs.float() if has_samples else torch.where(any_differs, 1.0, nothing)
+    return torch.stack([std, rms, bad, differs])
 
 
 def column_squares(xb: Any) -> Tensor | None:

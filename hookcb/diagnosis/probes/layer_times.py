@@ -63,8 +63,11 @@ class LayerTimes:
         """Whether layers are timed in the current batch."""
         return bool(self._hooks)
 
-    def begin_batch(self, model: nn.Module, step: int, looking: bool) -> None:
-        """Puts hooks on the modules if the batch before this one was inspected, and this one is not."""
+    def begin_batch(self, model: nn.Module, step: int, looking: bool, is_calling: bool = False) -> None:
+        """Puts hooks on the modules if the batch before this one was inspected, and this one is not.
+
+        `is_calling` tells whether the model is being called already.
+        """
         self.end_forward()
         is_due = self._is_after_look and not looking and step >= FIRST and self._n_timed < MAX_TIMED
         self._is_after_look = looking
@@ -81,6 +84,9 @@ class LayerTimes:
                 ):  # other hooks of the module act between the first two and between the last two
                     self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
         self._own = set(map(id, self._hooks))
+        if is_calling:  # hooks that begin its call come too late for this one
+            self._running.append(self._names[id(model)])
+            self._since = time.perf_counter()
 
     def _pause(self, m: nn.Module, args: Any) -> None:
         now = time.perf_counter()

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from hookcb.core.loop import Loop
 from hookcb.core.whose import is_of_user
 from hookcb.diagnosis.probes.source import source_of
@@ -36,6 +38,7 @@ BREAKS = {
 }
 KINDS = "waits", "late", "python", "earlier"  # of samples
 EVENTS = Loop._call.__code__  # below it, callbacks act
+START: Line = DataLoader.__iter__.__code__, 0  # the start of any loader, as of its workers
 
 
 class LineSamples:
@@ -138,12 +141,16 @@ class LineSamples:
 
     def _line_of(self, frame: FrameType | None) -> Line | None:
         called: Line | None = None  # by a package, in the loop
+        is_starting = False
         while frame is not None:
             code, caller = frame.f_code, frame.f_back
             if code is EVENTS:
                 return None
+            is_starting |= code.co_name == "__iter__" and not code.co_flags & inspect.CO_GENERATOR
             if code in self._loop:
                 line = code, frame.f_lineno
+                if is_starting and called is None:
+                    return START
                 return called if called is not None and line in self._on_way else line
             is_called = caller is not None and not is_of_user(caller.f_code.co_filename)
             if is_called and is_of_user(code.co_filename):
@@ -154,7 +161,8 @@ class LineSamples:
     def seconds(self) -> dict[str, float]:
         """Mean seconds in a batch by place, `train.py:41, log(loss)` or `train.py:12, on_end()`.
 
-        Empty with fewer than 40 samples. A statement of several lines is one place, that of its first line.
+        The start of a loader is a place of its own, "". Empty with fewer than 40 samples. A statement of
+        several lines is one place, that of its first line.
         """
         found = defaultdict[str, float](float)
         if self.n < MIN_SAMPLES:
@@ -205,6 +213,8 @@ def function_place(function: Any) -> str:
 def place_of(code: CodeType, line: int) -> str:
     """Text of the statement at a line, with its source; or of a function if it is 0."""
     file = Path(code.co_filename).name
+    if (code, line) == START:
+        return ""
     if not line:
         return f"{file}:{code.co_firstlineno}, {code.co_qualname}()"
     first, text = source_of(code.co_filename).statement(line)

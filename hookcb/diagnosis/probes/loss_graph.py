@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from hookcb.core.batch import parts
 from hookcb.diagnosis.probes.loss_terms import (
     HIDING,
     LAYERS,
@@ -17,6 +18,8 @@ from hookcb.diagnosis.probes.loss_terms import (
     read_terms,
 )
 
+MAX_OPERATIONS = 1_000  # that are counted
+OF_LAYERS = ("Addmm", "Linear", "Convolution")  # operations that losses do not have
 HEADS = ("Softmax", "Sigmoid", "Relu")
 
 
@@ -119,6 +122,27 @@ def last_parameters(node: Any) -> Iterator[Tensor]:
             for leaf in (behind_shapes(n) for n, _ in at.next_functions):
                 if isinstance(leaf := getattr(leaf, "variable", None), nn.Parameter):
                     yield leaf
+
+
+def n_between(node: Any, output: Any) -> int:
+    """Number of operations from a model's output to its loss.
+
+    It is 0 if the one does not lead to the other, or there are layers too, as of another call of the model or
+    of a discriminator.
+    """
+    outputs = {x.grad_fn for _, x in parts(output) if isinstance(x, Tensor) and x.grad_fn is not None}
+    waiting, seen, is_reached = [node] if node is not None else [], {None, node}, False
+    while waiting and len(seen) <= MAX_OPERATIONS:
+        now = waiting.pop()
+        if node_name(now) in OF_LAYERS or isinstance(getattr(now, "variable", None), nn.Parameter):
+            return 0
+        for behind, _ in now.next_functions:
+            if behind in outputs:
+                is_reached = True
+            elif behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+    return len(seen) - 1 if is_reached else 0
 
 
 def target_of(node: Any) -> Tensor | None:

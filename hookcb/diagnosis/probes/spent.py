@@ -74,9 +74,13 @@ class SpentTime:
             return spent  # without a look at the source of the user
         of_user = sum(mean.get(phase, 0.0) for phase in OF_USER)
         fetches, steps = self.lines.fetches, self.lines.steps
-        spent.fetches = dict.fromkeys(fetches, 0.0)
+        spent.fetches, spent.has_lines = dict.fromkeys(fetches, 0.0), True
         scale = min(1.0, of_user / (sum(seconds.values()) or 1.0))
         for name, x in seconds.items():
+            if not name:  # the start of a loader
+                spent.phases[EPOCH] = spent.phases.get(EPOCH, 0.0) + scale * x
+                spent.phases[BETWEEN] = max(0.0, spent.phases.get(BETWEEN, 0.0) - scale * x)
+                continue
             if steps == {name}:  # all of a step is in this line, so its time tells nothing
                 continue
             kind = spent.fetches if name in fetches else spent.steps if name in steps else spent.lines

@@ -38,7 +38,7 @@ from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, st
 from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, read_loss, target_of
+from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
@@ -114,7 +114,7 @@ class Probes:
         self.tables = AddedTables()
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
-        self.is_loss_of_others = False  # see `Evidence`
+        self.is_loss_of_others, self.n_in_loss = False, 0  # see `Evidence`
         self.guess, self.targets = math.nan, Targets()
         self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
@@ -180,7 +180,7 @@ class Probes:
         waited, self.ops.step = self._split.take_fetched(), loop.train_iter
         if looking or self._is_after_look:
             self.ops.tokens.begin_batch()
-            self.layer_times.begin_batch(loop.model, self.n_batches, looking)
+            self.layer_times.begin_batch(loop.model, self.n_batches, looking, loop.is_calling)
             self._is_after_look = looking
         self.curves.begin_batch(loop.train_iter, waited)
         if looking or self.is_dense or self.has_modes:
@@ -285,6 +285,7 @@ class Probes:
     def _read_graph(self, loop: Any, node: Any, yb: Any) -> None:
         self.graph = read_loss(node)
         own = {id(p) for p in loop.model.parameters()}
+        self.n_in_loss = n_between(node, loop.pred)
         self.is_loss_of_others = any(id(p) not in own for p in last_parameters(node))
         self.guess = guess_of(self.graph, loop.pred, yb)
         if self.graph.hidden_by == COMPILED:

@@ -50,6 +50,29 @@ def test_a_line_that_calls_the_model_may_take_more_than_others():
     assert codes(time_elsewhere, spent(phases=phases, steps={"a.py:1": 0.008})) == []
 
 
+def test_a_loss_of_many_operations_may_take_less_than_others():
+    phases = STEP | {"loss": 0.004}
+    evidence = spent(phases=phases)
+    assert codes(time_elsewhere, evidence) == []
+    evidence.n_in_loss = 250
+    assert codes(time_elsewhere, evidence) == ["the loss function, of 250 operations"]
+    evidence.n_in_loss = 20
+    assert codes(time_elsewhere, evidence) == []
+
+
+def test_time_before_a_backward_is_not_the_loss_if_lines_are_known():
+    """In a loop that hookcb does not run it is all that the loop does there."""
+    phases = STEP | {"loss": 0.04}
+    assert codes(time_elsewhere, spent(phases=phases)) == ["the loss function"]
+    assert codes(time_elsewhere, spent(phases=phases, has_lines=True)) == []
+
+
+def test_a_line_that_fetches_beyond_the_loader_is_named():
+    phases = STEP | {"data": 0.001, "between": 0.008}
+    assert codes(time_elsewhere, spent(phases=phases, fetches={"a.py:1": 0.008})) == ["a.py:1"]
+    assert codes(time_elsewhere, spent(fetches={"a.py:1": 0.008})) == []  # it fetches all: `time.data_bound`
+
+
 @pytest.mark.parametrize(
     "evidence",
     [

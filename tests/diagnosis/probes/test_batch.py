@@ -86,6 +86,8 @@ def test_all_that_is_not_finite_is_counted_in_all_float_tensors():
         ((torch.full((4, 2), 7),), 0.0),
         ((torch.tensor([True, False]),), 1.0),
         ((torch.ones(1, 3),), NAN),
+        ((torch.zeros(4),), NAN),  # may be the features of one sample
+        ((torch.arange(4.0),), 1.0),
         ((torch.tensor(1.0),), NAN),
         ((torch.ones(1, 3), torch.ones(2, 1)), 0.0),
     ],

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.probes.loss_graph import LossGraph, n_between, read_loss
 from hookcb.diagnosis.probes.loss_terms import node_name
 
 N, C, T = 6, 5, 3
@@ -337,3 +337,20 @@ def test_a_penalty_on_weights_leaves_the_kind_known_and_the_guess_not():
     assert (found.sure_kind, found.is_pure, found.has_penalty) == ("cross-entropy", False, True)
     assert read(loss - 0.1 * layer.weight.square().sum()).sure_kind == ""
     assert read(loss + layer(numbers(N, 4)).mean()).sure_kind == ""
+
+
+def test_operations_of_a_loss_are_counted_from_the_models_output():
+    x, y, layer = torch.randn(32, 6), torch.randint(3, (32,)), nn.Linear(6, 3)
+    out = layer(x)
+    assert n_between(F.cross_entropy(out, y).grad_fn, out) == 2
+    loop = sum(F.cross_entropy(row, label) for row, label in zip(out, y, strict=True))
+    assert n_between(loop.grad_fn, {"logits": out}) >= 3 * 32
+
+
+def test_operations_are_not_those_of_a_loss_if_there_are_layers_among_them():
+    x, judge, layer = torch.randn(8, 6), nn.Linear(3, 1).requires_grad_(False), nn.Linear(6, 3)
+    out, other = layer(x), layer(x)
+    assert n_between(judge(out).sum().grad_fn, out) == 0
+    assert n_between((out * other).sum().grad_fn, out) == 0  # of another call of the model
+    assert n_between(other.sum().grad_fn, out) == 0
+    assert n_between(out.sum().grad_fn, None) == n_between(None, out) == 0

@@ -180,3 +180,71 @@ def test_long_waits_that_come_again_are_no_machine(clock, n, is_found):
     learn = make_learner(80, cbs=[quiet(), Callback(after_batch=own, name="own")])
     fit(learn)
     assert bool(places(learn)) is is_found
+
+
+def test_what_wraps_a_loader_is_named_by_its_line(clock):
+    def prepared(loader):
+        for batch in loader:
+            clock.sleep()
+            yield batch
+
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, quiet()) as w:
+        for _ in range(3):
+            for x, y in prepared(DataLoader(make_batches(20), batch_size=None)):
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+    ((place, share),) = places(w).items()
+    assert ", for x, y in prepared(DataLoader(" in place
+    assert share > 0.5
+
+
+def test_a_validation_that_waits_for_its_loader_is_named(clock):
+    class Slow(list):
+        def __getitem__(self, i):
+            clock.sleep()
+            return super().__getitem__(i)
+
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, quiet()) as w:
+        for _ in range(4):
+            model.train()
+            for x, y in DataLoader(make_batches(20), batch_size=None):
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                for x, y in DataLoader(Slow(make_batches(20)), batch_size=None):
+                    F.mse_loss(model(x), y)
+    assert "validation" in places(w)
+    assert not [f for f in w.diagnose().findings if f.code == "time.data_bound"]
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["Learner", "watch"])
+def test_a_model_whose_own_forward_is_slow_is_named(clock, watched):
+    class Slow(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = make_model()
+
+        def forward(self, x):
+            clock.sleep()
+            return self.layer(x)
+
+    if watched:
+        model = Slow()
+        opt = torch.optim.SGD(model.parameters(), lr=0.01)
+        with watch(model, opt, quiet()) as loop:
+            for x, y in make_batches(60):
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+    else:
+        loop = Learner(make_batches(60), Slow(), F.mse_loss, torch.optim.SGD, lr=0.01)
+        fit(loop, 1, cbs=[quiet()])
+    found = [f for f in loop.diagnose().findings if f.code == "time.layer"]
+    assert [f.message.partition(" takes")[0] for f in found] == ["The model itself"]
