@@ -209,9 +209,7 @@ def _in_rows(rows: Tensor) -> Parts:
 def _centered(x: Tensor, near: float, length: int) -> tuple[float, float]:
     """Mean, and sum of squares around it, from the distances to a number that is near it."""
     rest, squares = 0.0, 0.0
-    for rows in torch.split(
-        x.view(-1, length), max(1, AT_ONCE // length)
-    ):  # few at a time, as it copies them
+    for rows in torch.split(x.view(-1, length), max(1, AT_ONCE // length)):  # as it copies them
         distances = rows - near
         rest += distances.sum().item()
         squares += sum([norm * norm for norm in torch.linalg.vector_norm(distances, dim=1).tolist()])

@@ -422,10 +422,10 @@ _row("accum.divisor", Site.GRADIENTS, ("batches", "steps"), (), "info",
     "accumulated losses that are not divided", requires="divisor of the loss", subject="accumulation", doc="""
     Losses of several backwards that are summed to one step: a note, as they may be losses of their own.
 
-    Exact: each step of the only optimizer adds up the same number of backwards, two or more, between which
-    gradients are neither cleared nor changed, and backward is called on a mean over samples that is not
-    divided. Read from the graph of a watched loop's
-    loss; if that was reported, from its gradient. Not for optimizers like Adam, which undo the factor.
+    Exact: each step of the only optimizer adds up the same number of backwards, two or more, and gradients
+    are neither cleared nor changed, as by clipping, between them and before the step; backward is called on a
+    mean over samples that is not divided. Read from the graph of a watched loop's loss; if that was reported,
+    from its gradient. Not for optimizers like Adam, which undo the factor.
     """)  # fmt: skip
 
 _row("param.duplicated", Site.OPTIMIZER, ("batch", "optimizers"), ("update.*", "loss.*"), "error",

@@ -238,6 +238,11 @@ class AddedBackwards:
         self._n += 1
         self._mark = None if param is None else _mark_of(param.grad)
 
+    def before_step(self, param: nn.Parameter | None) -> None:
+        """Checks the same before the step, as some loops divide the sum themselves, or clip it."""
+        if param is not None and self._mark is not None and _mark_of(param.grad) != self._mark:
+            self._is_known = False
+
     def end_step(self) -> None:
         """Ends the count."""
         self.counts.add(self._n if self._is_known else 0)

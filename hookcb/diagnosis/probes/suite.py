@@ -372,6 +372,8 @@ class Probes:
 
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Reads the gradients and weights before a step."""
+        if self.is_external:
+            self.added.before_step(self.first_param)
         if self.n_steps < N_DENSE:
             self.cleared.before_step()
         if looking or self.is_dense:

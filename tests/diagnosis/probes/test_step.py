@@ -312,7 +312,7 @@ def test_a_varying_number_of_backwards_gets_no_note(n_backward):
     assert list(observe_accumulation(n_backward, 1.0)) == []
 
 
-@pytest.mark.parametrize("change", ["none", "zero", "scale", "other"])
+@pytest.mark.parametrize("change", ["none", "zero", "scale", "other", "after"])
 def test_gradients_that_do_not_add_up_are_not_said_to_be_summed(change):
     """As in sharpness-aware minimization, and in gradient surgery."""
     torch.manual_seed(0)
@@ -321,13 +321,16 @@ def test_gradients_that_do_not_add_up_are_not_said_to_be_summed(change):
     with watch(model, opt, Diagnose("ignore", show=False)) as w:
         for i in range(60):
             nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.randint(3, (16,))).backward()
+            if change == "after" and i % 2:
+                for p in model.parameters():
+                    p.grad /= 2
             if i % 2:
                 opt.step()
             if i % 2 or change in ("none", "zero"):
                 opt.zero_grad(set_to_none=change != "zero")
             elif change == "scale":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            else:
+            elif change == "other":
                 for p in model.parameters():
                     p.grad = p.grad / 2
     assert not [x for x in w.diagnose().findings if x.code == "accum.divisor"]
