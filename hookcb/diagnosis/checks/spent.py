@@ -24,7 +24,6 @@ NAMES = {  # of phases that are not part of a step
     VALIDATION: "validation",
     EPOCH: "the time between epochs and the start of the loader",
 }
-OWN = {"optimizer": "the optimizer's step", "loss": "the loss function"}
 OTHER = {  # likely causes, and what to do
     "causes": ("work that is done more often than needed", "work that waits for a disk or a network"),
     "next_steps": ("Do it less often, or in another thread or process",),
@@ -66,12 +65,14 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
     if spent.phases.get(DATA):  # fetches of a loader are seen, so that its line does more than that
         places += [(line, seconds, MAX_OTHER) for line, seconds in spent.fetches.items()]
     places += [(name, aside[phase], MAX_OTHER) for phase, name in NAMES.items()]
-    loss = f"the loss function, of {evidence.n_in_loss:,} operations"
+    places.append(("the optimizer's step", spent.phases.get("optimizer", 0.0), MAX_OWN))
+    of_loss, loss = spent.phases.get("loss", 0.0), "the loss function"
     if evidence.n_in_loss >= MANY_OPERATIONS:
-        places.append((loss, spent.phases.get("loss", 0.0), MAX_LOSS))
-    for phase, name in OWN.items():
-        if phase == "optimizer" or not spent.has_lines:  # else it is in one of them
-            places.append((name, spent.phases.get(phase, 0.0), MAX_OWN))
+        loss = f"the loss function, of {evidence.n_in_loss:,} operations"
+        if 2 * max(spent.lines.values(), default=0.0) < of_loss:  # else one of these lines calls it
+            places.append((loss, of_loss, MAX_LOSS))
+    elif not spent.has_lines:  # else it is in one of them
+        places.append((loss, of_loss, MAX_OWN))
     slow = [(place, x, limit) for place, x, limit in places if x > limit * spent.whole and x >= MIN_OTHER]
     if not slow:
         most = max((x for _, x, limit in places if limit == MAX_OTHER), default=0.0)

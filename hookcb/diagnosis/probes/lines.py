@@ -14,13 +14,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from hookcb.core.loop import Loop
 from hookcb.core.whose import is_of_user
 from hookcb.diagnosis.probes.source import source_of
 
-Line = tuple[CodeType, int]  # a function and its line, 0 for the function as a whole
+# a function and its line, negative if an `__iter__` runs there; 0 for the function as a whole
+Line = tuple[CodeType, int]
 FEW, OFTEN, SELDOM = 200, 2e-3, 20e-3  # samples, and seconds between those and between later ones
 # seconds of Python code after which a thread that waits may run, ten times as many by default; and of a sleep
 # that ends late though nothing holds it up
@@ -38,7 +37,6 @@ BREAKS = {
 }
 KINDS = "waits", "late", "python", "earlier"  # of samples
 EVENTS = Loop._call.__code__  # below it, callbacks act
-START: Line = DataLoader.__iter__.__code__, 0  # the start of any loader, as of its workers
 
 
 class LineSamples:
@@ -150,7 +148,7 @@ class LineSamples:
             if code in self._loop:
                 line = code, frame.f_lineno
                 if is_starting and called is None:
-                    return START
+                    return code, -frame.f_lineno
                 return called if called is not None and line in self._on_way else line
             is_called = caller is not None and not is_of_user(caller.f_code.co_filename)
             if is_called and is_of_user(code.co_filename):
@@ -161,8 +159,8 @@ class LineSamples:
     def seconds(self) -> dict[str, float]:
         """Mean seconds in a batch by place, `train.py:41, log(loss)` or `train.py:12, on_end()`.
 
-        The start of a loader is a place of its own, "". Empty with fewer than 40 samples. A statement of
-        several lines is one place, that of its first line.
+        The start of a loader, by a line that fetches batches, is a place of its own, "". Empty with fewer
+        than 40 samples. A statement of several lines is one place, that of its first line.
         """
         found = defaultdict[str, float](float)
         if self.n < MIN_SAMPLES:
@@ -170,12 +168,15 @@ class LineSamples:
         waits, late, python, earlier = (dict(self._seconds[kind]) for kind in KINDS)
         for line in [line for line, x in earlier.items() if waits.get(line, 0.0) < MIN_WAITING * x]:
             python[line] = python.get(line, 0.0) + earlier.pop(line)
+        fetches = self.fetches
         known, unknown = math.fsum(python.values()), math.fsum(earlier.values())
         moved = min(MAX_EARLIER * known, unknown)
         more, less = (moved / x if x else 0.0 for x in (known, unknown))
         for by_line, weight in (waits, 1.0), (late, 1.0), (python, 1 + more), (earlier, 1 - less):
             for line, seconds in by_line.items():
-                found[place_of(*line)] += weight * seconds / self._n_batches
+                place = place_of(*line)
+                place = "" if line[1] < 0 and place in fetches else place
+                found[place] += weight * seconds / self._n_batches
         return found
 
     @property
@@ -191,8 +192,8 @@ class LineSamples:
             for code, line in self._on_way
             for first in source_of(code.co_filename).loops_around(line)
         }
-        sampled = {line for seconds in self._seconds.values() for line in seconds}
-        nexts = [line for line in sampled if line[1] and source_of(line[0].co_filename).calls_next(line[1])]
+        sampled = {line for seconds in self._seconds.values() for line in seconds if line[1] > 0}
+        nexts = [line for line in sampled if source_of(line[0].co_filename).calls_next(line[1])]
         return loops | {place_of(*line) for line in nexts}
 
 
@@ -213,9 +214,7 @@ def function_place(function: Any) -> str:
 def place_of(code: CodeType, line: int) -> str:
     """Text of the statement at a line, with its source; or of a function if it is 0."""
     file = Path(code.co_filename).name
-    if (code, line) == START:
-        return ""
     if not line:
         return f"{file}:{code.co_firstlineno}, {code.co_qualname}()"
-    first, text = source_of(code.co_filename).statement(line)
+    first, text = source_of(code.co_filename).statement(abs(line))
     return f"{file}:{first}, {text:.60}" if text else f"{file}:{first}"

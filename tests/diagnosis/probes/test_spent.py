@@ -182,6 +182,16 @@ def test_long_waits_that_come_again_are_no_machine(clock, n, is_found):
     assert bool(places(learn)) is is_found
 
 
+def test_an_iterator_that_begins_elsewhere_is_no_start_of_a_loader(clock):
+    class Slow:
+        def __iter__(self):
+            clock.sleep()
+            return iter(())
+
+    ((place, _),) = places(plain(lambda step: list(Slow()))).items()
+    assert place.endswith(", own(step)")
+
+
 def test_what_wraps_a_loader_is_named_by_its_line(clock):
     def prepared(loader):
         for batch in loader:
