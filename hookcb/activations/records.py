@@ -230,9 +230,8 @@ class ActivationRecords(SavedRecords):
 
         def edges(name: str) -> Tensor:
             low, high = self.layer_hist(name, phase)[1].tolist()
-            return torch.linspace(low, high, self.bins + 1, dtype=torch.float64, device="cpu").to(
-                store.series(name).dtype
-            )
+            exact = torch.linspace(low, high, self.bins + 1, dtype=torch.float64, device="cpu")
+            return exact.to(store.series(name).dtype)
 
         return self.of_layers(layer, edges)
 
@@ -372,9 +371,8 @@ class ActivationRecords(SavedRecords):
     def range_at(self, name: str, level: float) -> tuple[float, float]:
         """Range of a layer's histogram in a training record, from its level."""
         first = torch.tensor([self.buffer.range_of("train", name)], dtype=torch.float64, device="cpu")
-        low, high = at_level(first, torch.tensor([level], dtype=torch.float64, device="cpu"), self.bins)[
-            0
-        ].tolist()
+        levels = torch.tensor([level], dtype=torch.float64, device="cpu")
+        low, high = at_level(first, levels, self.bins)[0].tolist()
         return low, high
 
     def _three(self, name: str) -> Any:

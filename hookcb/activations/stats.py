@@ -206,13 +206,18 @@ def _in_rows(rows: Tensor) -> Parts:
     return mean, spread, low, high, nonfinite
 
 
+def _sum_of_squares(rows: Tensor) -> float:
+    norms: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
+    return sum([norm * norm for norm in norms])
+
+
 def _centered(x: Tensor, near: float, length: int) -> tuple[float, float]:
     """Mean, and sum of squares around it, from the distances to a number that is near it."""
     rest, squares = 0.0, 0.0
     for rows in torch.split(x.view(-1, length), max(1, AT_ONCE // length)):  # as it copies them
         distances = rows - near
         rest += distances.sum().item()
-        squares += sum([norm * norm for norm in torch.linalg.vector_norm(distances, dim=1).tolist()])
+        squares += _sum_of_squares(distances)
     n = x.numel()
     return near + rest / n, squares - rest * rest / n
 
@@ -229,11 +234,8 @@ def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
         return None
     x = at_least_float32(x)
     mean = x.sum().item() / n
-    if n == length:  # a dot product has as many digits as norms of rows half as long
-        total = torch.dot(x, x).item()
-    else:
-        norms = torch.linalg.vector_norm(x.view(-1, length), dim=1)
-        total = sum([norm * norm for norm in norms.tolist()])
+    # a dot product has as many digits as norms of rows half as long
+    total = torch.dot(x, x).item() if n == length else _sum_of_squares(x.view(-1, length))
     squares = total - n * mean * mean
     if not squares > EXACT * total:  # NaN too
         if not squares > SHIFTED * total:

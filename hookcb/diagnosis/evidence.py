@@ -180,7 +180,7 @@ class Spent:
             loader), "garbage collection".
         callbacks: seconds by name of the callback.
         lines: seconds by line of the user's loop; a part of "loss" and "between".
-        fetches: likewise, by line that fetches batches from something other than a DataLoader.
+        fetches: likewise, by line that fetches batches, beyond what a DataLoader takes.
         steps: likewise, by line that calls the model, its backward or an optimizer.
         has_lines: whether lines were sampled.
     """

@@ -79,9 +79,8 @@ class GatherPreds(Callback):
         if ranks.world == 1 or order is None:
             return results
         owners = {i: place for place, i in enumerate(i for *_, theirs in parts for i in theirs)}
-        places = torch.tensor(
-            [owners[i] for i in sorted(owners)], device="cpu"
-        )  # once, if several ranks have the sample
+        # once, if several ranks have the sample
+        places = torch.tensor([owners[i] for i in sorted(owners)], device="cpu")
         return tuple(map_tensors(lambda x: x[places], item) for item in results)
 
     def _add_to_digest(self, x: torch.Tensor) -> torch.Tensor:

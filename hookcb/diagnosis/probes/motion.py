@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.precision import at_least_float32
 from hookcb.core.shards import is_shard
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.model import ALIKE, MIN_UNITS, is_of_torch, share_alike
@@ -79,6 +80,5 @@ class Motion:
 def _is_constant(p: Tensor) -> bool:
     if is_shard(p) or p.ndim != 2 or min(p.shape) < MIN_UNITS or not p.is_floating_point() or p.is_meta:
         return False
-    x = p.detach()
-    low, high = torch.aminmax(x.float() if x.element_size() == 1 else x)  # float8 supports no comparison
+    low, high = torch.aminmax(at_least_float32(p.detach()))  # float8 supports no comparison
     return bool(low == high) and bool(high != 0)

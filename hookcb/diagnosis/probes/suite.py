@@ -432,9 +432,8 @@ class Probes:
 
     def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
         """Adds what was noted of batches; see `BatchCurves.add_notes`."""
-        self.curves.add_notes(rows, opt)
+        n = self.curves.add_notes(rows, opt)
         self.n_batches += len(rows)
-        n = len(rows) - (not rows[-1].has_step)
         self._n_before = self.n_backward + n
         self.n_steps, self.n_backward = self.n_steps + n, self.n_backward + len(rows)
 

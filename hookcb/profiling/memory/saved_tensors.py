@@ -175,9 +175,8 @@ def _are_others_on() -> bool:
     if KNOWS_TOP:
         return _top() is not None
     with torch.enable_grad():
-        node = (
-            torch.ones(1, requires_grad=True, device="cpu").exp().grad_fn
-        )  # which must outlive its saved tensors
+        # the node must outlive its saved tensors
+        node = torch.ones(1, requires_grad=True, device="cpu").exp().grad_fn
         (saved,) = raw_saved(node)
     try:
         saved.register_hooks(torch.clone, torch.clone)
