@@ -5,7 +5,19 @@ from collections import OrderedDict
 import torch
 from case import Callbacks, Case, Run, fault, fit, follow
 from data import batched, digit_batches, digits, image_batches, recall_batches, text_batches
-from nets import Cnn, Encoded, Gpt, Mlp, Recurrent, named_weights, stack, token_loss
+from nets import (
+    Cnn,
+    Encoded,
+    Gpt,
+    Listed,
+    MadeInForward,
+    Mlp,
+    Recurrent,
+    Scaled,
+    named_weights,
+    stack,
+    token_loss,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
@@ -193,4 +205,38 @@ def sharp_attention(seed: int, cbs: Callbacks) -> Run:
 @fault(LAYER_FAULTS, "dropout after the last layer", codes=["dropout.scores"])
 def dropped_scores(seed: int, cbs: Callbacks) -> Run:
     model = nn.Sequential(Mlp(), nn.Dropout(0.5))
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
+
+
+@fault(LAYER_FAULTS, "hidden layers in a plain list", codes=["param.unregistered"])
+def listed_layers(seed: int, cbs: Callbacks) -> Run:
+    model = Listed([nn.Linear(64, 64) for _ in range(2)])
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
+
+
+@fault(
+    LAYER_FAULTS,
+    "head made anew in each forward",
+    codes=["param.unregistered"],
+    layers=["head"],
+)
+def head_made_anew(seed: int, cbs: Callbacks) -> Run:
+    model = MadeInForward(once=False)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
+
+
+@fault(
+    LAYER_FAULTS,
+    "head made in the first forward, after the optimizer",
+    codes=["param.not_in_optimizer"],
+    layers=["head"],
+)
+def head_made_late(seed: int, cbs: Callbacks) -> Run:
+    model = MadeInForward(once=True)
+    return follow(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), digit_batches(seed), cbs, seed)
+
+
+@fault(LAYER_FAULTS, "weight computed from a parameter once", codes=["param.unregistered"])
+def computed_weight(seed: int, cbs: Callbacks) -> Run:
+    model = Scaled()
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)

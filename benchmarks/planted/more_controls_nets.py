@@ -14,7 +14,7 @@ from data import (
     text_batches,
 )
 from more_nets import Checkpointed, Experts, Lora, PackedGru, ResMlp, TwoHeads, Vit
-from nets import Cnn, Gpt, Layer, Mlp, TextClassifier, named_weights, token_loss
+from nets import Cnn, Gpt, Layer, Listed, Mlp, TextClassifier, named_weights, token_loss
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -272,3 +272,65 @@ def frozen_batch_norm(seed: int, cbs: Callbacks) -> Run:
 def log_softmax(seed: int, cbs: Callbacks) -> Run:
     model = nn.Sequential(OrderedDict(net=Mlp(), log_softmax=nn.LogSoftmax(dim=1)))
     return fit(model, F.nll_loss, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
+
+
+@control(NET_CONTROLS, "layers in a plain list that the optimizer has", target=0.8)
+def listed_and_trained(seed: int, cbs: Callbacks) -> Run:
+    trunk = [nn.Linear(64, 64) for _ in range(2)]
+    model = Listed(trunk)
+    opt = Adam([*model.parameters(), *(p for layer in trunk for p in layer.parameters())], lr=2e-3)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed), cbs, seed)
+
+
+@control(NET_CONTROLS, "a new head in mid-training, added to the optimizer", target=1.0)
+def new_head(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+    opt = Adam(model.parameters(), lr=2e-3)
+    losses = []
+    with watch(model, opt, cbs=cbs) as loop:
+        for i, (x, y) in enumerate(digit_batches(seed)):
+            if i == 20:
+                model.head = nn.Linear(64, 10)
+                opt.add_param_group({"params": model.head.parameters()})
+            loss = F.cross_entropy(model(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    return Run(loop, losses, model=model)
+
+
+@control(NET_CONTROLS, "layers of another model that is trained every 25 steps", target=0.8)
+def seldom_trained(seed: int, cbs: Callbacks) -> Run:
+    trunk = [nn.Linear(64, 64)]
+    model, losses = Listed(trunk), []
+    opt, other = Adam(model.parameters(), lr=2e-3), SGD(trunk[0].parameters(), lr=0.01)
+    with watch(model, opt, cbs=cbs) as loop:
+        for i, (x, y) in enumerate(digit_batches(seed)):
+            loss = F.cross_entropy(model(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            if i % 25 == 24:
+                other.step()
+                other.zero_grad()
+            losses.append(loss.item())
+    return Run(loop, losses, model=model)
+
+
+@control(NET_CONTROLS, "weights with noise, by functional_call", target=0.8)
+def noisy_weights(seed: int, cbs: Callbacks) -> Run:
+    model, losses = Mlp(), []
+    opt = Adam(model.parameters(), lr=2e-3)
+    with watch(model, opt, cbs=cbs) as loop:
+        for x, y in digit_batches(seed):
+            noisy = {
+                name: nn.Parameter(p + 1e-3 * torch.randn_like(p)) for name, p in model.named_parameters()
+            }
+            loss = F.cross_entropy(torch.func.functional_call(model, noisy, (x,)), y)
+            loss.backward()
+            for name, p in model.named_parameters():
+                p.grad = noisy[name].grad
+            opt.step()
+            losses.append(loss.item())
+    return Run(loop, losses, model=model)

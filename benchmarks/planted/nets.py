@@ -244,3 +244,50 @@ class TextClassifier(nn.Module):
             x = block(x, real[:, None, None, :])
         n_real = real.sum(1, keepdim=True).clamp(min=1)
         return self.head((self.norm(x) * real[..., None]).sum(1) / n_real)
+
+
+class Listed(nn.Module):
+    """Hidden layers in a plain list, and a head.
+
+    `parameters()` does not have those of the list.
+    """
+
+    def __init__(self, trunk: list[nn.Module]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.trunk = trunk
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.inner(x))
+        for layer in self.trunk:
+            x = F.relu(layer(x))
+        return self.head(x)
+
+
+class MadeInForward(nn.Module):
+    """A head that is made in the forward: at the first call, or anew in each."""
+
+    def __init__(self, once: bool) -> None:
+        super().__init__()
+        self.once, self.head = once, None
+        self.trunk = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.trunk(x)
+        if self.head is None or not self.once:
+            self.head = nn.Linear(x.shape[1], 10)
+        return self.head(x)
+
+
+class Scaled(nn.Module):
+    """A weight that was computed from a parameter when the model was built, as `.to(device)` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.float64) / 8).float()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(F.relu(self.inner(x)) @ self.weight))

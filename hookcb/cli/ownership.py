@@ -1,13 +1,12 @@
 """Finds the model of a script that a call or a loss belongs to."""
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from torch import Tensor, nn
 
 from hookcb.cli.tracked_model import TrackedModel
+from hookcb.core.graph import leaves_behind
 
 MAX_NODES = 50_000  # in the graph of a loss, when looking for the models that it depends on
 
@@ -38,19 +37,6 @@ def owner_at_work(m: nn.Module) -> nn.Module | None:
 def models_behind(loss: Tensor, waiting: list[TrackedModel]) -> list[TrackedModel]:
     """Models in `waiting`, which wait for a backward, that a loss depends on; in the same order."""
     params = {id(p): model for model in waiting if model.model for p in model.model.parameters()}
-    reached = {id(model) for leaf in _leaves(loss.grad_fn) if (model := params.get(id(leaf)))}
+    leaves = leaves_behind([loss.grad_fn], MAX_NODES)
+    reached = {id(model) for leaf in leaves if (model := params.get(id(leaf)))}
     return [model for model in waiting if id(model) in reached]
-
-
-def _leaves(node: Any) -> Iterator[Tensor]:
-    """Leaf tensors of a graph that get gradients."""
-    waiting, seen = [node], {node, None}
-    while waiting and len(seen) < MAX_NODES:
-        now = waiting.pop()
-        if now is None:
-            continue
-        if (leaf := getattr(now, "variable", None)) is not None:
-            yield leaf
-        new = {behind for behind, _ in now.next_functions} - seen
-        seen |= new
-        waiting.extend(new)

@@ -9,6 +9,7 @@ import torch
 from hookcb.activations.callback import ActivationStats
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.core.callback import Callback
+from hookcb.core.text import join_names
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.gradients.callback import GradientHealth
@@ -77,7 +78,11 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
     for param in evidence.params.values():
         param.place_of_layer = _place_of(param.layer, evidence.layers)
     if stats.hooks is not None and steps:
-        evidence.silent = dict(stats.coverage.silent)
+        coverage = stats.coverage
+        evidence.silent = dict(coverage.silent)
+        if coverage.added:
+            names = join_names(coverage.added, 3)
+            evidence.notes.append(f"layers that came into the model later were not recorded: {names}")
 
 
 def _place_of(name: str, layers: Mapping[str, Layer]) -> int | None:

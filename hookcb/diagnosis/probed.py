@@ -122,6 +122,7 @@ def _late_observed(probes: Probes, rows: list[list[float]]) -> set[str]:
         "weights around a step": probes.lost_updates.has_looked,
         "order of two epochs": has_epochs(_epochs_hashed(probes)),
         "graphs of 60 losses": probes.retained.has_looked,
+        "graph of the output": probes.outside.is_known(probes.n_steps),
     }
     return {name for name, is_there in seen.items() if is_there}
 
@@ -155,6 +156,9 @@ def _add_sources(probes: Probes, evidence: Evidence) -> None:
         evidence.absent["accumulation"] = "each step has the gradients of one backward"
     elif any(map(is_adaptive, probes.optimizers.values())):
         evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
+    if probes.outside.hidden_by:
+        hidden = f"{probes.outside.hidden_by} hides a part of the graph of the output"
+        evidence.missing["graph of the output"] = hidden
     evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
     _add_tokens(probes, evidence)
 
@@ -187,6 +191,7 @@ def _late_observations(probes: Probes, steps: list[int], rows: list[list[float]]
         yield from probes.stale.observations()
     yield from probes.cleared.observations()
     yield from probes.motion.observations(probes.n_steps, probes.n_backward)
+    yield from probes.outside.observations(probes.n_steps)
     yield from probes.retained.observations()
     yield from probes.targets.observe_single_class(probes.graph_of_one)
     yield from observe_order(_epochs_hashed(probes), probes.loader)

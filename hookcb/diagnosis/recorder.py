@@ -220,7 +220,12 @@ class EvidenceRecorder(Callback):
         self._probe(Probes.end_backward)
 
     def before_step(self) -> None:
+        self._probe(self._look_for_params)
         self._probe(Probes.begin_step)
+
+    def _look_for_params(self, probes: Probes, loop: Any, looking: bool) -> None:
+        if looking and probes.find_new_params(loop):
+            self._health.look_again()
 
     def after_cancel_backward(self) -> None:
         self._probe(Probes.drop_batch)

@@ -224,6 +224,10 @@ class GradientHealth(Callback):
         if opt is not None:
             self._watch.note(opt)
 
+    def look_again(self) -> None:
+        """Looks for the parameters of the model again before the next step, as some are new."""
+        self._is_outdated = True
+
     def _note_shards(self, reader: GradientReader, ranks: Ranks) -> None:
         """Checks that ranks have parts of the same parameters; alone, notes whose part is read."""
         divided = [param.p for param in reader.params if is_divided(param.p)]
@@ -242,9 +246,14 @@ class GradientHealth(Callback):
         ranks.check_alike({"sharded parameters": f"{len(divided)}, with {n:,} elements in all"})
 
     def _begin_step(self, reader: GradientReader, watch: StepWatch, is_recorded: bool) -> None:
-        """Captures whole gradients before clipping, if the step is recorded."""
+        """Captures whole gradients before clipping, if the step is recorded.
+
+        Layers may be added to a model in its training, so that parameters are looked for again now and then.
+        """
         opt = self.opt
-        if watch.begin(opt) or self._is_outdated or self._is_gathered:
+        n = self.records.n_added
+        is_due = is_recorded and not n & (n - 1)  # 0, 1, 2, 4, 8 …
+        if watch.begin(opt) or is_due or self._is_outdated or self._is_gathered:
             self._is_outdated = False
             self._refresh(opt)
         if self._is_gathered:

@@ -120,6 +120,7 @@ class GradientReader:
 
     def __init__(self, params: Sequence[Param], ranks: Ranks = ALONE, memory: Memory | None = None) -> None:
         self.starts: dict[str, Tensor] = {}
+        self.params: list[Param] = []
         self.pivots: dict[str, Tensor] = {}
         self.memory = Memory() if memory is None else memory
         self._ranks, self._sharded = ranks, frozenset[str]()
@@ -145,6 +146,10 @@ class GradientReader:
         """
         if any(param.name in self._sharded and not is_shard(param.p) for param in params):
             return  # gathered for a moment, as after a validation
+        named = {param.name: param.p for param in params}
+        for param in self.params:  # a drift is that of one and the same parameter
+            if (now := named.get(param.name)) is not None and now is not param.p and not is_shard(now):
+                self.starts.pop(param.name, None)
         self.params = [param for param in params if is_readable(param.p)]
         sharded = [param for param in self.params if is_shard(param.p)]
         self._sharded = frozenset(param.name for param in sharded)

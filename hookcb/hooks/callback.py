@@ -1,6 +1,7 @@
 """HookCallback: hooks that are on layers during a fit."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -9,9 +10,17 @@ from hookcb.core.console import warn
 from hookcb.core.events import Event
 from hookcb.core.sampling import SamplingCallback
 from hookcb.core.shards import plain_class
-from hookcb.hooks.coverage import Coverage, introduce, note_used
+from hookcb.hooks.coverage import Coverage, added_layers, introduce, note_used
 from hookcb.hooks.hook import HOOK_OPTIONS, HookFunc, Hooks
-from hookcb.hooks.modules import Where, contains_compiled, find_modules, has_compiled, make_ready_for_hooks
+from hookcb.hooks.modules import (
+    ModelGoneError,
+    Where,
+    contains_compiled,
+    find_modules,
+    has_compiled,
+    make_ready_for_hooks,
+    named_modules,
+)
 
 
 class HookCallback(SamplingCallback):
@@ -83,6 +92,8 @@ class HookCallback(SamplingCallback):
         self.layers: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
         self._left_out: dict[str, str] = {}
+        self._others: frozenset[str] = frozenset()  # names of the modules without a hook
+        self._added: tuple[str, ...] = ()  # see `Coverage`, when the fit had ended
         self.hooks: Hooks | None = None
 
     def hook(self, m: nn.Module, i: Any, o: Any) -> Any:
@@ -95,6 +106,7 @@ class HookCallback(SamplingCallback):
         self._has_pred = False  # whether the model was called in a batch; a watch may see a step alone
         self.layers = find_modules(self.model, self.modules, self.include_paramless)
         self._names = {id(m): name or plain_class(m).__name__ for name, m in self.layers.items()}
+        self._others = frozenset(named_modules(self.model).keys() - self.layers.keys())
         make_ready_for_hooks(self.model)
         self.hooks = Hooks(self.layers, self._function or self.hook, gate=self.hooks_act, **self._options)
         # those in compiled code stay on the layers, and those whose results others see
@@ -154,6 +166,7 @@ class HookCallback(SamplingCallback):
 
     def after_fit(self) -> None:
         self._acts_in = None
+        self._added = self._find_added()
         if self.remove_end:
             self.remove()
 
@@ -162,6 +175,12 @@ class HookCallback(SamplingCallback):
         if self.hooks is not None:
             self.hooks.remove()
         self.layers = {}
+
+    def _find_added(self) -> tuple[str, ...]:
+        """Names of the layers that came into the model after its hooks."""
+        with suppress(ModelGoneError):
+            return added_layers(self.model, self.layers.values(), self._others)
+        return ()
 
     def layer_name(self, m: nn.Module) -> str:
         """Qualified name of a hooked layer; for the whole model its class."""
@@ -180,7 +199,8 @@ class HookCallback(SamplingCallback):
     @property
     def coverage(self) -> Coverage:
         """Layers and batches that the hooks have seen, in this fit or the last."""
-        return Coverage.of_hooks(self.hooks or (), self.left_out, self.n_batches, self.n_skipped)
+        added = self._find_added() if self.layers else self._added
+        return Coverage.of_hooks(self.hooks or (), self.left_out, self.n_batches, self.n_skipped, added)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"layers": {}, "_names": {}}  # a copy does not contain the model

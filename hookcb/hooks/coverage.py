@@ -1,6 +1,6 @@
 """Coverage: which layers and batches the hooks of a callback have seen."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Self
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hookcb.core.console import printable
-from hookcb.hooks.modules import named_modules
+from hookcb.hooks.modules import has_params, is_leaf, named_modules
 from hookcb.records.records import module_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Coverage:
         n_batches: number of recorded batches.
         n_skipped: number of other training batches: left out by `every`, or cancelled.
         slices: outputs of which only this rank's part was seen, by path.
+        added: names of layers with parameters that came into the model during the fit, and have no hook.
 
     >>> from hookcb import HookCallback, synth_learner
     >>> learn = synth_learner()
@@ -55,10 +56,16 @@ class Coverage:
     n_batches: int
     n_skipped: int
     slices: Mapping[str, str] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
 
     @classmethod
     def of_hooks(
-        cls, hooks: Iterable["Hook"], left_out: dict[str, str], n_batches: int, n_skipped: int
+        cls,
+        hooks: Iterable["Hook"],
+        left_out: dict[str, str],
+        n_batches: int,
+        n_skipped: int,
+        added: tuple[str, ...] = (),
     ) -> Self:
         """Coverage of `hooks` after `n_batches` batches."""
         hooks = list(hooks)
@@ -70,6 +77,7 @@ class Coverage:
             without_grad={hook.name: hook.without_grad for hook in hooks if hook.without_grad},
             n_batches=n_batches,
             n_skipped=n_skipped,
+            added=added,
         )
 
     def recorded(self, outputs: Iterable[str], slices: Mapping[str, str]) -> Self:
@@ -92,6 +100,7 @@ class Coverage:
             [
                 f"{len(self.fired)} of {layers} seen in {batches}{skipped}",
                 *(f"silent: {name}: {reason}" for name, reason in self.silent.items()),
+                *(f"not recorded: {name}: it came into the model during the fit" for name in self.added),
                 *(f"left out: {path}: {kind}" for path, kind in self.left_out.items()),
                 *(f"slice: {path}: {part}" for path, part in self.slices.items()),
                 *(f"without gradient: {name}: {reason}" for name, reason in self.without_grad.items()),
@@ -121,6 +130,14 @@ def note_used(layers: Mapping[str, nn.Module], hooks: Iterable["Hook"]) -> None:
     for m, hook in zip(layers.values(), hooks, strict=True):
         if hook.why_silent == NOT_CALLED and any(p.grad is not None for p in m.parameters()):
             hook.why_silent = USED
+
+
+def added_layers(model: nn.Module, known: Iterable[nn.Module], others: Container[str]) -> tuple[str, ...]:
+    """Names of the leaves with parameters that are neither `known` ones nor named as one of `others`."""
+    ids = set(map(id, known))
+    modules = named_modules(model).items()
+    leaves = ((name, m) for name, m in modules if id(m) not in ids and name not in others)
+    return tuple(name for name, m in leaves if is_leaf(m) and has_params(m))
 
 
 def why_not_called(modules: Mapping[str, nn.Module], name: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from hookcb.core.batch import parts
+from hookcb.core.graph import leaves_behind
 from hookcb.core.torch_private import has_scaled, saved
 
 # code of the functions that run a backward, with the name of the argument that holds the losses
@@ -103,13 +104,5 @@ def scaler_at_work() -> GradScaler | None:
 
 def first_parameter_behind(given: Any) -> Tensor | None:
     """A parameter from which the inputs of a model were computed, according to their graph, or None."""
-    waiting: list[Any] = [x.grad_fn for _, x in parts(given) if isinstance(x, Tensor) and x.grad_fn]
-    seen = {None, *waiting}
-    while waiting:
-        node = waiting.pop()
-        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
-            return leaf
-        new = {behind for behind, _ in node.next_functions} - seen
-        seen |= new
-        waiting.extend(new)
-    return None
+    leaves = leaves_behind(x.grad_fn for _, x in parts(given) if isinstance(x, Tensor))
+    return next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter)), None)

@@ -24,6 +24,32 @@ def test_coverage_says_what_was_looked_at():
     assert "3" in str(c)
 
 
+def test_layers_that_come_in_mid_fit_are_told():
+    cb, model = Means(), three_layers()
+
+    def replace(learn):
+        if learn.train_iter == 1:
+            learn.model.c, learn.model.extra = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def look(learn):
+        during.append(cb.coverage.added)
+
+    during = []
+    fit(model, Callback(before_batch=replace, after_batch=look, name="look"), cb)
+    assert during[:3] == [(), ("c", "extra.0"), ("c", "extra.0")]
+    assert cb.coverage.added == ("c", "extra.0")
+    assert "not recorded: extra.0: it came into the model during the fit" in str(cb.coverage)
+    fit(model, cb)
+    assert cb.coverage.added == ()
+    assert "c" in cb.coverage.fired
+
+
+def test_layers_that_were_left_out_from_the_beginning_are_not_added_ones():
+    cb = Means(modules="b")
+    fit(three_layers(), cb)
+    assert cb.coverage.added == ()
+
+
 def silent_reasons(model, **kwargs):
     cb = HookCallback(**{"hook": lambda *a: None} | kwargs)
     with warnings.catch_warnings():

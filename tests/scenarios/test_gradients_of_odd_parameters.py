@@ -192,3 +192,46 @@ def test_optimizers_for_graphs_of_a_gpu_are_read_without_a_wait(options):
     learner(mlp(hidden=500), None, health, *guards, opt=partial(adam, **options), lr=0.01, device="cuda")
     skip = ("update_ratio", "drift")
     assert_matches(health, by_hand(mlp(hidden=500), batches(), adam, lr=0.01), skip=skip, rel=5e-3)
+
+
+def test_a_layer_made_in_the_first_forward_and_one_put_in_later_are_read():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.head = nn.Linear(3, 5), None
+
+        def forward(self, x):
+            x = self.trunk(x)
+            if self.head is None:
+                self.head = nn.Linear(5, 1)
+            return self.head(x)
+
+    model = seeded(Late)
+    opt, health, new = sgd(model.parameters(), 0.1), GradientHealth(), nn.Linear(5, 1)
+
+    def replace(learn):
+        if learn.train_iter == 6:
+            learn.model.head = new
+            learn.opt.add_param_group({"params": new.parameters()})
+
+    learner(model, batches(12), at("before_batch", replace), health, opt=opt)
+    assert health.names == ["trunk.weight", "trunk.bias", "head.weight", "head.bias"]
+    read = [i for i, norm in enumerate(health.series("head.weight", "norm")) if norm > 0]
+    assert read == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ]  # looked for before 0, 1, 2, 4, 8, and as the optimizer grew
+    drift, update = (health.series("head.weight", stat) for stat in ("drift", "update_ratio"))
+    assert drift[:6] == update[:6] == [0] * 6  # no optimizer had it
+    assert drift[6] == update[6] > 0
+    assert drift[-1] > drift[6]

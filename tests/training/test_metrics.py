@@ -127,7 +127,10 @@ def test_metrics_of_torchmetrics_are_computed_over_all_of_the_validation():
     batches = list(zip(scores.split(7), target.split(7), strict=True))
     # Its groups share the state of metrics that happen to agree on the first batch.
     metrics = torchmetrics.MetricCollection(
-        {"f1": MulticlassF1Score(3, average="macro"), "top2": MulticlassAccuracy(3, top_k=2, average="micro")},
+        {
+            "f1": MulticlassF1Score(3, average="macro"),
+            "top2": MulticlassAccuracy(3, top_k=2, average="micro"),
+        },
         compute_groups=False,
     )
     learn = Learner(

@@ -223,6 +223,18 @@ _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "
     Source: torch.nn.BatchNorm2d.
     """)  # fmt: skip
 
+_row("param.unregistered", Site.MODULES, ("batches",), ("param.not_in_optimizer", "loss.*", "update.*"),
+    "error", "parameters that the model does not have", requires="graph of the output", doc="""
+    Parameters that the forward uses and that are not in `model.parameters()`, so no optimizer gets them.
+
+    Exact: an nn.Parameter in the autograd graph of the output, up to the inputs, which is neither the model's
+    nor in any optimizer, and has not changed in twenty steps, as in a layer in a plain list; or three graphs,
+    each with other such parameters than the one before, as of a layer that is created in forward; or one from
+    which an attribute of the model was computed, if torch's error of a second backward ended the training.
+
+    Source: torch.nn.Module, "Submodules assigned in this way will be registered"; torch.nn.ModuleList.
+    """)  # fmt: skip
+
 _row("dropout.extreme", Site.MODULES, ("model",),
     ("loss.flat", "loss.trivial", "unit.dead", "loss.init", "act.scale"), "warning",
     "extreme dropout", subject="dropout", exact=False, doc="""

@@ -4,14 +4,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
+from hookcb.core.graph import MAX_NODES, nodes_behind
 from hookcb.core.torch_private import backward_in_python
 from hookcb.core.whose import is_of_user
 from hookcb.diagnosis.probes.lines import code_of, function_place
 
 MAX_TIMED = 4  # batches
-MAX_NODES = 20_000  # of a graph that are looked at
 
 
 class BackwardTimes:
@@ -64,12 +65,7 @@ class BackwardTimes:
 
 def _written_by_user(node: Any) -> Iterator[tuple[Any, Any]]:
     """Nodes of a graph whose backward is a function of the user, and that."""
-    waiting, seen = [node], {node}
-    while waiting and len(seen) < MAX_NODES:
-        node = waiting.pop()
-        function = backward_in_python(node)
+    for at in islice(nodes_behind([node]), MAX_NODES):
+        function = backward_in_python(at)
         if (code := code_of(function)) is not None and is_of_user(code.co_filename):
-            yield node, function
-        new = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(new)
-        waiting += new
+            yield at, function

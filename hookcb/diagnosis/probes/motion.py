@@ -24,19 +24,24 @@ class Motion:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        params = [
-            (name, p)
-            for name, p, _ in find_params(model)
-            if is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter) and p.numel()
-        ]
-        self._begins = {name: (p, sketch_copy(p)) for name, p in params}
+        self._begins: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self.begin(model)
         custom = {
             f"{prefix}.{name}" if prefix else name
             for prefix, m in named_modules(model).items()
             if not is_of_torch(m) or isinstance(m, nn.RNNBase)
             for name, _ in m.named_parameters(recurse=False)
         }
-        self._constant = [(name, p) for name, p in params if name in custom and _is_constant(p)]
+        begun = ((name, p) for name, (p, _) in self._begins.items() if name in custom)
+        self._constant = [(name, p) for name, p in begun if _is_constant(p)]
+
+    def begin(self, model: nn.Module) -> None:
+        """Copies elements of the parameters of which there is no copy yet, as that of a new layer."""
+        for name, p, _ in find_params(model):
+            is_known = name in self._begins and self._begins[name][0] is p
+            is_there = is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter)
+            if is_there and p.numel() and not is_known:
+                self._begins[name] = p, sketch_copy(p)
 
     def moved(self) -> dict[str, bool]:
         """Whether any copied element has changed, by name of the parameter."""

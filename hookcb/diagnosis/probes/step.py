@@ -1,8 +1,8 @@
 """Probes of gradients and weights around a step that GradientHealth does not record."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,8 @@ class _Track(NamedTuple):
     n_steps: int
     n_stale: Tensor | float
     n_seen: int = 0  # steps with a backward before them
-    grads: tuple[int, ...] = ()  # ids of the gradients present at the last of these backwards
+    # gradients that were there at the last of these backwards, by id of the parameter
+    grads: Mapping[int, ReferenceType[Tensor]] = {}
 
     @property
     def is_settled(self) -> bool:
@@ -154,8 +155,9 @@ class StaleGradients:
         for opt, track in self._tracks.items():
             if track.n_steps and track.dirty != 0.0 and not track.is_settled:
                 grads = _dense(opt, self._ids)
-                dirty = _smaller(_largest(grads), track.dirty)
-                self._tracks[opt] = track._replace(dirty=dirty, grads=tuple(map(id, grads)))
+                dirty = _smaller(_largest(list(grads.values())), track.dirty)
+                refs = {i: ref(g) for i, g in grads.items()}
+                self._tracks[opt] = track._replace(dirty=dirty, grads=refs)
 
     def after_step(self, opt: Optimizer) -> None:
         """Counts a step of an optimizer, and whether it used stale gradients."""
@@ -163,8 +165,10 @@ class StaleGradients:
         if track.is_settled:
             return
         dirty, n_steps, n_stale, n_seen, grads = track
-        if dirty is not None and not set(grads).isdisjoint(map(id, _dense(opt, self._ids))):
-            n_stale = n_stale + (dirty > 0)
+        if dirty is not None:
+            now = _dense(opt, self._ids)
+            if any(g() is now.get(i, g) for i, g in grads.items()):  # else they were replaced
+                n_stale = n_stale + (dirty > 0)
         self._tracks[opt] = _Track(None, n_steps + 1, n_stale, n_seen + (dirty is not None))
 
     @property
@@ -193,11 +197,11 @@ def _smaller(now: Tensor | float, before: Tensor | float | None) -> Tensor | flo
     return now if before is None or not isinstance(now, Tensor) else before
 
 
-def _dense(opt: Optimizer, ids: set[int]) -> list[Tensor]:
-    """Dense gradients of the optimizer's parameters with these ids."""
+def _dense(opt: Optimizer, ids: set[int]) -> dict[int, Tensor]:
+    """Dense gradients of the optimizer's parameters with these ids, by id."""
     params = [p for group in opt.param_groups for p in group["params"] if id(p) in ids]
-    grads = [p.grad for p in params if p.grad is not None]
-    return [g for g in grads if g.layout is torch.strided and g.numel()]
+    grads = {id(p): p.grad for p in params if p.grad is not None}
+    return {i: g for i, g in grads.items() if g.layout is torch.strided and g.numel()}
 
 
 def _largest(dense: list[Tensor]) -> Tensor | float:

@@ -44,6 +44,7 @@ from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
 from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
+from hookcb.diagnosis.probes.outside import OutsideParameters
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
@@ -97,6 +98,7 @@ class Probes:
         self.sources = {"batches", "batch", "steps", "time"}
         self.dead, self.lost_updates = DeadUnits(loop.model), LostUpdates(loop.model)
         self.motion, self.n_backward = Motion(loop.model), 0
+        self.outside = OutsideParameters(loop.model)
         self.backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
         self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
@@ -221,6 +223,7 @@ class Probes:
         if looking:
             self._autocasts = autocasts(loop.model)
             self.ops.tokens.follow(loop.pred, self.guarded)
+            self.guarded(self.outside.follow, loop.pred, loop.xb, self.n_steps)
         if self.checks_outputs and not self.has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
@@ -370,6 +373,14 @@ class Probes:
         self.lost_updates.drop_step()
         self._is_step_cancelled = True
 
+    def find_new_params(self, loop: Any) -> bool:
+        """Looks for parameters that the model has got in its training; True if it has."""
+        if not self.outside.has_joined():
+            return False
+        self.params = find_params(loop.model)
+        self.motion.begin(loop.model)
+        return True
+
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Reads the gradients and weights before a step."""
         if self.is_external:
@@ -488,6 +499,7 @@ class Probes:
             if loop.ranks.world > 1:
                 self.notes.append(f"only what rank {loop.ranks.rank} has seen, as they did not end together")
             self.norms.read_error(error, loop.train_iter)
+            self.outside.read_error(error)
             with suppress(RuntimeError):  # reading from a GPU that has failed
                 self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)
             self._observe(observe_refusal, loop.yb, error, loop.train_iter)

@@ -2,14 +2,14 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
+from hookcb.core.graph import nodes_behind
 from hookcb.core.torch_private import (
     KNOWS_TOP,
     disable_saved_hooks,
@@ -115,9 +115,10 @@ class SavedTensors:
 
     def see_graph(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         """Reports tensors saved between `inputs` and `outputs` while the hooks were removed."""
-        for node in _nodes(outputs, inputs) if self.is_on else ():
-            for saved in raw_saved(node):
-                self._see_saved(saved)
+        if self.is_on:
+            for node in nodes_behind([x.grad_fn for x in outputs], [x.grad_fn for x in inputs]):
+                for saved in raw_saved(node):
+                    self._see_saved(saved)
 
     def _see_saved(self, saved: Any) -> None:
         if hasattr(saved, "unpack_hook"):
@@ -214,18 +215,3 @@ def _listen_to_transforms(on: bool) -> None:
         replace_saved_hooks_switch(_disable_without_ours, _enable_with_ours)
     else:
         replace_saved_hooks_switch(disable_saved_hooks, enable_saved_hooks)
-
-
-# ---- graphs
-
-
-def _nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Node]:
-    """Nodes of the graph from `outputs` back to `inputs`, without those that made the inputs."""
-    seen = {x.grad_fn for x in inputs}
-    todo = [x.grad_fn for x in outputs]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [after for after, _ in node.next_functions]
-            yield node

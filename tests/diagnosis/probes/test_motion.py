@@ -49,6 +49,19 @@ def test_what_has_moved_is_what_differs_from_a_copy(trained):
     assert sum(expected.values()) == len(trained)
 
 
+def test_a_layer_that_comes_later_is_compared_with_its_own_beginning():
+    model = net()
+    motion, kept = Motion(model), model[3].weight
+    train(model, model.parameters())
+    model[3] = nn.Linear(40, 3)
+    motion.begin(model)
+    assert motion.moved()["3.weight"] is False
+    train(model, [model[3].weight])
+    assert motion.moved()["3.weight"] is True
+    assert motion.moved()["0.weight"] is True
+    assert kept is not model[3].weight
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_change_by_one_bit_is_a_move(dtype):
     model = nn.Module()
