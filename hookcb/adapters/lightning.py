@@ -135,6 +135,7 @@ class LightningFit(ExternalLoop):
         optimizers, scaler = trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None)
         self._hooks: list[Any] = []  # exists even if an error in `before_fit` closes the loop
         super().__init__(module, cbs, optimizers[0] if optimizers else None, scaler)
+        self.facts.reports_steps = True  # before it clips
         self._hooks += [
             Hook(module, self._call_begins, pre=True, gate=self._is_called_here),
             Hook(module, self._call_ends, detach=False, always_call=True, gate=self._is_called_here),

@@ -172,4 +172,6 @@ class TimeSplit:
         if stage == "start":
             self._collecting_since = time.perf_counter()
         else:
-            self._marks.append((COLLECTION, time.perf_counter() - self._collecting_since))
+            seconds = time.perf_counter() - self._collecting_since
+            self._marks.append((COLLECTION, seconds))
+            self._fetch_began += seconds  # of the fetch in progress, if there is one

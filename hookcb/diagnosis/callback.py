@@ -14,7 +14,7 @@ from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.gather import gather, note_unseen
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
@@ -185,7 +185,7 @@ def diagnose_loop(loop: Any) -> Verdict:
     if records:
         evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
     if loop.is_external and records:
-        evidence.unseen = dict(loop.coverage.missing)
+        note_unseen(evidence, loop)
     elif loop.is_external:
         raise RuntimeError("nothing is recorded in this loop; give watch a Diagnose(), cbs=Diagnose()")
     elif not evidence.n_batches:

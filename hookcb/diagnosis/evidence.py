@@ -253,6 +253,7 @@ class Evidence:
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps, n_skipped: number of optimizer steps, and of those that a GradScaler skipped.
         is_by_hand: whether the loop updates its weights without an optimizer.
+        clips_first: whether the loop may have clipped gradients before they were read.
         is_one_backward: whether it comes from a single backward, without a training.
         observations: faults that probes observed directly.
         silent: layers that were never called, with the likely reason.
@@ -309,6 +310,7 @@ class Evidence:
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0
     is_by_hand: bool = False
+    clips_first: bool = False
     is_one_backward: bool = False
     n_skipped: int = 0
     observations: list[Observation] = field(default_factory=list)

@@ -58,6 +58,12 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
     return evidence
 
 
+def note_unseen(evidence: Evidence, loop: Any) -> None:
+    """Adds what was not seen of a loop that hookcb does not run."""
+    evidence.unseen = dict(loop.coverage.missing)
+    evidence.clips_first = not loop.facts.reports_steps
+
+
 def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:
     evidence.sources.add("activations")
     steps, store = stats.steps(), stats.store_of("train")

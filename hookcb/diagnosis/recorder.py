@@ -15,7 +15,7 @@ from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.attached import Attached, AttachedHealth, AttachedNotes, AttachedStats, AttachedTimer
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.gather import gather, note_unseen
 from hookcb.diagnosis.probed import probed_evidence
 from hookcb.diagnosis.probes.spent import PREFIX, SpentTime
 from hookcb.diagnosis.probes.suite import Probes
@@ -301,7 +301,7 @@ class EvidenceRecorder(Callback):
             self._frame = Frame.of(self.model, self._probes.optimizers.values())
         probed = probed_evidence(self._probes, self._frame)
         if self._is_external:
-            probed.unseen = dict(self.learn.coverage.missing)
+            note_unseen(probed, self.learn)
             probed.notes += [note] if (note := self.learn.facts.of_rank) else []
         evidence = gather([*self._attached, *self.learn.cbs], self._frame, probed)
         evidence.looks = self._schedule.rule

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -78,26 +79,38 @@ def test_inspected_batches_are_left_out(split, clock):
     assert (slept(split), split.n) == ({"slow": 2}, 2)
 
 
-def test_a_full_garbage_collection_has_its_own_time(clock):
-    split = TimeSplit(lambda cb: cb.name, n_warm_up=0)
+@contextmanager
+def slow_collections(clock):
+    """Full garbage collections take a while; entered after a split was made, which is told of both ends."""
 
     def during(stage, info):
         if stage == "start" and info["generation"] == 2:
             clock.sleep()
 
-    gc.callbacks.append(during)  # acts between the beginning and the end that the clock is told
+    gc.callbacks.append(during)
     try:
-        run(
-            split,
-            make_learner(3, 0),
-            every_event(),
-            Callback(name="slow", after_pred=lambda cb: gc.collect()),
-        )
+        yield
     finally:
-        split.close()
         gc.callbacks.remove(during)
+
+
+def test_a_full_garbage_collection_has_its_own_time(split, clock):
+    collect = Callback(name="slow", after_pred=lambda cb: gc.collect())
+    with slow_collections(clock):
+        run(split, make_learner(3, 0), every_event(), collect)
     assert slept(split) == {"garbage collection": 3}
+    split.close()
     assert split._at_collection not in gc.callbacks
+
+
+def test_a_garbage_collection_in_a_fetch_is_no_wait_for_data(split, clock):
+    with slow_collections(clock):
+        gc.collect()
+        split.begin()
+        clock.sleep(500)
+        gc.collect()
+        split.end()
+    assert split.take_fetched() == pytest.approx(500, abs=1)
 
 
 def test_without_a_clock_no_batch_is_timed(clock):

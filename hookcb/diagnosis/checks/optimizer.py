@@ -15,6 +15,7 @@ from hookcb.diagnosis.verdict import Finding
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
 MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls
+CLIPS_FIRST = "gradients are read after clipping; call w.begin_step(optimizer) before you clip"
 MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
 MAX_PEAK = 30.0  # max |gradient| / RMS, which is 5 for normally distributed numbers
 SAMPLE_SIZE = 1024  # elements of a weight from which updates are read
@@ -37,12 +38,16 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     Formula: share of records with clipped norm / norm below 1, and the median of that ratio. Limit: above
     95 % of at least ten records, and a median below 0.01. An error for optimizers like SGD, a warning for
     those like Adam, which divide by the size of gradients anyway. No finding if the loss falls by a fifth and
-    the model is better than a constant, unless the median is below 1e-4.
+    the model is better than a constant, unless the median is below 1e-4. Of a loop whose gradients are read
+    after clipping: above 95 % of the norms are the same within 1e-3, a warning if the loss does not fall.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, who set the limit
     by the mean norm over many updates.
     """
     coefs = before(evidence.steps.get("clip_coef", Series()), evidence.converged_at())
+    if evidence.clips_first and all(x >= UNCLIPPED for x in coefs.values):
+        yield _clipped_before(evidence)
+        return
     if len(coefs) < WINDOW:
         yield Skipped(f"fewer than {WINDOW} records of clipping before convergence")
         return
@@ -67,6 +72,27 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
         f"{MIN_CLIPPED_TO:g}): the effective learning rate is lower by that factor.{note}",
         causes=("a clipping norm that is too low", "gradients that are summed rather than averaged"),
         next_steps=(_clip_advice(evidence),),
+    )
+
+
+def _clipped_before(evidence: Evidence) -> Result:
+    """Verdict on gradients that were read after clipping, which makes equal all norms above its limit."""
+    norms = before(evidence.steps.get("total_norm", Series()), evidence.converged_at())
+    most = max(finite(norms.values), default=0.0)
+    n = sum(x >= most * UNCLIPPED for x in norms.values)
+    if len(norms) < WINDOW or not most or n <= MAX_CLIPPED * len(norms):
+        return Skipped(CLIPS_FIRST)
+    if has_learned(evidence, evidence.first_loss):
+        return Passed(f"clipping that stops the training (it always clips to a norm of {most:.2g})")
+    return finding(
+        "clip.always",
+        "warning",
+        when=norms,
+        value=most,
+        message=f"{n / len(norms):.0%} of the gradients have the same norm, {most:.2g}, as clipping leaves "
+        "them, and the loss does not fall.",
+        causes=("a clipping norm that is too low", "gradients that are summed rather than averaged"),
+        next_steps=("Do not clip, or call w.begin_step(optimizer) before you clip, to see the norms",),
     )
 
 

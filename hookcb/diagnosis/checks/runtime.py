@@ -16,6 +16,7 @@ MAX_WAITING, MAX_WAITING_WARNING = 0.3, 0.6  # share of a batch's time
 MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothing can be gained
 MIN_MEAN = 2e-3  # seconds, if most batches come at once and some are slow
 MIN_SLOW, MIN_SLOWDOWN = 3, 10.0  # slow batches, and multiple of the median from which one is slow
+MIN_EXCESS_DELAY = 2.0  # multiple of the delays that a busy machine would have caused
 N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches after these
 N_MEMORY_WARM_UP, MIN_MEMORY_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
 MAX_GROWTH, N_SIGMAS = 1e6, 1.96  # bytes per step; standard errors of a 95 % confidence interval
@@ -30,8 +31,9 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
 
     Formula: median time to fetch a batch / median time from the end of one batch to the end of the next,
     without the first five; or the same with means, if three batches or more take ten times the median to
-    fetch, and these delays are longer than those of the rest of the batches, as on a busy machine. Limit:
-    0.3, and 0.6 for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those
+    fetch, and these delays are longer than those of the rest of the batches, and twice as long as a busy
+    machine would make them in proportion. Garbage collections in a fetch do not count. Limit: 0.3, and 0.6
+    for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those
     below 2 ms. A Learner fetches its batches itself. In any other loop the fetches of a DataLoader are seen,
     and other fetches if a fifth of the time is spent between the steps: as the time of a `for` statement with
     a step in its body, or of a statement that calls `next`. Whatever else the loop does between its steps
@@ -77,9 +79,11 @@ def _slow_batches(evidence: Evidence) -> tuple[float, float, str] | None:
     usual_rest = median(x - wait for wait, x in pairs)
     slow = [wait for wait, _ in pairs if wait > MIN_SLOWDOWN * usual]
     delay = math.fsum(wait - usual for wait in slow)
-    delay_of_rest = math.fsum(max(0.0, x - wait - usual_rest) for wait, x in pairs)  # as on a busy machine
+    # a busy machine delays both, each as long as it usually takes
+    delay_of_rest = math.fsum(max(0.0, x - wait - usual_rest) for wait, x in pairs)
+    as_much = delay_of_rest * max(1.0, MIN_EXCESS_DELAY * ratio(usual, usual_rest))
     mean_wait, mean = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
-    if len(slow) < MIN_SLOW or mean_wait < MIN_MEAN or delay < delay_of_rest:
+    if len(slow) < MIN_SLOW or mean_wait < MIN_MEAN or delay < as_much:
         return None
     text = f" One batch in {len(pairs) / len(slow):.0f} takes {1e3 * median(slow):.0f} ms to fetch."
     return mean_wait, mean, text

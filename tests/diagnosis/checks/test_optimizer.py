@@ -43,6 +43,30 @@ def test_nine_records_are_too_few_for_clipping():
     assert isinstance(only(constant_clipping, clipped([1e-9] * 9)), Skipped)
 
 
+def read_late(norms, loss=STAYS, coef=1.0):
+    steps = {"clip_coef": series([coef] * len(norms)), "total_norm": series(norms)}
+    return evidence(weight(), loss=loss, steps=steps, clips_first=True)
+
+
+ALWAYS = [0.01 / (1 + 1e-5 * (i % 3)) for i in range(40)]
+
+
+def test_equal_norms_are_those_of_a_clipping_that_came_before():
+    found = only(constant_clipping, read_late(ALWAYS))
+    assert (found.code, found.severity, found.value) == ("clip.always", "warning", 0.01)
+    assert "100% of the gradients have the same norm, 0.01" in found.message
+    assert isinstance(only(constant_clipping, read_late(ALWAYS, loss=FALLS)), Passed)
+
+
+@pytest.mark.parametrize("norms", [[1.0 - 0.01 * (i % 9) for i in range(40)], [0.01] * 9, [0.0] * 40])
+def test_norms_read_after_clipping_rule_nothing_out(norms):
+    assert "begin_step" in only(constant_clipping, read_late(norms)).reason
+
+
+def test_clipping_that_was_seen_counts_in_any_loop():
+    assert only(constant_clipping, read_late(ALWAYS, coef=1e-3)).severity == "error"
+
+
 # ---- param.not_stepped
 
 

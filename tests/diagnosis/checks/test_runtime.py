@@ -64,6 +64,24 @@ def test_short_waits_are_no_finding(wait, batch):
     assert isinstance(only(waiting_for_data, timed(wait, batch)), Passed)
 
 
+def delayed(waits, rest):
+    return Evidence(waits=series(waits), batches=series([w + x for w, x in zip(waits, rest, strict=True)]))
+
+
+def test_a_few_slow_fetches_are_told():
+    waits = [0.06 if i % 20 == 10 else 1e-4 for i in range(200)]
+    found = only(waiting_for_data, delayed(waits, [3e-3] * 200))
+    assert "One batch in 20 takes 60 ms to fetch" in found.message
+
+
+def test_delays_that_a_busy_machine_spreads_over_everything_are_no_waiting():
+    """Of each three delays two come in the fetch, which takes two thirds of the time anyway."""
+    waits = [0.06 if i % 20 in (5, 10) else 2e-3 for i in range(200)]
+    rest = [0.06 if i % 20 == 15 else 1e-3 for i in range(200)]
+    assert isinstance(only(waiting_for_data, delayed(waits, rest)), Passed)
+    assert not isinstance(only(waiting_for_data, delayed(waits, [1e-3] * 200)), Passed)
+
+
 @pytest.mark.parametrize("every", [2, 3, 10, 1000])
 def test_time_without_the_fetch_of_a_batch_is_no_waiting(every):
     waits = series([9.0 if i % every == 0 else 0.0 for i in range(41)])
