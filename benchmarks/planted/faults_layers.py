@@ -18,7 +18,7 @@ from nets import (
     stack,
     token_loss,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 
@@ -240,3 +240,22 @@ def head_made_late(seed: int, cbs: Callbacks) -> Run:
 def computed_weight(seed: int, cbs: Callbacks) -> Run:
     model = Scaled()
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
+
+
+@fault(LAYER_FAULTS, "LSTM without batch_first", codes=["layer.batch_first"], layers=["rnn"])
+def forgotten_batch_first(seed: int, cbs: Callbacks) -> Run:
+    model = Recurrent(nn.LSTM(5, 32), 4)
+    opt = Adam(model.parameters(), lr=1e-2)
+    return follow(model, F.cross_entropy, opt, recall_batches(seed, length=8), cbs, seed)
+
+
+@fault(LAYER_FAULTS, "scores of pixels by view in place of permute", codes=["head.axis"])
+def viewed_scores(seed: int, cbs: Callbacks) -> Run:
+    batches = [(x + 0.3 * torch.randn_like(x), (x[:, 0] > 0.3).long()) for x, _ in image_batches(seed)]
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    opt = Adam(model.parameters(), lr=5e-3)
+
+    def loss_func(scores: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scores.view(-1, 2), y.view(-1))
+
+    return follow(model, loss_func, opt, batches, cbs, seed)

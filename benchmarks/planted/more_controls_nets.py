@@ -14,7 +14,7 @@ from data import (
     text_batches,
 )
 from more_nets import Checkpointed, Experts, Lora, PackedGru, ResMlp, TwoHeads, Vit
-from nets import Cnn, Gpt, Layer, Listed, Mlp, TextClassifier, named_weights, token_loss
+from nets import Cnn, Gpt, Layer, Listed, Mlp, Tagger, TextClassifier, named_weights, token_loss
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -334,3 +334,10 @@ def noisy_weights(seed: int, cbs: Callbacks) -> Run:
             opt.step()
             losses.append(loss.item())
     return Run(loop, losses, model=model)
+
+
+@control(NET_CONTROLS, "GRU with the steps first, a target for each", target=1.2)
+def steps_first(seed: int, cbs: Callbacks) -> Run:
+    batches = [(x.T.contiguous(), y.T.contiguous()) for x, y in text_batches(seed)]
+    model = Tagger()
+    return follow(model, token_loss, Adam(model.parameters(), lr=1e-2), batches, cbs, seed)

@@ -291,3 +291,15 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.relu(F.relu(self.inner(x)) @ self.weight))
+
+
+class Tagger(nn.Module):
+    """A GRU over `(steps, samples)` tokens, with scores for each step."""
+
+    def __init__(self, n_token: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.rnn = nn.Embedding(n_token, 32), nn.GRU(32, 32)
+        self.head = nn.Linear(32, n_token)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.tokens(x))[0])

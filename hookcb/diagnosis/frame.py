@@ -22,6 +22,7 @@ SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # types and na
     "gates": ((nn.LSTM, nn.GRU, torch.jit.ScriptModule), "LSTM or GRU"),
     "modes": ((BatchNorm, Dropout, nn.MultiheadAttention, nn.RNNBase), "batch norm or dropout"),
     "attention": ((nn.MultiheadAttention,), "attention"),
+    "sequences": ((nn.RNNBase, nn.MultiheadAttention), "recurrent or attention layer of torch"),
     "embeddings": ((nn.Embedding,), "embedding"),
     "tokens": ((nn.Embedding,), "embedding"),
     "flat ends": ((nn.Tanh, nn.Sigmoid, torch.jit.ScriptModule), "Tanh or Sigmoid layer"),

@@ -122,6 +122,7 @@ def _late_observed(probes: Probes, rows: list[list[float]]) -> set[str]:
         "weights around a step": probes.lost_updates.has_looked,
         "order of two epochs": has_epochs(_epochs_hashed(probes)),
         "graphs of 60 losses": probes.retained.has_looked,
+        "order of samples and steps": probes.layers.sequences.has_compared,
         "graph of the output": probes.outside.is_known(probes.n_steps),
     }
     return {name for name, is_there in seen.items() if is_there}
@@ -192,6 +193,7 @@ def _late_observations(probes: Probes, steps: list[int], rows: list[list[float]]
     yield from probes.cleared.observations()
     yield from probes.motion.observations(probes.n_steps, probes.n_backward)
     yield from probes.outside.observations(probes.n_steps)
+    yield from probes.layers.sequences.observations()
     yield from probes.retained.observations()
     yield from probes.targets.observe_single_class(probes.graph_of_one)
     yield from observe_order(_epochs_hashed(probes), probes.loader)

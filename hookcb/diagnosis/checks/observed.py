@@ -358,6 +358,30 @@ _row("head.activation", Site.LOSS, ("batch", "graph"),
     log-probabilities.
     """)  # fmt: skip
 
+_row("head.axis", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "classes on another axis",
+    requires="axis of the classes", doc="""
+    A cross-entropy over another axis than that of the classes, as after a view in place of a permute.
+
+    Exact: which output of the last layer is at each place of the tensor that the softmax before the loss
+    gets, followed through views, permutes and slices of the first graph. Along the axis of the classes it
+    must be the same outputs at all positions. Or a log_softmax over another axis than torch's loss takes.
+    Tensors of up to 4 million scores are followed; an axis of positions, as of a softmax over an image, is
+    not meant.
+
+    Source: torch.nn.CrossEntropyLoss, "Shape"; torch.Tensor.view, which keeps the order of the elements.
+    """)  # fmt: skip
+
+_row("layer.batch_first", Site.MODULES, ("batches",), EVERYTHING, "warning",
+    "samples taken for steps of a sequence", requires="order of samples and steps", subject="sequences",
+    doc="""
+    A recurrent or attention layer that takes the samples of a batch for the steps of a sequence.
+
+    Exact: shapes in three inspected batches, with one target for each sample: a layer of torch without
+    `batch_first` gets as many steps as there are samples, and another number of samples.
+
+    Source: torch.nn.LSTM and torch.nn.MultiheadAttention, `batch_first`.
+    """)  # fmt: skip
+
 _row("head.degenerate", Site.LOSS, ("batch",), EVERYTHING, "error", "a softmax over one number",
     requires="graph", doc="""
     A softmax or log_softmax over a dimension of size 1: its output is 1 whatever the weights are.

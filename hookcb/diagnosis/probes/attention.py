@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.dropout import DropoutProbe
+from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, is_compiled, named_modules
@@ -185,6 +186,7 @@ class OpHooks:
         acts: whether to measure a call that begins.
         in_loop_thread: whether the training makes the call, and not another thread.
         count: is called with each operation of the first call that is measured, see `OpProbe`.
+        sequences: is shown the weights of attention layers of torch.
 
     Attributes:
         step: number of the current batch.
@@ -202,11 +204,15 @@ class OpHooks:
         acts: Callable[[], bool],
         in_loop_thread: Callable[[], bool],
         count: Count | None = None,
+        sequences: SequenceAxis | None = None,
     ) -> None:
         self._acts, self._in_loop_thread, self._count, self.step = acts, in_loop_thread, count, 0
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
         self.blind: dict[str, list[tuple[int, Tensor]]] = {}
-        self.tokens = Tokens()
+        self.tokens, self._sequences = Tokens(), sequences
+        self._attentions = {
+            name: m for name, m in named_modules(model).items() if isinstance(m, nn.MultiheadAttention)
+        }
         self.dropping: dict[str, int] = {}
         self._is_wanted = False  # whether the call that begins is to be measured
         self._n_eval = 0  # calls in eval mode that were measured
@@ -260,6 +266,8 @@ class OpHooks:
 
     def _record(self, layer: str, weights: Tensor, places: Tensor | None) -> None:
         self.shares.setdefault(layer, []).append((self.step, low_heads(weights)))
+        if self._sequences is not None:
+            self._sequences.see_attention(layer, self._attentions.get(layer), weights)
         if len(blind := self.blind.setdefault(layer, [])) < MIN_BATCHES:
             blind.append((self.step, is_blind(weights)))
         if places is not None:

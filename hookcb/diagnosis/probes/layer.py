@@ -11,6 +11,7 @@ from hookcb.core.batch import parts
 from hookcb.core.torch_private import in_transform
 from hookcb.diagnosis.evidence import Layer, Series
 from hookcb.diagnosis.probes.attention import saturated_share
+from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import named_modules
 from hookcb.records.memory import Memory
@@ -31,11 +32,13 @@ class LayerProbe:
         self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # in the current batch
         self._memory = Memory()  # as what is allocated in the midst of a forward splits the heap
         self.largest: dict[str, float] = {}
+        self.sequences = SequenceAxis()
         self.n_copies = 0  # calls of copies, as nn.DataParallel makes them
 
     def begin_record(self, step: int) -> None:
         """Begins the record of an inspected batch."""
         self._step, self._taken = step, []
+        self.sequences.begin_batch()
         self._memory.take_back()
 
     def measure_layer(self, m: nn.Module, output: Any) -> None:
@@ -47,6 +50,7 @@ class LayerProbe:
         if x is None or not x.is_floating_point() or not x.numel():
             return
         x = detached(x)  # also unwraps tensors of torch.func transforms
+        self.sequences.see_output(self._names[id(m)], m, x)
         is_simple = x.is_cpu and not (torch.compiler.is_compiling() or in_transform())
         share, saturated = spread(x, self._memory if is_simple else None), saturated_share(m, x)
         if saturated is None:

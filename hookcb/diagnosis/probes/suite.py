@@ -30,6 +30,7 @@ from hookcb.diagnosis.probes.batch import (
     observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
+from hookcb.diagnosis.probes.class_axis import is_axis_known, observe_class_axis
 from hookcb.diagnosis.probes.curves import BatchCurves, Curve
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
@@ -110,7 +111,8 @@ class Probes:
         self.curves = BatchCurves()
         self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
         self.layer_times = LayerTimes(loop.model, lambda: loop.in_loop_thread)
-        self.ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, self.layer_times.add_work)
+        work, sequences = self.layer_times.add_work, self.layers.sequences
+        self.ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, work, sequences)
         self.backward_times = BackwardTimes(self.guarded)
         self.norms = NormProbe(loop.model)
         self.tables = AddedTables()
@@ -248,6 +250,7 @@ class Probes:
             if self.random is not None:
                 self.random.end_loss(device_of(loop.model))
             self.targets.add_batch(yb)
+            self.guarded(self.layers.sequences.compare, loop.xb, yb)
             self.guarded(self.backward_times.follow, node)
             self.guarded(self._add_stuck_share, loop, node, yb)
         if self.is_external and self._follows_factor(loop, node):
@@ -302,6 +305,9 @@ class Probes:
         if is_comparison_known(self.graph, node, loop.pred, yb):
             self.observed.add("output beside its targets")
         self._observe(observe_scaled_labels, loop.xb, yb, loop.train_iter)
+        if is_axis_known(node):
+            self.observed.add("axis of the classes")
+            self._observe(observe_class_axis, node)
         if (links := linear_links(node)) is not None:
             self.observed.add("path from layer to layer")
             self._observe(observe_linear_links, links, loop.model)

@@ -1,0 +1,149 @@
+"""Observes whether the axis over which a loss takes the softmax is that of the classes."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookcb.core.torch_private import input_shape, saved
+from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.probes.loss_graph import main_term
+from hookcb.diagnosis.probes.loss_terms import node_name, read_terms
+
+FEATURES = {"Convolution": 1, "Addmm": -1, "Mm": -1, "Linear": -1}  # axis of the features by layer
+SAME_ORDER = (
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Alias",
+    "Clone",
+    "ToCopy",
+)
+MAX_ELEMENTS = 4_000_000  # of the scores that are followed
+MAX_SHAPES = 16  # operations from the layer to the softmax
+
+
+def observe_class_axis(node: Any) -> Iterator[Observation]:
+    """A softmax before the loss over another axis than that of the classes.
+
+    Args:
+        node: `loss.grad_fn` of a loss.
+    """
+    main = main_term(read_terms(node))
+    if main is None or main.kind != "cross-entropy" or main.node is None:
+        return
+    softmax = _softmax_before(main.node)
+    if softmax is None:
+        return
+    shape = input_shape(softmax)
+    axis = _axis(saved(softmax, "dim", 1), len(shape))
+    if softmax is main.node.next_functions[0][0] and axis != (classes := min(1, len(shape) - 1)):
+        yield _observation(
+            f"log_softmax runs over dimension {axis} of a {_size(shape)} output, but the loss takes the "
+            f"{shape[classes]} classes on dimension {classes}.",
+            "a wrong dim, as in nn.LogSoftmax(dim=0), which normalizes over the samples",
+            f"Use dim={classes}, or pass the raw scores to F.cross_entropy",
+        )
+    elif (found := _features(softmax)) is not None and _is_mixed(found[0], axis, found[1]):
+        yield _observation(
+            f"The loss takes {shape[axis]} classes on dimension {axis} of a {_size(shape)} tensor, but there "
+            "the outputs of the last layer at different positions are mixed: a reshape has cut across them.",
+            "view or reshape in place of permute or transpose before the loss",
+            "Move the axis of the classes with permute or transpose, and reshape only then",
+        )
+
+
+def is_axis_known(node: Any) -> bool:
+    """Whether the scores of a cross-entropy could be followed from the last layer."""
+    main = main_term(read_terms(node))
+    softmax = None if main is None or main.node is None else _softmax_before(main.node)
+    return softmax is not None and _features(softmax) is not None
+
+
+def _observation(text: str, cause: str, next_step: str) -> Observation:
+    return Observation("head.axis", value=1.0, text=text, causes=(cause,), next_steps=(next_step,))
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
+
+
+def _axis(dim: int, n: int) -> int:
+    """A saved dimension, which is unsigned if it was negative."""
+    return (dim - 2**64 if dim >= 2**63 else dim) % max(1, n)
+
+
+def _softmax_before(loss: Any) -> Any:
+    """The log_softmax that a loss of torch gets, past what only reshapes; None if there is another node."""
+    node = loss.next_functions[0][0]
+    for _ in range(MAX_SHAPES):
+        if node is None or node_name(node) == "LogSoftmax":
+            return node
+        if node_name(node) not in SAME_ORDER:
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _features(softmax: Any) -> tuple[Tensor, int] | None:
+    """Number of the layer's feature for each score that the softmax gets, and the number of features.
+
+    None if there is another operation between them, or the scores are too many.
+    """
+    path, node = [], softmax.next_functions[0][0]
+    while node is not None and node_name(node) not in FEATURES:
+        path.append(node)
+        node = node.next_functions[0][0] if len(path) < MAX_SHAPES and len(node.next_functions) == 1 else None
+    shape = () if node is None else input_shape(node)
+    if len(shape) < 2 or math.prod(shape) > MAX_ELEMENTS:
+        return None
+    axis = FEATURES[node_name(node)] % len(shape)
+    sizes = [n if i == axis else 1 for i, n in enumerate(shape)]
+    scores = torch.arange(shape[axis], dtype=torch.int32, device="cpu").view(sizes).expand(shape)
+    for at in reversed(path):
+        moved = _moved(scores, at)
+        if moved is None or tuple(moved.shape) != input_shape(at):
+            return None
+        scores = moved
+    return scores, shape[axis]
+
+
+def _moved(x: Tensor, node: Any) -> Tensor | None:
+    """What the operation of a node makes of a tensor, None if it does more than move elements."""
+    name = node_name(node)
+    if name in SAME_ORDER:
+        shape = input_shape(node)
+        return x.reshape(shape) if math.prod(shape) == x.numel() else None
+    if name == "Transpose":
+        return x.transpose(*(_axis(saved(node, f"dim{i}", 0), x.ndim) for i in (0, 1)))
+    if name == "Permute":
+        return x.permute([_axis(dim, x.ndim) for dim in saved(node, "dims")])
+    if name == "T":
+        return x.t()
+    if name == "Slice":
+        dim, length = _axis(saved(node, "dim", 0), x.ndim), input_shape(node)
+        start = saved(node, "start", 0)
+        start = start - 2**64 if start >= 2**63 else start
+        start = max(0, start + x.shape[dim] if start < 0 else start)
+        return x.narrow(dim, start, length[dim]) if saved(node, "step", 1) == 1 else None
+    return None
+
+
+def _is_mixed(scores: Tensor, axis: int, n_features: int) -> bool:
+    """Whether the scores along an axis are not the same features everywhere, or a part of them.
+
+    An axis of positions is meant, as in a softmax over an image; so is one longer than the features.
+    """
+    rows = scores.movedim(axis, -1).reshape(-1, scores.shape[axis])
+    n = rows.shape[1]
+    if n < 2 or n_features < 2 or n > n_features or not len(rows):
+        return False
+    steps = rows - rows[:, :1]
+    if n != n_features and not bool(steps.any()):
+        return False
+    return not bool((steps == steps[:1]).all()) or len(set(steps[0].tolist())) < n
