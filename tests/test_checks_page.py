@@ -29,8 +29,9 @@ DESIGNED = re.findall(
     nonfinite.first nonfinite.contained param.unreachable param.not_in_optimizer param.duplicated
     param.not_stepped param.restored init.zero gate.shut memory.graphs_kept update.lost_to_rounding grad.stale
     loss.detached init.symmetric mode.mismatch head.activation
-    head.degenerate head.axis layer.batch_first label.range hook.silent replica.diverged amp.scale_collapse input.nonfinite
-    input.constant label.out_of_range label.single_class label.broadcast label.form label.scaled
+    head.degenerate head.axis layer.batch_first label.range hook.silent replica.diverged amp.scale_collapse
+    input.nonfinite input.constant label.out_of_range label.single_class label.broadcast label.form
+    label.scaled
     loss.of_values model.linear_stack dropout.scores
     param.frozen_between param.unregistered label.copies_input label.padding mask.future mask.blind
     embed.single_index

@@ -68,7 +68,8 @@ class ModelTracker:
         named = {name for m in self._all for name in m.optimizers}
         for name in self._optimizers.names:
             if name not in named:
-                self.notes.append(f"{name} has no parameters of a model that was called with gradients on")
+                called = "that was called in the main thread with gradients on"
+                self.notes.append(f"{name} has no parameters of a model {called}")
             elif name not in self._optimizers.stepped:
                 self.notes.append(f"{name} made no step")
 
@@ -76,7 +77,7 @@ class ModelTracker:
         for title in [m.title for m in self._all if m.has_gradients and not m.is_trained]:
             self.notes.append(
                 f"{title} got gradients, but its parameters were not moved, neither by an optimizer nor by "
-                "hand; to train it, create the optimizer with the parameters() of this model"
+                "hand; to train it, call step() of an optimizer that has its parameters()"
             )
 
     @contextmanager

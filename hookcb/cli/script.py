@@ -7,7 +7,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -69,8 +69,10 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
     """
     tracker = ModelTracker(makes_pages=options.html is not None and not own_rank())
     with _stdout_as_stderr() if options.json else nullcontext():
+        start = Path.cwd()
         code, has_failed = _run(os.fspath(path), list(args), tracker, options.is_module)
         shown = tracker.verdicts()
+        options = replace(options, html=_from(start, options.html))  # the script may have changed the folder
     if options.json:
         return _write_json(shown, tracker, code, path, options)
     for title, verdict, _ in shown:
@@ -88,6 +90,15 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
     for note in _notes(shown, tracker, path, options.html):
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
     return _exit_code(code, shown)
+
+
+def _from(folder: Path, file: Path | None) -> Path | None:
+    """The file as seen from the current folder, if it was given in another one."""
+    try:
+        is_there = Path.cwd() == folder
+    except FileNotFoundError:  # the current one was deleted
+        is_there = False
+    return file if file is None or is_there else folder / file
 
 
 def _exit_code(code: int, shown: Shown) -> int:
@@ -146,7 +157,8 @@ def _write_pages(html: Path | None, tracker: ModelTracker) -> Iterator[str]:
 def _no_training_in(path: str | Path) -> str:
     return (
         f"no training was seen in {os.fspath(path)}; a model counts as trained if it is called in the main "
-        "thread with gradients enabled, and an optimizer or the script itself updates its parameters"
+        "thread of this process with gradients enabled, and an optimizer or the script itself updates its "
+        "parameters"
     )
 
 

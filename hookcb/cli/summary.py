@@ -33,7 +33,9 @@ def summarize(where: str, inputs: Sequence[Input], depth: int | None = None) -> 
         show(module_summary(_find(where), *xb, depth=depth), soft_wrap=True)
     except Exception as error:  # of the user's module or model, too
         notes = [*getattr(error, "__notes__", ())]
-        if inputs:
+        if not inputs and isinstance(error, ValueError):
+            notes.append("give the shape of each input with its batch, as --input 8,3,32,32")
+        elif inputs:
             given = " and ".join(f"{','.join(map(str, x.size))}:{x.dtype}" for x in inputs)
             notes.append(f"the input was {given}; a shape has the batch, and a dtype follows a colon")
         show_error("\n  ".join([f"hookcb summary: {type(error).__name__}: {error}", *notes]))
@@ -62,7 +64,8 @@ def _find(where: str) -> nn.Module:
         models = sorted(key for key, x in names.items() if callable(x) or isinstance(x, nn.Module))
         own = [key for key in models if getattr(names[key], "__module__", place) in (place, "hookcb_summary")]
         raise LookupError(f"{place} has no {name!r}; it has {', '.join(own) or 'nothing that makes a model'}")
-    model = names[name] if isinstance(names[name], nn.Module) else names[name]()
+    found = names[name]
+    model = found() if callable(found) and not isinstance(found, nn.Module) else found
     if not isinstance(model, nn.Module):
         raise TypeError(f"{where} is no model, but a {type(model).__name__}")
     return model

@@ -54,7 +54,7 @@ def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ())
     reason = evidence.why_nothing_seen()
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
-    findings = list(_with_raised_severity(explained(_without_idle_advice(found), evidence)))
+    findings = list(_with_raised_severity(explained(_without_idle_advice(found, bool(reason)), evidence)))
     primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
     status = _status(findings, reason)
     verdict = Verdict(
@@ -71,11 +71,11 @@ def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ())
     return ranks.of_main(lambda: verdict)
 
 
-def _without_idle_advice(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings without the note that a training could go on, if it is known why it does not learn."""
+def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[Finding]:
+    """Findings without the note that a training could go on, if it does not learn or was not seen."""
     harmless = ("time.", "memory.", "loss.flat", "loss.trivial")
     is_faulty = any(f.severity != "info" and not f.code.startswith(harmless) for f in findings)
-    return [f for f in findings if not (is_faulty and f.code == "train.unfinished")]
+    return [f for f in findings if not ((is_faulty or is_unknown) and f.code == "train.unfinished")]
 
 
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_batches
@@ -93,12 +93,18 @@ def make_opt(opt_func: Any, params: list[nn.Parameter], lr: float) -> Optimizer:
     return opt
 
 
-def check_opt(opt: Optimizer, model: nn.Module) -> None:
+def check_opt(opt: Optimizer, model: nn.Module, passes_closure: bool) -> None:
     """Checks that an optimizer trains the model.
 
     Raises:
+        TypeError: If it needs a closure and the loop's `step` does not pass one.
         ValueError: If it has none of the parameters of `model`.
     """
+    if isinstance(opt, LBFGS) and not passes_closure:
+        raise TypeError(
+            "LBFGS evaluates the loss several times in a step; define step(self) in a subclass of Learner "
+            "that calls self.opt.step(closure), or write the loop yourself and let hookcb.watch follow it"
+        )
     ids = {id(p) for p in model.parameters()}
     if not any(id(p) in ids for group in opt.param_groups for p in group["params"]):
         raise ValueError(

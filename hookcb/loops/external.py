@@ -1,6 +1,7 @@
 """ExternalLoop: a loop hookcb does not run, which reports what happens in it."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 from weakref import ref
@@ -58,6 +59,7 @@ class ExternalLoop(NamedLoop):
 
     honors_stop = False  # whether the code that reports reads `stop_requested`
 
+    _ended_opt: Callable[[], Any] | None = None
     loss = Reported[Tensor]("report_loss(loss)")
     epoch = Reported[int]("end_epoch()")
 
@@ -236,6 +238,15 @@ class ExternalLoop(NamedLoop):
         self.epoch += 1
         self._n_batches.clear()
 
+    @property
+    def opt(self) -> Any:
+        """The optimizer of the latest step; once the loop has ended, as long as something else holds it."""
+        return self._opt if self._ended_opt is None else self._ended_opt()
+
+    @opt.setter
+    def opt(self, opt: Any) -> None:
+        self._opt = opt
+
     def close_failed(self) -> bool:
         """Whether a callback has failed; closes it then, except in a backward, which would restore hooks."""
         if self._error is not None and not in_backward():
@@ -263,6 +274,8 @@ class ExternalLoop(NamedLoop):
             finally:
                 self._entered = self._error = None
                 self.remove_cbs(list(self.cbs))  # so that they may follow another loop
+                if self._opt is not None:  # it holds the weights
+                    self._ended_opt, self._opt = ref(self._opt), None
 
     def diagnose(self) -> Verdict:
         """Diagnoses the training; see `Learner.diagnose`.

@@ -601,7 +601,7 @@ class Learner(NamedLoop):
         if self.opt is None or swapped:
             self.opt, self._opt_params = with_hypers(make_opt(self.opt_func, params, self.lr)), params
             wd = self.wd if wd is None else wd
-        check_opt(self.opt, self.model)
+        check_opt(self.opt, self.model, passes_closure=type(self).step is not Learner.step)
         if lr is not None:
             check_rates("lr", lr, closed=True)
             set_rates(self.opt, lr)

@@ -386,6 +386,7 @@ class Watch(ExternalLoop):
         """Removes all hooks; see `ExternalLoop`."""
         self._unhook()
         super().close(error)
+        self._by_hand = self._stepping = self._mark = None  # they hold the weights
 
     @property
     def coverage(self) -> WatchCoverage:

@@ -1,5 +1,6 @@
 """Windows of a fit under torch's profiler: their schedule, and what they record."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +217,9 @@ class Window:
         return sums, take_trace(self._prof, spans, self.steps)
 
 
+_OPEN = threading.Lock()  # held while a window is open, as torch has one profiler for all threads
+
+
 class Windows:
     """The windows of a fit, one after the other, and the sums over them.
 
@@ -263,12 +267,17 @@ class Windows:
         action = self.schedule.action(self.n_steps)
         if action is ProfilerAction.NONE:
             return
-        if is_profiling() and not (self._window is not None and self._window.is_recording):
+        is_own = self._window is not None and (self._window.is_recording or not is_profiling())
+        if not is_own and (is_profiling() or not _OPEN.acquire(blocking=False)):
             left_out = "another torch profiler is running; this step is left out"
             warn(left_out, stacklevel=2, is_of_rank=True)
             return
         if self._window is None:
-            self._window = Window(dict(self._layers), self.schedule.activities, **self.options)
+            try:
+                self._window = Window(dict(self._layers), self.schedule.activities, **self.options)
+            except BaseException:
+                _OPEN.release()
+                raise
             self.n_switched += 1
             self.follow(True)
         self._window.begin_step(self.n_steps, phase, record=action is not ProfilerAction.WARMUP)
@@ -298,7 +307,11 @@ class Windows:
             return
         self.n_switched += 1
         self.follow(False)
-        if (taken := window.close()) is not None:
+        try:
+            taken = window.close()
+        finally:
+            _OPEN.release()
+        if taken is not None:
             profile, trace = taken
             self.profile.add(profile)
             self.traces.append(trace)

@@ -231,7 +231,7 @@ def test_an_optimizer_of_something_else_is_named_and_no_fault(run):
     )
     assert code == 0, out
     assert headings(out) == ["Sequential, trained by Adam"]
-    assert "SGD has no parameters of a model that was called with gradients on" in out
+    assert "SGD has no parameters of a model that was called in the main thread with gradients on" in out
 
 
 # ---- as Python runs it
@@ -544,6 +544,27 @@ def test_a_page_that_cannot_be_written_changes_no_exit_code(tmp_path, capsys):
     code = main(["diagnose", str(script)])
     assert main(["diagnose", f"--html={tmp_path}", str(script)]) == code
     assert "cannot be written" in capsys.readouterr().out
+
+
+def test_a_script_that_changes_the_folder_leaves_the_page_where_it_was_asked_for(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "script.py").write_text(f"{BEGIN}{HEALTHY}import os\nos.chdir('outputs')\n")
+    main(["diagnose", "--html", "run.html", "script.py"])
+    assert (tmp_path / "run.html").is_file()
+    assert str(tmp_path / "run.html") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("end", "is_told"), [("sys.exit(0)", False), ("sys.exit()", False), ("sys.exit(7)", True)]
+)
+def test_an_exit_of_a_script_that_is_done_is_no_error_of_the_training(end, is_told, tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(f"{BEGIN}import sys\n{HEALTHY}{end}\n")
+    main(["diagnose", "--coverage", str(script)])
+    assert ("was ended by SystemExit" in capsys.readouterr().out) == is_told
 
 
 # ---- a module, JSON, and coverage

@@ -60,6 +60,8 @@ def test_a_model_is_found_and_shown(where, inputs, shown, capsys):
     [
         (["summarized.py:Tex"], "has no 'Tex'; it has Text, Two, image, wrong"),
         (["summarized.py:wrong"], "summarized.py:wrong is no model, but a int"),
+        (["summarized.py:number"], "summarized.py:number is no model, but a int"),
+        (["summarized.py:Two"], "as --input 8,3,32,32"),
         (["summarized.py"], "names no model; type package.module:name or file.py:name"),
         (["nowhere.py:x"], "FileNotFoundError"),
         (["nowhere_at_all:x"], "No module named 'nowhere_at_all'"),

@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import pickle
 import re
+import threading
 import warnings
 from contextlib import suppress
 from functools import partial
@@ -28,6 +29,7 @@ from hookcb import (
     ProfilerCallback,
     assert_no_hooks,
     count_hooks,
+    watch,
 )
 from tests.profiling.support import Trace, assert_clean, chosen, exported, nothing_left, profiled, whole
 from tests.support import (
@@ -813,3 +815,28 @@ def test_it_says_what_it_is():
     assert profiler.order == 1001
     assert profiler.name == "profiler"
     assert re.match(r"ProfilerCallback\(", repr(profiler))
+
+
+def test_trainings_in_two_threads_share_the_only_profiler():
+    """Whichever comes second leaves out the steps that the first one records."""
+
+    def train(profiler):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        with watch(model, opt, profiler):
+            for _ in range(60):
+                model(torch.randn(8, 4)).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+
+    profilers = [ProfilerCallback(), ProfilerCallback()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step left out, or nothing profiled
+        threads = [threading.Thread(target=train, args=(p,)) for p in profilers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert any(len(p.profiled_steps) > 0 for p in profilers)
+    assert not torch.autograd._profiler_enabled()

@@ -16,6 +16,7 @@ from hookcb import (
     ActivationStats,
     Callback,
     DetectAnomaly,
+    Diagnose,
     Event,
     GradientHealth,
     HookCallback,
@@ -151,6 +152,33 @@ def test_a_watch_does_not_keep_its_model():
         assert gone() is None
     assert len(w.activation_stats.stats) == 2
     assert len(w.gradient_health.stats) == 2
+
+
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_a_watch_that_has_ended_keeps_neither_weights_nor_optimizer(is_by_hand):
+    model, opt = make_pair()
+    with watch(model, None if is_by_hand else opt, GradientHealth(), Diagnose(show=False)) as w:
+        for _ in range(5):
+            loss = model(X).square().sum()
+            loss.backward()
+            if is_by_hand:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.01 * p.grad
+                        p.grad = None
+            else:
+                opt.step()
+                opt.zero_grad()
+    assert (w.opt is opt) != is_by_hand
+    assert w.diagnose().findings is not None
+    gone = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(opt)]
+    del model, opt, loss
+    if is_by_hand:
+        del p
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert w.opt is None
+    assert len(w.gradient_health.stats) >= 4
 
 
 def test_a_watch_that_nobody_holds_goes_on():

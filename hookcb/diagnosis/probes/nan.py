@@ -19,6 +19,8 @@ from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
 
 USE_TRACE = "Train with cbs=NanTrace() and read learn.nan_trace.report"
+IN_A_WATCH = "Watch the loop with cbs=DetectAnomaly(), which names the operation"
+STOP_BEFORE = "Train with cbs=NanTrace(), which stops before the step and names the operation"
 FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
 
 
@@ -63,7 +65,7 @@ def find_origin(
         autocast: state of autocast in the forward, if known.
     """
     if layers := _nonfinite_layers(learn.model):
-        return _from_weights(layers, noticed, step)
+        return _from_weights(layers, noticed, step, isinstance(learn, ExternalBatch))
     if is_sharded(learn.model):
         text = (
             f"{noticed} at step {step}. To find where it began, all ranks would have to run the batch again."
@@ -90,7 +92,7 @@ def _nonfinite_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def _from_weights(layers: list[str], noticed: str, step: int) -> Observation:
+def _from_weights(layers: list[str], noticed: str, step: int, is_external: bool) -> Observation:
     """Observation of non-finite weights; the gradient that caused them came from behind the last layer."""
     last = layers[-1]
     return Observation(
@@ -101,7 +103,7 @@ def _from_weights(layers: list[str], noticed: str, step: int) -> Observation:
         text=f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
         f"or infinite in an earlier step; {last} is the last of them before the loss.",
         causes=(FROM_WEIGHTS,),
-        next_steps=("Train with cbs=NanTrace(), which stops before the step and names the operation",),
+        next_steps=(IN_A_WATCH if is_external else STOP_BEFORE,),
     )
 
 
@@ -130,5 +132,5 @@ def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) 
         step=step,
         text=f"{noticed} at step {step}. {how}.",
         causes=(hint[0],) if hint[0] else (),
-        next_steps=(hint[2] or USE_TRACE,),
+        next_steps=(hint[2] or (IN_A_WATCH if is_external else USE_TRACE),),
     )

@@ -38,8 +38,8 @@ class NormProbe:
         self._n_single = 0  # batches of one sample
         self._refused: tuple[str, int] | None = None  # name of the batch norm that has raised, and the step
 
-    def begin_batch(self, step: int, n_samples: int) -> None:
-        """Checks all modes at the beginning of a training batch."""
+    def begin_batch(self, step: int, n_samples: int | None) -> None:
+        """Checks all modes at the beginning of a training batch of so many samples, if that is known."""
         model = self._model()
         whole = model is not None and model.training
         for name, m in self._norms.items():
@@ -47,7 +47,8 @@ class NormProbe:
                 self._frozen.discard(name)
             elif m.track_running_stats and _is_trained(m) and not (whole and name in self._frozen):
                 self._in_eval.setdefault(name, step)
-        if self._drops and not whole and self._without_dropout is None:
+        is_new = self._drops and not whole and self._without_dropout is None
+        if is_new and model is not None and any(p.requires_grad for p in model.parameters()):
             self._without_dropout = step
         self._n_single += n_samples == 1
 

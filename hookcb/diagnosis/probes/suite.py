@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.batch import batch_size, parts
+from hookcb.core.batch import n_samples, parts
 from hookcb.core.optim import detached_scalar
 from hookcb.core.shards import has_no_part
 from hookcb.core.time_split import TimeSplit
@@ -206,9 +206,10 @@ class Probes:
 
     def note_modes(self, loop: Any, looking: bool) -> None:
         """Notes the number of samples, and the modes of layers that depend on it."""
-        self._n_samples = batch_size((*loop.yb, loop.xb))
+        n = n_samples((*loop.yb, loop.xb))
+        self._n_samples = 1 if n is None else n
         self.n_examples += self._n_samples
-        self.norms.begin_batch(loop.train_iter, self._n_samples)
+        self.norms.begin_batch(loop.train_iter, n)
 
     @property
     def has_modes(self) -> bool:
@@ -497,7 +498,8 @@ class Probes:
             self._observe_accumulation(loop)
         if self.optimizers:
             self.observed.add("groups of the optimizer")
-        if error is not None and not isinstance(error, KeyboardInterrupt):
+        is_end = isinstance(error, SystemExit) and not error.code  # as of sys.exit(main())
+        if error is not None and not is_end and not isinstance(error, KeyboardInterrupt):
             if failure := loop.ranks.find_failure():
                 self.notes.append(f"the training was ended, as {failure[:100]}")
             else:

@@ -114,6 +114,11 @@ def test_dropout_that_is_switched_off_alone_is_meant_to_be():
     assert seen(model) == []
 
 
+def test_a_frozen_model_whose_input_alone_is_trained_may_be_in_eval_mode():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)).requires_grad_(False).eval()
+    assert seen(model) == []
+
+
 # ---- batches of one sample
 
 
@@ -125,6 +130,7 @@ def test_dropout_that_is_switched_off_alone_is_meant_to_be():
         ([1] * 8 + [8] * 2, False),
         ([8] * 9 + [1], False),  # a last batch that is left over
         ([2] * 10, False),
+        ([None] * 10, False),  # a loop of which only the losses are seen
     ],
 )
 def test_batches_that_mostly_have_one_sample_are_told_as_a_warning(sizes, is_told):
