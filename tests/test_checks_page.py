@@ -38,8 +38,8 @@ DESIGNED = re.findall(
     accum.divisor data.duplicated data.repeated data.same_order random.duplicated grad.rescaled
 
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large
-    update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always wd.dominates
-    dropout.extreme input.scale attn.collapse data.labels gan.balance head.range loss.trivial
+    lr.vanished update.too_small loss.init loss.flat loss.diverging loss.unbounded loss.spike clip.always
+    wd.dominates dropout.extreme input.scale attn.collapse data.labels gan.balance head.range loss.trivial
     head.stuck loss.penalty embed.scale train.unfinished time.data_bound time.straggler memory.growth
     time.other time.layer time.garbage time.growing
     wd.norms replica.buffers

@@ -16,6 +16,7 @@ from hookcb.diagnosis.verdict import Finding
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
 MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls
 CLIPS_FIRST = "gradients are read after clipping; call w.begin_step(optimizer) before you clip"
+MIN_RATES, VANISHED, MAX_VANISHED = 50, 1e-3, 0.5  # batches; share of the largest rate; share of batches
 MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
 MAX_PEAK = 30.0  # max |gradient| / RMS, which is 5 for normally distributed numbers
 SAMPLE_SIZE = 1024  # elements of a weight from which updates are read
@@ -208,6 +209,49 @@ def _no_rate(evidence: Evidence, span: Span) -> Finding:
             if top > 0
             else "Set the learning rate",
         ),
+    )
+
+
+@check(
+    "lr.vanished",
+    site=Site.OPTIMIZER,
+    shown_by="run.lr",
+    needs=("loss",),
+    leads_to=("loss.flat", "loss.trivial", "update.too_small", "train.unfinished"),
+)
+def vanished_rate(evidence: Evidence) -> Iterator[Result]:
+    """A learning rate that falls to almost nothing long before the end, while the model has learned nothing.
+
+    Formula: share of the batches after the largest rate with one below a thousandth of it. Limit: half of all
+    batches, 50 or more, if the loss has not fallen by a fifth or is no better than that of a constant. A
+    cosine is below a thousandth in the last 2 % of its steps only.
+
+    Source: Loshchilov & Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, for the cosine;
+    torch.optim.lr_scheduler, whose `step` counts its calls: of batches, or of epochs.
+    """
+    lr = rates(evidence)
+    top = max(finite(lr.values), default=0.0)
+    if len(lr) < MIN_RATES or not top:
+        yield Skipped(f"the learning rate of fewer than {MIN_RATES} batches is known")
+        return
+    tiny = list(takewhile(lambda pair: pair[1] < VANISHED * top, reversed(list(lr))))
+    share = len(tiny) / len(lr)
+    if share <= MAX_VANISHED or has_learned(evidence, evidence.first_loss):
+        yield Passed(f"a learning rate that vanishes ({share:.0%} of the batches)", share, MAX_VANISHED)
+        return
+    began = max(step for step, rate in lr if rate == top)  # of the fall
+    since, last = tiny[-1][0], tiny[0]
+    yield finding(
+        "lr.vanished",
+        "warning",
+        when=(began, last[0]),
+        value=share,
+        limit=MAX_VANISHED,
+        message=f"The learning rate has fallen from {top:.2g} to {last[1]:.2g}, and has been below a "
+        f"thousandth of its largest value since step {since}, in {share:.0%} of the batches (limit "
+        f"{MAX_VANISHED:.0%}), before the model has learned anything.",
+        causes=("a scheduler that is stepped in each batch, but counts epochs", "a decay that is too fast"),
+        next_steps=("Call scheduler.step() once per epoch, or give the scheduler the number of batches",),
     )
 
 

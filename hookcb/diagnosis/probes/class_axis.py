@@ -114,7 +114,7 @@ def _features(softmax: Any) -> tuple[Tensor, int] | None:
 
 
 def _moved(x: Tensor, node: Any) -> Tensor | None:
-    """What the operation of a node makes of a tensor, None if it does more than move elements."""
+    """A tensor after the operation of a node, None if that does more than move elements."""
     name = node_name(node)
     if name in SAME_ORDER:
         shape = input_shape(node)

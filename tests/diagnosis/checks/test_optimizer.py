@@ -4,7 +4,12 @@ import math
 
 import pytest
 
-from hookcb.diagnosis.checks.optimizer import collapsed_scale, constant_clipping, unmoved_parameters
+from hookcb.diagnosis.checks.optimizer import (
+    collapsed_scale,
+    constant_clipping,
+    unmoved_parameters,
+    vanished_rate,
+)
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Passed, Skipped
 from tests.diagnosis.checks.support import FALLS, STAYS, evidence, only, series, weight
@@ -153,3 +158,38 @@ def test_a_few_skipped_steps_are_how_a_scaler_begins(n_steps, n_skipped):
 
 def test_without_a_step_nothing_is_said_of_the_scale():
     assert isinstance(only(collapsed_scale, Evidence()), Skipped)
+
+
+# ---- lr.vanished
+
+
+def decaying(rate, loss=STAYS, n=100):
+    return evidence(weight(), lr=[rate(i / n) for i in range(n)], loss=loss * 3)
+
+
+def test_a_rate_that_vanishes_before_anything_is_learned_is_told():
+    found = only(vanished_rate, decaying(lambda t: 0.1 * 0.8 ** (100 * t)))
+    assert (found.code, found.severity) == ("lr.vanished", "warning")
+    assert found.step == 0
+    assert "since step 31" in found.message  # 0.8 ** 31 is below a thousandth
+    assert "in 69% of the batches" in found.message
+    assert "scheduler.step()" in found.next_steps[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        decaying(lambda t: 0.05 * (1 + math.cos(math.pi * t))),
+        decaying(lambda t: 0.1 * min(1, 10 * t) * (1 - t)),
+        decaying(lambda t: 0.1 * 0.8 ** (100 * t), loss=FALLS),
+        decaying(lambda t: 1e-9),
+        decaying(lambda t: 1e-6 if t < 0.6 else 0.1),  # before the largest rate
+        decaying(lambda t: 0.1 if t < 0.55 else 1e-6),
+    ],
+)
+def test_usual_schedules_and_trainings_that_learn_are_no_finding(given):
+    assert isinstance(only(vanished_rate, given), Passed)
+
+
+def test_forty_nine_rates_are_too_few():
+    assert isinstance(only(vanished_rate, decaying(lambda t: 0.1, n=49)), Skipped)
