@@ -8,7 +8,7 @@ from nets import Encoded, Gpt, Mlp, stack, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
 from hookcb import GradientClip, Schedule, watch
 
@@ -87,6 +87,15 @@ def lr_to_zero(seed: int, cbs: Callbacks) -> Run:
     decay = Schedule(lambda opt: LinearLR(opt, 1.0, 0.0, total_iters=50))
     opt = SGD(model.parameters(), lr=0.05)
     return fit(model, F.cross_entropy, opt, digit_batches(seed), [*cbs, decay], seed)
+
+
+@fault(OPTIM_FAULTS, "exponential decay stepped per batch", codes=["lr.vanished"])
+def decay_per_batch(seed: int, cbs: Callbacks) -> Run:
+    """A decay by a tenth that is meant for epochs."""
+    model = Mlp(nn.Tanh, depth=3)
+    opt = SGD(model.parameters(), lr=1e-3)
+    decay = ExponentialLR(opt, 0.9)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed), cbs, seed, schedule=decay)
 
 
 @fault(OPTIM_FAULTS, "negated loss", codes=["loss.unbounded", "loss.diverging"])
