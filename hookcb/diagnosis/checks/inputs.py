@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT, updates
 from hookcb.diagnosis.evidence import Evidence
-from hookcb.diagnosis.falling import MAX_OF_CONSTANT, loss_of_constant
+from hookcb.diagnosis.falling import MAX_OF_CONSTANT, MIN_BATCHES, has_learned, loss_of_constant
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import MAX_SATURATED, finite, format_factor, median
+from hookcb.diagnosis.verdict import Finding
 
-MAX_RMS = 30.0
+MAX_RMS, MIN_RMS = 30.0, 0.02
 LEARNS = 0.5  # of the loss of a constant
 N_FIRST = 3  # records
 MAX_TIMES_OTHERS = 10.0  # of the inputs of other ranks
@@ -26,7 +27,7 @@ MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of unit
     leads_to=("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*"),
 )
 def input_scale(evidence: Evidence) -> Iterator[Result]:
-    """Inputs on a scale far above 1 that harm the training.
+    """Inputs on a scale far above 1 that harm the training, or far below 1 where nothing is learned.
 
     Formula: median root mean square of the first three inspected batches above 30, of all inputs or of one
     column of a table with up to 256 columns, and one of these harms: in the first three records, an update
@@ -34,7 +35,8 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     loss that ends no better than that of a constant; or inputs to a recurrent layer, as saturated gates are
     not seen. A note if the loss ends below half of that of a constant, as the model learns all the same.
     On several ranks, ten times those of the other ranks are such a harm, and no note: a batch norm may hide
-    the scale in training, but a validation uses the statistics of one rank.
+    the scale in training, but a validation uses the statistics of one rank. A warning below 0.02, if in 50
+    batches or more the loss has not fallen by a fifth or is no better than that of a constant.
 
     Of 110 healthy trainings, those with such a harm have inputs of 9.2 at most, and tables have columns of
     1.6. Columns of 69,000 before a batch norm do no harm.
@@ -44,6 +46,13 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     rms, column = _scale(evidence)
     if math.isnan(rms):
         yield Skipped("no float input was recorded")
+        return
+    if (
+        0 < rms < MIN_RMS
+        and len(evidence.loss) >= MIN_BATCHES
+        and not has_learned(evidence, evidence.first_loss)
+    ):
+        yield _too_small(evidence, rms)
         return
     harm = _harm(evidence)
     if rms <= MAX_RMS or not harm:
@@ -63,6 +72,20 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
             "Subtract the mean of the training inputs and divide by their standard deviation"
             f"{', column by column' if column else ''}",
         ),
+    )
+
+
+def _too_small(evidence: Evidence, rms: float) -> Finding:
+    return finding(
+        "input.scale",
+        "warning",
+        when=evidence.input_rms,
+        value=rms,
+        limit=MIN_RMS,
+        message=f"The inputs have a root mean square of {rms:.2g} (limit {MIN_RMS:g}), and the model has not "
+        "learned anything from them.",
+        causes=("inputs that were divided twice, as by 255",),
+        next_steps=("Divide the training inputs by their standard deviation",),
     )
 
 

@@ -73,7 +73,7 @@ class OutsideParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
-        self._own = {id(p): ref(p) for p in model.parameters()}
+        self._own: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in model.parameters()}
         self._is_on = not any(map(is_shard, model.parameters()))
         self._n_looks = self._n_graphs = 0
         self._found: dict[int, _Outside] = {}  # not in the model; those of the latest graph first
@@ -141,6 +141,7 @@ class OutsideParameters:
         if not all(id(x.parameter()) in own for x in joined):
             self._is_on, self.hidden_by = False, "torch.func.functional_call"
             return False
+        self._own |= {id(x.parameter()): x.parameter for x in joined}
         return True
 
     def read_error(self, error: BaseException) -> None:

@@ -46,6 +46,16 @@ def test_columns_without_scale_or_harm_are_fine(given):
     assert isinstance(found(**given), Passed)
 
 
+@pytest.mark.parametrize(("rms", "n", "is_told"), [(0.003, 60, True), (0.03, 60, False), (0.003, 49, False)])
+def test_tiny_inputs_are_told_if_nothing_is_learned_from_them(rms, n, is_told):
+    finding = found([], rms=rms, updates=1e-3, loss=[2.3] * n)
+    assert (not isinstance(finding, Passed)) == is_told
+    if is_told:
+        assert (finding.severity, finding.value) == ("warning", rms)
+        assert "root mean square of 0.003 (limit 0.02)" in finding.message
+    assert isinstance(found([], rms=rms, loss=[2.3 * 0.97**i for i in range(n)], updates=1e-3), Passed)
+
+
 def table(scale):
     torch.manual_seed(0)
     x = torch.randn(32, 6)
