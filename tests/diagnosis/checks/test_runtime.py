@@ -242,5 +242,5 @@ def test_without_any_number_a_check_is_unable(check):
 
 
 def test_all_checks_of_these_files_are_registered_with_a_text():
-    assert len(OURS) == 21
+    assert len(OURS) == 22
     assert all(c.doc for c in OURS)
