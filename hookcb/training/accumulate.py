@@ -152,11 +152,13 @@ class GradientAccumulation(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"n_batches": self._n_batches, "n_samples": self._n_samples, "unit": self._unit}
-        return counts | {"is_mean": self._is_mean}
+        return counts | {"is_mean": self._is_mean, "n": self.n}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._n_batches, self._n_samples, self._unit = state["n_batches"], state["n_samples"], state["unit"]
         self._is_mean = state.get("is_mean")  # missing in older files
+        if (n := state.get("n", self.n)) != self.n:
+            warn(f"{self.name!r} accumulates {self.n} batches from here on, and {n} before the checkpoint")
 
     def _find_reduction(self) -> str:
         loss_func = getattr(self.learn, "loss_func", None)

@@ -623,3 +623,10 @@ def test_state_is_plain_and_loading_it_back_changes_nothing(sized):
     train, again = doubles(RAGGED), Callback(name="again", after_batch=reload, after_epoch=reload)
     again.order = 100
     assert same(run(again), run())
+
+
+def test_another_number_of_batches_than_in_the_checkpoint_is_told():
+    old, new = GradientAccumulation(2), GradientAccumulation(3)
+    with pytest.warns(UserWarning, match="accumulates 3 batches from here on, and 2 before the checkpoint"):
+        new.load_state_dict(old.state_dict())
+    GradientAccumulation(2).load_state_dict(old.state_dict())  # warns of nothing

@@ -10,10 +10,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from hookcb.core import orders
 from hookcb.core.batch import n_batches
 from hookcb.core.callback import Callback
+from hookcb.core.console import warn
 from hookcb.core.optim import Settings, copied_setting, group_settings, set_groups
 from hookcb.core.torch_private import OPT_CALLED, mark_stepped
 
 MADE_BY_TORCH = ("step", OPT_CALLED)  # attributes of the optimizer that a scheduler sets
+
+RATES = ("max_lr", "initial_lr")  # settings that torch's schedulers keep in the groups
 
 
 class RateCallback(Callback, ABC):
@@ -33,6 +36,7 @@ class RateCallback(Callback, ABC):
         super().__init__(name=name)
         self.scheduler: LRScheduler | None = None
         self._before: Settings | None = None
+        self._given: Settings = []  # rates of the groups when the schedule was made
         self._patches: dict[str, Any] = {}
 
     @abstractmethod
@@ -48,6 +52,7 @@ class RateCallback(Callback, ABC):
             for group in opt.param_groups:  # left by an earlier scheduler, it would override this fit's rate
                 group.pop("initial_lr", None)
         self.scheduler = self.make(opt)
+        self._given = [{k: group[k] for k in RATES if k in group} for group in group_settings(opt)]
         # else torch warns if the first step is skipped or accumulated, which is not a mistake
         mark_stepped(opt)
 
@@ -59,7 +64,7 @@ class RateCallback(Callback, ABC):
             for key in MADE_BY_TORCH:
                 vars(opt).pop(key, None)
             vars(opt).update(self._patches)
-        self._before, self._patches = None, {}
+        self._before, self._patches, self._given = None, {}, []
 
     def state_dict(self) -> dict[str, Any]:
         """State of the scheduler, current settings of the groups, and those to restore after the fit."""
@@ -89,9 +94,20 @@ class RateCallback(Callback, ABC):
                 "no fit is running; the state of a schedule is loaded by learn.fit(…, resume=…)"
             )
         self._check_same(state)
+        self._warn_of_other_rates(state["groups"])
         self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
         set_groups(self.learn.opt, state["groups"])
         self._before = state["before"]
+
+    def _warn_of_other_rates(self, saved: Settings) -> None:
+        """Warns if this schedule was given other rates, as those of the checkpoint are used."""
+        pairs = zip(saved, self._given, strict=False)
+        others = [(key, old[key], rate) for old, new in pairs for key, rate in new.items() if key in old]
+        for key, old, new in [x for x in others if float(x[1]) != float(x[2])][:1]:
+            warn(
+                f"{self.name!r} goes on with {key}={float(old):g}, as in the checkpoint, and not with "
+                f"{float(new):g}; to train at another rate, begin a new fit"
+            )
 
     def _check_same(self, state: dict[str, Any]) -> None:
         kind = type(self.scheduler).__name__

@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import pickle
+import re
 import threading
 from functools import partial
 
@@ -142,6 +143,7 @@ def test_what_does_not_go_with_the_fit_is_refused_before_training(cb, error, tex
     assert learn.recorder.lrs == []
 
 
+@pytest.mark.filterwarnings("ignore:.* goes on with")
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_a_schedule_goes_on_from_its_state(make, tmp_path):
     def save(cb):
@@ -174,6 +176,32 @@ def test_a_schedule_over_the_fit_is_not_made_longer(n_epoch, n_train, text):
     load = Callback(before_epoch=lambda cb: cb.learn.one_cycle.load_state_dict(states[0]))
     with pytest.raises(ValueError, match=text):
         fit(make_learner(n_train=n_train), n_epoch, cbs=[OneCycle(), load])
+
+
+@pytest.mark.parametrize(
+    ("make", "lr", "told"),
+    [
+        (lambda: OneCycle(0.02), 0.1, "'one_cycle' goes on with max_lr=0.05.* not with 0.02"),
+        (lambda: OneCycle(0.05), 0.1, ""),
+        (
+            lambda: Schedule(lambda opt: lrs.StepLR(opt, 1)),
+            0.3,
+            "'schedule' goes on with initial_lr=0.1.* 0.3",
+        ),
+        (lambda: Schedule(lambda opt: lrs.StepLR(opt, 1)), 0.1, ""),
+    ],
+)
+def test_rates_that_the_checkpoint_replaces_are_told(make, lr, told, recwarn):
+    states, first = [], OneCycle(0.05) if isinstance(make(), OneCycle) else make()
+    keep = Callback(after_epoch=lambda cb: states.append(first.state_dict()), name="keep")
+    keep.order = 100
+    fit(make_learner(lr=0.1), 3, cbs=[first, keep])
+    cb = make()
+    load = Callback(before_epoch=lambda _: cb.epoch or cb.load_state_dict(states[0]), name="loader")
+    fit(make_learner(lr=lr), 3, cbs=[cb, load])
+    texts = [str(w.message) for w in recwarn if "goes on" in str(w.message)]
+    assert len(texts) == bool(told)
+    assert not told or re.search(told, texts[0])
 
 
 def test_nothing_of_a_fit_is_kept():
