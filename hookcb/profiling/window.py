@@ -306,8 +306,8 @@ class Windows:
         if window is None:
             return
         self.n_switched += 1
-        self.follow(False)
         try:
+            self.follow(False)
             taken = window.close()
         finally:
             _OPEN.release()

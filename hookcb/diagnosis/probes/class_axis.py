@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,41 +28,57 @@ MAX_ELEMENTS = 4_000_000  # of the scores that are followed
 MAX_SHAPES = 16  # operations from the layer to the softmax
 
 
-def observe_class_axis(node: Any) -> Iterator[Observation]:
-    """A softmax before the loss over another axis than that of the classes.
+class ClassScores(NamedTuple):
+    """The scores of which a cross-entropy takes the softmax, followed from the last layer.
+
+    Attributes:
+        features: number of the layer's feature at each place of the tensor that the softmax gets.
+        n_features: number of features of the layer.
+        axis: dimension over which the softmax runs.
+        is_direct: whether the loss gets the output of the softmax as it is.
+    """
+
+    features: Tensor
+    n_features: int
+    axis: int
+    is_direct: bool
+
+
+def class_scores(node: Any) -> ClassScores | None:
+    """The scores of a loss, None if it is another one, or if they could not be followed.
 
     Args:
         node: `loss.grad_fn` of a loss.
     """
     main = main_term(read_terms(node))
     if main is None or main.kind != "cross-entropy" or main.node is None:
-        return
+        return None
     softmax = _softmax_before(main.node)
-    if softmax is None:
-        return
-    shape = input_shape(softmax)
-    axis = _axis(saved(softmax, "dim", 1), len(shape))
-    if softmax is main.node.next_functions[0][0] and axis != (classes := min(1, len(shape) - 1)):
+    found = None if softmax is None else _features(softmax)
+    if found is None:
+        return None
+    axis = _axis(saved(softmax, "dim", 1), len(input_shape(softmax)))
+    return ClassScores(*found, axis, softmax is main.node.next_functions[0][0])
+
+
+def observe_class_axis(scores: ClassScores) -> Iterator[Observation]:
+    """A softmax before the loss over another axis than that of the classes."""
+    shape, axis = tuple(scores.features.shape), scores.axis
+    classes = min(1, len(shape) - 1)  # of torch's losses
+    if scores.is_direct and axis != classes:
         yield _observation(
             f"log_softmax runs over dimension {axis} of a {_size(shape)} output, but the loss takes the "
             f"{shape[classes]} classes on dimension {classes}.",
             "a wrong dim, as in nn.LogSoftmax(dim=0), which normalizes over the samples",
             f"Use dim={classes}, or pass the raw scores to F.cross_entropy",
         )
-    elif (found := _features(softmax)) is not None and _is_mixed(found[0], axis, found[1]):
+    elif _is_mixed(scores):
         yield _observation(
             f"The loss takes {shape[axis]} classes on dimension {axis} of a {_size(shape)} tensor, but there "
             "the outputs of the last layer at different positions are mixed: a reshape has cut across them.",
             "view or reshape in place of permute or transpose before the loss",
             "Move the axis of the classes with permute or transpose, and reshape only then",
         )
-
-
-def is_axis_known(node: Any) -> bool:
-    """Whether the scores of a cross-entropy could be followed from the last layer."""
-    main = main_term(read_terms(node))
-    softmax = None if main is None or main.node is None else _softmax_before(main.node)
-    return softmax is not None and _features(softmax) is not None
 
 
 def _observation(text: str, cause: str, next_step: str) -> Observation:
@@ -134,13 +150,13 @@ def _moved(x: Tensor, node: Any) -> Tensor | None:
     return None
 
 
-def _is_mixed(scores: Tensor, axis: int, n_features: int) -> bool:
-    """Whether the scores along an axis are not the same features everywhere, or a part of them.
+def _is_mixed(scores: ClassScores) -> bool:
+    """Whether the scores along the axis are not the same features everywhere, or a part of them.
 
     An axis of positions is meant, as in a softmax over an image; so is one longer than the features.
     """
-    rows = scores.movedim(axis, -1).reshape(-1, scores.shape[axis])
-    n = rows.shape[1]
+    rows = scores.features.movedim(scores.axis, -1).flatten(0, -2)
+    n, n_features = rows.shape[1], scores.n_features
     if n < 2 or n_features < 2 or n > n_features or not len(rows):
         return False
     steps = rows - rows[:, :1]

@@ -76,7 +76,7 @@ class OutsideParameters:
         self._own: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in model.parameters()}
         self._is_on = not any(map(is_shard, model.parameters()))
         self._n_looks = self._n_graphs = 0
-        self._found: dict[int, _Outside] = {}  # not in the model; those of the latest graph first
+        self._found: dict[int, _Outside] = {}  # not in the model, by id
         self._latest: list[_Outside] = []
         self._joined: list[_Outside] = []  # those of the latest graph that the model had in its call
         self._n_anew, self._has_stayed = 0, False

@@ -30,7 +30,7 @@ from hookcb.diagnosis.probes.batch import (
     observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
-from hookcb.diagnosis.probes.class_axis import is_axis_known, observe_class_axis
+from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.curves import BatchCurves, Curve
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
@@ -306,9 +306,9 @@ class Probes:
         if is_comparison_known(self.graph, node, loop.pred, yb):
             self.observed.add("output beside its targets")
         self._observe(observe_scaled_labels, loop.xb, yb, loop.train_iter)
-        if is_axis_known(node):
+        if (scores := class_scores(node)) is not None:
             self.observed.add("axis of the classes")
-            self._observe(observe_class_axis, node)
+            self._observe(observe_class_axis, scores)
         if (links := linear_links(node)) is not None:
             self.observed.add("path from layer to layer")
             self._observe(observe_linear_links, links, loop.model)

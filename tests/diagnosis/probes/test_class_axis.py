@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.probes.class_axis import is_axis_known, observe_class_axis
+from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 
 N, C, H, W, T = 4, 6, 8, 10, 7
 
@@ -68,23 +68,24 @@ WRONG = {
 
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_classes_on_their_own_axis_are_no_finding(loss):
-    node = loss().grad_fn
-    assert is_axis_known(node)
-    assert list(observe_class_axis(node)) == []
+    scores = class_scores(loss().grad_fn)
+    assert scores is not None
+    assert list(observe_class_axis(scores)) == []
 
 
 @pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
 def test_a_reshape_that_cuts_across_the_classes_is_found(loss):
-    node = loss().grad_fn
-    assert is_axis_known(node)
-    (found,) = observe_class_axis(node)
+    scores = class_scores(loss().grad_fn)
+    assert scores is not None
+    (found,) = observe_class_axis(scores)
     assert found.code == "head.axis"
     assert "6 classes on dimension 1" in found.text
     assert "permute" in found.next_steps[0]
 
 
 def test_a_log_softmax_over_the_samples_is_found():
-    (found,) = observe_class_axis(F.nll_loss(F.log_softmax(rows(), 0), classes(N)).grad_fn)
+    scores = class_scores(F.nll_loss(F.log_softmax(rows(), 0), classes(N)).grad_fn)
+    (found,) = observe_class_axis(scores)
     assert f"log_softmax runs over dimension 0 of a {N}×{C} output" in found.text
     assert "dim=1" in found.next_steps[0]
 
@@ -100,14 +101,12 @@ def test_a_log_softmax_over_the_samples_is_found():
     ],
 )
 def test_what_is_not_only_moved_is_unknown(loss):
-    node = loss().grad_fn
-    assert not is_axis_known(node)
-    assert list(observe_class_axis(node)) == []
+    assert class_scores(loss().grad_fn) is None
 
 
 def test_too_many_scores_are_not_followed(monkeypatch):
     monkeypatch.setattr("hookcb.diagnosis.probes.class_axis.MAX_ELEMENTS", N * C - 1)
-    assert not is_axis_known(RIGHT["rows"]().grad_fn)
+    assert class_scores(RIGHT["rows"]().grad_fn) is None
 
 
 @pytest.mark.parametrize("by_view", [True, False])
