@@ -1,12 +1,18 @@
-"""Generates the page of all checks, docs/checks.md, from their registry: `python docs/checks.py`."""
+"""Generates the page of all checks, and what `hookcb explain` prints, from their registry.
+
+`python docs/checks.py` writes docs/checks.md and hookcb/diagnosis/explained.json.
+"""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hookcb.diagnosis.explain import kind, paragraphs
+from hookcb.diagnosis.explain import FILE
+from hookcb.diagnosis.judge import SOURCES
 from hookcb.diagnosis.registry import CHECKS, Check, Site
+from hookcb.diagnosis.verdict import link_to
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "planted"))
 from margin import Margin, read_margins  # importable by that path
@@ -64,6 +70,31 @@ def _section(check: Check, margins: dict[str, list[Margin]]) -> str:
     return "\n\n".join([f'<a id="{check.code}"></a>', f"### `{check.code}`", *paragraphs(check, lines)])
 
 
+def paragraphs(check: Check, margins: str = "") -> Iterator[str]:
+    """Paragraphs that describe a check, with its measured margins if given."""
+    needs = " and ".join(dict.fromkeys(SOURCES[x] for x in check.needs)) or "Diagnose or GradientHealth"
+    yield f"{kind(check).capitalize()}. Needs {needs}."
+    yield check.doc
+    if margins:
+        yield margins
+    if check.leads_to:
+        yield f"May lead to: {', '.join(f'`{code}`' for code in check.leads_to)}."
+
+
+def kind(check: Check) -> str:
+    """Whether the check is "exact", without a threshold, or "statistical"."""
+    return "exact" if check.exact else "statistical"
+
+
+def explanations() -> str:
+    """Section of each check by its code, as JSON; without margins, which are not in the package."""
+    texts = {
+        code: "\n\n".join([code, *paragraphs(check), f"See also: {link_to(code)}"])
+        for code, check in CHECKS.items()
+    }
+    return json.dumps(texts, ensure_ascii=False, indent=1) + "\n"
+
+
 def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[str]:
     known = margins.get(check.code, [])
     if not known:
@@ -73,18 +104,19 @@ def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page; with `--check` returns exit code 1 if it is out of date."""
+    """Writes both files; with `--check` returns exit code 1 if one is out of date."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if it is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if one is out of date")
     args = parser.parse_args(argv)
-    text = document(read_margins())
-    if not args.check:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(text, "utf-8")
-    elif not PAGE.exists() or PAGE.read_text("utf-8") != text:
-        sys.stderr.write(f"{PAGE} is out of date; run {COMMAND}\n")
-        return 1
-    return 0
+    old = []
+    for file, text in {PAGE: document(read_margins()), FILE: explanations()}.items():
+        if not args.check:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, "utf-8")
+        elif not file.exists() or file.read_text("utf-8") != text:
+            old.append(file)
+            sys.stderr.write(f"{file} is out of date; run {COMMAND}\n")
+    return 1 if old else 0
 
 
 if __name__ == "__main__":

@@ -1,187 +1,25 @@
 """hookcb: callbacks that let you see inside any PyTorch training run."""
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hookcb.core.randomness import random_kept
-
-with random_kept():  # rich draws a number when it is imported
-    import fastcore.foundation  # noqa: F401  # whoever needs it imports it again
-    import rich.console  # noqa: F401
-
-from hookcb.activations.callback import ActivationStats
-from hookcb.activations.records import ActivationRecords
-from hookcb.core.callback import Callback
-from hookcb.core.events import (
-    CancelBackwardException,
-    CancelBatchException,
-    CancelEpochException,
-    CancelException,
-    CancelFitException,
-    CancelStepException,
-    CancelTrainException,
-    CancelValidException,
-    Event,
-)
-from hookcb.core.loop import Loop
-from hookcb.core.randomness import set_seed
-from hookcb.core.ranks import RankError
-from hookcb.core.sampling import SamplingCallback
-from hookcb.diagnosis.callback import Diagnose
-from hookcb.diagnosis.one_backward import check_gradients
-from hookcb.diagnosis.verdict import Finding, Verdict
-from hookcb.distributed.callback import Distributed
-from hookcb.gradients.callback import GradientHealth
-from hookcb.gradients.flow import gradient_flow
-from hookcb.gradients.records import GradientRecords
-from hookcb.hooks.callback import HookCallback
-from hookcb.hooks.coverage import Coverage
-from hookcb.hooks.dry_run import dummy_eval, model_sizes, num_features_model
-from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
-from hookcb.hooks.modules import find_modules, has_params, total_params
-from hookcb.hooks.summary import Summary, layer_info, module_summary
-from hookcb.loops.learner import Learner
-from hookcb.loops.lr_curve import LRFind
-from hookcb.loops.ported import missing_name
-from hookcb.loops.preflight import assert_healthy, diagnose
-from hookcb.nans.anomaly import DetectAnomaly
-from hookcb.nans.terminate import TerminateOnNaN, TerminateOnNaNCallback
-from hookcb.nans.trace import NanTrace
-from hookcb.profiling.callback import ProfilerCallback
-from hookcb.profiling.memory.callback import MemoryStats
-from hookcb.profiling.steps.timer import StepTimer
-from hookcb.report.callback import Report
-from hookcb.report.compare import compare
-from hookcb.report.page import load_report
-from hookcb.testing import assert_no_hooks, check_callback, count_hooks, synth_learner
-from hookcb.training.accumulate import GradientAccumulation
-from hookcb.training.amp import MixedPrecision
-from hookcb.training.channels_last import ChannelsLast
-from hookcb.training.checkpoint.callback import Checkpoint
-from hookcb.training.clip import GradientClip
-from hookcb.training.compile import Compile
-from hookcb.training.early_stopping import EarlyStopping, EarlyStoppingCallback
-from hookcb.training.ema import EMA
-from hookcb.training.freeze import Freeze, freeze, unfreeze
-from hookcb.training.max_time import MaxTime
-from hookcb.training.metrics import Metrics, accuracy
-from hookcb.training.progress import Progress
-from hookcb.training.recorder import Recorder
-from hookcb.training.save_model import SaveModelCallback
-from hookcb.training.schedules.one_cycle import OneCycle
-from hookcb.training.schedules.plateau import ReduceLROnPlateau
-from hookcb.training.schedules.schedule import Schedule
-from hookcb.training.schedules.warmup_cosine import WarmupCosine
-from hookcb.training.swa import SWA
-
 __version__ = "0.2.0"
-from hookcb.loggers import (
-    CSVLogger,
-    JSONLLogger,
-    Log,
-    Logger,
-    MLflowLogger,
-    TensorBoardLogger,
-    read_csv,
-    read_jsonl,
-)
-from hookcb.loops.watch import watch
-from hookcb.loops.watcher import Watch
 
-if not TYPE_CHECKING:  # else a type checker would assume that every name exists
+if TYPE_CHECKING:
+    from hookcb.public import *  # noqa: F403  # all public names
+    from hookcb.public import __all__ as __all__
+else:
 
     def __getattr__(name: str) -> object:
-        return missing_name(name)
+        """Loads the public names, and torch with them, when one is first used: most commands need none."""
+        if name.startswith("__") and name != "__all__":  # Python and tools look for these in any module
+            raise AttributeError(f"module 'hookcb' has no attribute {name!r}")
+        public, own = import_module("hookcb.public"), vars(sys.modules[__name__])
+        own.update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+        if name in own:  # also a room, such as hookcb.testing
+            return own[name]
+        return own["loops"].ported.missing_name(name)
 
-
-__all__ = [
-    "EMA",
-    "SWA",
-    "ActivationRecords",
-    "ActivationStats",
-    "CSVLogger",
-    "Callback",
-    "CancelBackwardException",
-    "CancelBatchException",
-    "CancelEpochException",
-    "CancelException",
-    "CancelFitException",
-    "CancelStepException",
-    "CancelTrainException",
-    "CancelValidException",
-    "ChannelsLast",
-    "Checkpoint",
-    "Compile",
-    "Coverage",
-    "DetectAnomaly",
-    "Diagnose",
-    "Distributed",
-    "EarlyStopping",
-    "EarlyStoppingCallback",
-    "Event",
-    "Finding",
-    "Freeze",
-    "GradientAccumulation",
-    "GradientClip",
-    "GradientHealth",
-    "GradientRecords",
-    "Hook",
-    "HookCallback",
-    "Hooks",
-    "JSONLLogger",
-    "LRFind",
-    "Learner",
-    "Log",
-    "Logger",
-    "Loop",
-    "MLflowLogger",
-    "MaxTime",
-    "MemoryStats",
-    "Metrics",
-    "MixedPrecision",
-    "NanTrace",
-    "OneCycle",
-    "ProfilerCallback",
-    "Progress",
-    "RankError",
-    "Recorder",
-    "ReduceLROnPlateau",
-    "Report",
-    "SamplingCallback",
-    "SaveModelCallback",
-    "Schedule",
-    "StepTimer",
-    "Summary",
-    "TensorBoardLogger",
-    "TerminateOnNaN",
-    "TerminateOnNaNCallback",
-    "Verdict",
-    "WarmupCosine",
-    "Watch",
-    "accuracy",
-    "assert_healthy",
-    "assert_no_hooks",
-    "check_callback",
-    "check_gradients",
-    "compare",
-    "count_hooks",
-    "diagnose",
-    "dummy_eval",
-    "find_modules",
-    "freeze",
-    "gradient_flow",
-    "has_params",
-    "hook_output",
-    "hook_outputs",
-    "layer_info",
-    "load_report",
-    "model_sizes",
-    "module_summary",
-    "num_features_model",
-    "read_csv",
-    "read_jsonl",
-    "set_seed",
-    "synth_learner",
-    "total_params",
-    "unfreeze",
-    "watch",
-]
+    def __dir__() -> list[str]:
+        return __getattr__("__all__")

@@ -18,7 +18,7 @@ from hookcb import Diagnose, synth_learner
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.explain import explain
 from hookcb.diagnosis.judge import SOURCES, _run, explained
-from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped, check_of
+from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped
 from hookcb.diagnosis.registry import check as register
 from hookcb.diagnosis.trends import persistent, persistent_max
 from hookcb.diagnosis.verdict import Finding
@@ -238,7 +238,7 @@ def test_numbers_come_from_findings_and_from_what_is_ruled_out(monkeypatch):
         yield Skipped("nothing was looked at")
 
     exact = {code: c for code, c in CHECKS.items() if c.exact}
-    registered = {"unit.dead": replace(check_of("unit.dead"), function=check), **exact}
+    registered = {"unit.dead": replace(CHECKS["unit.dead"], function=check), **exact}
     monkeypatch.setattr(margins, "CHECKS", registered)
     assert list(margins.numbers(Evidence())) == []  # without what it needs
     found = list(margins.numbers(Evidence(sources=frozenset({"gradients"}))))
@@ -308,7 +308,7 @@ def test_what_a_check_needs_and_leads_to_is_there(check):
 def test_a_check_is_registered_once_and_found_by_its_code():
     functions = [check.function for check in CHECKS.values()]
     assert len(set(functions)) == len(functions)
-    assert [check_of(code).code for code in CHECKS] == list(CHECKS)
+    assert [CHECKS[code].code for code in CHECKS] == list(CHECKS)
 
 
 def test_a_number_is_optional_where_something_is_ruled_out():
@@ -319,7 +319,7 @@ def test_a_number_is_optional_where_something_is_ruled_out():
 def test_a_second_check_of_a_code_is_refused():
     with pytest.raises(ValueError, match=r"there is already a check 'unit\.dead', dead_units"):
         register("unit.dead", site=Site.MODULES, needs=("gradients",))
-    assert check_of("unit.dead").function.__name__ == "dead_units"
+    assert CHECKS["unit.dead"].function.__name__ == "dead_units"
 
 
 @pytest.mark.parametrize("code", ["param.not_stepped", "param.restored", "init.zero", "gate.shut"])

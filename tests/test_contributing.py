@@ -100,7 +100,7 @@ def missing_of_callback(cls):
     if cls.order not in [getattr(orders, order) for order in reasons()]:
         yield f"hookcb/core/orders.py: the order of {name}, {cls.order}, has no name"
     if getattr(hookcb, name, None) is not cls or name not in hookcb.__all__:
-        yield f"hookcb/__init__.py: {name} is not imported there, or not in __all__"
+        yield f"hookcb/public.py: {name} is not imported there, or not in __all__"
     table = (
         read(ROOT / "docs/guide/training.md").partition("<!-- orders -->")[2].partition("<!-- /orders -->")[0]
     )
@@ -134,7 +134,7 @@ def test_the_places_of_a_callback_that_are_left_out_are_named():
     assert [place.partition(":")[0] for place in missing_of_callback(Dummy)] == [
         "hookcb/training/dummy.py",
         "hookcb/core/orders.py",
-        "hookcb/__init__.py",
+        "hookcb/public.py",
         "docs/guide/training.md",
         "tests/training/test_dummy.py",
         "CHANGELOG.md",
@@ -310,7 +310,7 @@ def test_an_event_is_in_all_places(event, shown, fired):
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_exception_of_a_level_is_public(level):
     name = LEVELS[level].cancel.__name__
-    assert name in hookcb.__all__, f"add {name} to hookcb/__init__.py"
+    assert name in hookcb.__all__, f"add {name} to hookcb/public.py"
 
 
 def test_the_places_of_an_event_that_are_left_out_are_named(shown, fired):

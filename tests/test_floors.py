@@ -20,6 +20,7 @@ FLOORS = [
     {"loops"},
     {"adapters", "testing.py"},
     {"cli"},
+    {"public.py"},
     {"__init__.py", "__main__.py"},
 ]
 

@@ -161,7 +161,8 @@ def test_importing_hookcb_imports_no_optional_package_and_draws_no_random_number
     code = (
         "import sys, sysconfig, fastcore.foundation, rich.console; sysconfig.get_config_vars();"
         "others = [m for m in sys.modules if m.partition('.')[0] in ('numpy', 'sympy', 'triton')];"
-        "[sys.modules.pop(m) for m in others]; before = set(sys.modules); check(__import__, 'hookcb');"
+        "[sys.modules.pop(m) for m in others]; before = set(sys.modules);"
+        "import hookcb; check(getattr, hookcb, 'Learner');"
         "new = {m.partition('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names);"
         "print(*sorted(new))"
     )
@@ -180,6 +181,46 @@ def test_importing_hookcb_imports_no_optional_package_and_draws_no_random_number
         "markdown_it",
         "mdurl",
     }
+
+
+FIRST = """
+import sys
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("hookcb", "rich", "fastcore"):
+        del sys.modules[name]
+check(import_module, PATH)
+"""
+
+
+@pytest.mark.parametrize("path", ["hookcb.public", "hookcb.testing", "hookcb.loggers", "hookcb.core"])
+def test_whatever_is_imported_first_draws_no_random_number(path, run):
+    run(f"from importlib import import_module\nPATH = {path!r}\n{SEEDED}{FIRST}")
+
+
+def test_importing_hookcb_alone_loads_no_torch_and_its_names_load_all_of_it():
+    code = (
+        "import sys, hookcb; assert 'torch' not in sys.modules; assert not hasattr(hookcb, '__wrapped__');"
+        "assert 'torch' not in sys.modules, 'tools look for such names'; print(hookcb.testing.count_hooks)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "count_hooks" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.slow  # mypy reads all of hookcb, and what it needs of torch
+def test_a_type_checker_sees_the_type_of_each_public_name(tmp_path):
+    names = [name for name in hookcb.__all__ if isinstance(getattr(hookcb, name), type)]
+    file = tmp_path / "user.py"
+    lines = [f"reveal_type({name})" for name in names]
+    file.write_text(
+        "\n".join([f"from hookcb import {', '.join(names)}", *lines, "from hookcb import Nothing"])
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), file]
+    environment = {**os.environ, "MYPYPATH": str(ROOT.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.stdout.count("Revealed type is") == len(names)
+    assert 'Revealed type is "Any"' not in done.stdout
+    assert 'Module "hookcb" has no attribute "Nothing"' in done.stdout
 
 
 def test_all_public_names_are_there_and_documented():

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookcb.core.files import save_whole, write_whole
+from hookcb.core.files import save_whole
+from hookcb.core.whole import write_whole
 from hookcb.training.checkpoint.names import plain_weights
 from hookcb.training.checkpoint.resume import read_whole_weights
 

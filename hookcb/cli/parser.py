@@ -6,11 +6,13 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from hookcb.cli.faults import Fault, find_fault
-from hookcb.cli.summary import Input
 from hookcb.diagnosis.explain import explain
+
+if TYPE_CHECKING:
+    from hookcb.cli.faults import Fault
+    from hookcb.cli.summary import Input
 
 
 class Parser(argparse.ArgumentParser):
@@ -164,14 +166,18 @@ def _explained(code: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _fault(name: str) -> Fault:
+def _fault(name: str) -> "Fault":
+    from hookcb.cli.faults import find_fault
+
     try:
         return find_fault(name)
     except LookupError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _input(text: str) -> Input:
+def _input(text: str) -> "Input":
+    from hookcb.cli.summary import Input
+
     size, _, dtype = text.partition(":")
     try:
         return Input(tuple(int(n) for n in size.split(",")), dtype or "float32")

@@ -7,10 +7,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
+from hookcb.cli import INTERRUPTED
 from hookcb.core.console import show_error
 from hookcb.distributed.process_group import n_processes
 
-INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 MAX_LINES = 20  # of what failed processes have written
 PREFIX = "hookcb "  # of our own messages
 OF_TORCHRUN = re.compile(r"[EWI]\d{4} ")  # beginning of its messages: the level and the date

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from hookcb.cli import INTERRUPTED
 from hookcb.cli.model_tracker import ModelTracker
-from hookcb.cli.ranks import INTERRUPTED, own_rank
+from hookcb.cli.ranks import own_rank
 from hookcb.core.console import safe_console, show, show_error
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.distributed.process_group import n_processes
@@ -22,8 +23,8 @@ from hookcb.report.page import Page
 Shown = list[tuple[str, Verdict, bool]]  # title, verdict, and whether it counts, of each model
 
 OURS = (
-    str(Path(__file__).parent),
-    str(Path(__file__).parents[1] / "diagnosis"),
+    str(Path(__file__).parent) + os.sep,
+    str(Path(__file__).parents[1] / "diagnosis") + os.sep,
     "<frozen runpy>",
 )  # hidden in tracebacks
 

@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hookcb.cli.ranks import INTERRUPTED
+from hookcb.cli import INTERRUPTED
 from hookcb.core.console import show, show_error
-from hookcb.loggers.jsonl import read_jsonl
+from hookcb.records.jsonl import read_jsonl
 
 PAUSE = 0.5  # seconds between two looks
 

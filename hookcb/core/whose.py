@@ -3,12 +3,12 @@
 import os
 import sysconfig
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 OURS = str(Path(__file__).parents[1]) + os.sep
-TORCH = str(Path(torch.__file__).parent) + os.sep
+_torch = find_spec("torch")  # which is not imported here, as it takes seconds
+TORCH = (os.path.dirname(_torch.origin) if _torch and _torch.origin else "no torch") + os.sep
 PYTHON = str(Path(os.__file__).parent) + os.sep
 MADE = "<frozen", "<eval_with_key>"  # code that Python and torch.fx make
 INSTALLED = tuple(

@@ -1,17 +1,17 @@
-"""Descriptions of checks, for `hookcb explain` and for docs/checks.md, which docs/checks.py generates."""
+"""Explanations of the checks, sections of docs/checks.md, for `hookcb explain`."""
 
-from collections.abc import Iterator
+import json
+from difflib import get_close_matches
+from pathlib import Path
 
-from hookcb.diagnosis.judge import SOURCES
-from hookcb.diagnosis.registry import Check, check_of
-from hookcb.diagnosis.verdict import link_to
+FILE = Path(__file__).with_name("explained.json")  # by docs/checks.py, so that no check is imported here
 
 
 def explain(code: str) -> str:
-    """Section of docs/checks.md on a check, without the measured margins, which are not in the package.
+    """Section of docs/checks.md on a check, without the measured margins.
 
     Raises:
-        LookupError: If no check has that code; the message names similar ones.
+        LookupError: If no check has that code; the message names similar ones, or all of them.
 
     >>> from hookcb.diagnosis.explain import explain
     >>> print(explain("loss.detached"))
@@ -27,20 +27,11 @@ def explain(code: str) -> str:
     <BLANKLINE>
     See also: docs/checks.md#loss.detached
     """
-    return "\n\n".join([code, *paragraphs(check_of(code)), f"See also: {link_to(code)}"])
-
-
-def paragraphs(check: Check, margins: str = "") -> Iterator[str]:
-    """Paragraphs that describe a check, with its measured margins if given."""
-    needs = " and ".join(dict.fromkeys(SOURCES[x] for x in check.needs)) or "Diagnose or GradientHealth"
-    yield f"{kind(check).capitalize()}. Needs {needs}."
-    yield check.doc
-    if margins:
-        yield margins
-    if check.leads_to:
-        yield f"May lead to: {', '.join(f'`{code}`' for code in check.leads_to)}."
-
-
-def kind(check: Check) -> str:
-    """Whether the check is "exact", without a threshold, or "statistical"."""
-    return "exact" if check.exact else "statistical"
+    texts: dict[str, str] = json.loads(FILE.read_text("utf-8"))
+    if code not in texts:
+        wanted = code.strip().lower()
+        similar = [known for known in texts if wanted and wanted in known]
+        similar = similar or get_close_matches(wanted, texts)
+        choices = f"similar: {', '.join(similar)}" if similar else f"available: {', '.join(texts)}"
+        raise LookupError(f"there is no check {code!r}; {choices}")
+    return texts[code]

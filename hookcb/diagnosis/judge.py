@@ -9,7 +9,7 @@ import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.on_ranks import findings_of_all
-from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped, check_of
+from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped
 from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
 
 SOURCES = {  # how to get each source of evidence
@@ -121,18 +121,18 @@ def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:
 def _leads_to(cause: Finding, finding: Finding) -> bool:
     if cause.severity == "info" or cause.code == finding.code:
         return False
-    return any(fnmatchcase(finding.code, pattern) for pattern in check_of(cause.code).leads_to)
+    return any(fnmatchcase(finding.code, pattern) for pattern in CHECKS[cause.code].leads_to)
 
 
 def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float, bool, str]:
-    layer, check = evidence.layers.get(finding.layer), check_of(finding.code)
+    layer, check = evidence.layers.get(finding.layer), CHECKS[finding.code]
     step = -1 if finding.step is None else finding.step
     place = math.inf if layer is None else layer.place
     return step, check.site, place, not check.exact, check.code  # independent of the order of checks
 
 
 def _weight(finding: Finding) -> tuple[int, bool]:
-    return RANK[finding.severity], not check_of(finding.code).exact
+    return RANK[finding.severity], not CHECKS[finding.code].exact
 
 
 def _status(findings: Sequence[Finding], why_unseen: str) -> Status:

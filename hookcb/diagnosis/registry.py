@@ -4,7 +4,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import IntEnum
 
 from hookcb.diagnosis.evidence import Evidence
@@ -121,18 +120,3 @@ def check(
         return function
 
     return register
-
-
-def check_of(code: str) -> Check:
-    """The check with this code.
-
-    Raises:
-        LookupError: If there is none; the message names similar codes, or all of them.
-    """
-    if code not in CHECKS:
-        wanted = code.strip().lower()
-        similar = [known for known in CHECKS if wanted and wanted in known]
-        similar = similar or get_close_matches(wanted, CHECKS)
-        choices = f"similar: {', '.join(similar)}" if similar else f"available: {', '.join(CHECKS)}"
-        raise LookupError(f"there is no check {code!r}; {choices}")
-    return CHECKS[code]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hookcb.core.files import rank_file
-from hookcb.loggers.lines import LineFile
+from hookcb.core.lines import LineFile
+from hookcb.core.whole import rank_file
 
 HEADER = b"step,name,value\n"
 

@@ -1,18 +1,14 @@
 """JSONLLogger: a file with a line of JSON for each record."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hookcb.core.files import rank_file
+from hookcb.core.whole import rank_file
 from hookcb.loggers.base import Histogram
-from hookcb.loggers.lines import LineFile
-
-NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-START = '{"step": '
+from hookcb.records.jsonl import encoded, json_lines
 
 
 class JSONLLogger:
@@ -41,7 +37,7 @@ class JSONLLogger:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
-        _file(self.path).check()
+        json_lines(self.path).check()
 
     def log(self, values: Mapping[str, float], /, step: int) -> None:
         """Appends a line.
@@ -58,7 +54,7 @@ class JSONLLogger:
 
     def log_text(self, name: str, text: str, /, step: int) -> None:
         """Appends a line with a text, `{"step": 50, "texts": {"verdict": "…"}}`."""
-        _file(self.path).append(json.dumps({"step": int(step), "texts": {name: text}}) + "\n")
+        json_lines(self.path).append(json.dumps({"step": int(step), "texts": {name: text}}) + "\n")
 
     def of_rank(self, rank: int) -> "JSONLLogger":
         """Logger for another rank, `run.rank3.jsonl`."""
@@ -67,53 +63,8 @@ class JSONLLogger:
     def _append(self, step: int, values: Mapping[str, Any]) -> None:
         if "step" in values:
             raise ValueError("a value is named 'step', as the step itself is; give it another name")
-        line = json.dumps({"step": int(step), **_encoded(values)})
-        _file(self.path).append(line + "\n")
+        line = json.dumps({"step": int(step), **encoded(values)})
+        json_lines(self.path).append(line + "\n")
 
     def __repr__(self) -> str:
         return f"JSONLLogger({str(self.path)!r})"
-
-
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Reads a file of `JSONLLogger`: a dict for each record, `{"step": 50, "loss": 0.25}`.
-
-    The last line is left out if it is incomplete. A resumed fit writes the steps since its checkpoint a
-    second time.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: If it is another kind of file, or a line cannot be read; the message names the line.
-    """
-    rows: list[dict[str, Any]] = []
-    file = _file(Path(path))
-    for number, line in file.read():
-        try:
-            encoded = json.loads(line)
-            texts = encoded.pop("texts", {})
-            row = _decoded(encoded)
-            rows.append({"step": row.pop("step"), **row, **texts})
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            raise file.broken(number) from error
-    return rows
-
-
-def _file(path: Path) -> LineFile:
-    return LineFile(path, START.encode())
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _encoded(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encoded(x) for x in value]
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _decoded(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [_decoded(x) for x in value]
-    return NONFINITE[value] if isinstance(value, str) else value

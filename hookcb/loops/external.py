@@ -30,7 +30,8 @@ from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
 from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
-from hookcb.report.page import Page, make_page
+from hookcb.report.collect import make_page
+from hookcb.report.page import Page
 
 
 class ExternalLoop(NamedLoop):

@@ -44,7 +44,8 @@ from hookcb.loops.hypers import with_hypers
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
-from hookcb.report.page import Page, make_page
+from hookcb.report.collect import make_page
+from hookcb.report.page import Page
 from hookcb.training.checkpoint.names import with_plain_names
 from hookcb.training.checkpoint.resume import Resume, load_validated, read_any
 from hookcb.training.checkpoint.state import check_whole, fitted, read_opt

@@ -14,7 +14,7 @@ from typing import Any
 from torch.profiler import profile
 
 from hookcb.core.console import warn
-from hookcb.core.files import rank_file, write_whole
+from hookcb.core.whole import rank_file, write_whole
 from hookcb.profiling.attribution import Span
 from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import STEP

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ from hookcb.report.data import (
     SlowStep,
     TimeSpent,
 )
+from hookcb.report.page import Page
 from hookcb.training.recorder import Recorder
 
 C = TypeVar("C", bound=Callback)
@@ -52,6 +54,18 @@ SELDOM = "abs_max"  # of gradients, not in each record
 NOTHING_DONE = {"clip_coef": 1.0, "scale": 1.0, "skipped": 0.0}  # these are not shown
 SHOWN_BY = (ActivationStats, GradientHealth, StepTimer, MemoryStats)  # what each section of a page needs
 MEMORY_COLUMNS = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
+
+
+def make_page(loop: Any, path: str | Path | None) -> Page:
+    """A page of what was recorded in a loop, written to `path` if that is given.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    page = Page(collect(loop))
+    if path is not None:
+        page.save(path)
+    return page
 
 
 def collect(loop: Any) -> PageData:

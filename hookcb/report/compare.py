@@ -7,21 +7,21 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from hookcb.core.files import write_whole
-from hookcb.diagnosis.evidence import Series
+from hookcb.core.whole import write_whole
 from hookcb.records.printing import Printed
-from hookcb.report.collect import collect
+from hookcb.records.series import Series
 from hookcb.report.data import PageData, to_text
 from hookcb.report.departures import Departure, departures
-from hookcb.report.page import COMPARISON, Page, filled
-from hookcb.report.saved import load_run
+from hookcb.report.page import COMPARISON, Page, filled, load_report
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_RUNS = 8  # runs on a page
 STATUSES = {"healthy": 1.0, "suspect": 2.0, "sick": 3.0}
@@ -65,6 +65,8 @@ class Figure:
         """
         if not self.samples or min(map(len, self.samples)) < MIN_SAMPLES:
             return self.ratio, self.ratio
+        import torch  # seconds, which a comparison without noise does not take
+
         generator = torch.Generator().manual_seed(0)
         first, last = (_resampled(x, self.center, generator) for x in (self.samples[0], self.samples[-1]))
         low, high = torch.quantile(
@@ -269,12 +271,22 @@ def _page(run: Any) -> PageData:
     if isinstance(run, Page):
         return run.data
     if isinstance(run, str | os.PathLike):
-        data = load_run(Path(run))
+        data = _read(Path(run))
         data.title = data.title or Path(run).stem
         return data
     if hasattr(run, "cbs"):
+        from hookcb.report.collect import collect
+
         return collect(run)
     raise TypeError(f"a run is a file, a page, a learner or a watch, got {run!r:.80}")
+
+
+def _read(path: Path) -> PageData:
+    if path.suffix == ".html":  # pages are compared without torch, which takes seconds to import
+        return load_report(path)
+    from hookcb.report.saved import load_run
+
+    return load_run(path)
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:
@@ -333,8 +345,10 @@ def _last(series: Series | None) -> float | None:
     return series.values[-1] if series is not None and len(series) else None
 
 
-def _resampled(values: Sequence[float], center: str, generator: torch.Generator) -> torch.Tensor:
+def _resampled(values: Sequence[float], center: str, generator: "torch.Generator") -> "torch.Tensor":
     """The center of samples drawn in blocks, `(N_RESAMPLED,)`."""
+    import torch
+
     x, n = torch.tensor(values, dtype=torch.float64, device="cpu"), len(values)
     length = max(1, round(math.sqrt(n)))
     starts = torch.randint(n - length + 1, (N_RESAMPLED, -(-n // length)), generator=generator, device="cpu")

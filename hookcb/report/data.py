@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import accumulate, pairwise
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-import torch
-
-from hookcb.diagnosis.evidence import Series
+from hookcb.records.series import Series
 
 SCHEMA = 1
 MAX_POINTS = 2_000  # values of a series of the whole run
@@ -323,6 +321,8 @@ def envelope(series: Series, most: int) -> Series:
 
 def _rounded(values: Sequence[float], bits: int) -> bytes:
     """Values as float32 with so many bits in the mantissa; none becomes infinite by it."""
+    import torch  # seconds, which reading a page does not take
+
     wide = torch.tensor(values, dtype=torch.float64, device="cpu")
     limit = torch.finfo(torch.float32).max
     x = wide.where(wide.isinf(), wide.clamp(-limit, limit)).float()

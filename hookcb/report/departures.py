@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hookcb.diagnosis.evidence import Series
+from hookcb.records.series import Series
 from hookcb.report.data import PageData, Recorded
 
 MIN_RECORDS = 12  # that both have; fewer tell nothing of their spread

@@ -5,10 +5,9 @@ import hashlib
 import zlib
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hookcb.core.files import write_whole
-from hookcb.report.collect import collect
+from hookcb.core.whole import write_whole
 from hookcb.report.data import PageData
 
 HERE = Path(__file__).parent
@@ -86,18 +85,6 @@ class Page:
     def _repr_html_(self) -> str:
         frame = "width:100%; height:80vh; border:1px solid #8884"
         return f'<iframe title="hookcb" style="{frame}" srcdoc="{escape(page_of(self.data))}"></iframe>'
-
-
-def make_page(loop: Any, path: str | Path | None) -> Page:
-    """A page of what was recorded in a loop, written to `path` if that is given.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    page = Page(collect(loop))
-    if path is not None:
-        page.save(path)
-    return page
 
 
 def load_report(path: str | Path) -> PageData:

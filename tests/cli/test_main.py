@@ -4,12 +4,16 @@ import signal
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from subprocess import run
 
 import pytest
 
 import hookcb.cli.demo
-from hookcb import Recorder
+from hookcb import JSONLLogger, Recorder
 from hookcb.cli.main import main
+from hookcb.report.data import PageData
+from hookcb.report.page import Page
+from tests.support import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -175,3 +179,42 @@ def test_the_help_has_explain(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "explain" in capsys.readouterr().out
+
+
+# ---- start-up
+
+WITHOUT_TORCH = """
+import sys
+sys.path.insert(0, {root!r})
+sys.modules["torch"] = None  # an import of it fails
+from hookcb.cli.main import main
+for options in {commands!r}:
+    try:
+        code = main(options)
+    except SystemExit as ended:
+        code = ended.code
+    print(f"exit code {{code}}")
+"""
+
+
+def test_commands_that_train_nothing_do_not_wait_for_torch():
+    for name in ("a.html", "b.html"):
+        Page(PageData("HEALTHY", {"status": "healthy"})).save(name)
+    JSONLLogger("run.jsonl").log({"loss": 0.5}, step=7)
+    commands = {
+        ("--help",): 0,
+        ("--version",): 0,
+        ("diagnose", "--help"): 0,
+        ("diagnose", "--jsn", "train.py"): 2,
+        ("demo", "--epoch", "some"): 2,
+        ("explain", "unit.dead"): 0,
+        ("explain", "unit.ded"): 2,
+        ("tail", "--once", "run.jsonl"): 0,
+        ("compare", "a.html", "b.html"): 0,
+    }
+    code = WITHOUT_TORCH.format(root=str(ROOT), commands=list(map(list, commands)))
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ends = [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith("exit code")]
+    assert ends == [str(code) for code in commands.values()]
+    for shown in ("Statistical. Needs GradientHealth", "step 7  loss 0.5", "healthy"):
+        assert shown in done.stdout

@@ -17,6 +17,7 @@ from torch.optim import optimizer
 from hookcb import Learner, load_report
 from hookcb.cli.main import main
 from hookcb.cli.model_tracker import MAX_MODELS
+from hookcb.core.whose import OURS
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.capture import GradientReader
 
@@ -257,7 +258,7 @@ def test_an_exception_is_shown_as_python_shows_it_and_the_verdict_follows(run):
     told = err[err.index("Traceback") :].splitlines()
     assert told[1].endswith("in <module>")
     assert told[-1].startswith("RuntimeError: mat1 and mat2")
-    assert "hookcb" not in "".join(told)
+    assert OURS not in "".join(told)
     assert headings(out) == [
         "Sequential, trained by Adam, until the script failed",
         "Sequential (2), not trained: Adam (2) made no step, until the script failed",
@@ -269,7 +270,7 @@ def test_a_chain_of_exceptions_has_no_frame_of_ours(run):
     _, _, err = run(lines)
     assert "mat1 and mat2" in err
     assert err.rstrip().endswith("ValueError: other")
-    assert "hookcb" not in err
+    assert OURS not in err
 
 
 def test_a_script_that_cannot_be_compiled_is_shown_as_python_shows_it(run):

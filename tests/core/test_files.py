@@ -20,7 +20,7 @@ def test_a_disk_that_is_full_is_told_by_path_bytes_needed_and_bytes_free(tmp_pat
     size = save_whole(state, tmp_path / "file.pt").stat().st_size
     free = []
     monkeypatch.setattr(
-        "hookcb.core.files.disk_usage", lambda folder: free.append(left(folder)) or usage(folder)
+        "hookcb.core.whole.disk_usage", lambda folder: free.append(left(folder)) or usage(folder)
     )
     usage, left = shutil.disk_usage, lambda folder: [file.stat().st_size for file in folder.glob("*.partial")]
     with files_limited_to(100_000), pytest.raises(OSError, match=FULL) as caught:

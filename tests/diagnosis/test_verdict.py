@@ -20,7 +20,7 @@ import hookcb
 from hookcb import Diagnose, Finding, Learner, Verdict
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.judge import explained, judge
-from hookcb.diagnosis.registry import CHECKS, check_of
+from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Gap
 from tests.support import fit, make_batches, make_model
 
@@ -347,7 +347,7 @@ def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_i
             assert found.consequence_of in [f.code for f in out[:k]]
             assert any(
                 found.code == to or (to.endswith("*") and found.code.startswith(to[:-1]))
-                for to in check_of(found.consequence_of).leads_to
+                for to in CHECKS[found.consequence_of].leads_to
             )
     assert not out[0].consequence_of
     shuffled = rng.sample(given, len(given))
@@ -378,7 +378,7 @@ def check_verdict(verdict):
         assert verdict.primary.code in str(verdict)
     assert set(verdict.consequences) == {f for f in verdict.findings if f.consequence_of}
     for k, found in enumerate(verdict.findings):
-        assert check_of(found.code)
+        assert CHECKS[found.code]
         assert found.message
         if found.consequence_of:
             assert found.consequence_of in [f.code for f in verdict.findings[:k]]

@@ -29,7 +29,7 @@ from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_li
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
-from hookcb.diagnosis.registry import check_of
+from hookcb.diagnosis.registry import CHECKS
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
 from hookcb.nans.replay import BatchStarts, as_at_start
@@ -89,7 +89,7 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
         _leave_out_later(found)
     at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
-    lasting = [replace(x, step=None) for x in found.observations if at_any_time(check_of(x.code).needs)]
+    lasting = [replace(x, step=None) for x in found.observations if at_any_time(CHECKS[x.code].needs)]
     evidence.observations += lasting
     evidence.sources |= found.sources
     evidence.missing |= found.missing

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookcb.core.files import write_whole
 from hookcb.core.torch_private import (
     is_memory_history_on,
     memory_history,
     start_memory_history,
     stop_memory_history,
 )
+from hookcb.core.whole import write_whole
 
 MAX_EVENTS = 100_000  # of the allocator's history, as in torch's tutorial on it
 
