@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,11 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# warnings are errors in tests and their imports, but not in plug-ins that happen to be installed
+ERRORS = pytest.mark.filterwarnings(
+    "error",
+    "ignore:Guards may run slower:RuntimeWarning",  # Python 3.13.0, under torch.compile
+)
 N_MODULES = pytest.StashKey[int]()  # that were loaded when garbage collection last exempted them
 
 
@@ -24,6 +30,18 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Turn warnings into errors while a file is imported."""
+    with warnings.catch_warnings(action="error"):
+        return (yield)
+
+
+def pytest_itemcollected(item):
+    """Turn warnings into errors in a test; its own filters come later, so they take precedence."""
+    item.add_marker(ERRORS, append=False)
 
 
 def pytest_runtest_setup(item):
