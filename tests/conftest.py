@@ -17,8 +17,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 ERRORS = pytest.mark.filterwarnings(
     "error",
     "ignore:Guards may run slower:RuntimeWarning",  # Python 3.13.0, under torch.compile
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",  # torch 2.11 imports inductor
 )
 N_MODULES = pytest.StashKey[int]()  # that were loaded when garbage collection last exempted them
+
+
+def pytest_configure(config):
+    """Hide GPUs from tests that are not about them, so that these are the same on every machine."""
+    if "cuda" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,7 +60,7 @@ def pytest_runtest_setup(item):
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+            pytest.skip("needs a CUDA device, and `-m cuda`, as other tests see none")
     if len(sys.modules) > item.config.stash.get(N_MODULES, 0) + 50:
         item.config.stash[N_MODULES] = len(sys.modules)
         gc.collect()

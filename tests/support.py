@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import random
+import warnings
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -55,6 +56,12 @@ DIAGNOSTICS = [
     lambda: ActivationStats(every=2),
     lambda: HookCallback(hook=lambda m, i, o: o.mean(), name="means"),
 ]
+
+
+def notice_waits(mode):
+    """Have torch warn or raise, "warn" or "error", if something waits for a GPU; "default" ends it."""
+    with warnings.catch_warnings(action="ignore"):  # that this is a prototype, once in a process
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class SaysSo(Exception):

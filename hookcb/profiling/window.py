@@ -166,7 +166,8 @@ class Window:
         self.types = {name: plain_class(m).__name__ for name, m in layers.items()}
         self.is_recording = self.has_batch = False
         self.steps: list[int] = []
-        self._prof = profile(activities=activities, **options)
+        # a window is one cycle; else torch 2.11 warns that it clears the events of the cycle before
+        self._prof = profile(activities=activities, acc_events=True, **options)
         # early only with a device, as it takes a while; another profiler in between would break it
         self._is_prepared = activities != (ProfilerActivity.CPU,)
         if self._is_prepared:

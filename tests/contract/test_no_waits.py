@@ -12,11 +12,13 @@ import torch
 from torch.utils import backend_registration
 
 from tests.contract import pretend_worker, support
+from tests.support import notice_waits
 
 WAIT = {"DetectAnomaly", "Log", "NanTrace", "TerminateOnNaN"}  # as their docstrings say, or autograd's
 FP16 = "MixedPrecision-dtype"  # whose GradScaler waits
 EACH = dict(support.each())
 PLANTED = dict(support.planted())
+WARNINGS = warnings.__file__
 
 
 @pytest.mark.skipif(
@@ -47,19 +49,19 @@ def waits():
     found = []
 
     def strict(is_on):
-        torch.cuda.set_sync_debug_mode("warn" if is_on else "default")
+        notice_waits("warn" if is_on else "default")
 
     def notice(message, *args, **kwargs):
         if "called a synchronizing" in str(message):
-            frame = traceback.extract_stack()[-2]
-            found.append(f"{frame.filename}:{frame.lineno}")
+            frames = traceback.extract_stack()[:-1]  # with Python's own, which handle a warning
+            found.append(next(f"{x.filename}:{x.lineno}" for x in reversed(frames) if x.filename != WARNINGS))
 
     strict.found = found
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = notice
         yield strict
-    torch.cuda.set_sync_debug_mode("default")
+    notice_waits("default")
 
 
 def on_gpu(batch):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookcb.activations import fused
 from hookcb.activations.fused import BLOCK, can_fuse, fused_layer_stats
 from hookcb.activations.stats import layer_stats
+from tests.support import notice_waits
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -346,11 +347,11 @@ def test_the_kernels_compile_for_cards_that_are_not_there(tmp_path):
 def test_nothing_waits_for_the_card():
     x = normal(2, 3, 500, 7).to(memory_format=torch.channels_last)
     fused_layer_stats(x, EPS)
-    torch.cuda.set_sync_debug_mode("error")
+    notice_waits("error")
     try:
         stats = [fused_layer_stats(part, EPS) for part in (x, x[..., ::2], x[:0])]
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        notice_waits("default")
     assert [len(of_part) for of_part in stats] == [8, 8, 8]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hookcb.records.store import StatStore
+from tests.support import notice_waits
 
 
 def filled(keep, n, late=1):
@@ -100,12 +101,12 @@ def test_a_copy_goes_on_where_the_store_was(copied):
 @pytest.mark.cuda
 def test_what_is_on_a_gpu_arrives_without_waiting_in_between():
     store = StatStore(("a",), 5_000)
-    torch.cuda.set_sync_debug_mode("error")
+    notice_waits("error")
     try:
         for step in range(3_000):
             store.put("fc", [store.begin(0, step)], torch.full((1, 1), float(step), device="cuda"))
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        notice_waits("default")
     assert store.series("fc").flatten().tolist() == list(range(3_000))
 
 

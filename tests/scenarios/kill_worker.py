@@ -132,6 +132,7 @@ def main(folder, n_kills):
     of_start = time.perf_counter() - began
     whole = ended(child)
     n_batches = len(batches_in(folder / "whole.log"))
+    assert n_batches, f"the process that is not killed did nothing, and ended with {whole}"
     of_batch = (time.perf_counter() - began - of_start) / n_batches
     run, lives = folder / "run", []
     for k in range(n_kills + 1):

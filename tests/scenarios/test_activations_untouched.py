@@ -25,7 +25,7 @@ from hookcb import (
 )
 from tests.activations.support import Around, Puts, assert_stats, printed, randn
 from tests.hooks import support as zoo
-from tests.support import everything, fit, unsettle
+from tests.support import everything, fit, notice_waits, unsettle
 
 OPTIONS = {
     "default": {},
@@ -340,8 +340,8 @@ def strict_cuda(monkeypatch):
     """A synchronisation in a forward is an error there, and so is what is not deterministic."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=False)
-    yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else "default")
-    torch.cuda.set_sync_debug_mode("default")
+    yield lambda on: notice_waits("error" if on else "default")
+    notice_waits("default")
     torch.use_deterministic_algorithms(False)
 
 
@@ -360,7 +360,7 @@ def test_a_forward_on_a_gpu_does_not_synchronise(strict_cuda, options, large):
     outs = [randn(300_000 if large else 5000, seed=k) * 3 + 10 for k in range(4)]
     outs[2][7] = float("nan")
     puts = Puts([out.cuda() for out in outs])
-    model = Strict(zoo.Plain(lambda s, x: (s.puts(x), {"a": s.half(x)}), puts=puts, half=puts))
+    model = Strict(zoo.Plain(lambda s, x: (s.puts(x), {"a": s.other(x)}), puts=puts, other=puts))
     stats = ActivationStats(**{**options, "modules": "odd.puts"})
     learn = Learner([torch.ones(3, 2)] * 4, model, torch.mean, torch.optim.SGD, device="cuda", cbs=stats)
     fit(learn)

@@ -20,7 +20,7 @@ from tests.gradients.support import (
     ratio,
     seeded,
 )
-from tests.support import fit
+from tests.support import fit, notice_waits
 
 sgd, adam = torch.optim.SGD, torch.optim.Adam
 
@@ -181,7 +181,7 @@ def test_thawed_parameters_appear_from_then_on():
 )
 def test_optimizers_for_graphs_of_a_gpu_are_read_without_a_wait(options):
     def strict(on):
-        return lambda cb: torch.cuda.set_sync_debug_mode("error" if on else "default")
+        return lambda cb: notice_waits("error" if on else "default")
 
     health = GradientHealth()
     guards = [
