@@ -17,7 +17,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 ERRORS = pytest.mark.filterwarnings(
     "error",
     "ignore:Guards may run slower:RuntimeWarning",  # Python 3.13.0, under torch.compile
-    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",  # torch 2.11 imports inductor
+    # what torch 2.11 says of its own imports, and once in a process of profiles and sparse tensors
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
+    "ignore:Warning. Profiler clears events:UserWarning",
+    "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
 )
 N_MODULES = pytest.StashKey[int]()  # that were loaded when garbage collection last exempted them
 

@@ -33,7 +33,16 @@ from hookcb import (
     count_hooks,
     watch,
 )
-from tests.support import CANCELS, EVENTS, make_batches, make_learner, make_model, same, weights
+from tests.support import (
+    CANCELS,
+    EVENTS,
+    make_batches,
+    make_learner,
+    make_model,
+    same,
+    skip_unless_compiled_in_place,
+    weights,
+)
 
 # what the letters of a sequence stand for, so that one fits on a line
 SHORT = {
@@ -1174,6 +1183,7 @@ def test_a_model_compiled_in_place(graphs):
 
 
 def test_a_model_compiled_in_place_after_it_is_watched(graphs):
+    skip_unless_compiled_in_place()
     found, backend = graphs
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

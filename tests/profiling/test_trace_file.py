@@ -1,6 +1,7 @@
 """The exported trace: which ranges there are, what they are called, and that they lie inside each other."""
 
 import gzip
+import sys
 import threading
 
 import pytest
@@ -585,6 +586,9 @@ def test_what_is_written_and_what_is_exported_is_the_same(tmp_path):
     assert whole(tmp_path / "a.json").ranges == exported(profiler, tmp_path).ranges
 
 
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 5), reason="torch loses stacks on Python 3.12.0–4, pytorch#155446"
+)
 def test_stacks_are_exported_where_they_were_recorded(tmp_path):
     profiler = profiled(make_learner(), with_stack=True, wait=0, warmup=1, active=1)
     profiler.export_stacks(tmp_path / "stacks.txt")
