@@ -13,7 +13,7 @@ from hookcb.activations.bins import at_level
 from hookcb.activations.buffer import HIGH, LOW, OutputBuffer, Waiting, floats, pair, portions, range_around
 from hookcb.activations.rows import Output
 from hookcb.activations.stats import histogram, summarize
-from hookcb.core.precision import moved, widest
+from hookcb.core.precision import moved, numbers_to, widest
 from hookcb.core.ranks import Ranks
 from hookcb.records.records import PHASES
 
@@ -97,7 +97,7 @@ class Merger:
     # ---- this rank
 
     def _tensor(self, numbers: Any) -> Tensor:
-        return torch.tensor(numbers, dtype=self._dtype, device="cpu").to(self.device, non_blocking=True)
+        return numbers_to(self.device, numbers, self._dtype)
 
     def _look(self, phase: str, buffer: OutputBuffer, outputs: dict[str, Output]) -> Look:
         """Statistics of this rank's outputs; those of the same shape together, in a fraction of the time."""
@@ -180,7 +180,7 @@ class Merger:
         n_maxs = 4 if n_bins else 2
         maxs = torch.full((n_maxs * len(names) + 1,), -math.inf, dtype=self._dtype, device=self.device)
         if own := [name for name in look.outputs if name in places]:
-            at = torch.tensor([places[name] for name in own], device="cpu").to(self.device, non_blocking=True)
+            at = numbers_to(self.device, [places[name] for name in own], torch.int64)
             values = torch.stack([look.values[name] for name in own])
             sizes = self._tensor([look.sizes[name] for name in own])
             part = _sums(values, sizes, pivots.index_select(0, at))

@@ -1,6 +1,8 @@
 """The highest floating-point precision of a device, and norms that neither overflow nor underflow."""
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,11 @@ def _has_float64(device: torch.device) -> bool:
     except (TypeError, RuntimeError):  # TypeError on MPS, RuntimeError on others
         return False
     return True
+
+
+def numbers_to(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Numbers, also in nested lists, as a tensor on a device, without waiting for the device."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -310,7 +310,7 @@ class GradientReader:
             known = self.starts.get(param.name)
             if known is None or len(known) != len(now):
                 known = self.starts[param.name] = now.clone()
-            starts.append(known.to(now.device))
+            starts.append(known.to(now.device, non_blocking=True))
         return torch.cat(starts)
 
 

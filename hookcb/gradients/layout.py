@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.precision import numbers_to
 from hookcb.gradients.stats import RUN, SKETCH, WHOLE, sketch, sketch_copy, sketch_places
 from hookcb.hooks.params import Param
 
@@ -31,7 +32,7 @@ class Layout:
         self.n_small_tracked = sum(self.sketch_lengths[: self.n_small])
         self.n_in_runs = self.parts[2] - self.n_small_tracked  # of tracked weights: those of large parameters
         self.n_flat = sum(self.parts) - self.n_in_runs
-        self.middle = torch.tensor(middle, dtype=torch.int64, device="cpu").to(self.device)
+        self.middle = numbers_to(self.device, middle, torch.int64)
         self.start: Tensor | None = None  # the first sketch
         self.empty = torch.empty(0, device=self.device)
         is_double = any(param.p.dtype in (torch.float64, torch.complex128) for param in params)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import moved, scaled_norm, wide_norm, widened, widest
+from hookcb.core.precision import moved, numbers_to, scaled_norm, wide_norm, widened, widest
 from hookcb.gradients.capture import Capture, Numbers, StepCapture
 from hookcb.gradients.stats import (
     SKETCH,
@@ -57,7 +57,7 @@ def _reduce(captures: list[Capture], skipped: list[Number]) -> Reduced:
     norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures, small, rows)
     made = numbers_on(layout.device, skipped)[:, None] == 0
     used = _clipped_norms(captures, norm).where(made, torch.nan)
-    numels = torch.tensor(layout.numels, dtype=norm.dtype, device="cpu").to(layout.device)
+    numels = numbers_to(layout.device, layout.numels, norm.dtype)
     rms, of_weights = norm / numels.sqrt(), _weight_columns(captures, before, numels)
     values = [norm, used, rms, abs_max, nonfinite, zero_rows, *of_weights, mean_abs]
     by_param = torch.stack(values, 2).to(layout.dtype).transpose(0, 1).contiguous()
@@ -142,7 +142,7 @@ def _clipped_norms(captures: list[Capture], norm: Tensor) -> Tensor:
 
 def _with_rows(table: Tensor, places: list[int], rows: Tensor) -> Tensor:
     """A table with other rows in some places, without a sync."""
-    index = torch.tensor(places, dtype=torch.int64, device="cpu").to(table.device, non_blocking=True)
+    index = numbers_to(table.device, places, torch.int64)
     return table.index_copy(0, index, rows.to(table.dtype))
 
 
@@ -160,7 +160,7 @@ def _stacked(xs: Iterable[Tensor | None]) -> Tensor:
 def numbers_on(device: torch.device, numbers: Sequence[Number]) -> Tensor:
     """Numbers of several steps, `(R,)`, on one device, in its widest dtype; see `widest`."""
     if not any(isinstance(x, Tensor) for x in numbers):
-        return torch.tensor(numbers, dtype=widest(device), device="cpu").to(device, non_blocking=True)
+        return numbers_to(device, numbers, widest(device))
     tensors = [x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in numbers]
     return torch.stack([moved(x.detach().reshape(()), device) for x in tensors])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import moved, widened, widest
+from hookcb.core.precision import moved, numbers_to, widened, widest
 from hookcb.core.ranks import Ranks
 from hookcb.core.shards import (
     first_row,
@@ -180,7 +180,7 @@ class ShardReader:
         n_weights, total, around, before, change, start, drift = sums[:, OF_GRADIENT:].unbind(1)
         n = n_weights
         if self._is_merged:  # replicas count once: each of them has added the same
-            n = torch.tensor([*self.numels.values()], dtype=sums.dtype, device="cpu").to(sums.device)
+            n = numbers_to(sums.device, [*self.numels.values()], sums.dtype)
             copies, around, total = n_grad / n, around * n / n_weights, total * n / n_weights
             squares, clipped, size = squares / copies, clipped / copies, size / copies
             nonfinite = (nonfinite / copies).round()

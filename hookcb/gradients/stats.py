@@ -273,7 +273,7 @@ def _places(n: int, device: torch.device) -> Tensor:
     step = round(n * 0.6180339887)
     while math.gcd(step, n) != 1:
         step += 1
-    return (torch.arange(SKETCH, device="cpu") * step % n).sort().values.to(device)
+    return (torch.arange(SKETCH, device="cpu") * step % n).sort().values.to(device, non_blocking=True)
 
 
 def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:

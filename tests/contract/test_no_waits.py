@@ -15,7 +15,11 @@ from tests.contract import pretend_worker, support
 from tests.support import notice_waits
 
 WAIT = {"DetectAnomaly", "Log", "NanTrace", "TerminateOnNaN"}  # as their docstrings say, or autograd's
-FP16 = "MixedPrecision-dtype"  # whose GradScaler waits
+OPTIONS_THAT_WAIT = {
+    "MixedPrecision-dtype",  # its GradScaler does
+    "Checkpoint-every",  # saves in a batch
+    "GradientHealth-every-activations-on_nonfinite",  # must know before the step
+}
 EACH = dict(support.each())
 PLANTED = dict(support.planted())
 WARNINGS = warnings.__file__
@@ -69,7 +73,9 @@ def on_gpu(batch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", [n for n in EACH if n.split("-")[0] not in WAIT and n != FP16])
+@pytest.mark.parametrize(
+    "name", [n for n in EACH if n.split("-")[0] not in WAIT and n not in OPTIONS_THAT_WAIT]
+)
 def test_no_callback_waits_for_a_gpu(name, waits, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     support.trained(EACH[name](), torch.nn.Module.cuda, on_gpu, waits)
