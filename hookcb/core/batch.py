@@ -50,18 +50,18 @@ def map_leaves(
     item: Any,
     is_leaf: Callable[[Any], bool],
     depth: int = MAX_DEPTH,
-    above: tuple[int, ...] = (),
+    above: tuple[Any, ...] = (),
 ) -> Any:
     """Applies `f` to every leaf in `item`; tuples, lists, dicts and dataclasses keep their type.
 
-    Items nested deeper than `depth`, or in themselves, are left as they are; `above` has the ids of what
+    Items nested deeper than `depth`, or in themselves, are left as they are; `above` has what
     contains `item`.
     """
     if is_leaf(item):
         return f(item)
-    if depth == 0 or id(item) in above:
+    if depth == 0 or (above and any(item is x for x in above)):
         return item
-    above = (*above, id(item))
+    above = (*above, item)
 
     def mapped(x: Any) -> Any:
         return map_leaves(f, x, is_leaf, depth - 1, above)
@@ -134,14 +134,13 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
 
 
 def parts(
-    item: Any, path: str = "", depth: int = MAX_DEPTH, above: tuple[int, ...] = ()
+    item: Any, path: str = "", depth: int = MAX_DEPTH, above: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Yields the parts of nested tuples, lists, mappings and dataclasses, each with its path: `[0].data`.
 
-    Anything nested deeper than `depth`, or in itself, counts as one part; `above` has the ids of what
-    contains `item`.
+    Anything nested deeper than `depth`, or in itself, counts as one part; `above` has what contains `item`.
     """
-    if isinstance(item, Tensor) or depth == 0 or id(item) in above:
+    if item is None or isinstance(item, Tensor) or depth == 0 or (above and any(item is x for x in above)):
         yield path, item
         return
     inside: Iterable[tuple[str, Any]]
@@ -158,7 +157,7 @@ def parts(
     else:
         yield path, item
         return
-    above = (*above, id(item))
+    above = (*above, item)  # not their ids, which torch 2.11 cannot compile
     for step, x in inside:
         yield from parts(x, path + step, depth - 1, above)
 

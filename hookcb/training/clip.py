@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from hookcb.core import orders
 from hookcb.core.arguments import check_number
@@ -137,10 +137,12 @@ def _clip_norm(params: list[nn.Parameter], max_norm: float, norm_type: float) ->
     """Clips gradients to a norm of all together; returns the norm before, the same on all ranks."""
     if not any(is_dtensor(p) for p in params):
         return clip_grad_norm_(params, max_norm, norm_type)
-    given = [p for p in params if p.grad is not None]
-    norm = _total_norm([p.grad for p in given if p.grad is not None], norm_type)
-    for alike in _by_mesh(given):
-        clip_grads_with_norm_(alike, max_norm, norm)
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = _total_norm(grads, norm_type)
+    coef = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of clip_grad_norm_
+    for grad in grads:  # torch 2.11 leaves gradients as they are of which each rank has a summand
+        local: Tensor = grad.to_local() if is_dtensor(grad) else grad  # type: ignore[attr-defined]
+        local.mul_(coef.to(local.device))
     return norm
 
 
