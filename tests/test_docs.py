@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shlex
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,10 @@ from torch.distributed.run import get_args_parser
 
 import hookcb
 from docs.blocks import PAGES, SCRIPT, blocks, is_alike, printed
+from docs.gallery import train
+from docs.picture import PAGE, PICTURE, caption, texts
 from hookcb.cli.parser import make_parser
+from hookcb.report.collect import collect
 from tests.ranks.support import end, environment, free_port
 from tests.support import start
 
@@ -80,10 +84,17 @@ def test_a_script_for_several_processes_runs(text, tmp_path):
     assert [rank["log"] for rank in end(processes, tmp_path) if rank["exit"] != 0] == []
 
 
-@pytest.mark.parametrize("page", with_language("console"))
+def commands(page):
+    """Words of the commands in blocks, and of those within sentences that are whole."""
+    inline = map(shlex.split, re.findall(r"`((?:hookcb|make) [^`]+)`", PAGES[page]))
+    in_blocks = [words for block in blocks(page) for words in block.commands()]
+    return in_blocks + [words for words in inline if words[0] == "make" or len(words) > 2]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md" and commands(page)])
 def test_the_commands_of_a_page_can_be_typed(page):
-    for block in blocks(page):
-        for words in block.commands():
+    for words in commands(page):
+        if "COMMAND" not in words:
             check_command(*words)
 
 
@@ -106,6 +117,33 @@ def check_command(program, *args):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert set(re.findall(r"\.\[(\w+)\]", " ".join(args))) <= extras.keys()
         assert [arg for arg in args if arg.endswith(".txt") and not (ROOT / arg).exists()] == []
+        pinned = (ROOT / "constraints.txt").read_text().split()
+        assert [arg for arg in args if arg.startswith("torch==") and arg not in pinned] == []
+
+
+def test_the_picture_of_a_page_is_of_this_version():
+    assert texts(PICTURE).get("Software") == f"hookcb {hookcb.__version__}", "make docs takes it anew"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ERROR:UserWarning")
+def test_the_picture_of_a_page_shows_the_verdict_of_today():
+    said = caption(collect(train(PAGE.stem)))
+    assert is_alike(texts(PICTURE)["Description"], said), f"make docs takes it anew; the page says now:\n{said}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "expected"),
+    [
+        ("│ 83% │ in 74.1 ms", "│ 9% │\nin  1.2 s ", True),
+        ("83% of the time", "83% of the times", False),
+        ("right", "right: 67%", False),
+        ("epoch …\nSICK", "epoch 0.1 0.2\n\nSICK", True),
+        ("… SICK", "SICK HEALTHY", False),
+    ],
+)
+def test_a_text_is_compared_but_for_numbers_borders_and_what_is_left_out(shown, said, expected):
+    assert is_alike(shown, said) == expected
 
 
 def test_the_version_is_the_same_everywhere():
