@@ -30,7 +30,8 @@ PAGES = {
 }
 WIDTH = 100  # columns of what is shown
 SICK = "ERROR|WARNING|loss is nan"  # begins a warning of a training that a page makes sick
-HERE = {"hookcb", "sklearn", "torch", *sys.stdlib_module_names}  # what `make test` has; `make interop` has more
+# packages of `make test`; `make interop` has more
+HERE = {"hookcb", "sklearn", "torch", *sys.stdlib_module_names}
 SCRIPT = "# torchrun "  # begins a block that is a script of its own, with the command that runs it
 CHEAP = ("compare", "explain")  # commands that train nothing
 NUMBER = re.compile(r"[-\d.e]*\d[-\d.e]*(?: ?(?:[nµm]?s|[kMG]?B|bytes)\b)?")
@@ -100,8 +101,9 @@ def printed(page: str, *, with_others: bool = False) -> list[tuple[str, str]]:
 
 @contextmanager
 def empty_folder() -> Iterator[Path]:
-    """An empty working directory, a terminal of the pages' width, and no warnings of what pages make sick."""
+    """An empty working directory, a terminal of the pages' width, a seed; no warnings of what pages make sick."""
     linecache.clearcache()  # which may have another train.py
+    torch.manual_seed(0)  # not all pages do
     with (
         tempfile.TemporaryDirectory() as folder,
         chdir(folder),

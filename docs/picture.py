@@ -1,6 +1,6 @@
 """Takes the picture of a run's page that README shows, by Chromium: `python docs/picture.py CHROMIUM`.
 
-The picture in git says which version and which verdict it shows; as long as these are those of the gallery, it stays.
+The picture in git says which version and which verdict it shows. While the gallery has the same, it stays.
 """
 
 import subprocess
@@ -26,7 +26,9 @@ def main(chromium: str | None) -> None:
     if PICTURE.exists() and texts(PICTURE) == wanted:
         return
     if chromium is None:
-        sys.stderr.write(f"{PICTURE} is out of date, and there is no Chromium to take it anew: make pages installs it\n")
+        sys.stderr.write(
+            f"{PICTURE} is out of date, and there is no Chromium to take it anew: make pages installs it\n"
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         taken = Path(folder) / "page.png"

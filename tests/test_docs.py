@@ -66,6 +66,13 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(page):
         assert is_alike(shown, said), f"run python docs/blocks.py {page}, which prints:\n{said}"
 
 
+def test_no_two_pages_write_their_checkpoints_to_one_folder():
+    folders = [
+        folder for page in PAGES for folder in set(re.findall(r'Checkpoint\("(.+?)"', str(blocks(page))))
+    ]
+    assert len(folders) == len({*folders}), folders
+
+
 SCRIPTS = [block.text for page in PAGES for block in blocks(page) if block.text.startswith(SCRIPT)]
 
 
@@ -129,7 +136,7 @@ def test_the_picture_of_a_page_is_of_this_version():
 @pytest.mark.filterwarnings("ignore:ERROR:UserWarning")
 def test_the_picture_of_a_page_shows_the_verdict_of_today():
     said = caption(collect(train(PAGE.stem)))
-    assert is_alike(texts(PICTURE)["Description"], said), f"make docs takes it anew; the page says now:\n{said}"
+    assert is_alike(texts(PICTURE)["Description"], said), f"make docs takes it anew; now it says:\n{said}"
 
 
 @pytest.mark.parametrize(
