@@ -101,7 +101,7 @@ def printed(page: str, *, with_others: bool = False) -> list[tuple[str, str]]:
 
 @contextmanager
 def empty_folder() -> Iterator[Path]:
-    """An empty working directory, a terminal of the pages' width, a seed; no warnings of what pages make sick."""
+    """An empty working directory, a terminal of the pages' width, a seed, and no warnings of sickness."""
     linecache.clearcache()  # which may have another train.py
     torch.manual_seed(0)  # not all pages do
     with (
