@@ -42,9 +42,10 @@ $(NOTEBOOKS): build/notebooks/%: nbs/% $(VENV)/.installed-dev
 	mkdir -p $(@D)
 	$(BIN)/jupyter execute --output=../$(basename $@) $<
 
-# the site, in build/site
+# the site, in build/site; the picture in README is taken anew if there is Chromium and it shows something else
 docs: $(NOTEBOOKS) $(VENV)/.installed-docs
 	$(BIN)/python docs/gallery.py
+	$(BIN)/python docs/picture.py $(wildcard $(CHROMIUM))
 	$(BIN)/mkdocs build
 
 # fastai brings a torchvision built for CUDA, with which Lightning cannot be imported beside a torch for CPUs

@@ -91,7 +91,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Checks that no page fetches anything from elsewhere."""
+    """Checks that no page fetches anything from elsewhere, and that compiled files are not published."""
+    if compiled := [*Path(config.site_dir).rglob("__pycache__")]:
+        raise PluginError(f"{compiled[0]} is published; exclude it in mkdocs.yml")
     for path in Path(config.site_dir).rglob("*.html"):
         if found := REMOTE.search(path.read_text("utf-8")):
             raise PluginError(f"{path} fetches something from elsewhere: {found[0]}")

@@ -5,14 +5,22 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shlex
 import tomllib
-import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import hookcb
+from docs.blocks import PAGES, SCRIPT, blocks, is_alike, printed
+from docs.gallery import train
+from docs.picture import PAGE, PICTURE, caption, texts
 from hookcb.cli.parser import make_parser
+from hookcb.report.collect import collect
+from tests.ranks.support import end, environment, free_port
+from tests.support import start
 
 ROOT = Path(__file__).parent.parent
 NOT_HERE = ("hookcb.__main__", "hookcb.adapters.lightning", "hookcb.adapters.transformers")  # need packages
@@ -36,70 +44,113 @@ def test_every_public_class_has_an_example():
             assert ">>>" in thing.__doc__, f"{name} has no example"
 
 
-GUIDE = [
-    "learner",
-    "diagnosis",
-    "report",
-    "loops",
-    "training",
-    "callbacks",
-    "hooks",
-    "activations",
-    "gradients",
-]
-HOW_TO = ["nan", "flat", "layer", "slow", "memory"]
-PORTING = ["fastai", "lightning", "keras"]
-WITH_OUTPUT = ["docs/tutorial.md", "docs/porting/index.md", *(f"docs/howto/{name}.md" for name in HOW_TO)]
-NUMBER = re.compile(r"[-\d.e]*\d[-\d.e]*")
+def with_language(language):
+    return [page for page in PAGES if any(block.language == language for block in blocks(page))]
 
 
-def blocks(page):
-    """Language and text of each block of a page in Markdown."""
-    return re.findall(
-        r"^```(python|text)\n(.*?)```", (ROOT / page).read_text("utf-8"), flags=re.DOTALL | re.M
-    )
+def marked(page):
+    """A page as a parameter; those that show output train for longer, README does not."""
+    is_long = page != "README.md" and page in with_language("text")
+    return pytest.param(page, marks=pytest.mark.slow if is_long else [])
 
 
-@pytest.mark.parametrize(
-    "pages",
-    [
-        ["README.md"],
-        [f"docs/guide/{name}.md" for name in [*GUIDE, "time_and_memory"]],
-        *([f"docs/porting/{name}.md"] for name in PORTING),
-    ],
-    ids=["readme", "guide", *PORTING],
-)
-def test_the_python_of_pages_runs(pages, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    for page in pages:
-        found = [text for kind, text in blocks(page) if kind == "python"]
-        assert found
-        for text in found:
-            exec(compile(text, page, "exec"), names)
+def test_each_block_is_of_a_kind_that_is_tested():
+    kinds = {block.language: page for page in PAGES for block in blocks(page)}
+    assert kinds.keys() <= {"python", "console", "text"}, kinds
+    assert [page for page, text in PAGES.items() if text.count("```") != 2 * len(blocks(page))] == []
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in with_language("python")])
+def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(page):
+    for shown, said in printed(page):
+        assert is_alike(shown, said), f"run python docs/blocks.py {page}, which prints:\n{said}"
+
+
+def test_no_two_pages_write_their_checkpoints_to_one_folder():
+    folders = [
+        folder for page in PAGES for folder in set(re.findall(r'Checkpoint\("(.+?)"', str(blocks(page))))
+    ]
+    assert len(folders) == len({*folders}), folders
+
+
+SCRIPTS = [block.text for page in PAGES for block in blocks(page) if block.text.startswith(SCRIPT)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_OUTPUT)
-def test_a_page_prints_what_it_shows(page, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    names, said, n_shown = {}, [], 0
-    with warnings.catch_warnings(action="ignore"):  # of trainings that are sick
-        for kind, text in blocks(page):
-            if kind == "python":
-                exec(compile(text, "train.py", "exec"), names)
-                said = alike(capsys.readouterr().out)
-            else:
-                n_shown += 1
-                shown = alike(text.partition("…")[0]) if "…" in text else alike(text)
-                assert [line for line in shown[:3] if line not in said] == []
-    assert n_shown
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_a_script_for_several_processes_runs(text, tmp_path):
+    (tmp_path / "train.py").write_text(text, "utf-8")
+    command = get_args_parser().parse_args(text.splitlines()[0].removeprefix(SCRIPT).split())
+    assert command.training_script == "train.py"
+    world, port, processes = int(command.nproc_per_node), free_port(), []
+    for rank in range(world):
+        settings = environment(rank, world, port)
+        code = f"import os, runpy; os.chdir({str(tmp_path)!r}); os.environ.update({settings}); "
+        code += "runpy.run_path('train.py', run_name='__main__')"
+        processes.append(start("-c", code, log=tmp_path / f"{rank}.log"))
+    assert [rank["log"] for rank in end(processes, tmp_path) if rank["exit"] != 0] == []
 
 
-def alike(text):
-    """Lines of a text, with a mark in place of each number, which differ from machine to machine."""
-    return [NUMBER.sub("#", line) for line in text.splitlines() if line.strip()]
+def commands(page):
+    """Words of the commands in blocks, and of those within sentences that are whole."""
+    inline = map(shlex.split, re.findall(r"`((?:hookcb|make) [^`]+)`", PAGES[page]))
+    in_blocks = [words for block in blocks(page) for words in block.commands()]
+    return in_blocks + [words for words in inline if words[0] == "make" or len(words) > 2]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md" and commands(page)])
+def test_the_commands_of_a_page_can_be_typed(page):
+    for words in commands(page):
+        if "COMMAND" not in words:
+            check_command(*words)
+
+
+def check_command(program, *args):
+    """Check that a command has our subcommands, options, targets, extras and files."""
+    name = Path(program).name
+    if name == "hookcb":
+        make_parser().parse_args(args)
+    elif name == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M)
+        assert [arg for arg in args if "=" not in arg and arg not in targets] == []
+    elif name == "torchrun":
+        command = get_args_parser().parse_args(args)
+        if command.module:
+            check_command(command.training_script, *command.training_script_args)
+    else:
+        assert name.startswith("python"), program
+        assert args[0] == "-m", args
+        assert find_spec(args[1]), args[1]
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert set(re.findall(r"\.\[(\w+)\]", " ".join(args))) <= extras.keys()
+        assert [arg for arg in args if arg.endswith(".txt") and not (ROOT / arg).exists()] == []
+        pinned = (ROOT / "constraints.txt").read_text().split()
+        assert [arg for arg in args if arg.startswith("torch==") and arg not in pinned] == []
+
+
+def test_the_picture_of_a_page_is_of_this_version():
+    assert texts(PICTURE).get("Software") == f"hookcb {hookcb.__version__}", "make docs takes it anew"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ERROR:UserWarning")
+def test_the_picture_of_a_page_shows_the_verdict_of_today():
+    said = caption(collect(train(PAGE.stem)))
+    assert is_alike(texts(PICTURE)["Description"], said), f"make docs takes it anew; now it says:\n{said}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "expected"),
+    [
+        ("│ 83% │ in 74.1 ms", "│ 9% │\nin  1.2 s ", True),
+        ("83% of the time", "83% of the times", False),
+        ("right", "right: 67%", False),
+        ("epoch …\nSICK", "epoch 0.1 0.2\n\nSICK", True),
+        ("… SICK", "SICK HEALTHY", False),
+    ],
+)
+def test_a_text_is_compared_but_for_numbers_borders_and_what_is_left_out(shown, said, expected):
+    assert is_alike(shown, said) == expected
 
 
 def test_the_version_is_the_same_everywhere():

@@ -135,7 +135,12 @@ def train_digits(
         cbs.append(ProfilerCallback(wait=5, warmup=2, active=10, trace=trace))
     if device and torch.cuda.is_bf16_supported():  # on a CPU it is slower than float32
         cbs.append(MixedPrecision())
-    learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads of layers this small wait for each other, on a busy machine for long
+    try:
+        learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
+    finally:
+        torch.set_num_threads(n_threads)
     return learn
 
 
