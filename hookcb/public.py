@@ -1,5 +1,6 @@
 """The public names of hookcb, which the package loads when one of them is first used."""
 
+import hookcb.adapters  # noqa: F401  # the attribute, which imports an adapter when it is used
 from hookcb.activations.callback import ActivationStats
 from hookcb.activations.records import ActivationRecords
 from hookcb.core.callback import Callback

@@ -226,3 +226,29 @@ def test_a_type_checker_sees_the_type_of_each_public_name(tmp_path):
 def test_all_public_names_are_there_and_documented():
     for name in hookcb.__all__:
         assert getattr(hookcb, name).__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_an_adapter_of_a_missing_package_says_what_to_install(name, monkeypatch):
+    for missing in (name, "pytorch_lightning", f"hookcb.adapters.{name}"):
+        monkeypatch.delitem(sys.modules, missing, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Without({name, "pytorch_lightning"}), *sys.meta_path])
+    monkeypatch.delitem(vars(hookcb.adapters), name, raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf"needs {name}: pip install 'hookcb\[{name}\]'"):
+        getattr(hookcb.adapters, name)
+
+
+class Without:
+    """A finder that finds no package of these names."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_an_adapter_that_there_is_not_is_told():
+    with pytest.raises(AttributeError, match="has no attribute 'keras'; it has lightning, transformers"):
+        hookcb.adapters.keras  # noqa: B018
