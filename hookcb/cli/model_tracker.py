@@ -17,11 +17,13 @@ from hookcb.cli.optimizer_names import OptimizerNames, numbered
 from hookcb.cli.ownership import has_part, models_behind, owner_at_work
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, say_sick
 from hookcb.core.callback import Callback
-from hookcb.core.torch_private import in_backward, without_compile_wrapper
+from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import in_backward
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.hand_steps import StepByHand
+from hookcb.hooks.modules import without_wrappers
 from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_find import LRFinder
@@ -234,7 +236,7 @@ class ModelTracker:
         return model
 
     def _title(self, root: nn.Module) -> str:
-        kind = type(without_compile_wrapper(root)).__name__
+        kind = plain_class(without_wrappers(root)).__name__
         return numbered(kind, [model.title for model in self._all])
 
     def _close(self, model: TrackedModel, error: BaseException | None = None) -> None:

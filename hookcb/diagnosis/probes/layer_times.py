@@ -84,7 +84,7 @@ class LayerTimes:
                 ):  # other hooks of the module act between the first two and between the last two
                     self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
         self._own = set(map(id, self._hooks))
-        if is_calling:  # hooks that begin its call come too late for this one
+        if is_calling and id(model) in self._names:  # hooks that begin its call come too late for this one
             self._running.append(self._names[id(model)])
             self._since = time.perf_counter()
 
