@@ -1,5 +1,6 @@
 """Finds each model that a script trains, and watches it."""
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hookcb.cli.optimizer_names import OptimizerNames, numbered
 from hookcb.cli.ownership import has_part, models_behind, owner_at_work
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, say_sick
-from hookcb.core.callback import Callback
+from hookcb.core.callback_list import listed
 from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import in_backward
 from hookcb.diagnosis.callback import Diagnose
@@ -155,10 +156,16 @@ class ModelTracker:
         return add_param_group
 
     def _wrap_fit(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(real)
+
         @wraps(real)
-        def fit(learn: Learner, n_epoch: int, lr: float | None = None, cbs: Any = (), **options: Any) -> Any:
-            cbs = [cbs] if isinstance(cbs, Callback | type) else list(cbs)
-            attached = [cb for cb in [*learn.cbs, *cbs] if isinstance(cb, Diagnose) or cb is Diagnose]
+        def fit(learn: Learner, *args: Any, **kwargs: Any) -> Any:
+            try:
+                given = signature.bind(learn, *args, **kwargs)
+            except TypeError:
+                return real(learn, *args, **kwargs)  # which says what is wrong
+            cbs = given.arguments["cbs"] = listed(given.arguments.get("cbs"))
+            attached = [cb for cb in [*learn.cbs, *cbs] if _is_diagnose(cb)]
             diagnose = attached[0] if attached else None
             if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
                 diagnose = Diagnose(say_sick, show=False, name="script_diagnosis")
@@ -167,7 +174,7 @@ class ModelTracker:
                 self._close(model)
             self._n_fits += 1
             try:
-                return real(learn, n_epoch, lr, cbs, **options)
+                return real(*given.args, **given.kwargs)
             finally:
                 self._n_fits -= 1
                 self._add_verdict(learn, diagnose)
@@ -291,6 +298,11 @@ class ModelTracker:
             note = describe_failure("a part of hookcb", error)
             if note not in self.notes:
                 self.notes.append(note)
+
+
+def _is_diagnose(cb: Any) -> bool:
+    """Whether a callback is a `Diagnose`, or a class that makes one."""
+    return isinstance(cb, Diagnose) or (isinstance(cb, type) and issubclass(cb, Diagnose))
 
 
 @contextmanager
