@@ -94,7 +94,7 @@ class ModelTracker:
             stack.enter_context(_replaced(torch.amp.GradScaler, "scale", self._wrap_scale))
             stack.enter_context(_replaced(Learner, "fit", self._wrap_fit))
             stack.enter_context(_replaced(Optimizer, "add_param_group", self._wrap_add_param_group))
-            stack.callback(StepHook(self._optimizers.note_step, after=True).remove)
+            stack.callback(StepHook(self._note_step, after=True).remove)
             try:
                 yield
             except BaseException as error:
@@ -135,12 +135,15 @@ class ModelTracker:
 
         return backward
 
+    def _note_step(self, opt: Optimizer, *seen: Any) -> None:
+        self._guarded(self._optimizers.note_step, opt)
+
     def _wrap_scale(self, real: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(real)
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = real(scaler, outputs)
             if isinstance(scaled, Tensor) and scaled is not outputs:
-                self._unscaled[scaled] = outputs, scaler
+                self._guarded(self._unscaled.__setitem__, scaled, (outputs, scaler))
             return scaled
 
         return scale
@@ -177,7 +180,7 @@ class ModelTracker:
                 return real(*given.args, **given.kwargs)
             finally:
                 self._n_fits -= 1
-                self._add_verdict(learn, diagnose)
+                self._guarded(self._add_verdict, learn, diagnose)
 
         return fit
 
@@ -250,7 +253,7 @@ class ModelTracker:
         self._open.remove(model)
         watch = model.watch
         if model.model is not None:
-            model.optimizers = self._optimizers.names_for(model.model)
+            model.optimizers = self._guarded(self._optimizers.names_for, model.model) or ()
             model.steppers = tuple(name for name in model.optimizers if name in self._optimizers.stepped)
         self._guarded(model.close, error)
         if watch is not None and watch.failure is not None:

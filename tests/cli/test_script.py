@@ -556,7 +556,8 @@ def test_what_fails_in_a_callback_of_ours_is_told_and_the_script_goes_on(run, mo
     _, out, err = run("train(*make())\nprint('to the end')")
     assert out.startswith("to the end\n")
     assert titles(out) == ["Sequential"]
-    assert "until a part of hookcb failed, please report it: TypeError(" in out
+    assert "a part of Diagnose failed, please report it: TypeError(" in out
+    assert "HEALTHY as far as checked" in out
     assert not err
 
 
