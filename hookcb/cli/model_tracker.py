@@ -1,5 +1,6 @@
 """Finds each model that a script trains, and watches it."""
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,12 +17,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hookcb.cli.optimizer_names import OptimizerNames, numbered
 from hookcb.cli.ownership import has_part, models_behind, owner_at_work
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, say_sick
-from hookcb.core.callback import Callback
-from hookcb.core.torch_private import in_backward, without_compile_wrapper
+from hookcb.core.callback_list import listed
+from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import in_backward
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.hand_steps import StepByHand
+from hookcb.hooks.modules import without_wrappers
 from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_find import LRFinder
@@ -91,7 +94,7 @@ class ModelTracker:
             stack.enter_context(_replaced(torch.amp.GradScaler, "scale", self._wrap_scale))
             stack.enter_context(_replaced(Learner, "fit", self._wrap_fit))
             stack.enter_context(_replaced(Optimizer, "add_param_group", self._wrap_add_param_group))
-            stack.callback(StepHook(self._optimizers.note_step, after=True).remove)
+            stack.callback(StepHook(self._note_step, after=True).remove)
             try:
                 yield
             except BaseException as error:
@@ -132,12 +135,15 @@ class ModelTracker:
 
         return backward
 
+    def _note_step(self, opt: Optimizer, *seen: Any) -> None:
+        self._guarded(self._optimizers.note_step, opt)
+
     def _wrap_scale(self, real: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(real)
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = real(scaler, outputs)
             if isinstance(scaled, Tensor) and scaled is not outputs:
-                self._unscaled[scaled] = outputs, scaler
+                self._guarded(self._unscaled.__setitem__, scaled, (outputs, scaler))
             return scaled
 
         return scale
@@ -153,10 +159,16 @@ class ModelTracker:
         return add_param_group
 
     def _wrap_fit(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(real)
+
         @wraps(real)
-        def fit(learn: Learner, n_epoch: int, lr: float | None = None, cbs: Any = (), **options: Any) -> Any:
-            cbs = [cbs] if isinstance(cbs, Callback | type) else list(cbs)
-            attached = [cb for cb in [*learn.cbs, *cbs] if isinstance(cb, Diagnose) or cb is Diagnose]
+        def fit(learn: Learner, *args: Any, **kwargs: Any) -> Any:
+            try:
+                given = signature.bind(learn, *args, **kwargs)
+            except TypeError:
+                return real(learn, *args, **kwargs)  # which says what is wrong
+            cbs = given.arguments["cbs"] = listed(given.arguments.get("cbs"))
+            attached = [cb for cb in [*learn.cbs, *cbs] if _is_diagnose(cb)]
             diagnose = attached[0] if attached else None
             if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
                 diagnose = Diagnose(say_sick, show=False, name="script_diagnosis")
@@ -165,10 +177,10 @@ class ModelTracker:
                 self._close(model)
             self._n_fits += 1
             try:
-                return real(learn, n_epoch, lr, cbs, **options)
+                return real(*given.args, **given.kwargs)
             finally:
                 self._n_fits -= 1
-                self._add_verdict(learn, diagnose)
+                self._guarded(self._add_verdict, learn, diagnose)
 
         return fit
 
@@ -234,14 +246,14 @@ class ModelTracker:
         return model
 
     def _title(self, root: nn.Module) -> str:
-        kind = type(without_compile_wrapper(root)).__name__
+        kind = plain_class(without_wrappers(root)).__name__
         return numbered(kind, [model.title for model in self._all])
 
     def _close(self, model: TrackedModel, error: BaseException | None = None) -> None:
         self._open.remove(model)
         watch = model.watch
         if model.model is not None:
-            model.optimizers = self._optimizers.names_for(model.model)
+            model.optimizers = self._guarded(self._optimizers.names_for, model.model) or ()
             model.steppers = tuple(name for name in model.optimizers if name in self._optimizers.stepped)
         self._guarded(model.close, error)
         if watch is not None and watch.failure is not None:
@@ -289,6 +301,11 @@ class ModelTracker:
             note = describe_failure("a part of hookcb", error)
             if note not in self.notes:
                 self.notes.append(note)
+
+
+def _is_diagnose(cb: Any) -> bool:
+    """Whether a callback is a `Diagnose`, or a class that makes one."""
+    return isinstance(cb, Diagnose) or (isinstance(cb, type) and issubclass(cb, Diagnose))
 
 
 @contextmanager

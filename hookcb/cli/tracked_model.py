@@ -1,6 +1,9 @@
 """A model that a script trains, and how it is watched."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,17 +21,39 @@ def say_sick(verdict: Verdict) -> None:
         show_error(f"hookcb diagnose: {verdict.primary.head}: {verdict.primary.message}")
 
 
+def _contained(method: Callable[..., Any]) -> Any:
+    """A method of a `ScriptWatch` that raises nothing: a bug in hookcb must not end the script."""
+
+    @wraps(method)
+    def act(self: "ScriptWatch", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.failure = self.failure or error
+            self._error = self._error or error  # nothing is emitted from now on
+            return None
+
+    return act
+
+
 class ScriptWatch(Watch):
     """A watch that raises nothing into the script; an error ends it, and is kept in `failure`."""
 
     failure: Exception | None = None
 
-    def emit(self, event: str) -> None:
-        """See `ExternalLoop`."""
-        try:
-            super().emit(event)
-        except Exception as error:  # a bug in hookcb must not end the script
-            self.failure = self.failure or error
+    emit = _contained(Watch.emit)
+    close = _contained(Watch.close)
+    # called by torch, in the forward, the backward and the step of the script
+    end_backward = _contained(Watch.end_backward)
+    _call_begins = _contained(Watch._call_begins)
+    _call_returns = _contained(Watch._call_returns)
+    _call_ends = _contained(Watch._call_ends)
+    _part_begins = _contained(Watch._part_begins)
+    _part_returns = _contained(Watch._part_returns)
+    _step_begins = _contained(Watch._step_begins)
+    _step_ends = _contained(Watch._step_ends)
+    _left_goes_on = _contained(Watch._left_goes_on)
+    _gradient_arrives = _contained(Watch._gradient_arrives)
 
     def close_failed(self) -> bool:
         """See `ExternalLoop`; hooks stay on until the end, as torch may be iterating over them."""
@@ -106,12 +131,12 @@ class TrackedModel:
         if watch is None:
             return
         watch.close(error)
-        self.verdict = watch.diagnose()
-        self.page = collect(watch) if self.makes_page else None
         # a watch does not follow steps of LBFGS, but they move the model
         has_moved = bool(self.steppers) or watch.seen["after_step"] > 0 or watch.facts.n_moved_by_hand > 0
         self.is_trained = has_moved or watch.failure is not None
         self.has_gradients = watch.seen["before_backward"] > 0
+        self.verdict = watch.diagnose()
+        self.page = collect(watch) if self.makes_page else None
         self.model = None
 
     @property

@@ -179,6 +179,10 @@ class Callback:
         method: Callable[[], object] = getattr(self, event)
         return None if getattr(method, "__func__", None) is getattr(Callback, event) else method
 
+    def takes_error(self, error: Exception, event: str) -> bool:
+        """Whether the loop goes on after an error of this callback, which tells of it; False by default."""
+        return False
+
     def acts(self, event: str, training: bool) -> bool:
         """Whether it acts at an event: depends on `run` and, in batches, on `run_train` or `run_valid`."""
         return self.run and (event not in BATCH_EVENTS or (self.run_train if training else self.run_valid))

@@ -94,13 +94,12 @@ def without_resting(
     }
 
 
-def listed(cbs: Callbacks) -> list[Callback | type[Callback]]:
-    """`cbs` as a list; a single callback counts as one even when it is iterable."""
-    if cbs is None:
+def listed(given: Any) -> list[Any]:
+    """Callbacks or optimizers as a list: of none, one or several; an iterable callback counts as one."""
+    if given is None:
         return []
-    if isinstance(cbs, Callback | type | str) or not isinstance(cbs, Iterable):
-        return [cbs]
-    return list(cbs)
+    is_one = isinstance(given, Callback | type | str) or not isinstance(given, Iterable)
+    return [given] if is_one else list(given)
 
 
 def _instance(cb: Callback | type[Callback]) -> Callback:

@@ -89,10 +89,15 @@ def _watch(ranks: Ranks, where: Callable[[], str], ended: threading.Event) -> No
                 ranks.are_all_at("known")  # the rank that failed may wait for that
         except RuntimeError:  # the store is gone, and the next collective says so
             return
+        except Exception as error:  # nobody else sees it in a thread
+            sys.stderr.write(f"hookcb: rank {ranks.rank} looks for failures of others no more: {error!r}\n")
+            return
         if failure:
             if not ended.wait(GRACE):
-                why = f"hookcb: {failure}; rank {ranks.rank} was {where()}, and ends"
-                sys.stderr.write(why + "\n")
-                sys.stderr.flush()
-                os._exit(1)  # the thread that waits in a collective cannot be interrupted
+                try:
+                    why = f"hookcb: {failure}; rank {ranks.rank} was {where()}, and ends"
+                    sys.stderr.write(why + "\n")
+                    sys.stderr.flush()
+                finally:
+                    os._exit(1)  # the thread that waits in a collective cannot be interrupted
             return

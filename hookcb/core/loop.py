@@ -351,6 +351,8 @@ class Loop(TrainingState):
                 cancel.raised_in = f"{label_of(cb)}.{event}"
                 cancels.append(cancel)
             except BaseException as error:
+                if isinstance(error, Exception) and cb.takes_error(error, event):
+                    continue
                 error.add_note(", ".join([f"in {label_of(cb)}.{event}", *self.position(event)]))
                 raise
             if marks is not None:

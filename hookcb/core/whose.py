@@ -1,10 +1,11 @@
-"""Owners of code, by its file: the user, a package, torch, Python, or hookcb."""
+"""Owners of code, by its file: the user, a package, torch, Python, or hookcb; and lines of running code."""
 
 import os
 import sysconfig
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 
 OURS = str(Path(__file__).parents[1]) + os.sep
 _torch = find_spec("torch")  # which is not imported here, as it takes seconds
@@ -27,3 +28,11 @@ def is_of_program(file: str) -> bool:
 def is_of_user(file: str) -> bool:
     """Whether a file is a program of the user, and not of any package."""
     return not file.startswith((*INSTALLED, OURS, "<frozen"))
+
+
+def line_in(frame: FrameType) -> int:
+    """Line in progress; at an instruction that has none, as a jump to the begin of a loop, the one before."""
+    if frame.f_lineno is not None:
+        return frame.f_lineno
+    lines = [line for start, _, line in frame.f_code.co_lines() if line and start <= frame.f_lasti]
+    return lines[-1] if lines else frame.f_code.co_firstlineno

@@ -23,6 +23,7 @@ class Owner(Protocol):
 
     is_wanted: bool
 
+    def takes_error_of(self, cb: "Attached", error: Exception) -> bool: ...
     def measure_layer(self, m: nn.Module, output: Any) -> None: ...
     def note_modes(self) -> None: ...
     def expect_batch(self) -> None: ...
@@ -35,9 +36,28 @@ class Owner(Protocol):
 
 
 class Attached(Callback):
-    """Callback that a diagnosis attaches; a resumed fit records anew."""
+    """Callback that a diagnosis attaches; a resumed fit records anew.
+
+    Attributes:
+        part: its name for a `Guard`.
+    """
 
     owner: Owner | None = None
+    part = ""
+
+    def takes_error(self, error: Exception, event: str) -> bool:
+        """Whether the owner tells of an error in the training; this does nothing more then."""
+        is_refusal = event == Event.BEFORE_FIT  # what cannot be recorded is told before
+        return not is_refusal and self.owner is not None and self.owner.takes_error_of(self, error)
+
+    def take_error(self, error: Exception) -> None:
+        """Tells the owner of an error in a hook."""
+        if self.owner is not None:
+            self.owner.takes_error_of(self, error)
+
+    def stop(self) -> None:
+        """Does nothing more in this fit, as it has failed."""
+        self.run = False
 
     def wants(self, i: int) -> bool:
         """Whether the owner inspects the current batch."""
@@ -51,6 +71,7 @@ class Attached(Callback):
 class AttachedStats(Attached, ActivationStats):
     """`ActivationStats` of all layers; its hooks measure for the owner too."""
 
+    part = "activations"
     idle_events = ActivationStats.idle_events | {Event.BEFORE_BATCH}
 
     def __init__(self, owner: Owner, name: str) -> None:
@@ -74,6 +95,15 @@ class AttachedStats(Attached, ActivationStats):
         """True, as the owner looks at batches by their numbers."""
         return True
 
+    def before_fit(self) -> None:
+        super().before_fit()
+        for hook in self.hooks or ():
+            hook.take_error = self.take_error
+
+    def stop(self) -> None:
+        super().stop()
+        self._acts_in = None
+
     def hook(self, m: nn.Module, *seen: Any) -> None:
         super().hook(m, *seen)
         if self.owner is not None:
@@ -83,9 +113,20 @@ class AttachedStats(Attached, ActivationStats):
 class AttachedHealth(Attached, GradientHealth):
     """`GradientHealth` of all parameters, with details in each record, as there are few."""
 
+    part = "gradients"
+
     def __init__(self, owner: Owner, name: str) -> None:
         super().__init__(detail_every=1, name=name)
         self.owner = owner
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        if self._watch is not None:
+            self._watch.take_error = self.take_error
+
+    def stop(self) -> None:
+        super().stop()
+        self.rest(True)
 
     def note(self, opt: Optimizer | None) -> None:
         """Notes an optimizer whose steps were not recorded yet."""
@@ -100,6 +141,8 @@ class AttachedHealth(Attached, GradientHealth):
 
 class AttachedTimer(Attached, StepTimer):
     """`StepTimer`, which compares several ranks."""
+
+    part = "ranks"
 
     def __init__(self, owner: Owner, name: str) -> None:
         super().__init__(name=name)
@@ -141,6 +184,7 @@ class AttachedNotes(Attached):
         stepper: optimizer of the batches that are noted.
     """
 
+    part = "notes"
     order = orders.DIAGNOSE
     run_valid = False
 
@@ -156,6 +200,10 @@ class AttachedNotes(Attached):
         # events of a loop that hookcb does not run; the steps that it has made by now if each batch had one
         self._seen: Mapping[str, int] | None = None
         self._n_due = 0
+
+    def stop(self) -> None:
+        super().stop()
+        self.begin(0, None, None)
 
     def begin(self, n: int, opt: Any, param: nn.Parameter | None) -> None:
         """Begins to note batches.

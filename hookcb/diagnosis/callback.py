@@ -9,12 +9,13 @@ from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import is_among
 from hookcb.core.console import attempt, show, warn
-from hookcb.core.events import CancelFitException
+from hookcb.core.events import CancelFitException, Event
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen
+from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
@@ -69,6 +70,8 @@ class Diagnose(EvidenceRecorder):
     'healthy'
     """
 
+    _users_error: Exception | None = None  # while it is raised
+
     def __init__(
         self, on_sick: OnSick = "warn", *, budget: float = 0.02, show: bool = True, name: str = "diagnosis"
     ) -> None:
@@ -104,17 +107,24 @@ class Diagnose(EvidenceRecorder):
     def after_fit(self) -> None:
         if self._probes is None:
             return
-        error = self.learn.fit_error
-        self._probes.guarded(self._probes.observe_end, self.learn, error)
+        error, guard = self.learn.fit_error, self._guard
+        guard.always("events", self._probes.observe_end, self.learn, error)
         ranks = self.learn.ranks if error is None else ALONE  # after an error, others may not come
-        evidence = self.evidence()
-        slowly = falls_slowly(evidence)
-        verdict = self._judge(evidence, ranks)
-        if error is None:
-            has_more = self._probes.try_to_overfit(self.learn, verdict.findings, slowly)
-            if any(ranks.max([has_more])):
-                verdict = self._judge(evidence := self.evidence(), ranks)
-        self.finish(evidence)
+        evidence = Evidence()
+        try:
+            evidence = self.evidence()
+            slowly = bool(guard.always("overfit", falls_slowly, evidence))
+            verdict = self._judge(evidence, ranks)
+            if error is None:
+                has_more = self._probes.try_to_overfit(self.learn, verdict.findings, slowly)
+                if any(ranks.max([has_more])):
+                    verdict = self._judge(evidence := self.evidence(), ranks)
+        finally:
+            self.finish(evidence)
+        if new := [note for note in guard.notes if note not in evidence.notes]:  # of what has just failed
+            evidence.notes += new
+            evidence.partial |= guard.partial
+            verdict = self._judge(evidence, ALONE)
         self.verdict = verdict
         for cb in self.learn.cbs:
             if isinstance(cb, TakesVerdict):
@@ -125,7 +135,8 @@ class Diagnose(EvidenceRecorder):
     def _judge(self, evidence: Evidence, ranks: Ranks) -> Verdict:
         """Verdict on what was recorded; several ranks call this together, and share their losses."""
         if ranks.world == 1:
-            return judge(evidence)
+            verdict = self._guard.always("verdict", judge, evidence)
+            return _no_verdict(self._guard) if verdict is None else verdict
         # a rank with labels of its own kind may learn nothing, though all together do
         own = [finding for finding in judge(evidence).findings if finding.code == "loss.trivial"]
         evidence.notes.append(f"{ranks.world} ranks")
@@ -135,13 +146,20 @@ class Diagnose(EvidenceRecorder):
         compare_batches(evidence, ranks, can_compare(self.learn))
         return judge(evidence, ranks, own)
 
+    def takes_error(self, error: Exception, event: str) -> bool:
+        theirs, self._users_error = self._users_error, None
+        is_taken = error is not theirs and super().takes_error(error, event)
+        if is_taken and event == Event.AFTER_FIT and self.verdict is None:
+            self.verdict = _no_verdict(self._guard)
+        return is_taken
+
     def _is_quiet(self) -> bool:
         has_progress = hasattr(self.learn, "no_logging")
         return has_progress and not any(isinstance(cb, Progress) for cb in self.learn.cbs)
 
     def judge(self) -> Verdict:
         """Verdict on the evidence so far in this fit, or of the last one."""
-        return judge(self.evidence()) if self.verdict is None else self.verdict
+        return self._judge(self.evidence(), ALONE) if self.verdict is None else self.verdict
 
     def react(self) -> None:
         """Acts on a sick training as `on_sick` says; warns or calls the function once per fit."""
@@ -151,15 +169,23 @@ class Diagnose(EvidenceRecorder):
         if verdict.status != "sick" or verdict.primary is None:
             return
         is_first, self._has_reacted = not self._has_reacted, True
-        if callable(self.on_sick):
-            if self.learn.ranks.is_main:
-                self.on_sick(verdict)
-        elif is_first:
-            warn(f"{verdict.primary.head}: {verdict.primary.message}")
+        try:
+            if callable(self.on_sick):
+                if self.learn.ranks.is_main:
+                    self.on_sick(verdict)
+            elif is_first:
+                warn(f"{verdict.primary.head}: {verdict.primary.message}")
+        except Exception as error:  # of the user's function, or a warning that the user has made an error
+            self._users_error = error
+            raise
         if self.on_sick == "stop" and self._is_external:
             self.learn.stop_requested = True  # hookcb cannot end this loop
         elif self.on_sick == "stop":
             raise CancelFitException
+
+
+def _no_verdict(guard: Guard) -> Verdict:
+    return Verdict("unknown", None, (), (), tuple(guard.notes), "; ".join(guard.notes))
 
 
 def recorded_in(loop: Any) -> list[Callback]:
@@ -183,7 +209,9 @@ def diagnose_loop(loop: Any) -> Verdict:
     records = [cb for cb in cbs if isinstance(cb, ActivationStats | GradientHealth)]
     evidence = Evidence()
     if records:
-        evidence = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+        model, guard = loop.model, Guard()
+        frame = guard.call("frame", Frame.of, model, [] if loop.opt is None else [loop.opt]) or Frame()
+        evidence = gather(cbs, frame, guard=guard)
     if loop.is_external and records:
         note_unseen(evidence, loop)
     elif loop.is_external:

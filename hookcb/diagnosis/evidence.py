@@ -225,7 +225,8 @@ class Evidence:
         notes: remarks on what could not be inspected.
         missing: reasons why a source is missing, if known.
         absent: reason why this training does not have a subject of checks, by subject.
-        partial: reason why a source covers only a part of the model and rules nothing out, by source.
+        partial: reason why nothing is ruled out, by source that covers only a part of the model or the
+            training, or by code of a check that is not told all that it needs.
         unseen: reason why an event of an external loop was not seen, by event.
     """
 
@@ -290,11 +291,13 @@ class Evidence:
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""
         if not self.n_batches:
-            return self.unseen.get("before_batch", "no training batch was seen")
+            why = self.unseen.get("before_batch", "no training batch was seen")
+            return self.partial.get("batches", why)
         has_forward = len(self.loss) > 0 or any(layer.stats for layer in self.layers.values())
         is_by_closure = self.unseen.get("before_step") == BY_CLOSURE  # then no gradient belongs to a step
-        if "gradients" not in self.sources or is_by_closure:
-            return "" if has_forward else "no layer has produced an output in a training batch"
+        if "gradients" not in self.sources or "gradients" in self.partial or is_by_closure:
+            why = self.partial.get("activations", "no layer has produced an output in a training batch")
+            return "" if has_forward else why
         if not any(p.stats for p in self.params.values()):
             return self._why_no_gradients()
         return "" if has_forward else self.unseen.get("after_pred", "")  # half a training proves nothing

@@ -20,13 +20,18 @@ def describe_failure(part: str, error: Exception) -> str:
         error: the error as caught in that part; frames further out do not count.
     """
     frames = traceback.extract_tb(error.__traceback__)
+    try:
+        shown = f"{error!r:.200}"
+    except Exception:  # of a class of the user
+        shown = type(error).__name__
     if isinstance(error, DEVICE_ERRORS):
-        return f"{part} was ended by the device: {error!r:.200}"
+        return f"{part} was ended by the device: {shown}"
     user_frames = [frame for frame in frames if is_of_program(frame.filename)]
     if user_frames:
-        return f"{part} was ended by {error!r:.200}, which was raised in {_place(user_frames[-1])}"
-    return f"{part} failed, please report it: {error!r} in {_place(frames[-1])}"
+        return f"{part} was ended by {shown}, which was raised in {_place(user_frames[-1])}"
+    return f"{part} failed, please report it: {shown}{f' in {_place(frames[-1])}' if frames else ''}"
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    return f"{frame.name}, {Path(frame.filename).name}:{frame.lineno}"
+    line = "" if frame.lineno is None else f":{frame.lineno}"
+    return f"{frame.name}, {Path(frame.filename).name}{line}"

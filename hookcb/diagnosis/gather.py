@@ -12,6 +12,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.text import join_names
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.guard import Guard
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
@@ -21,15 +22,18 @@ from hookcb.records.records import module_of
 from hookcb.training.recorder import Recorder
 
 
-def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None) -> Evidence:
+def gather(
+    cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None, guard: Guard | None = None
+) -> Evidence:
     """Evidence from what these callbacks have recorded.
 
     Args:
         cbs: callbacks; the first `ActivationStats`, `GradientHealth`, `Recorder` and `StepTimer` are used.
         frame: layers and parameters of the model.
         probed: evidence from the probes of `Diagnose`, which is completed in place.
+        guard: has noted what has failed so far, which becomes a part of the evidence.
     """
-    evidence = probed or Evidence()
+    evidence, guard = probed or Evidence(), guard or Guard()
     found: dict[type, Any] = {}
     for cb in cbs:
         for kind in (ActivationStats, GradientHealth, Recorder, StepTimer):
@@ -41,21 +45,30 @@ def gather(cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None
     if frame.n_optimizers:
         evidence.sources.add("optimizers")
     if stats := found.get(ActivationStats):
-        _add_activations(evidence, stats, frame)
+        guard.always("activations", _add_activations, evidence, stats, frame)
     if health := found.get(GradientHealth):
-        _add_gradients(evidence, health.records)
+        guard.always("gradients", lambda: _add_gradients(evidence, health.records))
     if recorder := found.get(Recorder):
-        validations = [float(row["valid_loss"]) for row in recorder.rows if "valid_loss" in row]
-        evidence.validation = validations[-1] if validations else math.nan
+        guard.always("validations", _add_validation, evidence, recorder)
         if probed is None:
-            _add_losses(evidence, recorder)
-    timer = found.get(StepTimer)
+            guard.always("curves", _add_losses, evidence, recorder)
+    guard.always("ranks", _add_ranks, evidence, found.get(StepTimer))
+    evidence.notes += guard.notes
+    evidence.partial |= guard.partial
+    return evidence
+
+
+def _add_validation(evidence: Evidence, recorder: Recorder) -> None:
+    validations = [float(row["valid_loss"]) for row in recorder.rows if "valid_loss" in row]
+    evidence.validation = validations[-1] if validations else math.nan
+
+
+def _add_ranks(evidence: Evidence, timer: StepTimer | None) -> None:
     if timer is None or timer.records.ranks is None:
         evidence.absent["ranks"] = "there are no ranks to compare"
     else:
         evidence.sources.add("ranks")
         evidence.slowest_rank = timer.records.ranks.slowest
-    return evidence
 
 
 def note_unseen(evidence: Evidence, loop: Any) -> None:

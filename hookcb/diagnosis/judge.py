@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.on_ranks import findings_of_all
 from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped
 from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
@@ -54,7 +55,7 @@ def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ())
     reason = evidence.why_nothing_seen()
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
-    findings = list(_with_raised_severity(explained(_without_idle_advice(found, bool(reason)), evidence)))
+    findings = _in_order_of_causes(_without_idle_advice(found, bool(reason)), evidence)
     primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
     status = _status(findings, reason)
     verdict = Verdict(
@@ -81,17 +82,26 @@ def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
     if check.subject in evidence.absent:
         return [Absent(evidence.absent[check.subject])]
+    partial = [evidence.partial[x] for x in (check.code, *check.needs) if x in evidence.partial]
     if missing := [need for need in check.needs if need not in evidence.sources]:
-        known = [evidence.missing[need] for need in missing if need in evidence.missing]
+        known = partial + [evidence.missing[need] for need in missing if need in evidence.missing]
         why = " and ".join(dict.fromkeys(SOURCES[need] for need in missing))
         return [Skipped(known[0] if known else f"needs {why}")]
     try:
         results = list(check.function(evidence))
     except Exception as error:  # a verdict without this check is better than none
-        return [Skipped(f"the check itself failed, please report it: {error!r}")]
-    partial = [evidence.partial[need] for need in check.needs if need in evidence.partial]
-    # a part of the model can show a fault, but not rule it out
-    return [Skipped(partial[0]) if partial and isinstance(x, Passed) else x for x in results]
+        return [Skipped(describe_failure("the check itself", error))]
+    # a part can show a fault, but not rule it out
+    ruled_out = Passed, *((Skipped, Absent) if check.code in evidence.partial else ())
+    return [Skipped(partial[0]) if partial and isinstance(x, ruled_out) else x for x in results]
+
+
+def _in_order_of_causes(found: Sequence[Finding], evidence: Evidence) -> list[Finding]:
+    try:
+        return list(_with_raised_severity(explained(found, evidence)))
+    except Exception as error:  # what was found is told all the same
+        evidence.notes.append(describe_failure("finding the causes", error))
+        return sorted(found, key=lambda finding: RANK[finding.severity])
 
 
 def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:

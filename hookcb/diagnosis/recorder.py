@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hookcb.core import orders
@@ -13,14 +12,15 @@ from hookcb.core.events import BATCH_EVENTS, Event
 from hookcb.core.loop import label_of
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.attached import Attached, AttachedHealth, AttachedNotes, AttachedStats, AttachedTimer
-from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.evidence import Evidence, Spent
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen
+from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probed import probed_evidence
-from hookcb.diagnosis.probes.spent import PREFIX, SpentTime
+from hookcb.diagnosis.probes.spent import N_WARM_UP, PREFIX, SpentTime
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.schedule import Schedule
-from hookcb.hooks.modules import has_params
+from hookcb.hooks.modules import ModelGoneError, has_params
 from hookcb.profiling.steps.timer import StepTimer
 
 MIN_ASLEEP, MAX_ASLEEP = 4, 31  # batches; memory in use and graphs are looked at after so many
@@ -52,23 +52,26 @@ class EvidenceRecorder(Callback):
         super().__init__(name=name)
         self.budget = budget
         self._evidence: Evidence | None = None  # of the last fit that ended
+        self._guard = Guard()  # of this fit
         self._probes: Probes | None = None  # while a fit runs
-        self._spent: SpentTime | None = None  # likewise
+        self._split: TimeSplit | None = None  # these likewise
+        self._spent: SpentTime | None = None
         self._attached: list[Attached] = []
         self._stats: AttachedStats | None = None  # one of these
         self._notes: AttachedNotes | None = None  # likewise
 
     def before_fit(self) -> None:
-        self._evidence = None
+        self._evidence, self._guard = None, Guard()
         self._schedule, self._is_new_step = Schedule(self.budget), True
         # whether the batch is inspected, and whether events are left out
         self._rest: tuple[bool, bool] | None = (True, False)
         self._is_asleep = False
         self.is_wanted = self.is_looking = self._is_forward = False
         self._is_external = self.learn.is_external
-        split = self._split_time()
-        self._probes = Probes(self.learn, split, self._inspects_call, self._is_external)
-        self._frame = Frame.of(self.model, [])
+        split, call = self._split_time(), self._guard.call
+        self._spent = call("spent", SpentTime, split, self._is_external)
+        self._probes = Probes(self.learn, split, self._inspects_call, self._is_external, self._guard)
+        self._frame = call("frame", Frame.of, self.model, []) or Frame()
         names = {cb.name for cb in self.learn.cbs}
         defaults = "activation_stats", "gradient_health", "step_timer", "batch_notes"
         stats, health, timer, notes = (f"{self.name}_{name}" if name in names else name for name in defaults)
@@ -87,11 +90,11 @@ class EvidenceRecorder(Callback):
 
     def _split_time(self) -> TimeSplit:
         """Begins to split the time of the training."""
-        self._spent = SpentTime(self._label, self._is_external)
-        self.learn.follow_fetches(self._spent.split)
+        self._split = split = TimeSplit(self._label, N_WARM_UP)
+        self.learn.follow_fetches(split)
         if self.learn.clock is None:  # else a second `Diagnose` does
-            self.learn.clock = self._spent.split
-        return self._spent.split
+            self.learn.clock = split
+        return split
 
     def _label(self, cb: Any) -> str:
         is_own = cb is self or any(cb is x for x in self._attached)
@@ -103,12 +106,8 @@ class EvidenceRecorder(Callback):
 
     def measure_layer(self, m: nn.Module, output: Any) -> None:
         """Measures a layer's output in an inspected batch; for the hook of `AttachedStats`."""
-        if self._probes is None:
-            return
-        if torch.compiler.is_compiling():
-            self._probes.layers.measure_layer(m, output)
-        else:
-            self._probes.guarded(self._probes.layers.measure_layer, m, output)
+        if self._probes is not None:
+            self._probes.measure_layer(m, output)
 
     # ---- sleep: batches that are only noted
 
@@ -155,7 +154,7 @@ class EvidenceRecorder(Callback):
             self._probes.add_notes(rows, self._notes.stepper)
             self._pass_over(len(rows))
             if self._spent is not None:
-                self._probes.guarded(self._spent.end_batches, len(rows))
+                self._guard.call("spent", self._spent.end_batches, len(rows))
 
     def _pass_over(self, n: int) -> None:
         """Counts batches of which it was not called when they began."""
@@ -168,26 +167,30 @@ class EvidenceRecorder(Callback):
     def before_batch(self) -> None:
         if self._is_asleep:
             self._wake()
-        probes, spent = self._probes, self._spent
+        probes, split = self._probes, self._split
         if probes is None:
             return
         if self._is_new_step or not probes.n_steps:  # decided once for all batches of a step
             self._is_new_step, self.is_wanted = False, self._schedule.is_due()
         self.is_looking = self._is_forward = self.is_wanted
         self._probe(Probes.begin_batch)
-        is_measured = self.is_looking or probes.layer_times.is_timing
+        is_measured = self.is_looking or probes.layer_times.is_timing is True
         is_idle = not (is_measured or probes.is_dense)
         if (self.is_looking, is_idle) != self._rest:
             self._begin_rest(self.is_looking, is_idle)
         if (stats := self._stats) is not None and stats.is_resting:
-            stats.pass_batch()
-        if spent is not None:
-            spent.split.leaves_out = is_measured
+            try:
+                stats.pass_batch()
+            except Exception as error:
+                if not self.takes_error_of(stats, error):
+                    raise
+        if split is not None:
+            split.leaves_out = is_measured
 
     def _note_step(self) -> None:
         """Notes who has called a part of a step."""
-        if self._probes is not None and self._spent is not None:
-            self._probes.guarded(self._spent.note_step)
+        if self._spent is not None:
+            self._guard.call("lines", self._spent.note_step)
 
     def _begin_rest(self, is_looking: bool, is_idle: bool) -> None:
         """Leaves out the events at which nothing is done in this batch."""
@@ -250,8 +253,8 @@ class EvidenceRecorder(Callback):
     def after_batch(self) -> None:
         self._is_forward = False
         self._probe(Probes.end_batch)
-        if self._probes is not None and self._spent is not None:
-            self._probes.guarded(self._spent.end_batches)
+        if self._spent is not None and self._is_external:  # the lines of a Learner are known
+            self._guard.call("spent", self._spent.end_batches)
 
     def after_train(self) -> None:
         self.before_validate()
@@ -273,17 +276,21 @@ class EvidenceRecorder(Callback):
         if self._notes is not None:
             self._notes.begin(0, None, None)
         attached, self._attached, self._stats, self._notes = self._attached, [], None, None
-        for cb in attached:
-            cb.owner = None  # its records can be read without the owner
         self.learn.rest([(self, AWAKE)])
-        self.learn.remove_cbs([cb for cb in attached if any(cb is x for x in self.learn.cbs)])
+        try:
+            self.learn.remove_cbs([cb for cb in attached if any(cb is x for x in self.learn.cbs)])
+        finally:
+            for cb in attached:
+                cb.owner = None  # its records can be read without the owner
 
     def _end_split(self) -> None:
-        spent, self._spent = self._spent, None
+        (split, self._split), (spent, self._spent) = (self._split, None), (self._spent, None)
         if spent is not None:
-            spent.close()
-            self.learn.leave_fetches(spent.split)
-            if self.learn.clock is spent.split:
+            self._guard.always("lines", spent.lines.close)
+        if split is not None:
+            split.close()
+            self.learn.leave_fetches(split)
+            if self.learn.clock is split:
                 self.learn.clock = None
 
     def evidence(self) -> Evidence:
@@ -296,18 +303,27 @@ class EvidenceRecorder(Callback):
             return self._evidence
         if self._probes is None:
             raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
-        self._read_notes()
-        with suppress(RuntimeError):  # a watched model may have been freed
-            self._frame = Frame.of(self.model, self._probes.optimizers.values())
-        probed = probed_evidence(self._probes, self._frame)
+        guard = self._guard
+        guard.always("notes", self._read_notes)
+        guard.always("frame", self._look_at_model, self._probes)
+        probed = guard.always("events", probed_evidence, self._probes, self._frame) or Evidence()
         if self._is_external:
-            note_unseen(probed, self.learn)
+            guard.always("unseen", note_unseen, probed, self.learn)
             probed.notes += [note] if (note := self.learn.facts.of_rank) else []
-        evidence = gather([*self._attached, *self.learn.cbs], self._frame, probed)
-        evidence.looks = self._schedule.rule
+        probed.looks = self._schedule.rule
         if self._spent is not None:
-            evidence.spent = self._spent.spent()
+            probed.spent = guard.always("spent", self._spent.spent) or Spent()
+            guard.always("lines", self._spent.add_lines, probed.spent)
+        cbs = [*self._attached, *self.learn.cbs]
+        if (evidence := guard.always("events", gather, cbs, self._frame, probed, guard)) is None:
+            probed.notes += guard.notes
+            probed.partial |= guard.partial
+            return probed
         return evidence
+
+    def _look_at_model(self, probes: Probes) -> None:
+        with suppress(ModelGoneError):  # a watched model may have been freed
+            self._frame = Frame.of(self.model, probes.optimizers.values())
 
     def _probe(self, handler: Callable[[Probes, Any, bool], object]) -> None:
         """Calls a method of the probes; if it fails, the training goes on and the verdict says so."""
@@ -315,7 +331,29 @@ class EvidenceRecorder(Callback):
             try:
                 handler(probes, self.learn, self.is_looking)
             except Exception as error:  # the training must go on, whatever it is
-                probes.note_failure(error)
+                self._guard.note("events", error)
+
+    def takes_error(self, error: Exception, event: str) -> bool:
+        """Whether an error is contained, so that the training goes on and the verdict tells of it."""
+        is_refusal = event == Event.BEFORE_FIT  # of a callback that is attached
+        if is_refusal or self.learn.ranks.world > 1:  # others may wait for this rank in a collective
+            return False
+        self._guard.note("events", error)
+        return True
+
+    def takes_error_of(self, cb: Attached, error: Exception) -> bool:
+        """Likewise an error of a callback that this has attached, which then does nothing more."""
+        if self.learn.ranks.world > 1:
+            return False
+        self._guard.note(cb.part, error)
+        if cb is self._notes:
+            if self._is_asleep:
+                self.take_over(None, 0.0)
+            self._notes = None
+        elif cb is self._stats:
+            self._stats = None
+        cb.stop()
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: a resumed fit is recorded from its start."""
@@ -326,6 +364,6 @@ class EvidenceRecorder(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
-            **dict.fromkeys(("_probes", "_spent", "_stats", "_notes")),
+            **dict.fromkeys(("_probes", "_split", "_spent", "_stats", "_notes")),
             "_attached": [],
         }

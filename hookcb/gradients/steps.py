@@ -33,7 +33,12 @@ class StepWatch:
         model: the model.
         on_step: called once for each step, after all clipping; a second time if an optimizer makes the step
             that was taken for one without.
+
+    Attributes:
+        take_error: called with an error that then does not reach the optimizer's step, if any.
     """
+
+    take_error: Callable[[Exception], object] | None = None
 
     def __init__(self, model: nn.Module, on_step: Callable[[], object]) -> None:
         self._model, self._on_step, self._thread = ref(model), on_step, threading.get_ident()
@@ -65,6 +70,15 @@ class StepWatch:
         return self.note(opt)
 
     def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        try:
+            self._make(opt)
+        except Exception as error:
+            if self.take_error is None:
+                raise
+            self.take_error(error)
+
+    def _make(self, opt: Optimizer) -> None:
+        """Notes that an optimizer makes the step, if it is due."""
         is_due = self._is_open and (self._is_by_hand or not self._is_made)
         if is_due and in_loop_thread(self._thread) and self._is_ours(opt):
             # a fused optimizer reads from what the scaler has set whether to make the step

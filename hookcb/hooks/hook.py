@@ -100,6 +100,8 @@ class Hook:
         self.detach = detach and not modify
         # called with module and output after the first call; if it returns False, gate and `hook_func` follow
         self.quick: Callable[[Any, Any], bool] | None = None
+        # called with an error of the function or the gate, which then does not reach the forward
+        self.take_error: Callable[[Exception], object] | None = None
         _check(self, m)
         self.title = _title(hook_func)
         self.kind = self.name = plain_class(m).__name__
@@ -237,7 +239,8 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy hooks nothing, and keeps the stored values
-        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": always, "quick": None}
+        off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": always}
+        off |= {"quick": None, "take_error": None}
         return self.__dict__ | off | {"_stored": detached(self._stored), "results": detached(self.results)}
 
 

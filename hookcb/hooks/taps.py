@@ -23,6 +23,7 @@ class HookLike(Protocol):
     called: bool
     fired: bool
     quick: Callable[[Any, Any], bool] | None
+    take_error: Callable[[Exception], object] | None
     why_silent: str
     without_grad: str | None
     n_without_graph: int
@@ -45,6 +46,9 @@ class HookLike(Protocol):
     def call(self, module: Any, seen: tuple[Any, ...], call: Any) -> Any:
         """Calls the hook's function."""
 
+    def remove(self) -> None:
+        """Removes it."""
+
 
 class Tap(OwnHook):
     """Forward hook or pre-hook of a module."""
@@ -64,6 +68,10 @@ class Tap(OwnHook):
                 return None
             result = hook.call(module, seen, hook.next_call())
         except Exception as failure:
+            if hook.take_error is not None:
+                hook.remove()
+                hook.take_error(failure)
+                return None
             own = _raised_by_forward(sys._getframe(1)) if hook.always_call else None
             if own is None:
                 raise

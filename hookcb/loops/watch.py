@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookcb.core.callback import Callback
-from hookcb.core.callback_list import Callbacks
+from hookcb.core.callback_list import Callbacks, listed
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.loops.optimizers import unwrapped
 from hookcb.loops.watcher import Watch
@@ -68,7 +68,7 @@ def watch(
     >>> len(w.activation_stats.stats), w.activation_stats.names
     (3, ['0', '2'])
     """
-    given, callbacks = _as_list(optimizer), flat(*more, cbs)
+    given, callbacks = listed(optimizer), flat(*more, cbs)
     if given and all(map(_is_callback, given)):
         given, callbacks = [], [*given, *callbacks]
     optimizers = _checked_optimizers(optimizer, given)
@@ -86,14 +86,7 @@ def watch(
 
 def flat(*given: Callbacks) -> list[Any]:
     """One list of callbacks that are given one by one, in lists, or both."""
-    return [cb for cbs in given for cb in _as_list(cbs)]
-
-
-def _as_list(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    is_one = isinstance(given, Optimizer | Callback | type | str) or not isinstance(given, Iterable)
-    return [given] if is_one else list(given)
+    return [cb for cbs in given for cb in listed(cbs)]
 
 
 def _is_callback(x: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from hookcb.core.batch import parts
 from hookcb.core.restore import preserve_attribute
 from hookcb.core.torch_private import DispatchMode, operator_schema
-from hookcb.core.whose import is_of_program
+from hookcb.core.whose import is_of_program, line_in
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.own import register
 from hookcb.nans.nonfinite import FINITE, Kinds, kinds, measured, tensors_in
@@ -43,7 +43,7 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not run_forward.__code__:
         if is_of_program(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return f"{frame.f_code.co_filename}:{line_in(frame)}"
         frame = frame.f_back
     return ""
 

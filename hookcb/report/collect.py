@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
+from hookcb.core.shards import plain_class
 from hookcb.diagnosis.attached import Attached
 from hookcb.diagnosis.callback import Diagnose, recorded_in
 from hookcb.diagnosis.evidence import Evidence, Series
@@ -27,7 +28,7 @@ from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
-from hookcb.hooks.modules import device_of
+from hookcb.hooks.modules import device_of, named_modules
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.stragglers import OWN
@@ -240,9 +241,9 @@ def _without_copies(stats: dict[str, Series]) -> dict[str, Series]:
 
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str, int]]:
-    for name, module in model.named_modules():
+    for name, module in named_modules(model).items():
         own = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
-        yield name, type(module).__name__, about(module), sum(p.numel() for p in own)
+        yield name, plain_class(module).__name__, about(module), sum(p.numel() for p in own)
 
 
 # ---- time, memory, ranks

@@ -499,6 +499,52 @@ def test_a_learner_is_looked_at_from_inside_and_once(run, cbs):
     assert "loss at the beginning" in out  # which needs the targets
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "1, cbs=None",
+        "1, None, None",
+        "1, cbs=ActivationStats",
+        "1, cbs=ActivationStats(every=2)",
+        "1, cbs=(ActivationStats, GradientHealth())",
+        "1, cbs=(cb for cb in [ActivationStats, GradientHealth])",
+        "1, cbs=CSVLogger('x.csv')",
+        "1, cbs=[CSVLogger('x.csv'), Diagnose(show=False)]",
+        # refused with the same message
+        "1, cbs=CSVLogger",
+        "1, cbs='ActivationStats'",
+        "1, cbs=3",
+        "1, cbs=[ActivationStats, ActivationStats]",
+        "",
+        "1, callbacks=None",
+    ],
+)
+def test_a_fit_takes_callbacks_as_it_does_alone(run, given, tmp_path, monkeypatch, capsys):
+    lines = f"""
+    from hookcb import ActivationStats, CSVLogger, Diagnose, GradientHealth, synth_learner
+    learn = synth_learner()
+    try:
+        with learn.no_logging():
+            learn.fit({given})
+    except Exception as error:
+        print(type(error).__name__, error)
+    print([cb.name for cb in learn.cbs], [p.sum().item() for p in learn.model.parameters()])
+    """
+    outs = []
+    for how in "watched", "alone":
+        (tmp_path / how).mkdir()
+        monkeypatch.chdir(tmp_path / how)
+        if how == "watched":
+            outs.append(run(lines)[1])
+        else:
+            runpy.run_path(str(tmp_path / "script.py"))
+            outs.append(re.sub(" +", " ", capsys.readouterr().out))
+        outs.append("".join(path.name for path in (tmp_path / how).iterdir()))
+    watched, files, alone, files_alone = outs
+    assert watched.startswith(alone)
+    assert files == files_alone == "x.csv" * ("x.csv" in given)
+
+
 def test_a_search_for_a_rate_and_a_preflight_are_no_training(run):
     look = "learn.lr_find()\ndiagnose(learn.model, next(iter(learn.dls.train)), learn.loss_func)\n"
     code, out, _ = run(LEARN + look)
@@ -514,7 +560,8 @@ def test_what_fails_in_a_callback_of_ours_is_told_and_the_script_goes_on(run, mo
     _, out, err = run("train(*make())\nprint('to the end')")
     assert out.startswith("to the end\n")
     assert titles(out) == ["Sequential"]
-    assert "until a part of hookcb failed, please report it: TypeError(" in out
+    assert "a part of Diagnose failed, please report it: TypeError(" in out
+    assert "HEALTHY as far as checked" in out
     assert not err
 
 

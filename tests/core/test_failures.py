@@ -96,6 +96,20 @@ def test_in_a_block_the_cause_is_raised_and_the_thread_ends():
             assert not thread.is_alive()
 
 
+def test_a_thread_that_cannot_look_for_failures_says_so_and_ends(monkeypatch, capsys):
+    def broken():
+        raise KeyError("odd")
+
+    monkeypatch.setattr(failures, "POLL", 0.001)
+    ranks = TwoRanks()
+    ranks.answer_alarm = broken
+    with shared_failures(ranks, here):
+        for thread in [thread for thread in threading.enumerate() if thread.name == "hookcb ranks"]:
+            thread.join(5)
+    told = "hookcb: rank 0 looks for failures of others no more: KeyError('odd')\n"
+    assert capsys.readouterr().err == told
+
+
 def test_a_cancel_is_no_failure():
     ranks = TwoRanks()
     with pytest.raises(CancelFitException), shared_failures(ranks, here):

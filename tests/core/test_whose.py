@@ -1,11 +1,14 @@
 """Whose code runs, told by its file."""
 
 import inspect
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hookcb.core import loop, whose
+from tests.core.support import without_lines
 
 OTHER = torch.__file__.replace("torch/__init__", "torchvision/models/resnet")
 LIKE_OURS = loop.__file__.replace("hookcb/core", "hookcb_experiments")
@@ -28,3 +31,19 @@ LIKE_OURS = loop.__file__.replace("hookcb/core", "hookcb_experiments")
 def test_a_file_is_of_the_program_the_user_or_neither(file, is_of_program, is_of_user):
     assert whose.is_of_program(file) == is_of_program
     assert whose.is_of_user(file) == is_of_user
+
+
+def test_an_instruction_without_a_line_counts_for_the_one_before():
+    def here():
+        return sys._getframe()
+
+    first = here.__code__.co_firstlineno
+    assert whose.line_in(here()) == here().f_lineno == first + 1
+    frame = without_lines(here)()
+    assert frame.f_lineno is None
+    assert whose.line_in(frame) == first
+    code = SimpleNamespace(
+        co_lines=lambda: [(0, 4, 7), (4, 8, 8), (8, 12, None), (12, 16, 9)], co_firstlineno=6
+    )
+    jump = SimpleNamespace(f_lineno=None, f_lasti=10, f_code=code)
+    assert whose.line_in(jump) == 8

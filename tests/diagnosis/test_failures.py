@@ -15,7 +15,7 @@ from tests.support import fit, make_learner
 
 
 def notes(verdict):
-    return [line for line in verdict.coverage if "a part of Diagnose" in line or "is gone" in line]
+    return [line for line in verdict.looked if "a part of Diagnose" in line or "is gone" in line]
 
 
 def failing(monkeypatch, error):
@@ -41,7 +41,7 @@ def test_an_error_of_the_users_module_is_told_as_that():
     model = nn.Sequential(Counts(4, 3))
     with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), Diagnose(show=False)) as w:
         model[0].refuses = True
-        w.diagnosis._probes.guarded(lambda: model[0].named_parameters())
+        w.diagnosis._guard.call("motion", model[0].named_parameters)
         model[0].refuses = False
     (note,) = notes(w.diagnose())
     assert (

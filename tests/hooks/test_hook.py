@@ -663,6 +663,20 @@ def test_an_error_in_a_parameter_hook_goes_on_as_it_is(options):
     assert count_hooks(model) == 0
 
 
+@pytest.mark.parametrize("part", ["function", "gate"])
+def test_an_error_that_is_taken_does_not_reach_the_forward(part):
+    def fails(*seen):
+        raise ValueError("ours")
+
+    layer, taken = nn.Linear(2, 3), []
+    hook = Hook(layer, fails) if part == "function" else Hook(layer, lambda *seen: None, gate=fails)
+    hook.take_error = taken.append
+    for _ in range(2):
+        layer(torch.ones(1, 2))
+    assert [str(error) for error in taken] == ["ours"]
+    assert hook.removed
+
+
 def test_one_failing_hook_of_several_takes_only_itself_off():
     model = sequential()
     good = Hooks(list(model), args)

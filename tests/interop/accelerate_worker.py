@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from hookcb import ActivationStats, Callback, GradientHealth, count_hooks
 from tests.interop.trainers import BS, EPOCHS, SETS, Net, loss_func, optimizer, watched
+from tests.scenarios import support
 
 
 def train(cbs, accelerator):
@@ -34,7 +35,10 @@ def main(folder):
     probe = Callback(name="probe", before_step=lambda cb: seen.append(cb.train_iter))
     alone, _, _ = train(None, accelerator)
     net, model, w = train([ActivationStats(), GradientHealth(), probe], accelerator)
+    torch.manual_seed(accelerator.process_index)
+    verdict = support.check_watched(accelerator.prepare(support.Net()))
     found = {
+        "verdict": verdict.status,
         "wrapped": type(model).__name__,
         "names": list(w.activation_stats.names),
         "means": [record["net.0"]["mean"] for record in w.activation_stats.stats],

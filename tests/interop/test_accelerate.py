@@ -76,6 +76,10 @@ def test_weights_and_hooks_are_as_without_us(found):
         assert of["hooks"] == 0
 
 
+def test_the_wrapped_model_is_diagnosed(found):
+    assert [of["verdict"] for of in found] == ["healthy"] * 2
+
+
 def test_a_step_that_overflows_has_no_step_events():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState

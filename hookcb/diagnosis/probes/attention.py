@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.dropout import DropoutProbe
 from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.tokens import Tokens
@@ -37,6 +39,7 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
             these queries in a sequence that attends to itself, None if it attends to another one.
         embedded: is called with the layer's name, the number of rows, the indices, and the index of padding.
         count: is called with the layer's name, each operation, its arguments and its result; None for none.
+        guard: keeps errors out of the forward.
     """
 
     def __init__(
@@ -45,9 +48,11 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         record: Callable[[str, Tensor, Tensor | None], object],
         embedded: Callable[[str, int, Tensor, int], object],
         count: Count | None = None,
+        guard: Guard | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._layer, self._record, self._embedded, self._count = layer, record, embedded, count
+        self._guard = guard or Guard()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -55,6 +60,10 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         """Runs the operation unchanged; measures its result if it is attention."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self._guard.call("ops", self._see, func, args, kwargs, out)
+        return out
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         name = func.overloadpacket.__name__
         if self._count is not None:
             self._count(self._layer(), func, args, out)
@@ -65,7 +74,6 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         elif name == "embedding":
             padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
             self._embedded(self._layer(), len(args[0]), args[1], padding)
-        return out
 
     def _measure_softmax(self, weights: Tensor, dim: int) -> None:
         is_last = dim in (-1, weights.ndim - 1)
@@ -187,12 +195,13 @@ class OpHooks:
         in_loop_thread: whether the training makes the call, and not another thread.
         count: is called with each operation of the first call that is measured, see `OpProbe`.
         sequences: is shown the weights of attention layers of torch.
+        tokens: is shown what is embedded, and which positions attend to later ones.
+        guard: keeps errors out of the forward.
 
     Attributes:
         step: number of the current batch.
         shares: steps and shares of heads that attend to one place, see `low_heads`, by name of the layer.
         blind: steps and whether each position sees at most one, see `is_blind`, by name of the layer.
-        tokens: what is embedded, and which positions attend to later ones.
         dropping: step of the first validation in which a layer dropped in eval mode, by layer.
         has_looked: whether a whole call of the model was measured.
         is_left_out: whether the model is compiled.
@@ -205,11 +214,15 @@ class OpHooks:
         in_loop_thread: Callable[[], bool],
         count: Count | None = None,
         sequences: SequenceAxis | None = None,
+        tokens: Tokens | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        self._acts, self._in_loop_thread, self._count, self.step = acts, in_loop_thread, count, 0
+        self._acts, self._in_loop_thread, self.step = acts, in_loop_thread, 0
+        self._guard = guard = guard or Guard()
+        self._count = None if count is None else partial(guard.call, "layer_times", count)
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}
         self.blind: dict[str, list[tuple[int, Tensor]]] = {}
-        self.tokens, self._sequences = Tokens(), sequences
+        self._tokens, self._sequences = tokens or Tokens(), sequences
         self._attentions = {
             name: m for name, m in named_modules(model).items() if isinstance(m, nn.MultiheadAttention)
         }
@@ -227,6 +240,13 @@ class OpHooks:
                 # prepended, so that of two diagnoses the last to enter exits first; else torch 2.6 crashes
                 Hook(model, self._leave, always_call=True, prepend=True, detach=False, gate=self._may_leave),
             ]
+            for hook in self._hooks:
+                hook.take_error = self._fail
+
+    def _fail(self, error: Exception) -> None:
+        """Notes an error in a hook; the operations of the call are seen no more."""
+        self._guard.note("ops", error)
+        self._close()
 
     def _may_enter(self) -> bool:
         """Whether there may be something to measure in a call; False in most, which it must not slow down."""
@@ -244,13 +264,14 @@ class OpHooks:
             self._enter_eval(m)
             return
         # without attention, measuring would cost as much as the forward, for nothing
-        is_done = self.has_looked and not self.shares and not self.tokens.is_under_way
+        is_done = self.has_looked and not self.shares and not self._tokens.is_under_way
         if torch.compiler.is_compiling() or is_done or not self._is_wanted:
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
             count = None if self.has_looked else self._count
-            probe = OpProbe(self._layer, self._record, self.tokens.add_indices, count)
+            embedded = partial(self._guard.call, "tokens", self._tokens.add_indices)
+            probe = OpProbe(self._layer, self._record, embedded, count, self._guard)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
@@ -260,18 +281,22 @@ class OpHooks:
         modules = list(m.modules())
         if self._n_eval == 0 and not any(x.training or is_compiled(x) for x in modules):
             self._n_eval += 1
-            probe = DropoutProbe(lambda: self.dropping.setdefault(self._layer(), self.step))
+            probe = DropoutProbe(self._note_dropout, self._guard)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
+
+    def _note_dropout(self) -> None:
+        self.dropping.setdefault(self._layer(), self.step)
 
     def _record(self, layer: str, weights: Tensor, places: Tensor | None) -> None:
         self.shares.setdefault(layer, []).append((self.step, low_heads(weights)))
         if self._sequences is not None:
-            self._sequences.see_attention(layer, self._attentions.get(layer), weights)
+            seen = layer, self._attentions.get(layer), weights
+            self._guard.call("sequences", self._sequences.see_attention, *seen)
         if len(blind := self.blind.setdefault(layer, [])) < MIN_BATCHES:
             blind.append((self.step, is_blind(weights)))
         if places is not None:
-            self.tokens.add_attention(layer, weights, places)
+            self._guard.call("tokens", self._tokens.add_attention, layer, weights, places)
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -288,7 +313,7 @@ class OpHooks:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             is_method = frame.f_code.co_varnames[:1] == ("self",)
-            if is_method and (name := self._names.get(id(frame.f_locals["self"]))) is not None:
+            if is_method and (name := self._names.get(id(frame.f_locals.get("self")))) is not None:
                 return name
             frame = frame.f_back
         return ""

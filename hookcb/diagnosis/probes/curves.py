@@ -148,12 +148,8 @@ class BatchCurves:
             self.memory.add(step, used)
             self._memory_due = n_batches + MEMORY_EVERY
 
-    def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> int:
-        """Adds what was noted of batches, one or more, of which only the last may have no step by `opt`.
-
-        Returns:
-            The number of steps.
-        """
+    def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
+        """Adds what was noted of batches, one or more, of which only the last may have no step by `opt`."""
         steps, losses = [row.step for row in rows], [row.loss for row in rows]
         ends = [self._ended, *(row.ended for row in rows)]
         lengths = [end - begin for begin, end in pairwise(ends)]
@@ -166,4 +162,3 @@ class BatchCurves:
         self.lr.extend(steps[:n], [row.lr for row in rows[:n]])
         self._last_loss, self._ended = losses[-1], ends[-1]
         self.n_losses += len(rows)
-        return n

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hookcb.core.torch_private import DispatchMode, saved
 from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.loss_graph import HEADS, main_term
 from hookcb.diagnosis.probes.loss_terms import FREED, behind, node_name, read_saved, read_terms
 
@@ -72,18 +73,23 @@ class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init
 
     Args:
         record: is called at each dropout.
+        guard: keeps errors out of the forward.
     """
 
-    def __init__(self, record: Callable[[], object]) -> None:
+    def __init__(self, record: Callable[[], object], guard: Guard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._record = record
+        self._record, self._guard = record, guard
         self._kept: Any = None  # share that the operation before has kept
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Runs the operation unchanged."""
-        name, kept, self._kept = func.overloadpacket.__name__, self._kept, None
+        self._guard.call("ops", self._see, func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, name: str, args: tuple[Any, ...]) -> None:
+        kept, self._kept = self._kept, None
         is_whole = name == "native_dropout" and args[1] > 0 and args[2] is not False
         is_scaled = name == "div_" and isinstance(kept, float) and 0 < kept < 1 and args[1] == kept
         is_attention = name.startswith("_scaled_dot_product") and _first_number(args) > 0
@@ -91,7 +97,6 @@ class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init
             self._record()
         if name == "bernoulli_":
             self._kept = args[1] if len(args) > 1 else HALF
-        return func(*args, **(kwargs or {}))
 
 
 def _first_number(args: tuple[Any, ...]) -> float:

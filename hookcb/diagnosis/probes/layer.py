@@ -1,6 +1,7 @@
 """Statistics of layers' outputs that ActivationStats does not record."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,34 +12,38 @@ from hookcb.core.batch import parts
 from hookcb.core.torch_private import in_transform
 from hookcb.diagnosis.evidence import Layer, Series
 from hookcb.diagnosis.probes.attention import saturated_share
-from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import named_modules
 from hookcb.records.memory import Memory
 from hookcb.records.store import StatStore
 
+See = Callable[[str, nn.Module, Tensor], object]
 COLUMNS = ("spread", "saturated")
 MAX_ELEMENTS = 16_384  # read for the spread
 MAX_RECORDS = 1_000
 
 
 class LayerProbe:
-    """Records spread and saturation of layers' outputs."""
+    """Records spread and saturation of layers' outputs.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the model.
+        see: is shown the name, the layer and the output.
+    """
+
+    def __init__(self, model: nn.Module, see: See | None = None) -> None:
+        self._see = see
         self._names = {id(m): name or type(m).__name__ for name, m in named_modules(model).items()}
         self._store = StatStore(COLUMNS, MAX_RECORDS)
         self._step = 0
         self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # in the current batch
         self._memory = Memory()  # as what is allocated in the midst of a forward splits the heap
         self.largest: dict[str, float] = {}
-        self.sequences = SequenceAxis()
         self.n_copies = 0  # calls of copies, as nn.DataParallel makes them
 
     def begin_record(self, step: int) -> None:
         """Begins the record of an inspected batch."""
         self._step, self._taken = step, []
-        self.sequences.begin_batch()
         self._memory.take_back()
 
     def measure_layer(self, m: nn.Module, output: Any) -> None:
@@ -50,7 +55,8 @@ class LayerProbe:
         if x is None or not x.is_floating_point() or not x.numel():
             return
         x = detached(x)  # also unwraps tensors of torch.func transforms
-        self.sequences.see_output(self._names[id(m)], m, x)
+        if self._see is not None:
+            self._see(self._names[id(m)], m, x)
         is_simple = x.is_cpu and not (torch.compiler.is_compiling() or in_transform())
         share, saturated = spread(x, self._memory if is_simple else None), saturated_share(m, x)
         if saturated is None:

@@ -5,6 +5,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import forward_hooks
 from hookcb.core.whose import is_of_program
+from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.lines import code_of, function_place
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
@@ -39,12 +41,17 @@ class LayerTimes:
     Args:
         model: the model.
         in_loop_thread: whether the training makes a call, and not another thread.
+        guard: keeps errors out of the forward.
 
     Attributes:
+        is_timing: whether layers are timed in the current batch.
         work: work in a forward by name of the layer, see `work_of`.
     """
 
-    def __init__(self, model: nn.Module, in_loop_thread: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: nn.Module, in_loop_thread: Callable[[], bool], guard: Guard | None = None
+    ) -> None:
+        self._take_error = partial((guard or Guard()).note, "layer_times")
         self._names = {id(m): name for name, m in named_modules(model).items()}
         self._in_loop_thread = in_loop_thread
         self._seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -54,14 +61,10 @@ class LayerTimes:
         self._running: list[str] = []
         self._since = 0.0
         self._hooks: list[Hook] = []
+        self.is_timing = False
         self._own: set[int] = set()  # their ids
         self._n_timed, self._is_after_look = 0, False
         self.work: defaultdict[str, float] = defaultdict(float)
-
-    @property
-    def is_timing(self) -> bool:
-        """Whether layers are timed in the current batch."""
-        return bool(self._hooks)
 
     def begin_batch(self, model: nn.Module, step: int, looking: bool, is_calling: bool = False) -> None:
         """Puts hooks on the modules if the batch before this one was inspected, and this one is not.
@@ -73,6 +76,7 @@ class LayerTimes:
         self._is_after_look = looking
         if not is_due or contains_compiled(model):
             return
+        self.is_timing = True
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
                 gate = self._in_loop_thread
@@ -83,8 +87,9 @@ class LayerTimes:
                     (self._resume, False, False),
                 ):  # other hooks of the module act between the first two and between the last two
                     self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
+                    self._hooks[-1].take_error = self._take_error
         self._own = set(map(id, self._hooks))
-        if is_calling:  # hooks that begin its call come too late for this one
+        if is_calling and id(model) in self._names:  # hooks that begin its call come too late for this one
             self._running.append(self._names[id(model)])
             self._since = time.perf_counter()
 
@@ -127,6 +132,7 @@ class LayerTimes:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""
         if not self._hooks:
             return
+        self.is_timing = False
         while self._hooks:
             self._hooks.pop().remove()
         self._n_timed += 1

@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from hookcb.core.loop import Loop
-from hookcb.core.whose import is_of_user
+from hookcb.core.whose import is_of_user, line_in
 from hookcb.diagnosis.probes.source import source_of
 
 # a function and its line, negative if an `__iter__` runs there; 0 for the function as a whole
@@ -55,12 +56,14 @@ class LineSamples:
         is_open: whether to sample now.
 
     Attributes:
-        is_running: whether the thread runs.
+        is_running: whether the thread runs, or ran.
         n: number of samples in batches that count.
+        failure: the error that has ended the thread, if any.
     """
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
         self.n, self.is_running = 0, False
+        self.failure: Exception | None = None
         self._is_open, self._thread_id = is_open, threading.get_ident()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -77,7 +80,7 @@ class LineSamples:
         lines: list[Line] = []  # innermost first
         while frame is not None:
             if is_of_user(frame.f_code.co_filename):
-                lines.append((frame.f_code, frame.f_lineno))
+                lines.append((frame.f_code, line_in(frame)))
             frame = frame.f_back
         self._loop.update(code for code, _ in lines)
         self._on_way.update(lines)
@@ -111,6 +114,13 @@ class LineSamples:
             self._seconds[kind][line] += seconds
 
     def _run(self) -> None:
+        try:
+            self._sample_until_stopped()
+        except Exception as error:  # nobody else sees it in a thread
+            traceback.clear_frames(error.__traceback__)  # which hold frames of the user
+            self.failure = error
+
+    def _sample_until_stopped(self) -> None:
         own = random.Random(0)
         while True:
             mean = OFTEN if self.n < FEW else SELDOM
@@ -146,9 +156,9 @@ class LineSamples:
                 return None
             is_starting |= code.co_name == "__iter__" and not code.co_flags & inspect.CO_GENERATOR
             if code in self._loop:
-                line = code, frame.f_lineno
+                line = code, line_in(frame)
                 if is_starting and called is None:
-                    return code, -frame.f_lineno
+                    return code, -line[1]
                 return called if called is not None and line in self._on_way else line
             is_called = caller is not None and not is_of_user(caller.f_code.co_filename)
             if is_called and is_of_user(code.co_filename):

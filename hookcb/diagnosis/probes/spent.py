@@ -1,8 +1,5 @@
 """Time of a training by phases, callbacks, and lines of the user's loop."""
 
-from collections.abc import Callable
-from typing import Any
-
 from hookcb.core.time_split import BETWEEN, EPOCH, VALIDATION, TimeSplit
 from hookcb.diagnosis.evidence import Spent
 from hookcb.diagnosis.probes.lines import LineSamples
@@ -16,15 +13,15 @@ PREFIX = "callback "  # of the names of callbacks
 
 
 class SpentTime:
-    """Splits the time of a training, and samples lines of the user's loop if much is spent between the steps.
+    """Seconds of a training by what they are spent on, by line of the user's loop if much is between steps.
 
     Args:
-        label: returns the name of a callback after `PREFIX`, or "" for those of the diagnosis itself.
+        split: splits the time; names of callbacks begin with `PREFIX`.
         is_external: whether hookcb does not run the loop, so that lines of it can be slow.
     """
 
-    def __init__(self, label: Callable[[Any], str], is_external: bool) -> None:
-        self.split = split = TimeSplit(label, N_WARM_UP)
+    def __init__(self, split: TimeSplit, is_external: bool) -> None:
+        self._split = split
         self.lines = LineSamples(lambda: split.phase in OF_USER)
         self._is_external, self._n_batches, self._next_look = is_external, 0, BLOCK
 
@@ -37,7 +34,7 @@ class SpentTime:
         """Ends a batch, or several of one kind; begins to sample lines if the user's code takes much time."""
         if not self._is_external:
             return
-        split, self._n_batches = self.split, self._n_batches + n
+        split, self._n_batches = self._split, self._n_batches + n
         self.lines.end_batches(n, is_counted=not split.leaves_out)
         if self.lines.is_running or self._n_batches < self._next_look:
             return
@@ -48,31 +45,35 @@ class SpentTime:
         if seconds > max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n):
             self.lines.start()
 
-    def close(self) -> None:
-        """Stops listening and sampling."""
-        self.split.close()
-        self.lines.close()
-
     def _steady(self, name: str) -> float:
         """Seconds without the two largest, as they may be the machine's; three long ones are not."""
-        third, *two = self.split.largest[name]
+        third, *two = self._split.largest[name]
         is_rare = name in (VALIDATION, EPOCH) or third > max(MIN_RARE, MIN_ALIKE * two[-1])
-        return self.split.seconds[name] - (0.0 if is_rare else sum(two))
+        return self._split.seconds[name] - (0.0 if is_rare else sum(two))
 
     def spent(self) -> Spent:
-        """Seconds in a mean batch."""
-        split = self.split
+        """Seconds in a mean batch, without those of lines."""
+        split = self._split
         if not split.n:
             return Spent()
         mean = {name: self._steady(name) / split.n for name in split.seconds if name}
-        spent = Spent(
+        return Spent(
             split.n,
             phases={name: x for name, x in mean.items() if not name.startswith(PREFIX)},
             callbacks={name.removeprefix(PREFIX): x for name, x in mean.items() if name.startswith(PREFIX)},
         )
-        if not (seconds := self.lines.seconds()):
-            return spent  # without a look at the source of the user
-        of_user = sum(mean.get(phase, 0.0) for phase in OF_USER)
+
+    def add_lines(self, spent: Spent) -> None:
+        """Adds the seconds of lines.
+
+        Raises:
+            Exception: If the thread that samples them has failed.
+        """
+        if self.lines.failure is not None:
+            raise self.lines.failure
+        if not spent.n or not (seconds := self.lines.seconds()):
+            return  # without a look at the source of the user
+        of_user = sum(spent.phases.get(phase, 0.0) for phase in OF_USER)
         fetches, steps = self.lines.fetches, self.lines.steps
         spent.fetches, spent.has_lines = dict.fromkeys(fetches, 0.0), True
         scale = min(1.0, of_user / (sum(seconds.values()) or 1.0))
@@ -85,4 +86,3 @@ class SpentTime:
                 continue
             kind = spent.fetches if name in fetches else spent.steps if name in steps else spent.lines
             kind[name] = scale * x
-        return spent

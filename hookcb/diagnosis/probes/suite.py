@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hookcb.core.shards import has_no_part
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.attached import Noted
 from hookcb.diagnosis.evidence import Observation
-from hookcb.diagnosis.failures import describe_failure
+from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
 from hookcb.diagnosis.probes.backward_times import BackwardTimes
 from hookcb.diagnosis.probes.batch import (
@@ -53,6 +54,7 @@ from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.samples import BatchHashes, RandomStates
+from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.step import (
     AddedBackwards,
     ClearedGradients,
@@ -61,8 +63,9 @@ from hookcb.diagnosis.probes.step import (
     observe_accumulation,
 )
 from hookcb.diagnosis.probes.targets import Targets, compares_output
+from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.diagnosis.verdict import Finding
-from hookcb.hooks.modules import ModelGoneError, device_of
+from hookcb.hooks.modules import device_of
 from hookcb.hooks.params import find_params
 from hookcb.nans.replay import Autocast, autocasts
 from hookcb.records.store import StatStore
@@ -77,156 +80,170 @@ MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each bat
 class Probes:
     """Measurements that ActivationStats and GradientHealth do not take.
 
-    The methods for events take the loop, and whether the batch is inspected closely.
+    The methods for events take the loop, and whether the batch is inspected closely. Each probe is called by
+    the guard, by the name of its attribute, so that its failure costs nothing but what it is for.
 
     Args:
         loop: loop to measure.
         split: measures the time spent fetching batches.
         acts: whether to measure a call of the model that begins now.
         is_external: whether hookcb does not run the loop, so that its loss function is unknown.
+        guard: calls the probes.
 
     Attributes:
         is_dense: whether dead units are still checked in each step.
         is_alarmed: whether a fault was seen that should be reported at once.
     """
 
-    def __init__(self, loop: Any, split: TimeSplit, acts: Callable[[], bool], is_external: bool) -> None:
-        self.layers = LayerProbe(loop.model)
+    def __init__(
+        self, loop: Any, split: TimeSplit, acts: Callable[[], bool], is_external: bool, guard: Guard
+    ) -> None:
+        self.guard, self._split, model, made = guard, split, loop.model, guard.made
         self.observations: list[Observation] = []
         self.notes: list[str] = []
-        self._split, self.is_alarmed, self.is_dense = split, False, True
+        self.is_alarmed, self.is_dense, self.is_external = False, True, is_external
         self.observed: set[str] = set()  # see `Evidence.observed`
         self.sources = {"batches", "batch", "steps", "time"}
-        self.dead, self.lost_updates = DeadUnits(loop.model), LostUpdates(loop.model)
-        self.motion, self.n_backward = Motion(loop.model), 0
-        self.outside = OutsideParameters(loop.model)
+        self.sequences, self.tokens = made("sequences", SequenceAxis), made("tokens", Tokens)
+        self.layers = made("layers", LayerProbe, model, self._see_output)
+        self.dead = made("dead", DeadUnits, model)
+        self.lost_updates = made("lost_updates", LostUpdates, model)
+        self.motion, self.n_backward = made("motion", Motion, model), 0
+        self.outside = made("outside", OutsideParameters, model)
         self.backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
         self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
         self._is_after_look = False  # whether the batch before was inspected
         self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
-        self.stale, self.retained = StaleGradients(loop.model), RetainedGraphs()
-        self.cleared, self.added = ClearedGradients(), AddedBackwards()
-        self.curves = BatchCurves()
-        self.penalty, self.stuck, self.sizes = Curve(), Curve(), Curve()
-        self.layer_times = LayerTimes(loop.model, lambda: loop.in_loop_thread)
-        work, sequences = self.layer_times.add_work, self.layers.sequences
-        self.ops = OpHooks(loop.model, acts, lambda: loop.in_loop_thread, work, sequences)
-        self.backward_times = BackwardTimes(self.guarded)
-        self.norms = NormProbe(loop.model)
-        self.tables = AddedTables()
+        self.stale, self.retained = made("stale", StaleGradients, model), made("retained", RetainedGraphs)
+        self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
+        self.curves = made("curves", BatchCurves)
+        self.penalty, self.stuck, self.sizes = (made(x, Curve) for x in ("penalty", "stuck", "sizes"))
+        self.layer_times = made("layer_times", LayerTimes, model, lambda: loop.in_loop_thread, guard)
+        seen = self.layer_times.add_work, self.sequences, self.tokens
+        self.ops = made("ops", OpHooks, model, acts, lambda: loop.in_loop_thread, *seen, guard)
+        self.backward_times = made("backward_times", BackwardTimes, partial(guard.call, "backward_times"))
+        self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
+        self._has_read_loss = False
         self.is_loss_of_others, self.n_in_loss = False, 0  # see `Evidence`
-        self.guess, self.targets = math.nan, Targets()
+        self.guess, self.targets = math.nan, made("targets", Targets)
         self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
         self._is_step_cancelled = False
         self.n_without: Counter[str] = Counter()
-        self.params = find_params(loop.model)
+        self.params = guard.call("params", find_params, model) or []
         self._autocasts: list[Autocast] | None = None
-        self.is_external = is_external
-        self.inputs = StatStore(COLUMNS, MAX_RECORDS)
+        self.inputs = made("inputs", StatStore, COLUMNS, MAX_RECORDS)
         self.columns: list[Tensor] = []  # mean squares, on their device
         self.has_origin = False  # whether the origin of a NaN or infinity was looked for
-        self.has_recurrent = any(isinstance(m, nn.RNNBase) for m in loop.model.modules())
+        self.has_recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         self.first_param: nn.Parameter | None = None
         self._penalty_due = 0
         # what only ranks compare; None for a process that trains alone
-        is_replica, self.world = can_compare(loop), loop.ranks.world
-        self.hashes = BatchHashes() if is_replica else None
-        self.random = RandomStates() if is_replica else None
-        self.reduced = Curve() if is_replica else None
+        is_replica, self.world = guard.call("replicas", can_compare, loop), loop.ranks.world
+        self.hashes = made("hashes", BatchHashes) if is_replica else None
+        self.random = made("random", RandomStates) if is_replica else None
+        self.reduced = made("reduced", Curve) if is_replica else None
         self.loader: Any = None  # of the last epoch that has ended
-        self.guarded(self._observe_model, loop)
+        self.observe("model", observe_model, model)
+        if not guard.has_failed("model"):
+            self.sources.add("model")
 
-    def guarded(self, function: Callable[..., object], *args: Any) -> None:
-        """Calls `function`; if it fails, the training goes on and the verdict says so."""
-        try:
-            function(*args)
-        except Exception as error:  # the training must go on, whatever it is
-            self.note_failure(error)
-
-    def note_failure(self, error: Exception) -> None:
-        """Notes an error of a part of the diagnosis."""
-        gone = "the model was freed before its watch was closed, so its final state was not inspected"
-        is_gone = isinstance(error, ModelGoneError)
-        note = gone if is_gone else describe_failure("a part of Diagnose", error)
-        if note not in self.notes:
-            self.notes.append(note)
-
-    def _observe(self, probe: Callable[..., Iterable[Observation]], *args: Any) -> None:
-        self.observations += probe(*args)
-
-    def _observe_model(self, loop: Any) -> None:
-        self._observe(observe_model, loop.model)
-        self.sources.add("model")
+    def observe(self, part: str, probe: Callable[..., Iterable[Observation]], *args: Any) -> None:
+        """Adds what a probe observes."""
+        self.observations += self.guard.call(part, lambda: list(probe(*args))) or []
 
     def close(self) -> None:
         """Removes all hooks."""
-        self.ops.remove()
-        self.layer_times.end_forward()
-        self.curves.close()
+        self.guard.always("ops", lambda: self.ops.remove())
+        self.guard.always("layer_times", lambda: self.layer_times.end_forward())
+        self.guard.always("curves", lambda: self.curves.close())
 
     def rest(self, loop: Any, is_resting: bool) -> None:
         """Takes the hooks on the model off while its calls are not measured, or puts them back."""
         if is_resting:
-            self.ops.rest(loop.model)
+            self.guard.call("ops", self.ops.rest, loop.model)
         else:
-            self.ops.wake()
+            self.guard.call("ops", self.ops.wake)
 
     # ---- a batch
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Measures inputs and modes at the beginning of a batch."""
-        self.under_way = None
+        self.under_way, call = None, self.guard.call
         waited, self.ops.step = self._split.take_fetched(), loop.train_iter
         if looking or self._is_after_look:
-            self.ops.tokens.begin_batch()
-            self.layer_times.begin_batch(loop.model, self.n_batches, looking, loop.is_calling)
+            call("tokens", self.tokens.begin_batch)
+            times = self.layer_times.begin_batch
+            call("layer_times", times, loop.model, self.n_batches, looking, loop.is_calling)
             self._is_after_look = looking
-        self.curves.begin_batch(loop.train_iter, waited)
+        call("curves", self.curves.begin_batch, loop.train_iter, waited)
         if looking or self.is_dense or self.has_modes:
             self.note_modes(loop, looking)
         if self.hashes is not None:
-            self.hashes.add(loop.iter, loop.xb, loop.yb)
+            call("hashes", self.hashes.add, loop.iter, loop.xb, loop.yb)
         if looking:
-            self.layers.begin_record(loop.train_iter)
+            call("sequences", self.sequences.begin_batch)
+            call("layers", self.layers.begin_record, loop.train_iter)
             if self.random is not None:
-                self.random.begin_batch(device_of(loop.model))
-            size = sum(x.numel() for _, x in parts(loop.xb) if isinstance(x, Tensor))
-            self.sizes.add(loop.train_iter, float(size))
-            numbers = input_numbers(loop.xb)
-            if numbers is not None:
-                self.observed.add("inputs")
-                self.inputs.put("x", [self.inputs.begin(0, loop.train_iter)], numbers[None].float())
-            if len(self.columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
-                self.columns.append(squares)
+                call("random", self.random.begin_batch, device_of(loop.model))
+            call("sizes", self._add_size, loop)
+            call("inputs", self._add_inputs, loop)
+            call("columns", self._add_columns, loop)
+
+    def _add_size(self, loop: Any) -> None:
+        size = sum(x.numel() for _, x in parts(loop.xb) if isinstance(x, Tensor))
+        self.sizes.add(loop.train_iter, float(size))
+
+    def _add_inputs(self, loop: Any) -> None:
+        if (numbers := input_numbers(loop.xb)) is not None:
+            self.observed.add("inputs")
+            self.inputs.put("x", [self.inputs.begin(0, loop.train_iter)], numbers[None].float())
+
+    def _add_columns(self, loop: Any) -> None:
+        if len(self.columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
+            self.columns.append(squares)
 
     def note_modes(self, loop: Any, looking: bool) -> None:
         """Notes the number of samples, and the modes of layers that depend on it."""
-        n = n_samples((*loop.yb, loop.xb))
+        n = self.guard.call("norms", n_samples, (*loop.yb, loop.xb))
         self._n_samples = 1 if n is None else n
         self.n_examples += self._n_samples
-        self.norms.begin_batch(loop.train_iter, n)
+        self.guard.call("norms", self.norms.begin_batch, loop.train_iter, n)
 
     @property
     def has_modes(self) -> bool:
         """Whether the modes of layers are noted in each batch."""
-        return self.norms.is_needed
+        return self.norms.is_needed is True
 
     @property
     def checks_outputs(self) -> bool:
         """Whether outputs are checked in each batch, as in an external loop that may never tell its loss."""
-        return self.is_external and self.curves.n_losses < max(1, self.n_batches)
+        return self.is_external and self.n_losses < max(1, self.n_batches)
+
+    def measure_layer(self, m: nn.Module, output: Any) -> None:
+        """Measures a layer's output in an inspected batch."""
+        if torch.compiler.is_compiling():
+            self.layers.measure_layer(m, output)
+        else:
+            self.guard.call("layers", self.layers.measure_layer, m, output)
+
+    def _see_output(self, name: str, m: nn.Module, output: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self.sequences.see_output(name, m, output)
+        else:
+            self.guard.call("sequences", self.sequences.see_output, name, m, output)
 
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Reads what the output tells in an inspected batch, and checks it if `checks_outputs`."""
         if looking:
-            self._autocasts = autocasts(loop.model)
-            self.ops.tokens.follow(loop.pred, self.guarded)
-            self.guarded(self.outside.follow, loop.pred, loop.xb, self.n_steps)
+            self._autocasts = self.guard.call("origin", autocasts, loop.model)
+            guarded = partial(self.guard.call, "tokens")
+            self.guard.call("tokens", self.tokens.follow, loop.pred, guarded)
+            self.guard.call("outside", self.outside.follow, loop.pred, loop.xb, self.n_steps)
         if self.checks_outputs and not self.has_origin:
             outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
@@ -235,29 +252,31 @@ class Probes:
 
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
-        is_first, is_tracked = self.graph is None, self.retained.is_due(loop.train_iter)
+        call, is_first = self.guard.call, not self._has_read_loss
+        is_tracked = call("retained", self.retained.is_due, loop.train_iter)
         needs_node = is_first or looking or is_tracked or self.is_external
         node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
         yb = self._targets_of(loop, node) if is_first or looking else ()
         if is_first:
+            self._has_read_loss = True
             self._read_graph(loop, node, yb)
         if is_tracked:
-            self.retained.mark_graph(node, loop.train_iter)
+            call("retained", self.retained.mark_graph, node, loop.train_iter)
         has_penalty = self.graph is not None and self.graph.has_penalty
         if has_penalty and (looking or loop.train_iter >= self._penalty_due):
             self._penalty_due = loop.train_iter + PENALTY_EVERY
-            self.guarded(self._add_penalty, loop)
+            call("penalty", self._add_penalty, loop)
         if looking:
             if self.random is not None:
-                self.random.end_loss(device_of(loop.model))
-            self.targets.add_batch(yb)
-            self.guarded(self.layers.sequences.compare, loop.xb, yb)
-            self.guarded(self.backward_times.follow, node)
-            self.guarded(self._add_stuck_share, loop, node, yb)
+                call("random", self.random.end_loss, device_of(loop.model))
+            call("targets", self.targets.add_batch, yb)
+            call("sequences", self.sequences.compare, loop.xb, yb)
+            call("backward_times", self.backward_times.follow, node)
+            call("stuck", self._add_stuck_share, loop, node, yb)
         if self.is_external and self._follows_factor(loop, node):
-            node.register_prehook(lambda grads: self.guarded(self._add_factor, grads))
+            node.register_prehook(lambda grads: call("added", self._add_factor, grads))
         number = detached_scalar(loop.loss)
-        self.curves.add_loss(loop.train_iter, number)
+        call("curves", self.curves.add_loss, loop.train_iter, number)
         if is_first or looking:
             self.observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
@@ -280,8 +299,10 @@ class Probes:
         """Targets of the batch: those of the loop, those that the loss has saved, or else () if unknown."""
         if len(loop.yb):
             return loop.yb
-        y = target_of(node)
-        y = recovered_target(node, loop.pred, loop.pred_grad, loop.loss) if y is None else y
+        y = self.guard.call("targets", target_of, node)
+        if y is None:
+            given = node, loop.pred, loop.pred_grad, loop.loss
+            y = self.guard.call("targets", recovered_target, *given)
         return () if y is None else (y,)
 
     def _add_stuck_share(self, loop: Any, node: Any, yb: Any) -> None:
@@ -290,6 +311,27 @@ class Probes:
             self.stuck.add(loop.train_iter, detached_scalar(share))
 
     def _read_graph(self, loop: Any, node: Any, yb: Any) -> None:
+        call, last, step = self.guard.call, self.last_layer, loop.train_iter
+        call("graph", self._read_loss, loop, node, yb)
+        if (graph := self.graph) is not None:
+            self.observe("output", observe_output, graph, node, loop.pred, yb, last, step)
+            if call("output", is_comparison_known, graph, node, loop.pred, yb):
+                self.observed.add("output beside its targets")
+        self.observe("scaled_labels", observe_scaled_labels, loop.xb, yb, step)
+        if (scores := call("class_axis", class_scores, node)) is not None:
+            self.observed.add("axis of the classes")
+            self.observe("class_axis", observe_class_axis, scores)
+        if (links := call("linear_links", linear_links, node)) is not None:
+            self.observed.add("path from layer to layer")
+            self.observe("linear_links", observe_linear_links, links, loop.model)
+        call("tables", self.tables.read_graph, node, loop.model)
+        self.targets.is_of_output = bool(call("targets", compares_output, node, loop.pred))
+        share = call("dropout", dropped_share, node)
+        if share is not None and not math.isnan(share):
+            self.observed.add("input of the loss")
+            self.observe("dropout", observe_dropout, share, last, step)
+
+    def _read_loss(self, loop: Any, node: Any, yb: Any) -> None:
         self.graph = read_loss(node)
         own = {id(p) for p in loop.model.parameters()}
         self.n_in_loss = n_between(node, loop.pred)
@@ -302,63 +344,67 @@ class Probes:
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
-        self._observe(observe_output, self.graph, node, loop.pred, yb, self.layers.last, loop.train_iter)
-        if is_comparison_known(self.graph, node, loop.pred, yb):
-            self.observed.add("output beside its targets")
-        self._observe(observe_scaled_labels, loop.xb, yb, loop.train_iter)
-        if (scores := class_scores(node)) is not None:
-            self.observed.add("axis of the classes")
-            self._observe(observe_class_axis, scores)
-        if (links := linear_links(node)) is not None:
-            self.observed.add("path from layer to layer")
-            self._observe(observe_linear_links, links, loop.model)
-        self.tables.read_graph(node, loop.model)
-        self.targets.is_of_output = compares_output(node, loop.pred)
-        if not math.isnan(share := dropped_share(node)):
-            self.observed.add("input of the loss")
-            self._observe(observe_dropout, share, self.layers.last, loop.train_iter)
+
+    @property
+    def last_layer(self) -> str:
+        """Name of the last layer measured in this batch, "" if there is none."""
+        return self.guard.call("layers", lambda: self.layers.last) or ""
 
     def _find_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
         """Finds the origin of the first non-finite number, once."""
         if not self.has_origin:
             self.has_origin = self.is_alarmed = True
             batch = ExternalBatch(loop) if self.is_external else loop
-            self.observations.append(find_origin(batch, noticed, gradient, loop.train_iter, self._autocasts))
+            given = batch, noticed, gradient, loop.train_iter, self._autocasts
+            self.observe("origin", lambda: [find_origin(*given)])
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Ends the time of the forward, and reads the gradients that are left from earlier steps."""
-        self.layer_times.end_forward()
+        self._end_forward()
         if self.is_external:
-            self.added.before_backward(self.first_param)
+            self.guard.call("added", self.added.before_backward, self.first_param)
         if self.n_steps < N_DENSE:
-            self.stale.before_backward()
+            self.guard.call("stale", self.stale.before_backward)
+
+    def _end_forward(self) -> None:
+        if self.layer_times.is_timing is True:
+            self.guard.always("layer_times", self.layer_times.end_forward)
 
     def end_backward(self, loop: Any, looking: bool) -> None:
         """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
         self.n_backward += 1
         self.observed.add("backward")
         if self.under_way is None:  # the first one of the batch
-            self.curves.end_backward(loop.train_iter, time.perf_counter())
+            self.guard.call("curves", self.curves.end_backward, loop.train_iter, time.perf_counter())
         self.under_way = looking
         if self.first_param is None:
-            self.first_param = self._find_first_param(loop.model)
+            self.first_param = self.guard.call("first_param", self._find_first_param, loop.model)
         if self.is_external:
-            self.added.after_backward(self.first_param)
+            self.guard.call("added", self.added.after_backward, self.first_param)
         if self.n_steps < N_DENSE:
-            self.cleared.after_backward(self.first_param)
+            self.guard.call("cleared", self.cleared.after_backward, self.first_param)
         if self.has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
             return
-        grad = None if self.first_param is None else self.first_param.grad
-        if grad is not None and looking and self.reduced is not None:
-            self.reduced.add(loop.train_iter, detached_scalar(grad.norm()))
-        if grad is not None and grad.is_cpu and not math.isfinite(grad.detach().sum().item()):
-            self._find_origin(loop, "A gradient is not finite", gradient=True)
+        if looking and self.reduced is not None:
+            self.guard.call("reduced", self._add_norm, self.reduced, loop.train_iter)
+        try:
+            grad = None if self.first_param is None else self.first_param.grad
+            is_bad = grad is not None and grad.is_cpu and not math.isfinite(grad.detach().sum().item())
+        except Exception as error:  # without a call, as in each batch
+            self.guard.note("first_param", error)
+        else:
+            if is_bad:
+                self._find_origin(loop, "A gradient is not finite", gradient=True)
+
+    def _add_norm(self, curve: Curve, step: int) -> None:
+        if self.first_param is not None and self.first_param.grad is not None:
+            curve.add(step, detached_scalar(self.first_param.grad.norm()))
 
     def take_over(self, step: int, loss: float | Tensor | None, waited: float) -> None:
         """Adds what was noted of a batch that did not go on as usual."""
-        self.curves.begin_batch(step, waited)
+        self.guard.call("curves", self.curves.begin_batch, step, waited)
         if loss is not None:
-            self.curves.add_loss(step, loss)
+            self.guard.call("curves", self.curves.add_loss, step, loss)
 
     def _find_first_param(self, model: nn.Module) -> nn.Parameter | None:
         """Smallest parameter of the first layer with a gradient."""
@@ -371,49 +417,54 @@ class Probes:
 
     def drop_batch(self, loop: Any, looking: bool) -> None:
         """Discards the current batch, which was cancelled and gives no gradients."""
-        self.layer_times.end_forward()
+        self._end_forward()
         self.n_examples -= self._n_samples
         self._n_samples = 0
 
     def cancel_step(self, loop: Any, looking: bool) -> None:
         """Records that the current step is not made; its gradients may stay for the next one."""
-        self.lost_updates.drop_step()
+        self.guard.call("lost_updates", self.lost_updates.drop_step)
         self._is_step_cancelled = True
 
     def find_new_params(self, loop: Any) -> bool:
         """Looks for parameters that the model has got in its training; True if it has."""
-        if not self.outside.has_joined():
+        if not self.guard.call("outside", self.outside.has_joined):
             return False
-        self.params = find_params(loop.model)
-        self.motion.begin(loop.model)
+        self.params = self.guard.call("params", find_params, loop.model) or self.params
+        self.guard.call("motion", self.motion.begin, loop.model)
         return True
 
     def begin_step(self, loop: Any, looking: bool) -> None:
         """Reads the gradients and weights before a step."""
+        call = self.guard.call
         if self.is_external:
-            self.added.before_step(self.first_param)
+            call("added", self.added.before_step, self.first_param)
         if self.n_steps < N_DENSE:
-            self.cleared.before_step()
+            call("cleared", self.cleared.before_step)
         if looking or self.is_dense:
-            self.dead.read_gradients(loop.train_iter, self.n_examples)
-            without = ((name, p) for name, p, _ in self.params if p.requires_grad and p.grad is None)
-            self.n_without.update(name for name, p in without if not has_no_part(p))
+            call("dead", self.dead.read_gradients, loop.train_iter, self.n_examples)
+            call("params", self._count_without)
         if looking:
-            self.lost_updates.before_step()
+            call("lost_updates", self.lost_updates.before_step)
+
+    def _count_without(self) -> None:
+        """Counts the parameters that require a gradient and have none."""
+        without = ((name, p) for name, p, _ in self.params if p.requires_grad and p.grad is None)
+        self.n_without.update(name for name, p in without if not has_no_part(p))
 
     def end_step(self, loop: Any, looking: bool) -> None:
         """Records a step that was made or cancelled."""
         self.n_steps += 1
         if self.is_dense:
-            has_few = self.dead.n_examples < MAX_EXAMPLES
+            has_few = not self.guard.has_failed("dead") and self.dead.n_examples < MAX_EXAMPLES
             self.is_dense = self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and has_few)
         if self.is_external:
-            self.added.end_step()
+            self.guard.call("added", self.added.end_step)
             self.backwards.add(self.n_backward - self._n_before)
             self._n_before = self.n_backward
         self.observed.add("steps")
         if looking:
-            self.lost_updates.after_step(loop.train_iter)
+            self.guard.call("lost_updates", self.lost_updates.after_step, loop.train_iter)
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
         if is_made:
             self.n_examples = 0
@@ -422,8 +473,8 @@ class Probes:
             if looking:
                 self.stepped.append(id(loop.opt))
             if is_made and self.n_steps <= N_DENSE:
-                self.stale.after_step(loop.opt)
-            self.curves.end_step(loop.train_iter, loop.opt)
+                self.guard.call("stale", self.stale.after_step, loop.opt)
+            self.guard.call("curves", self.curves.end_step, loop.train_iter, loop.opt)
 
     def end_batch(self, loop: Any, looking: bool) -> None:
         """Records memory at the end of a batch."""
@@ -432,9 +483,14 @@ class Probes:
         self.observed.add("batches")
         self.n_looked += looking
         if looking:
-            self.layers.end_record()
-            self.retained.count_alive()
-        self.curves.end_batch(loop.train_iter, self.n_batches)
+            self.guard.call("layers", self.layers.end_record)
+            self.guard.call("retained", self.retained.count_alive)
+        self.guard.call("curves", self.curves.end_batch, loop.train_iter, self.n_batches)
+
+    @property
+    def n_losses(self) -> int:
+        """Number of losses that were recorded."""
+        return 0 if self.guard.has_failed("curves") else self.curves.n_losses
 
     def usual_param(self, loop: Any) -> nn.Parameter | None:
         """The parameter whose gradient is checked, if all batches ended in a step of the same optimizer.
@@ -444,26 +500,27 @@ class Probes:
         """
         is_usual = self.n_steps == self.n_batches and self.optimizers.keys() == {id(loop.opt)}
         if self.is_external:
-            is_usual = is_usual and self.curves.n_losses == self.n_batches and self.backwards == {1}
+            is_usual = is_usual and self.n_losses == self.n_batches and self.backwards == {1}
         has_more = self.is_dense or self.has_origin or self.graph is None or self.graph.has_penalty
         return self.first_param if is_usual and not has_more else None
 
     def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
         """Adds what was noted of batches; see `BatchCurves.add_notes`."""
-        n = self.curves.add_notes(rows, opt)
+        n = len(rows) - (not rows[-1].has_step)
+        self.guard.call("curves", self.curves.add_notes, rows, opt)
         self.n_batches += len(rows)
         self._n_before = self.n_backward + n
         self.n_steps, self.n_backward = self.n_steps + n, self.n_backward + len(rows)
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
-        self.curves.begin_epoch()
-        self._observe(observe_replicas, loop)
-        self._observe(observe_buffers, loop)
-        if can_compare(loop):
+        self.guard.call("curves", self.curves.begin_epoch)
+        self.observe("replicas", observe_replicas, loop)
+        self.observe("buffers", observe_buffers, loop)
+        if self.guard.call("replicas", can_compare, loop):
             self.observed.add("replicas at the end of an epoch")
             self.loader = loop.dl  # read at the end of the fit, when the epoch of its sampler is known
-        if has_own_buffers(loop):
+        if self.guard.call("buffers", has_own_buffers, loop):
             self.observed.add("buffers of each replica")
 
     # ---- the end
@@ -478,24 +535,25 @@ class Probes:
         before = len(self.observations)
         if not self.is_external:
             probe = observe_memorized_labels
-            self.guarded(self._observe, probe, learn, findings, self.n_batches, falls_slowly)
+            self.observe("overfit", probe, learn, findings, self.n_batches, falls_slowly)
         return len(self.observations) > before
 
-    def _observe_accumulation(self, loop: Any) -> None:
+    def _observe_accumulation(self, loop: Any) -> Iterable[Observation]:
         """Compares backwards with steps, and with what the loss is multiplied by."""
         factors = {float(x) for x in self._factors} if loop.facts.n_losses_reported else {1.0}
         scale = self.graph_of_one.scale * (factors.pop() if len(factors) == 1 else math.nan)
         is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
-        if not (is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES):
-            self.observed.add("divisor of the loss")
-            self._observe(observe_accumulation, self.added.counts, scale)
+        if is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES:
+            return ()
+        self.observed.add("divisor of the loss")
+        return observe_accumulation(self.added.counts, scale)
 
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
-        self._observe(observe_optimizers, loop.model, self.optimizers.values())
+        self.observe("optimizers", observe_optimizers, loop.model, self.optimizers.values())
         if self.is_external:
-            self._observe(observe_unseen_validation, loop)
-            self._observe_accumulation(loop)
+            self.observe("validation", observe_unseen_validation, loop)
+            self.observe("added", self._observe_accumulation, loop)
         if self.optimizers:
             self.observed.add("groups of the optimizer")
         is_end = isinstance(error, SystemExit) and not error.code  # as of sys.exit(main())
@@ -506,8 +564,12 @@ class Probes:
                 self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
             if loop.ranks.world > 1:
                 self.notes.append(f"only what rank {loop.ranks.rank} has seen, as they did not end together")
-            self.norms.read_error(error, loop.train_iter)
-            self.outside.read_error(error)
-            with suppress(RuntimeError):  # reading from a GPU that has failed
-                self.observations += observe_labels(loop.pred, loop.yb, error, loop.train_iter)
-            self._observe(observe_refusal, loop.yb, error, loop.train_iter)
+            self.guard.call("norms", self.norms.read_error, error, loop.train_iter)
+            self.guard.call("outside", self.outside.read_error, error)
+            self.observe("error", self._observe_labels, loop, error)
+            self.observe("error", observe_refusal, loop.yb, error, loop.train_iter)
+
+    def _observe_labels(self, loop: Any, error: BaseException) -> Iterable[Observation]:
+        with suppress(RuntimeError):  # reading from a GPU that has failed
+            return list(observe_labels(loop.pred, loop.yb, error, loop.train_iter))
+        return []

@@ -12,6 +12,7 @@ import torch
 from hookcb.core.batch import map_tensors
 from hookcb.diagnosis.probes import lines as module
 from hookcb.diagnosis.probes.lines import MIN_SAMPLES, LineSamples
+from tests.core.support import without_lines
 from tests.support import Clock
 
 SWITCH = sys.getswitchinterval()
@@ -217,6 +218,33 @@ def test_a_thread_sees_lines_that_wait_and_python_code():
     found = by_line(lines)
     assert found["time.sleep(3e-3)"] > 0
     assert found["sum(i % 7 for i in range(100_000))"] > 0
+
+
+def test_an_instruction_without_a_line_is_sampled_as_the_one_before():
+    lines = LineSamples(lambda: True)
+    lines.is_running = True
+
+    @without_lines
+    def loop():
+        for _ in range(50):
+            lines.note_step()
+            lines.sample(1.0)
+            lines.end_batches(1, is_counted=True)
+
+    loop()
+    (place,) = lines.seconds()
+    assert place in lines.steps
+
+
+def test_a_thread_that_fails_ends_and_keeps_its_error(monkeypatch):
+    def fails(*args):
+        raise KeyError("odd")
+
+    monkeypatch.setattr(LineSamples, "sample", fails)
+    lines = sampled()
+    lines._thread.join(5)
+    assert repr(lines.failure) == "KeyError('odd')"
+    lines.close()
 
 
 def test_it_samples_only_while_it_is_asked_to():

@@ -34,7 +34,7 @@ def test_a_part_that_fails_is_a_note_and_the_training_goes_on(part, monkeypatch)
     monkeypatch.setattr(Probes, part, fail)
     learn = fit(make_learner(4), 2, cbs=Diagnose(show=False))
     assert learn.recorder.losses == plain.recorder.losses
-    notes = [line for line in learn.diagnose().coverage if "a probe is broken" in line]
+    notes = [line for line in learn.diagnose().looked if "a probe is broken" in line]
     assert len(notes) == 1  # however often it failed
 
 
