@@ -92,6 +92,7 @@ class Callback:
     10
     """
 
+    default_name: str = ""  # its name if it is given none; "" is the class name in snake case, see `name`
     learn: TrainingState = _Detached()  # type: ignore[assignment]  # the loop, while attached
     order: int = orders.READ
     run: bool = True
@@ -148,7 +149,8 @@ class Callback:
     def name(self) -> str:
         """Name of its attribute of the loop: `learn.<name>`."""
         named: str | None = self.__dict__.get("_name")
-        return named or camel2snake(type(self).__name__.removesuffix("Callback") or "Callback")
+        kind = type(self).__name__.removesuffix("Callback") or "Callback"
+        return named or self.default_name or camel2snake(kind)
 
     @name.setter
     def name(self, name: str) -> None:

@@ -28,7 +28,7 @@ from hookcb.core.loop_tree import loop_tree
 from hookcb.core.ranks import MAX_WAIT, ranks_of
 from hookcb.core.state import C, TrainingState
 from hookcb.core.time_split import Marks, TimeSplit
-from hookcb.core.votes import Votes
+from hookcb.core.votes import ELSEWHERE, Votes
 
 DOING: dict[str, str] = {  # what happens after an event
     Event.BEFORE_BATCH: "in the model's forward",
@@ -371,13 +371,14 @@ class Loop(TrainingState):
         Raises:
             RuntimeError: If a cancel was raised outside its level.
         """
-        self._entered = []
+        self._entered, self.ended_by = [], ""
         try:
             with stray_cancels_as_errors():
                 try:
                     self._enter(self.cbs)
                     body()
-                except CancelFitException:
+                except CancelFitException as cancel:
+                    self.ended_by = self._describe_end(cancel)
                     with suppress(CancelFitException):
                         self.emit(Event.AFTER_CANCEL_FIT)
         except BaseException as error:
@@ -475,6 +476,15 @@ class Loop(TrainingState):
         """Describes what the loop does now, for a message to other ranks."""
         doing = DOING.get(self._event, f"at {self._event}" if self._event else "before the fit")
         return ", ".join([doing, *self.position(self._event)])
+
+    def _describe_end(self, cancel: CancelException) -> str:
+        """Who ends the fit, where and why, in one line; all ranks call it, and get the same."""
+        place, reason = ", ".join(self.position(self._event)), str(cancel)
+        at = f" at {place}" if place and place not in reason else ""
+        why = f": {reason}" if reason else ""
+        line = f"fit ended by {cancel.raised_in.partition('.')[0]}{at}{why}"
+        known = self.ranks.gather("" if cancel.raised_in == ELSEWHERE else line)
+        return next(filter(None, known), line)
 
     def show_training_loop(self) -> None:
         """Prints the events as a tree, with the callbacks that act at each."""

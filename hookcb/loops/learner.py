@@ -295,7 +295,9 @@ class Learner(NamedLoop):
         except Exception as error:
             if not self.stop_requested or self.ranks.world > 1:  # other ranks may be at another batch
                 raise
-            raise (CancelFitException if self.training else CancelValidException) from error
+            cancel = CancelFitException() if self.training else CancelValidException()
+            cancel.raised_in = "a signal"
+            raise cancel from error
 
     def _observed(self, batches: Iterable[tuple[int, Any]]) -> Iterable[tuple[int, Any]]:
         """Batches, with listeners notified of each fetch in training."""

@@ -40,11 +40,12 @@ class Report(Callback):
     20
     """
 
+    default_name = "page"  # report is a method of a Learner
     order = orders.REPORT
     run_valid = run_lr_find = False
 
     def __init__(
-        self, path: str | os.PathLike[str] = "run.html", every: float = 30, *, name: str = "page"
+        self, path: str | os.PathLike[str] = "run.html", every: float = 30, *, name: str | None = None
     ) -> None:
         super().__init__(name=name)
         if not isinstance(path, str | os.PathLike):
