@@ -10,6 +10,7 @@ from typing import Any, Self
 from fastcore.basics import camel2snake
 from torch import nn
 
+from hookcb.core.batch import shown
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import (
     Callbacks,
@@ -52,9 +53,7 @@ class Loop(TrainingState):
     """
 
     def __init__(self, model: nn.Module, cbs: Callbacks = ()) -> None:
-        if not isinstance(model, nn.Module):
-            hint = f"; give an instance, {model.__name__}(…)" if isinstance(model, type) else ""
-            raise TypeError(f"model must be an nn.Module, got {model!r:.80}{hint}")
+        check_model(model)
         super().__init__(model)
         self.cbs: list[Callback] = []
         self._event = ""  # the last event at which callbacks acted
@@ -494,6 +493,19 @@ class Loop(TrainingState):
             return names[::-1] if event == Event.AFTER_FIT else names
 
         show(loop_tree(type(self).__name__, acting))
+
+
+def check_model(model: Any, usage: str = "") -> None:
+    """Checks that a model is one; `usage` is the call in which it is an argument, for the message.
+
+    Raises:
+        TypeError: If it is not; the message says what is in its place.
+    """
+    if not isinstance(model, nn.Module):
+        hint = f"the order is {usage}" if usage else "give the model that is trained"
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            hint = f"give an instance, {model.__name__}(…)"
+        raise TypeError(f"model must be an nn.Module, got {shown(model)}; {hint}")
 
 
 @contextmanager

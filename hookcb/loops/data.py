@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from hookcb.core.batch import batch_size, map_tensors
+from hookcb.core.batch import batch_size, is_array, map_tensors, shown
 
 
 class Loaders(NamedTuple):
@@ -61,16 +61,16 @@ def check_loader(loader: Any, role: str) -> None:
             f"{role} is the dataset {kind}, which yields samples; "
             f"wrap it: DataLoader({kind}(…), batch_size=64)"
         )
-    if isinstance(loader, Tensor):
+    if isinstance(loader, Tensor) or is_array(loader):
+        made = "x, y" if isinstance(loader, Tensor) else "torch.from_numpy(x), torch.from_numpy(y)"
         raise TypeError(
-            f"{role} is a tensor of shape {tuple(loader.shape)}, which yields rows; "
-            "wrap it: DataLoader(TensorDataset(x, y), batch_size=64)"
+            f"{role} is {shown(loader)}, which yields rows; "
+            f"wrap it: DataLoader(TensorDataset({made}), batch_size=64)"
         )
     if isinstance(loader, tuple | str | bytes | Mapping | nn.Module) or not hasattr(loader, "__iter__"):
-        shown = " ".join(repr(loader).split())
         raise TypeError(
-            f"{role} must be an iterable of batches, got {shown:.60}; give a DataLoader, a list of batches, "
-            "a (train, valid) tuple of these, or an object with .train and .valid"
+            f"{role} must be an iterable of batches, got {shown(loader)}; give a DataLoader, a list of "
+            "batches, a (train, valid) tuple of these, or an object with .train and .valid"
         )
     if isinstance(loader, list) and any(isinstance(item, DataLoader) for item in loader):
         raise TypeError(
