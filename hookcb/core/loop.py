@@ -93,6 +93,13 @@ class Loop(TrainingState):
         finally:
             self._use_tables()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in self._held().items())})"
+
+    def _held(self) -> dict[str, str]:
+        """Kinds and numbers of its parts, for its repr; no values."""
+        return {"model": type(self.model).__name__, "cbs": f"[{', '.join(cb.name for cb in self.cbs)}]"}
+
     def __getstate__(self) -> dict[str, Any]:
         tables = "_table", "_tables", "_awake", "_awake_tables", "_note_time"
         state = {key: value for key, value in self.__dict__.items() if key not in tables}

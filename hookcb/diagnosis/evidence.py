@@ -27,6 +27,10 @@ class Series:
         pairs = [(step, x) for step, x in zip(steps, values, strict=True) if not math.isnan(x)]
         return cls([step for step, _ in pairs], [x for _, x in pairs])
 
+    def __repr__(self) -> str:
+        shown = f", steps {self.steps[0]}–{self.steps[-1]}, last {self.values[-1]:.6g}" if self.values else ""
+        return f"Series({len(self)} values{shown})"
+
     def __len__(self) -> int:
         return len(self.values)
 
@@ -321,6 +325,10 @@ class Evidence:
     partial: dict[str, str] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
     _smooth: tuple[Series, int, Series] | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        counts = f"{self.n_batches:,} batches, {len(self.layers)} layers, {len(self.params)} parameters"
+        return f"Evidence({counts})"
 
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from hookcb.core.batch import batch_size, is_array, map_tensors, shown
+from hookcb.core.batch import batch_size, is_array, map_tensors, n_batches, shown
 
 
 class Loaders(NamedTuple):
@@ -25,9 +25,25 @@ class Loaders(NamedTuple):
         """Dataset of the validation loader."""
         return getattr(self.valid, "dataset", None)
 
+    def __repr__(self) -> str:
+        return describe_loaders(self)
+
     def one_batch(self) -> Any:
         """The first training batch; a loader that shuffles draws random numbers for it."""
         return next(iter(self.train))
+
+
+def describe_loaders(dls: Any) -> str:
+    """Kind of `dls`, and numbers of batches in its loaders: `Loaders(train=10 batches, valid=None)`."""
+    held = ((part, getattr(dls, part, None)) for part in ("train", "valid"))
+    return f"{type(dls).__name__}({', '.join(f'{part}={_described(loader)}' for part, loader in held)})"
+
+
+def _described(loader: Any) -> str:
+    if loader is None:
+        return "None"
+    n = n_batches(loader)
+    return type(loader).__name__ if n is None else f"{n:,} batch{'es' * (n != 1)}"
 
 
 def as_loaders(dls: Any) -> Any:

@@ -403,5 +403,15 @@ class ExternalLoop(NamedLoop):
             # runs when all gradients are ready: DDP queues its own callback between these two
             after_backward(lambda: after_backward(self.end_backward))
 
+    def _held(self) -> dict[str, str]:
+        model, named = self._model(), [name for name, x in vars(self).items() if isinstance(x, Callback)]
+        return {
+            "model": "None" if model is None else type(model).__name__,
+            "opt": "None" if self.opt is None else type(self.opt).__name__,
+            "cbs": f"[{', '.join(named)}]",  # those of a closed loop, too, as their results are still there
+            "batches": f"{self.train_iter:,}",
+            "state": "following" if self.fitting else "closed",
+        }
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} follows a loop in this process; pickle its callbacks instead")

@@ -24,6 +24,7 @@ from hookcb.core.loop import check_model, stray_cancels_as_errors
 from hookcb.core.optim import Rates, check_rates, set_rates
 from hookcb.core.ranks import group_of, is_sharded, ranks_of
 from hookcb.core.shards import drop_gathered, gathered
+from hookcb.core.text import name_of
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of, resolve_device
@@ -39,7 +40,7 @@ from hookcb.loops.checks import (
     same_objects,
     trainable,
 )
-from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoch, up_to
+from hookcb.loops.data import as_loaders, check_loader, cut, describe_loaders, own_order, set_epoch, up_to
 from hookcb.loops.hypers import with_hypers
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
@@ -131,6 +132,11 @@ class Learner(NamedLoop):
         self.add_cbs(cbs)
         defaults = (Recorder(), Metrics(metrics), Progress())
         self.add_cbs([d for d in defaults if not any(_replaces(cb, d) for cb in self.cbs)])
+
+    def _held(self) -> dict[str, str]:
+        opt = name_of(self.opt_func) if self.opt is None else type(self.opt).__name__
+        loss = "None" if self.loss_func is None else name_of(self.loss_func)
+        return {"dls": describe_loaders(self.dls)} | super()._held() | {"loss_func": loss, "opt": opt}
 
     @hinted
     def fit_one_cycle(
