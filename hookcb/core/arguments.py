@@ -3,8 +3,10 @@
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -117,3 +119,20 @@ def check_number(
     if not (low < value < high or (closed and value in (low, high) and math.isfinite(value))):
         raise ValueError(message)
     return value
+
+
+def check_page(path: str | os.PathLike[str]) -> Path:
+    """Returns the path of a page, which is one HTML file, or of a folder, which is refused later.
+
+    Raises:
+        TypeError: If it is not a path.
+        ValueError: If its name promises another format.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f'path must be the path of a file, such as "run.html", got {path!r:.80}')
+    file = Path(path)
+    if file.suffix.lower() not in (".html", ".htm") and not file.is_dir():
+        raise ValueError(
+            f"a page is an HTML file; give a name in .html, as {file.stem}.html, got {str(path)!r}"
+        )
+    return file

@@ -289,6 +289,7 @@ class ExternalLoop(NamedLoop):
         """A page of what was recorded, and of the verdict; see `Learner.report`.
 
         Raises:
+            ValueError: If the name of the file does not end in .html.
             OSError: If the file cannot be written.
         """
         return make_page(self, path)

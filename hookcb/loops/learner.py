@@ -476,6 +476,7 @@ class Learner(NamedLoop):
         A notebook shows the page; `hookcb.load_report` reads the data of a file back.
 
         Raises:
+            ValueError: If the name of the file does not end in .html.
             OSError: If the file cannot be written.
         """
         return make_page(self, path)

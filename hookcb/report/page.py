@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hookcb.core.arguments import check_page
 from hookcb.core.files import write_whole
 from hookcb.report.collect import collect
 from hookcb.report.data import PageData
@@ -70,9 +71,10 @@ class Page:
         """Writes the page to a file, whose folder is created if it is missing.
 
         Raises:
+            ValueError: If the name of the file does not end in .html.
             OSError: If the file cannot be written.
         """
-        path = Path(path)
+        path = check_page(path)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder; give the path of a file, as {path / 'run.html'}")
         self.data.title = self.data.title or path.stem
@@ -92,8 +94,11 @@ def make_page(loop: Any, path: str | Path | None) -> Page:
     """A page of what was recorded in a loop, written to `path` if that is given.
 
     Raises:
+        ValueError: If the name of the file does not end in .html.
         OSError: If the file cannot be written.
     """
+    if path is not None:
+        check_page(path)  # before it takes time
     page = Page(collect(loop))
     if path is not None:
         page.save(path)
