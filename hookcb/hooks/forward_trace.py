@@ -16,7 +16,7 @@ from hookcb.core.batch import array_hint, parts, split_batch, to_device
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
 from hookcb.core.shards import plain_class
-from hookcb.core.text import join_names
+from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import cpu_attention, cudnn_rnn
 from hookcb.hooks.coverage import CONTAINERS, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
@@ -136,10 +136,12 @@ class ForwardTrace:
 
     def _explain(self, error: Exception, xb: Any) -> None:
         done = [row.name or row.type for row in self.rows.values() if row.called]
-        before = f"after {join_names(done[-3:])}" if done else "before any layer had run"
+        before = f"after {join_names(map(as_layer, done[-3:]))}" if done else "before any layer had run"
         if self._running:
             row = self._running[-1].row
-            error.add_note(f"in {row.name or 'the model itself'} ({row.type}), {before}{array_hint(xb)}")
+            error.add_note(
+                f"in {as_layer(row.name) or 'the model itself'} ({row.type}), {before}{array_hint(xb)}"
+            )
 
     def count(self) -> tuple[list[Tensor], list[Tensor]]:
         """Counts each parameter and buffer in the first row it belongs to; returns all of them."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookcb.core.arguments import check_count
 from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
-from hookcb.core.text import format_bytes, join_names, name_of, short_number
+from hookcb.core.text import as_layer, format_bytes, join_names, name_of, short_number
 from hookcb.core.torch_private import is_flattened
 from hookcb.hooks.coverage import NOT_CALLED
 from hookcb.hooks.dry_run import sample_inputs
@@ -110,7 +110,10 @@ class Summary:
             f"{self.n_buffers:,} elements in buffers, {format_bytes(self.buffer_bytes)}",
             f"for this input: {short_number(self.multiply_adds)} multiply-adds, "
             f"{format_bytes(self.activation_bytes)} of activations",
-            *(f"not called, as {why}: {join_names(names, 5)}" for why, names in silent.items()),
+            *(
+                f"not called, as {why}: {join_names(map(as_layer, names), 5)}"
+                for why, names in silent.items()
+            ),
             *(f"{title}: {fact}" for title, fact in self.facts.items()),
         ]
 
