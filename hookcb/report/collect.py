@@ -31,7 +31,7 @@ from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.stragglers import OWN
 from hookcb.profiling.steps.timer import StepTimer
-from hookcb.profiling.steps.times import STEP_PHASES
+from hookcb.profiling.steps.times import SHOWN_PHASES
 from hookcb.records.records import module_of
 from hookcb.report.data import (
     MAX_RECORDS,
@@ -244,7 +244,7 @@ def _time(cbs: Iterable[Callback], evidence: Evidence) -> TimeSpent | None:
             }
     if timer is not None and (times := timer.times):
         steps = [t.step for t in times]
-        phases = {phase: Series(steps, [getattr(t, phase) for t in times]) for phase in STEP_PHASES}
+        phases = {phase: Series(steps, [getattr(t, phase) for t in times]) for phase in SHOWN_PHASES}
         found.phases = {phase: series for phase, series in phases.items() if any(series.values)}
         found.slow = [
             SlowStep(x.step, x.seconds, x.seconds / x.ratio, x.phase, "; ".join(x.notes))
