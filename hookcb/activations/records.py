@@ -18,7 +18,7 @@ from hookcb.activations.report import ActivationReport, ActivationRow
 from hookcb.activations.rows import Output
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Known, Sample, has_stats, kind_of, take
 from hookcb.core.arguments import check_count
-from hookcb.core.text import join_names
+from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import in_transform, is_jit_tracing
 from hookcb.hooks.hook import detached
 from hookcb.records.records import PHASES, Layer, SavedRecords, module_of
@@ -346,10 +346,10 @@ class ActivationRecords(SavedRecords):
             )
 
     def _caption(self) -> str:
-        left_out = [f"{name} ({kind})" for name, kind in self.left_out.items()]
+        left_out = [f"{as_layer(name)} ({kind})" for name, kind in self.left_out.items()]
         lines = [
             f"numbers are those of {self.of_ranks}" if self.of_ranks else "",
-            f"slices: {join_names(list(self.slices))}" if self.slices else "",
+            f"slices: {join_names(map(as_layer, self.slices))}" if self.slices else "",
             self._sampling(),
             f"no statistics: {join_names(left_out)}" if left_out else "",
         ]

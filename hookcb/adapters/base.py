@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import distributed
 
+from hookcb.core.arguments import hinted
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks, new_callbacks, renamed
 from hookcb.diagnosis.verdict import Verdict
@@ -29,6 +30,7 @@ class Attached:
         TypeError, ValueError: If one is not a callback, or its name is taken.
     """
 
+    @hinted
     def __init__(self, *more: Callbacks, cbs: Callbacks = ()) -> None:
         super().__init__()
         self.cbs = sorted(new_callbacks(flat(*more, cbs), ()), key=lambda cb: cb.order)

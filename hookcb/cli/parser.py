@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from hookcb.core.arguments import check_page
 from hookcb.diagnosis.explain import explain
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def make_parser() -> Parser:
         "is 0 if all models are healthy, 1 if not, or the script's own if that is not 0.",
     )
     script.add_argument(
-        "--html", type=Path, metavar="FILE", help="write what was recorded as a page, too; one for each model"
+        "--html", type=_page, metavar="FILE", help="write what was recorded as a page, one for each model"
     )
     script.add_argument(
         "--json", action="store_true", help="write the verdicts as JSON, and nothing else, to stdout"
@@ -122,7 +123,7 @@ def make_parser() -> Parser:
         "folder of them, of which the newest checkpoint is read.",
     )
     page.add_argument("run", type=Path, help="file or folder")
-    page.add_argument("-o", "--output", type=Path, metavar="FILE", help="what to write, by default RUN.html")
+    page.add_argument("-o", "--output", type=_page, metavar="FILE", help="what to write, by default RUN.html")
     several = commands.add_parser(
         "compare",
         help="lay two to eight runs over one another",
@@ -134,7 +135,7 @@ def make_parser() -> Parser:
     several.add_argument(
         "runs", nargs="+", metavar="RUN", help="file or folder; the first one is the reference"
     )
-    several.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the comparison as a page")
+    several.add_argument("-o", "--output", type=_page, metavar="FILE", help="write the comparison as a page")
     several.add_argument(
         "--fail-if",
         action="append",
@@ -157,6 +158,13 @@ def make_parser() -> Parser:
     )
     shell.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="your shell")
     return parser
+
+
+def _page(text: str) -> Path:
+    try:
+        return check_page(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _explained(code: str) -> str:

@@ -1,7 +1,73 @@
-"""Checks of arguments that many callbacks take; errors say what is possible."""
+"""Checks of arguments; errors say what is possible."""
 
+import difflib
+import inspect
 import math
-from typing import Any
+import os
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+ALIKE = (  # names of hookcb, and those that Keras, Lightning, fastai and Hugging Face have for the same
+    {"n_epoch", "epochs", "epoch", "n_epochs", "max_epochs", "num_epochs", "nb_epochs", "num_train_epochs"},
+    {"cbs", "cb", "callbacks", "callback"},
+    {"lr", "lr_max", "learning_rate", "max_lr", "base_lr"},
+    {"wd", "weight_decay"},
+    {"opt_func", "optimizer", "opt", "optim", "optimizers"},
+    {"loss_func", "loss", "loss_fn", "criterion"},
+    {"dls", "dataloaders", "train_dataloaders", "train_loader", "dl", "dataloader", "loader", "batch"},
+    {"model", "net", "module"},
+    {"resume", "ckpt_path", "resume_from_checkpoint", "initial_epoch"},
+    {"steps", "n_steps", "num_steps", "max_steps"},
+    {"scaler", "grad_scaler"},
+)
+
+
+def hinted(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: a call with an unknown keyword raises a TypeError that says what was meant.
+
+    The signature stays as it is, for `help`, IDEs and type checkers.
+
+    >>> hinted(lambda cbs=(): cbs)(callbacks=[])
+    Traceback (most recent call last):
+    TypeError: <lambda> has no argument 'callbacks'; did you mean 'cbs'? it takes: cbs
+    """
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        known = inspect.signature(function).parameters if kwargs else {}
+        is_open = any(param.kind is inspect.Parameter.VAR_KEYWORD for param in known.values())
+        unknown = [] if is_open else [name for name in kwargs if name not in known]
+        if unknown:
+            names = [name for name, param in known.items() if param.kind in NAMED and name != "self"]
+            raise unknown_argument(function.__qualname__.removesuffix(".__init__"), unknown[0], names)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def unknown_argument(owner: str, name: str, known: Iterable[str], more: str = "") -> TypeError:
+    """The error for a keyword that a function does not have; `more` is added to what it takes."""
+    names = list(known)
+    return TypeError(
+        f"{owner} has no argument {name!r}; {did_you_mean(name, names)}it takes: {', '.join(names)}{more}"
+    )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The part of a message that gives the known name which `name` stands for; "" if there is none.
+
+    >>> did_you_mean("callbacks", ["n_epoch", "cbs"]), did_you_mean("patients", ["patience"])
+    ("did you mean 'cbs'? ", "did you mean 'patience'? ")
+    """
+    names = list(known)
+    same = [other for alike in ALIKE if name in alike for other in names if other in alike]
+    close = same or difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def check_count(name: str, value: Any, unit: str = "", least: int = 1, hint: str = "") -> int:
@@ -53,3 +119,20 @@ def check_number(
     if not (low < value < high or (closed and value in (low, high) and math.isfinite(value))):
         raise ValueError(message)
     return value
+
+
+def check_page(path: str | os.PathLike[str]) -> Path:
+    """Returns the path of a page, which is one HTML file, or of a folder, which is refused later.
+
+    Raises:
+        TypeError: If it is not a path.
+        ValueError: If its name promises another format.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f'path must be the path of a file, such as "run.html", got {path!r:.80}')
+    file = Path(path)
+    if file.suffix.lower() not in (".html", ".htm") and not file.is_dir():
+        raise ValueError(
+            f"a page is an HTML file; give a name in .html, as {file.stem}.html, got {str(path)!r}"
+        )
+    return file

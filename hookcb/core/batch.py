@@ -6,10 +6,20 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 
 MAX_DEPTH = 50  # levels of nesting
+KINDS: tuple[tuple[type, str], ...] = (  # of objects that are passed around, in words
+    (nn.Module, "module"),
+    (Optimizer, "optimizer"),
+    (LRScheduler, "scheduler"),
+    (DataLoader, "loader"),
+    (Dataset, "dataset"),
+)
 
 
 def n_batches(loader: Iterable[Any]) -> int | None:
@@ -187,13 +197,47 @@ def n_samples(item: Any) -> int | None:
 
 def describe(item: Any) -> str:
     """Dtypes and shapes of the tensors in `item`, for a message: `(float32[64, 1, 8, 8])`."""
-    if isinstance(item, Tensor):
-        return f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
+    if isinstance(item, Tensor) or is_array(item):
+        kind = "" if isinstance(item, Tensor) else "ndarray "
+        return f"{kind}{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
     if isinstance(item, (tuple, list)):
         return f"({', '.join(describe(x) for x in item)})"
     if isinstance(item, Mapping):
         return f"{{{', '.join(f'{key}: {describe(x)}' for key, x in item.items())}}}"
     return type(item).__name__
+
+
+def is_array(item: Any) -> bool:
+    """Whether `item` is a NumPy array."""
+    return type(item).__module__ == "numpy" and type(item).__name__ == "ndarray"
+
+
+def array_hint(item: Any) -> str:
+    """End of a message that says how to convert NumPy arrays in `item`; "" if there are none."""
+    if any(is_array(x) for _, x in parts(item)):
+        return "; NumPy arrays are not converted: torch.from_numpy(x) makes a tensor, as a DataLoader does"
+    return ""
+
+
+def shown(x: Any) -> str:
+    """Kind of `x` in one line, for a message that refuses it; no values of tensors.
+
+    >>> shown(torch.nn.Linear(2, 1)), shown((torch.zeros(2), 1)), shown(3)
+    ('the module Linear', '(float32[2], int)', '3')
+    """
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    for kind, noun in KINDS:
+        if isinstance(x, kind):
+            return f"the {noun} {type(x).__name__}"
+    if isinstance(x, Tensor) or is_array(x):
+        return f"the {'tensor ' if isinstance(x, Tensor) else ''}{describe(x)}"
+    if any(isinstance(part, Tensor) or is_array(part) for _, part in parts(x)):
+        return f"{describe(x):.80}"
+    text = " ".join(repr(x).split())
+    if " at 0x" in text:
+        return f"the {type(x).__name__} {getattr(x, '__name__', '')}".rstrip()
+    return f"{text:.80}"
 
 
 def concat(items: list[Any]) -> Any:

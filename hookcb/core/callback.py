@@ -1,9 +1,8 @@
 """Callback: acts at the events of a loop."""
 
-import difflib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from inspect import Parameter, getattr_static, signature
+from inspect import getattr_static, signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core import orders
+from hookcb.core.arguments import NAMED, hinted, unknown_argument
 from hookcb.core.events import BATCH_EVENTS, Event, event_meant, looks_like_event
 from hookcb.core.state import TrainingState
 
@@ -92,6 +92,7 @@ class Callback:
     10
     """
 
+    default_name: str = ""  # its name if it is given none; "" is the class name in snake case, see `name`
     learn: TrainingState = _Detached()  # type: ignore[assignment]  # the loop, while attached
     order: int = orders.READ
     run: bool = True
@@ -135,6 +136,8 @@ class Callback:
             if looks_like_event(attribute) and callable(getattr_static(cls, attribute)):
                 _check_event(attribute)
         _make_switches(cls)
+        if "__init__" in vars(cls) and _is_ours(cls):
+            cls.__init__ = hinted(cls.__init__)  # type: ignore[method-assign]
 
     if not TYPE_CHECKING:  # else a type checker would assume that every attribute exists
 
@@ -148,7 +151,8 @@ class Callback:
     def name(self) -> str:
         """Name of its attribute of the loop: `learn.<name>`."""
         named: str | None = self.__dict__.get("_name")
-        return named or camel2snake(type(self).__name__.removesuffix("Callback") or "Callback")
+        kind = type(self).__name__.removesuffix("Callback") or "Callback"
+        return named or self.default_name or camel2snake(kind)
 
     @name.setter
     def name(self, name: str) -> None:
@@ -291,12 +295,11 @@ def as_written(cb: Callback, events: Iterable[str]) -> frozenset[str]:
     """Events among these at which a callback does what hookcb wrote, and nothing is added to it."""
     given = vars(cb)
     definers = {event: next(kind for kind in type(cb).__mro__ if event in vars(kind)) for event in events}
-    ours = __package__.partition(".")[0]
-    return frozenset(
-        event
-        for event, kind in definers.items()
-        if event not in given and kind.__module__.partition(".")[0] == ours
-    )
+    return frozenset(event for event, kind in definers.items() if event not in given and _is_ours(kind))
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == __package__.partition(".")[0]
 
 
 def _check_event(name: str) -> None:
@@ -309,21 +312,14 @@ def _check_event(name: str) -> None:
 def _check_argument(cls: type[Callback], name: str) -> None:
     if name in set(Event) or looks_like_event(name):
         return _check_event(name)
-    known = _parameters(cls)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise TypeError(
-        f"{cls.__name__} has no argument {name!r}; {hint}it takes: {', '.join(known)}, "
-        "and functions named like events"
-    )
+    raise unknown_argument(cls.__name__, name, _parameters(cls), ", and functions named like events")
 
 
 def _parameters(cls: type[Callback]) -> list[str]:
     """Names of the arguments of `cls`, including those that it passes on to its bases."""
     inits = [vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)]
     params = [param for init in inits for param in list(signature(init).parameters.values())[1:]]
-    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    names = [param.name for param in params if param.kind in named]
+    names = [param.name for param in params if param.kind in NAMED]
     return list(dict.fromkeys([*names, *cls.hook_options]))
 
 

@@ -4,9 +4,16 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from hookcb.core.batch import shown
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 
+# not looked into for callbacks: each is one, or given by mistake, and a loader would load its data
+SINGLE: tuple[type, ...] = (Callback, type, str, nn.Module, DataLoader)
 EVENTS = [event.value for event in Event]
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
 Handlers = tuple[tuple[Callback, Callable[[], object]], ...]  # who acts at an event, and the function to call
@@ -98,7 +105,7 @@ def listed(given: Any) -> list[Any]:
     """Callbacks or optimizers as a list: of none, one or several; an iterable callback counts as one."""
     if given is None:
         return []
-    is_one = isinstance(given, Callback | type | str) or not isinstance(given, Iterable)
+    is_one = isinstance(given, SINGLE) or not isinstance(given, Iterable)
     return [given] if is_one else list(given)
 
 
@@ -112,7 +119,7 @@ def _instance(cb: Callback | type[Callback]) -> Callback:
             ) from None
         return cb()
     if not isinstance(cb, Callback):
-        raise TypeError(f"{cb!r:.80} is not a Callback; {_repair(cb)}")
+        raise TypeError(f"{shown(cb)} is not a Callback; {_repair(cb)}")
     return cb
 
 
@@ -120,6 +127,8 @@ def _repair(cb: Any) -> str:
     """Advice on what to give instead of something that is not a callback."""
     if isinstance(cb, str):
         return f"give the class or an instance, {cb if cb.isidentifier() else 'ActivationStats'}()"
+    if isinstance(cb, LRScheduler):
+        return "watch needs no scheduler; in a Learner one is made by Schedule(partial(StepLR, step_size=3))"
     if callable(getattr(cb, "log", None)):
         shown = f"{cb.__name__ if isinstance(cb, type) else type(cb).__name__}(…)"
         return f"it is a logger: wrap it, Log({shown})"

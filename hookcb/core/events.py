@@ -98,7 +98,7 @@ BATCH_EVENTS = frozenset(_ordered[_ordered.index(Event.BEFORE_BATCH) : _ordered.
 
 
 class CancelException(Exception):
-    """Base of the exceptions that end a level of the loop early."""
+    """Base of the exceptions that end a level of the loop early; the message says why, and may be empty."""
 
     level: ClassVar[str]
     raised_in: str = (
@@ -107,7 +107,7 @@ class CancelException(Exception):
 
 
 class CancelFitException(CancelException):
-    """Ends the fit: `after_cancel_fit` and `after_fit` come next."""
+    """Ends the fit: `after_cancel_fit` and `after_fit` come next, and `Progress` shows the reason."""
 
     level = "fit"
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any, Protocol, Self, TypeVar
 
+from torch.utils.data import DataLoader
+
 from hookcb.core.torch_private import DataLoaderIter
 
 T = TypeVar("T")
@@ -69,9 +71,54 @@ class _Follower:
             self.listener.end()
 
 
-_lock = threading.Lock()
-_followers: tuple[_Follower, ...] = ()  # replaced as a whole, as fetches in other threads read it
-_wrapper: Callable[[Any], Any] | None = None  # takes the place of torch's method while there are followers
+class _Followed:
+    """Method of torch whose calls are reported; while nobody follows them, it is torch's own.
+
+    Args:
+        owner: the class.
+        name: the method.
+    """
+
+    def __init__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+        self._lock = threading.Lock()
+        self._followers: tuple[_Follower, ...] = ()  # replaced as a whole, as other threads read it
+        self._wrapper: Any = None
+
+    def follow(self, listener: FetchListener) -> None:
+        with self._lock:
+            self._followers = (*self._followers, _Follower(listener))
+            if self._wrapper is None:
+                self._wrapper = self._notifying(getattr(self._owner, self._name))
+                setattr(self._owner, self._name, self._wrapper)
+
+    def leave(self, listener: FetchListener) -> None:
+        with self._lock:
+            self._followers = tuple(x for x in self._followers if x.listener is not listener)
+            # if other code has wrapped it since, ours is called by theirs and cannot be removed
+            is_ours = self._wrapper is not None and getattr(self._owner, self._name) is self._wrapper
+            if not self._followers and is_ours:
+                setattr(self._owner, self._name, self._wrapper.__wrapped__)
+                self._wrapper = None
+
+    def _notifying(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @wraps(method)
+        def notifying(loader: Any) -> Any:
+            notified: list[_Follower] = []
+            try:
+                for follower in self._followers:
+                    if follower.in_loop_thread():
+                        notified.append(follower)
+                        follower.begin()
+                return method(loader)
+            finally:
+                for follower in notified:
+                    follower.end()
+
+        return notifying
+
+
+_fetches, _starts = _Followed(DataLoaderIter, "__next__"), _Followed(DataLoader, "__iter__")
 
 
 def follow_loaders(listener: FetchListener) -> None:
@@ -80,37 +127,19 @@ def follow_loaders(listener: FetchListener) -> None:
     A DataLoader has no hooks. While there are listeners, the `__next__` of its iterators is wrapped;
     afterwards it is torch's own again.
     """
-    global _followers, _wrapper
-    with _lock:
-        _followers = (*_followers, _Follower(listener))
-        if _wrapper is None:
-            _wrapper = _notifying(DataLoaderIter.__next__)
-            DataLoaderIter.__next__ = _wrapper  # type: ignore[method-assign, assignment]
+    _fetches.follow(listener)
 
 
 def leave_loaders(listener: FetchListener) -> None:
     """Undoes `follow_loaders`; a second call does nothing."""
-    global _followers, _wrapper
-    with _lock:
-        _followers = tuple(x for x in _followers if x.listener is not listener)
-        # if other code has wrapped it since, ours is called by theirs and cannot be removed
-        if not _followers and _wrapper is not None and DataLoaderIter.__next__ is _wrapper:
-            DataLoaderIter.__next__ = _wrapper.__wrapped__  # type: ignore[attr-defined, method-assign]
-            _wrapper = None
+    _fetches.leave(listener)
 
 
-def _notifying(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @wraps(fetch)
-    def __next__(self: Any) -> Any:
-        notified: list[_Follower] = []
-        try:
-            for follower in _followers:
-                if follower.in_loop_thread():
-                    notified.append(follower)
-                    follower.begin()
-            return fetch(self)
-        finally:
-            for follower in notified:
-                follower.end()
+def follow_starts(listener: FetchListener) -> None:
+    """Notifies `listener` of each start of a DataLoader's iterator, and of its workers, likewise."""
+    _starts.follow(listener)
 
-    return __next__
+
+def leave_starts(listener: FetchListener) -> None:
+    """Undoes `follow_starts`; a second call does nothing."""
+    _starts.leave(listener)

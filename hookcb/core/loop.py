@@ -10,6 +10,7 @@ from typing import Any, Self
 from fastcore.basics import camel2snake
 from torch import nn
 
+from hookcb.core.batch import shown
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import (
     Callbacks,
@@ -28,7 +29,7 @@ from hookcb.core.loop_tree import loop_tree
 from hookcb.core.ranks import MAX_WAIT, ranks_of
 from hookcb.core.state import C, TrainingState
 from hookcb.core.time_split import Marks, TimeSplit
-from hookcb.core.votes import Votes
+from hookcb.core.votes import ELSEWHERE, Votes
 
 DOING: dict[str, str] = {  # what happens after an event
     Event.BEFORE_BATCH: "in the model's forward",
@@ -52,9 +53,7 @@ class Loop(TrainingState):
     """
 
     def __init__(self, model: nn.Module, cbs: Callbacks = ()) -> None:
-        if not isinstance(model, nn.Module):
-            hint = f"; give an instance, {model.__name__}(…)" if isinstance(model, type) else ""
-            raise TypeError(f"model must be an nn.Module, got {model!r:.80}{hint}")
+        check_model(model)
         super().__init__(model)
         self.cbs: list[Callback] = []
         self._event = ""  # the last event at which callbacks acted
@@ -93,6 +92,13 @@ class Loop(TrainingState):
                 yield
         finally:
             self._use_tables()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in self._held().items())})"
+
+    def _held(self) -> dict[str, str]:
+        """Kinds and numbers of its parts, for its repr; no values."""
+        return {"model": type(self.model).__name__, "cbs": f"[{', '.join(cb.name for cb in self.cbs)}]"}
 
     def __getstate__(self) -> dict[str, Any]:
         tables = "_table", "_tables", "_awake", "_awake_tables", "_note_time"
@@ -373,13 +379,14 @@ class Loop(TrainingState):
         Raises:
             RuntimeError: If a cancel was raised outside its level.
         """
-        self._entered = []
+        self._entered, self.ended_by = [], ""
         try:
             with stray_cancels_as_errors():
                 try:
                     self._enter(self.cbs)
                     body()
-                except CancelFitException:
+                except CancelFitException as cancel:
+                    self.ended_by = self._describe_end(cancel)
                     with suppress(CancelFitException):
                         self.emit(Event.AFTER_CANCEL_FIT)
         except BaseException as error:
@@ -478,6 +485,15 @@ class Loop(TrainingState):
         doing = DOING.get(self._event, f"at {self._event}" if self._event else "before the fit")
         return ", ".join([doing, *self.position(self._event)])
 
+    def _describe_end(self, cancel: CancelException) -> str:
+        """Who ends the fit, where and why, in one line; all ranks call it, and get the same."""
+        place, reason = ", ".join(self.position(self._event)), str(cancel)
+        at = f" at {place}" if place and place not in reason else ""
+        why = f": {reason}" if reason else ""
+        line = f"fit ended by {cancel.raised_in.partition('.')[0]}{at}{why}"
+        known = self.ranks.gather("" if cancel.raised_in == ELSEWHERE else line)
+        return next(filter(None, known), line)
+
     def show_training_loop(self) -> None:
         """Prints the events as a tree, with the callbacks that act at each."""
 
@@ -486,6 +502,19 @@ class Loop(TrainingState):
             return names[::-1] if event == Event.AFTER_FIT else names
 
         show(loop_tree(type(self).__name__, acting))
+
+
+def check_model(model: Any, usage: str = "") -> None:
+    """Checks that a model is one; `usage` is the call in which it is an argument, for the message.
+
+    Raises:
+        TypeError: If it is not; the message says what is in its place.
+    """
+    if not isinstance(model, nn.Module):
+        hint = f"the order is {usage}" if usage else "give the model that is trained"
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            hint = f"give an instance, {model.__name__}(…)"
+        raise TypeError(f"model must be an nn.Module, got {shown(model)}; {hint}")
 
 
 @contextmanager

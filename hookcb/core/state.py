@@ -63,12 +63,15 @@ class TrainingState:
         self.stop_requested = False
         self.fit_succeeded = False  # while `after_fit` is called: whether the fit has ended without an error
         self.fit_error: BaseException | None = None  # while `after_fit` is called: what has ended the fit
+        self.ended_by = ""  # who has ended the last fit early, where and why; "" if it went to its end
         self.signal = 0  # number of a signal that ends the training, 0 if none has come
         self.ranks = ALONE  # the processes that train the model together, found when a fit begins
         self.own_part: Callable[[Any], Any] = whole  # gives the part of a loader that is for this process
         self.run_backward: Callable[[Tensor], None] = backward  # of the loss, or the scaled loss
         self._depth = 0
         self.row: dict[str, float] = {}  # results of this epoch, by column; any callback may add one
+
+    honors_stop = True  # whether the fit ends if a callback asks for it; the user's own loop may not
 
     # ---- fetches of batches
 

@@ -1,6 +1,9 @@
-"""Text for quantities and lists of names."""
+"""Text for quantities and names."""
 
+import re
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -48,3 +51,23 @@ def join_names(names: Iterable[str], most: int = 20) -> str:
     """Joins the first `most` nonempty names, and counts the others; the whole model's name is empty."""
     named = [name for name in names if name]
     return ", ".join(named[:most]) + (f" … and {len(named) - most} more" if len(named) > most else "")
+
+
+def as_layer(name: str) -> str:
+    """Name of a layer as it stands in a sentence: a name that reads as a number gets the word before it.
+
+    >>> as_layer("0.1"), as_layer("2#1"), as_layer("body.0"), as_layer("")
+    ('layer 0.1', 'layer 2#1', 'body.0', '')
+    """
+    return f"layer {name}" if re.match(r"\d+(\.\d+)*($|[#\[])", name) else name
+
+
+def name_of(function: Any) -> str:
+    """Name of a function, also inside a partial, or of the class of an object.
+
+    >>> name_of(partial(max, key=len)), name_of(3)
+    ('max', 'int')
+    """
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))

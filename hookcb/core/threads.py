@@ -1,5 +1,6 @@
-"""Checks which thread code runs in: the thread of a training, or another one."""
+"""Threads: which one code runs in, and how many can run at once."""
 
+import os
 import threading
 
 import torch
@@ -17,3 +18,10 @@ def in_loop_thread(thread: int) -> bool:
     if torch.compiler.is_compiling():
         return True
     return (threading.get_ident() == thread or in_backward()) and not is_jit_tracing()
+
+
+def n_cores() -> int:
+    """Number of processors that this process may use, which may be fewer than the machine has."""
+    if count := getattr(os, "process_cpu_count", None):  # from Python 3.13 on
+        return count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

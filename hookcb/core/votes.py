@@ -15,6 +15,7 @@ MAX_APART = 10.0  # seconds between ranks that cancel the same batch
 N_WARM, N_DENSE = 4, 16  # batches that are not timed, and batches that all are voted on
 PERIOD, MAX_DOUBLED = 0.025, 4  # seconds between votes, of which each takes up to half a millisecond
 INSIDE = ("batch", "backward", "step")  # levels inside a batch
+ELSEWHERE = "a callback of another rank"
 
 
 class Votes:
@@ -36,7 +37,8 @@ class Votes:
         self._asked: list[CancelException] = []  # by this rank, not voted on yet
         self._vote: tuple[Any, torch.Tensor] | None = None  # the vote that is running
         self._n_batches, self._every, self._began = 0, 1, 0.0
-        self._raised: dict[str, str] = {}  # by level, where this rank raised what is voted on
+        # by level, where this rank raised what is voted on, and what that was raised with
+        self._raised: dict[str, tuple[str, tuple[Any, ...]]] = {}
         self._n_alone = 0  # cancels that were not declared
         self.signal = 0  # number of a signal that came to this rank
         self.agreed_signal = 0  # the same, once all ranks know of it
@@ -115,7 +117,7 @@ class Votes:
 
     def _flags(self) -> torch.Tensor:
         asked = {cancel.level for cancel in self._asked}
-        self._raised = {cancel.level: cancel.raised_in for cancel in self._asked}
+        self._raised = {cancel.level: (cancel.raised_in, cancel.args) for cancel in self._asked}
         self._asked = []
         flags = torch.zeros(len(LEVELS) + 3, device="cpu")  # the last one is for the seconds of a batch
         if asked or self.signal or self.is_alarmed:
@@ -145,8 +147,9 @@ class Votes:
         self.is_alarm_agreed |= bool(alarm)
         for is_asked, (name, level) in zip(asked, LEVELS.items(), strict=True):
             if is_asked:
-                cancel = level.cancel()
-                cancel.raised_in = self._raised.get(name, "a callback of another rank")
+                raised_in, args = self._raised.get(name, (ELSEWHERE, ()))
+                cancel = level.cancel(*args)
+                cancel.raised_in = raised_in
                 return [cancel]
         return []
 

@@ -58,6 +58,7 @@ class Diagnose(EvidenceRecorder):
 
     Attributes:
         verdict: verdict of the last fit, None until that ends.
+        reason: why it has ended the fit, or asked a loop to end; None if it has not.
 
     Raises:
         TypeError, ValueError: If `on_sick` or `budget` is invalid.
@@ -70,10 +71,16 @@ class Diagnose(EvidenceRecorder):
     'healthy'
     """
 
+    default_name = "diagnosis"  # diagnose is a method of a Learner
     _users_error: Exception | None = None  # while it is raised
 
     def __init__(
-        self, on_sick: OnSick = "warn", *, budget: float = 0.02, show: bool = True, name: str = "diagnosis"
+        self,
+        on_sick: OnSick = "warn",
+        *,
+        budget: float = 0.02,
+        show: bool = True,
+        name: str | None = None,
     ) -> None:
         if on_sick not in ("warn", "stop", "ignore") and not callable(on_sick):
             error = ValueError if isinstance(on_sick, str) else TypeError
@@ -84,9 +91,10 @@ class Diagnose(EvidenceRecorder):
         super().__init__(float(share), name=name)
         self.on_sick, self.show = on_sick, show
         self.verdict: Verdict | None = None
+        self.reason: str | None = None
 
     def before_fit(self) -> None:
-        self.verdict = None
+        self.verdict = self.reason = None
         self._next_check, self._has_reacted = FIRST_CHECK, False
         super().before_fit()
 
@@ -172,16 +180,29 @@ class Diagnose(EvidenceRecorder):
         try:
             if callable(self.on_sick):
                 if self.learn.ranks.is_main:
-                    self.on_sick(verdict)
+                    self._call(self.on_sick, verdict)
             elif is_first:
                 warn(f"{verdict.primary.head}: {verdict.primary.message}")
         except Exception as error:  # of the user's function, or a warning that the user has made an error
             self._users_error = error
             raise
-        if self.on_sick == "stop" and self._is_external:
+        if self.on_sick == "stop":
+            self.reason = _told(verdict)
+            if self.learn.honors_stop:
+                raise CancelFitException(self.reason)
             self.learn.stop_requested = True  # hookcb cannot end this loop
-        elif self.on_sick == "stop":
-            raise CancelFitException
+
+    def _call(self, on_sick: Callable[[Verdict], object], verdict: Verdict) -> None:
+        try:
+            on_sick(verdict)
+        except CancelFitException as cancel:
+            self.reason = str(cancel) or _told(verdict)
+            raise CancelFitException(self.reason) from cancel
+
+
+def _told(verdict: Verdict) -> str:
+    """The fault of a verdict, in one sentence."""
+    return "" if verdict.primary is None else f"{verdict.primary.code}: {verdict.primary.message.rstrip('.')}"
 
 
 def _no_verdict(guard: Guard) -> Verdict:

@@ -288,6 +288,10 @@ class Evidence:
     unseen: dict[str, str] = field(default_factory=dict)
     _smooth: tuple[Series, int, Series] | None = field(default=None, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        counts = f"{self.n_batches:,} batches, {len(self.layers)} layers, {len(self.params)} parameters"
+        return f"Evidence({counts})"
+
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""
         if not self.n_batches:

@@ -9,7 +9,7 @@ import torch
 from hookcb.activations.callback import ActivationStats
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.core.callback import Callback
-from hookcb.core.text import join_names
+from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.guard import Guard
@@ -100,7 +100,7 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
         coverage = stats.coverage
         evidence.silent = dict(coverage.silent)
         if coverage.added:
-            names = join_names(coverage.added, 3)
+            names = join_names(map(as_layer, coverage.added), 3)
             evidence.notes.append(f"layers that came into the model later were not recorded: {names}")
 
 

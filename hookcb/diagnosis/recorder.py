@@ -48,7 +48,7 @@ class EvidenceRecorder(Callback):
     is_wanted = is_looking = False
     run_lr_find = False  # it tries rates that are too high on purpose
 
-    def __init__(self, budget: float, *, name: str) -> None:
+    def __init__(self, budget: float, *, name: str | None) -> None:
         super().__init__(name=name)
         self.budget = budget
         self._evidence: Evidence | None = None  # of the last fit that ended

@@ -49,4 +49,8 @@ class Schedule:
     @property
     def rule(self) -> str:
         """Rule by which the budget has reduced the choice so far; "" if it has not."""
-        return f"from batch {N_FREE} on as budget={self.budget:g} allows" if self.n_batches > N_FREE else ""
+        if self.n_batches <= N_FREE:
+            return ""
+        return (
+            f"from batch {N_FREE} on, {100 * self.budget:g}% of them, or one each time their number doubles"
+        )

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from hookcb.core.console import printable, spelled
 from hookcb.core.ranks import name_ranks
+from hookcb.core.text import as_layer
 from hookcb.records.printing import Printed
 
 Severity = Literal["error", "warning", "info"]
@@ -95,7 +96,7 @@ class Finding:
     def head(self) -> str:
         """Severity, code, layer or parameter, steps and ranks, in one line."""
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
-        where = f"{_plain_text(self.layer)}{kind}" if self.layer else _plain_text(self.param)
+        where = f"{_plain_text(as_layer(self.layer))}{kind}" if self.layer else _plain_text(self.param)
         on = f"on {self.on_ranks}" if self.ranks else ""
         return "  ".join(part for part in (self.severity.upper(), self.code, where, self._when, on) if part)
 
@@ -214,7 +215,7 @@ class Verdict(Printed):
         lines = _filled(self.headline, width, 1, indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
         if self.consequences:
-            named = (f"{f.code} {f.layer or f.param}".rstrip() for f in self.consequences)
+            named = (f"{f.code} {as_layer(f.layer) or f.param}".rstrip() for f in self.consequences)
             names = ", ".join(dict.fromkeys(named))
             lines += _filled(f"Consequences: {names}.", width, 2)
         causes = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
@@ -276,7 +277,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(finding: Finding) -> str:
-    where = _plain_text(finding.layer or finding.param)
+    where = _plain_text(as_layer(finding.layer) or finding.param)
     on = f" on {finding.on_ranks}" if finding.ranks else ""
     return f"{finding.code}{f' in {where}' if where else ''}{on}"
 

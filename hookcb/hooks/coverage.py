@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hookcb.core.console import printable
+from hookcb.core.text import as_layer
 from hookcb.hooks.modules import has_params, is_leaf, named_modules
 from hookcb.records.records import module_of
 
@@ -99,18 +100,24 @@ class Coverage:
         lines = "\n".join(
             [
                 f"{len(self.fired)} of {layers} seen in {batches}{skipped}",
-                *(f"silent: {name}: {reason}" for name, reason in self.silent.items()),
-                *(f"not recorded: {name}: it came into the model during the fit" for name in self.added),
-                *(f"left out: {path}: {kind}" for path, kind in self.left_out.items()),
-                *(f"slice: {path}: {part}" for path, part in self.slices.items()),
-                *(f"without gradient: {name}: {reason}" for name, reason in self.without_grad.items()),
+                *(f"silent: {as_layer(name)}: {reason}" for name, reason in self.silent.items()),
+                *(
+                    f"not recorded: {as_layer(name)}: it came into the model during the fit"
+                    for name in self.added
+                ),
+                *(f"left out: {as_layer(path)}: {kind}" for path, kind in self.left_out.items()),
+                *(f"slice: {as_layer(path)}: {part}" for path, part in self.slices.items()),
+                *(
+                    f"without gradient: {as_layer(name)}: {reason}"
+                    for name, reason in self.without_grad.items()
+                ),
             ]
         )
         return printable(lines)
 
     def warning(self) -> str:
         """The warning if no hook was called at all."""
-        layers = "".join(f"\n  {name}: {reason}" for name, reason in islice(self.silent.items(), 5))
+        layers = "".join(f"\n  {as_layer(name)}: {reason}" for name, reason in islice(self.silent.items(), 5))
         more = f"\n  … and {len(self.silent) - 5} more" if len(self.silent) > 5 else ""
         return (
             f"none of {_count(len(self.hooked), 'hooked layer')} was seen in the first batch; choose others "

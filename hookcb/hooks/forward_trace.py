@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-from hookcb.core.batch import parts, split_batch, to_device
+from hookcb.core.batch import array_hint, parts, split_batch, to_device
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
 from hookcb.core.shards import plain_class
-from hookcb.core.text import join_names
+from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import cpu_attention, cudnn_rnn
 from hookcb.hooks.coverage import CONTAINERS, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
@@ -99,8 +99,8 @@ class ForwardTrace:
         self.activation_bytes = 0
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follows the calls in a `with` block; adds a note to an error that says which module raised it."""
+    def following(self, xb: Any) -> Iterator[None]:
+        """Follows the calls with inputs `xb` in a `with` block; notes on an error which module raised it."""
         plain = {name: m for name, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)}
         with (
             Hooks(plain, self._enter, detach=False, pre=True),
@@ -110,7 +110,7 @@ class ForwardTrace:
             try:
                 yield
             except Exception as error:
-                self._explain(error)
+                self._explain(error, xb)
                 raise
 
     def _enter(self, m: nn.Module, args: Any) -> None:
@@ -134,12 +134,14 @@ class ForwardTrace:
         if not running.calls_others:
             self.activation_bytes += sum(n_bytes(x) for _, x in parts(output) if isinstance(x, Tensor))
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: Exception, xb: Any) -> None:
         done = [row.name or row.type for row in self.rows.values() if row.called]
-        before = f"after {join_names(done[-3:])}" if done else "before any layer had run"
+        before = f"after {join_names(map(as_layer, done[-3:]))}" if done else "before any layer had run"
         if self._running:
             row = self._running[-1].row
-            error.add_note(f"in {row.name or 'the model itself'} ({row.type}), {before}")
+            error.add_note(
+                f"in {as_layer(row.name) or 'the model itself'} ({row.type}), {before}{array_hint(xb)}"
+            )
 
     def count(self) -> tuple[list[Tensor], list[Tensor]]:
         """Counts each parameter and buffer in the first row it belongs to; returns all of them."""
@@ -187,7 +189,7 @@ def trace_forward(model: nn.Module | Loop, xb: tuple[Any, ...]) -> ForwardTrace:
             raise ValueError("no batch xb was given; pass the inputs of the model, module_summary(model, x)")
         xb = to_device(xb, device_of(plain))
         named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
-        with trace.following():
+        with trace.following(xb):
             if learn is not None:
                 _predict(learn, plain, xb if named is None else named)
             elif named is not None and _takes(plain, **named):

@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from hookcb.core.batch import concat, map_tensors, parts
 from hookcb.core.shards import plain_class
+from hookcb.core.text import as_layer
 from hookcb.core.torch_private import in_transform, is_transform_tensor, without_transform
 from hookcb.hooks.backward import EnterTap, GradientWatch, LeaveTap, keep_gradient_taps_out_of_graphs
 from hookcb.hooks.modules import torchscript_message
@@ -180,7 +181,7 @@ class Hook:
     @property
     def where(self) -> str:
         """The hooked module or tensor, for a message."""
-        return self.name if self.name == self.kind else f"{self.name} ({self.kind})"
+        return self.name if self.name == self.kind else f"{as_layer(self.name)} ({self.kind})"
 
     @property
     def stored(self) -> Any:

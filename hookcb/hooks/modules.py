@@ -1,6 +1,5 @@
 """Selection of a model's modules, and questions about them."""
 
-import difflib
 from collections.abc import Callable, Container, Iterable
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hookcb.core.arguments import did_you_mean
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import (
     WRAPPERS,
@@ -208,8 +208,7 @@ def _selects(where: Any, name: str, module: nn.Module) -> bool:
 
 
 def _nothing(model: nn.Module, where: Any, named: dict[str, nn.Module]) -> LookupError:
-    close = difflib.get_close_matches(where, named, n=1) if isinstance(where, str) else []
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = did_you_mean(where, named) if isinstance(where, str) else ""
     what = f"matches {where!r}" if isinstance(where, str) else f"is selected by {where!r:.80}"
     return LookupError(f"no module of {type(model).__name__} {what}; {hint}it has: {join_names(named)}")
 

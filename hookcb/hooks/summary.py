@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from html import escape
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from hookcb.core.arguments import check_count
 from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
-from hookcb.core.text import format_bytes, join_names, short_number
+from hookcb.core.text import as_layer, format_bytes, join_names, name_of, short_number
 from hookcb.core.torch_private import is_flattened
 from hookcb.hooks.coverage import NOT_CALLED
 from hookcb.hooks.dry_run import sample_inputs
@@ -111,7 +110,10 @@ class Summary:
             f"{self.n_buffers:,} elements in buffers, {format_bytes(self.buffer_bytes)}",
             f"for this input: {short_number(self.multiply_adds)} multiply-adds, "
             f"{format_bytes(self.activation_bytes)} of activations",
-            *(f"not called, as {why}: {join_names(names, 5)}" for why, names in silent.items()),
+            *(
+                f"not called, as {why}: {join_names(map(as_layer, names), 5)}"
+                for why, names in silent.items()
+            ),
             *(f"{title}: {fact}" for title, fact in self.facts.items()),
         ]
 
@@ -199,20 +201,14 @@ def _folded(rows: Iterable[LayerRow], depth: int) -> list[LayerRow]:
 
 
 def _facts(learn: Loop) -> dict[str, str]:
-    opt = type(learn.opt).__name__ if learn.opt is not None else _name(learn.opt_func)
-    loss = "the .loss of the model's output" if learn.loss_func is None else _name(learn.loss_func)
+    opt = type(learn.opt).__name__ if learn.opt is not None else name_of(learn.opt_func)
+    loss = "the .loss of the model's output" if learn.loss_func is None else name_of(learn.loss_func)
     return {"optimizer": opt, "loss": loss, "callbacks": ", ".join(cb.name for cb in learn.cbs) or "none"}
 
 
 def _shards(params: Iterable[Tensor]) -> dict[str, str]:
     is_part = any(map(is_flattened, params))
     return {"shards": "parameters are this rank's part of flattened ones"} if is_part else {}
-
-
-def _name(function: Any) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _cells(row: LayerRow) -> list[str]:

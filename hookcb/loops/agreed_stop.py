@@ -26,14 +26,16 @@ class AgreedStop:
 
     Attributes:
         is_due: whether to stop now.
+        is_main: whether this is rank 0, the one that prints.
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.is_due = False
+        self.is_due, self.is_main = False, True
         self._n_steps, self._is_asked = 0, False
         self._store: Any = None
         if group is not None:
             self._rank, self._world = distributed.get_rank(group), distributed.get_world_size(group)
+            self.is_main = self._rank == 0
             self._every = 1 + (self._world - 1) // RANKS_PER_LOOK
             self._store = make_store(f"hookcb/stop-{next(_runs)}")
             self._store.set(f"here-{self._rank}", "")

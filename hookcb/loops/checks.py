@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from hookcb.core.arguments import check_count
-from hookcb.core.batch import n_batches
+from hookcb.core.batch import is_array, n_batches, shown
 
 
 def check_fit(n_epoch: int, dls: Any) -> None:
@@ -43,9 +43,15 @@ def check_functions(loss_func: Any, opt_func: Any) -> None:
             f"loss_func is the class {loss_func.__name__}; give an instance, {loss_func.__name__}()"
         )
     if not callable(loss_func) and loss_func is not None:
-        raise TypeError(f"loss_func must be a function (pred, *yb) -> scalar, or None, got {loss_func!r:.80}")
+        is_data = isinstance(loss_func, Tensor) or is_array(loss_func)
+        hint = "; inputs and targets are one batch, (x, y)" if is_data else ""
+        raise TypeError(
+            f"loss_func must be a function (pred, *yb) -> scalar, or None, got {shown(loss_func)}{hint}"
+        )
     if not callable(opt_func) and not isinstance(opt_func, Optimizer):
-        raise TypeError(f"opt_func must be an optimizer class, such as torch.optim.SGD, got {opt_func!r:.80}")
+        raise TypeError(
+            f"opt_func must be an optimizer class, such as torch.optim.SGD, got {shown(opt_func)}"
+        )
 
 
 def check_loss(loss: Any) -> None:
@@ -56,7 +62,7 @@ def check_loss(loss: Any) -> None:
         ValueError: If it does not have exactly one element.
     """
     if not isinstance(loss, Tensor):
-        raise TypeError(f"the loss must be a tensor, got {loss!r:.80}; compute it with torch functions")
+        raise TypeError(f"the loss must be a tensor, got {shown(loss)}; compute it with torch functions")
     if loss.numel() != 1:
         raise ValueError(
             f"the loss has shape {tuple(loss.shape)}, not one element; reduce it, as with loss.mean()"
@@ -89,7 +95,7 @@ def make_opt(opt_func: Any, params: list[nn.Parameter], lr: float) -> Optimizer:
     """
     opt = opt_func(params, lr=lr)
     if not isinstance(opt, Optimizer):
-        raise TypeError(f"opt_func must return a torch.optim.Optimizer, got {opt!r:.80}")
+        raise TypeError(f"opt_func must return a torch.optim.Optimizer, got {shown(opt)}")
     return opt
 
 

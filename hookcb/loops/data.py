@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from hookcb.core.batch import batch_size, map_tensors
+from hookcb.core.batch import batch_size, is_array, map_tensors, n_batches, shown
 
 
 class Loaders(NamedTuple):
@@ -25,9 +25,25 @@ class Loaders(NamedTuple):
         """Dataset of the validation loader."""
         return getattr(self.valid, "dataset", None)
 
+    def __repr__(self) -> str:
+        return describe_loaders(self)
+
     def one_batch(self) -> Any:
         """The first training batch; a loader that shuffles draws random numbers for it."""
         return next(iter(self.train))
+
+
+def describe_loaders(dls: Any) -> str:
+    """Kind of `dls`, and numbers of batches in its loaders: `Loaders(train=10 batches, valid=None)`."""
+    held = ((part, getattr(dls, part, None)) for part in ("train", "valid"))
+    return f"{type(dls).__name__}({', '.join(f'{part}={_described(loader)}' for part, loader in held)})"
+
+
+def _described(loader: Any) -> str:
+    if loader is None:
+        return "None"
+    n = n_batches(loader)
+    return type(loader).__name__ if n is None else f"{n:,} batch{'es' * (n != 1)}"
 
 
 def as_loaders(dls: Any) -> Any:
@@ -61,16 +77,16 @@ def check_loader(loader: Any, role: str) -> None:
             f"{role} is the dataset {kind}, which yields samples; "
             f"wrap it: DataLoader({kind}(…), batch_size=64)"
         )
-    if isinstance(loader, Tensor):
+    if isinstance(loader, Tensor) or is_array(loader):
+        made = "x, y" if isinstance(loader, Tensor) else "torch.from_numpy(x), torch.from_numpy(y)"
         raise TypeError(
-            f"{role} is a tensor of shape {tuple(loader.shape)}, which yields rows; "
-            "wrap it: DataLoader(TensorDataset(x, y), batch_size=64)"
+            f"{role} is {shown(loader)}, which yields rows; "
+            f"wrap it: DataLoader(TensorDataset({made}), batch_size=64)"
         )
     if isinstance(loader, tuple | str | bytes | Mapping | nn.Module) or not hasattr(loader, "__iter__"):
-        shown = " ".join(repr(loader).split())
         raise TypeError(
-            f"{role} must be an iterable of batches, got {shown:.60}; give a DataLoader, a list of batches, "
-            "a (train, valid) tuple of these, or an object with .train and .valid"
+            f"{role} must be an iterable of batches, got {shown(loader)}; give a DataLoader, a list of "
+            "batches, a (train, valid) tuple of these, or an object with .train and .valid"
         )
     if isinstance(loader, list) and any(isinstance(item, DataLoader) for item in loader):
         raise TypeError(

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
-from hookcb.core.console import warn
+from hookcb.core.console import show, warn
 from hookcb.core.events import CancelException, CancelFitException, CancelStepException, Event
 from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.ranks import describe_alone, group_of
@@ -83,7 +83,7 @@ class ExternalLoop(NamedLoop):
         self.facts = Facts(of_rank=describe_alone(model, group))
         self._n_batches: Counter[str] = Counter()  # of this epoch, by phase
         self._on_tensors: list[RemovableHandle] = []
-        self._ignored: set[type[CancelException]] = set()
+        self._told: set[type[CancelException]] = set()
         self._error: BaseException | None = None  # raised by a callback; it ends the loop
         self.add_cbs(cbs)
         self._entered = []
@@ -290,6 +290,7 @@ class ExternalLoop(NamedLoop):
         """A page of what was recorded, and of the verdict; see `Learner.report`.
 
         Raises:
+            ValueError: If the name of the file does not end in .html.
             OSError: If the file cannot be written.
         """
         return make_page(self, path)
@@ -336,18 +337,25 @@ class ExternalLoop(NamedLoop):
     def _note_cancel(self, cancel: CancelException, event: str) -> None:
         is_stop = isinstance(cancel, CancelFitException)
         if is_stop:
-            self.stop_requested = True
+            self.stop_requested, self.ended_by = True, self._describe_end(cancel)
         cancels_step = isinstance(cancel, CancelStepException) and event == "before_step"
         if cancels_step and self._has_no_gradients():
             self.emit("after_cancel_step")  # the optimizer has nothing to do
-        elif type(cancel) not in self._ignored and not (is_stop and self.honors_stop):
-            self._ignored.add(type(cancel))
-            hint = "; look at .stop_requested in your loop" if is_stop else ""
-            warn(
-                f"{cancel.raised_in} requested the end of the {cancel.level}; ignored, because hookcb does "
-                f"not control this loop{hint}",
-                stacklevel=3,
-            )
+        elif type(cancel) not in self._told:
+            self._told.add(type(cancel))
+            self._tell(cancel, is_stop)
+
+    def _tell(self, cancel: CancelException, is_stop: bool) -> None:
+        if is_stop and self.honors_stop:
+            if self._stop.is_main:
+                show(self.ended_by, soft_wrap=True, highlight=False, markup=False)
+            return
+        why = f": {cancel}" if str(cancel) else ""
+        hint = "; look at .stop_requested in your loop" if is_stop else ""
+        warn(
+            f"{cancel.raised_in} requested the end of the {cancel.level}{why}; ignored, because hookcb does "
+            f"not control this loop{hint}"
+        )
 
     def _has_no_gradients(self) -> bool:
         return all(p.grad is None for group in self.opt.param_groups for p in group["params"])
@@ -396,6 +404,16 @@ class ExternalLoop(NamedLoop):
                 self._pred_grad = None
             # runs when all gradients are ready: DDP queues its own callback between these two
             after_backward(lambda: after_backward(self.end_backward))
+
+    def _held(self) -> dict[str, str]:
+        model, named = self._model(), [name for name, x in vars(self).items() if isinstance(x, Callback)]
+        return {
+            "model": "None" if model is None else type(model).__name__,
+            "opt": "None" if self.opt is None else type(self.opt).__name__,
+            "cbs": f"[{', '.join(named)}]",  # those of a closed loop, too, as their results are still there
+            "batches": f"{self.train_iter:,}",
+            "state": "following" if self.fitting else "closed",
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{type(self).__name__} follows a loop in this process; pickle its callbacks instead")

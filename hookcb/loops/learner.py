@@ -12,18 +12,19 @@ from fastcore.foundation import L
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.arguments import check_count, check_number
-from hookcb.core.batch import batch_size, describe, n_batches, split_batch
+from hookcb.core.arguments import check_count, check_number, hinted
+from hookcb.core.batch import array_hint, batch_size, describe, n_batches, split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import warn
 from hookcb.core.events import CancelException, CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, save_whole
-from hookcb.core.loop import stray_cancels_as_errors
+from hookcb.core.loop import check_model, stray_cancels_as_errors
 from hookcb.core.optim import Rates, check_rates, set_rates
 from hookcb.core.ranks import group_of, is_sharded, ranks_of
 from hookcb.core.shards import drop_gathered, gathered
+from hookcb.core.text import name_of
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of, resolve_device
@@ -39,7 +40,7 @@ from hookcb.loops.checks import (
     same_objects,
     trainable,
 )
-from hookcb.loops.data import as_loaders, check_loader, cut, own_order, set_epoch, up_to
+from hookcb.loops.data import as_loaders, check_loader, cut, describe_loaders, own_order, set_epoch, up_to
 from hookcb.loops.hypers import with_hypers
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
@@ -100,6 +101,7 @@ class Learner(NamedLoop):
 
     between_batches = "data"  # between batches it only fetches the next one
 
+    @hinted
     def __init__(
         self,
         dls: Any,
@@ -114,6 +116,7 @@ class Learner(NamedLoop):
         device: str | torch.device | None = None,
         wd: float | None = None,
     ) -> None:
+        check_model(model, "Learner(dls, model, loss_func)")
         super().__init__(model)
         check_functions(loss_func, opt_func)
         if n_inp is not None:
@@ -131,6 +134,12 @@ class Learner(NamedLoop):
         defaults = (Recorder(), Metrics(metrics), Progress())
         self.add_cbs([d for d in defaults if not any(_replaces(cb, d) for cb in self.cbs)])
 
+    def _held(self) -> dict[str, str]:
+        opt = name_of(self.opt_func) if self.opt is None else type(self.opt).__name__
+        loss = "None" if self.loss_func is None else name_of(self.loss_func)
+        return {"dls": describe_loaders(self.dls)} | super()._held() | {"loss_func": loss, "opt": opt}
+
+    @hinted
     def fit_one_cycle(
         self,
         n_epoch: int,
@@ -150,6 +159,7 @@ class Learner(NamedLoop):
         with self.added_cbs(OneCycle(lr_max, div, div_final, pct_start, moms)):
             self.fit(n_epoch, cbs=cbs, wd=wd, resume=resume, uneven=uneven)
 
+    @hinted
     def lr_find(
         self,
         start_lr: float = 1e-7,
@@ -182,6 +192,7 @@ class Learner(NamedLoop):
 
     # ---- the loop
 
+    @hinted
     def fit(
         self,
         n_epoch: int,
@@ -296,7 +307,9 @@ class Learner(NamedLoop):
         except Exception as error:
             if not self.stop_requested or self.ranks.world > 1:  # other ranks may be at another batch
                 raise
-            raise (CancelFitException if self.training else CancelValidException) from error
+            cancel = CancelFitException() if self.training else CancelValidException()
+            cancel.raised_in = "a signal"
+            raise cancel from error
 
     def _observed(self, batches: Iterable[tuple[int, Any]]) -> Iterable[tuple[int, Any]]:
         """Batches, with listeners notified of each fetch in training."""
@@ -362,12 +375,13 @@ class Learner(NamedLoop):
         if loss is None:
             raise ValueError(
                 f"no loss_func was given, and the model's output {describe(self.pred)} has no .loss; "
-                "pass loss_func=…"
+                f"pass loss_func=…{'' if self.yb else ', and a batch (x, y), as this one has no target'}"
             )
         return loss  # type: ignore[no-any-return]  # checked by use
 
     # ---- the loop's other uses
 
+    @hinted
     def validate(self, dl: Any = None, cbs: Callbacks = ()) -> L:
         """Runs the validation phase on `dl`, by default `dls.valid`; can be called inside a fit.
 
@@ -393,6 +407,7 @@ class Learner(NamedLoop):
         """Makes stray cancels errors, unless a fit does that."""
         return nullcontext() if self.fitting else stray_cancels_as_errors()
 
+    @hinted
     def get_preds(
         self, dl: Any = None, with_input: bool = False, with_loss: bool = False, *, ds_idx: int = 1
     ) -> tuple[Any, ...]:
@@ -462,6 +477,7 @@ class Learner(NamedLoop):
         A notebook shows the page; `hookcb.load_report` reads the data of a file back.
 
         Raises:
+            ValueError: If the name of the file does not end in .html.
             OSError: If the file cannot be written.
         """
         return make_page(self, path)
@@ -612,7 +628,10 @@ class Learner(NamedLoop):
     def _note_batch(self, error: BaseException) -> None:
         if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
             where = ", ".join(self.position("after_pred"))
-            error.add_note(f"in {where}, with xb {describe(self.xb)} and yb {describe(self.yb)}")
+            hint = array_hint((self.xb, self.yb))
+            if isinstance(error, TypeError) and not self.yb and isinstance(self.xb, tuple):
+                hint += "; a batch with a target is (x, y)"
+            error.add_note(f"in {where}, with xb {describe(self.xb)} and yb {describe(self.yb)}{hint}")
 
 
 def everything(level: str, items: Iterable[T]) -> Iterable[T]:

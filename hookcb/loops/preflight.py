@@ -1,22 +1,27 @@
 """diagnose: checks a model, a batch and a loss before a training begins, and leaves no trace."""
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from hookcb.core import orders
-from hookcb.core.arguments import check_count
+from hookcb.core.arguments import check_count, hinted
+from hookcb.core.batch import is_container, shown
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
+from hookcb.core.loop import check_model
 from hookcb.core.ranks import without_replicas
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.verdict import Finding, Verdict
+from hookcb.loops.data import check_loader
 from hookcb.loops.learner import Learner
 
 __all__ = ["Finding", "Verdict", "assert_healthy", "diagnose"]
@@ -35,6 +40,7 @@ class _NoStep(Callback):
         raise CancelStepException
 
 
+@hinted
 def diagnose(
     model: nn.Module,
     batch: Any,
@@ -50,7 +56,8 @@ def diagnose(
 
     Args:
         model: the model, ready for its training.
-        batch: one batch as your loader yields it, `(x, y)`, or a list of batches to cycle through.
+        batch: one batch as your loader yields it, `(x, y)`, or a list of batches to cycle through; or the
+            loader, of which the first batch is used, and which stays as it is.
         loss_func: called as `loss_func(pred, *yb)`; without it, the model's output must have a `.loss`.
         opt: the optimizer; without it, nothing about the optimizer is checked.
         steps: number of steps to train; more of them reveal more, 30 are plenty.
@@ -61,6 +68,7 @@ def diagnose(
         model or the loss if it can.
 
     Raises:
+        TypeError: If `batch` is something that can be read only once, such as an iterator.
         ValueError: If `steps` is below 0, or given without an optimizer.
         Exception: An exception of the model or the loss that no finding explains.
 
@@ -75,7 +83,8 @@ def diagnose(
     if check_count("steps", steps, least=0) and opt is None:
         raise ValueError(f"steps is {steps}, but there is no optimizer to make them; pass opt=")
     if opt is not None and not isinstance(opt, Optimizer):
-        raise TypeError(f"opt must be an instance of a torch optimizer, or None, got {opt!r:.80}")
+        raise TypeError(f"opt must be an instance of a torch optimizer, or None, got {shown(opt)}")
+    check_model(model, "diagnose(model, (x, y), loss_func)")
     given = _batches(batch)
     batches = [given[i % len(given)] for i in range(steps or PASSES)]
     model = without_replicas(model)  # which needs no other rank
@@ -106,11 +115,31 @@ def _without_stand_ins(evidence: Evidence, has_opt: bool, steps: int) -> Evidenc
 
 def _batches(batch: Any) -> list[Any]:
     """List of batches; a list of tensors is one batch, in the form of torch's own loader."""
+    if _is_loader(batch):
+        return [_first_of(batch)]
+    if isinstance(batch, tuple | list) and any(isinstance(x, DataLoader) for x in batch):
+        raise TypeError(f"batch is a {type(batch).__name__} of loaders; give one of them, or a batch (x, y)")
     is_one = not isinstance(batch, list) or any(isinstance(x, Tensor) for x in batch)
     found = [tuple(batch) if isinstance(batch, list) else batch] if is_one else batch
     if not found or any(isinstance(x, Sized) and not isinstance(x, Tensor) and not len(x) for x in found):
-        raise ValueError(f"batch must not be empty, got {batch!r:.80}; give one as your loader does: (x, y)")
+        raise ValueError(f"batch must not be empty, got {shown(batch)}; give one as your loader does: (x, y)")
     return found
+
+
+@hinted
+def _is_loader(x: Any) -> bool:
+    """Whether `x` yields batches; a batch is a container, or something that can be moved to a device."""
+    is_batch = isinstance(x, str | bytes) or is_container(x) or hasattr(x, "shape") or hasattr(x, "to")
+    return isinstance(x, Dataset) or (hasattr(x, "__iter__") and (hasattr(x, "dataset") or not is_batch))
+
+
+def _first_of(loader: Any) -> Any:
+    check_loader(loader, "batch")
+    why = "it can be read only once" if isinstance(loader, Iterator) else why_not_readable(loader)
+    if why:
+        raise TypeError(f"batch is {shown(loader)}, but {why}; give one batch, such as next(iter(loader))")
+    with preserve_loader(loader):
+        return first_batch(loader)
 
 
 def assert_healthy(

@@ -1,15 +1,19 @@
 """watch: callbacks on any training loop, which stays as it is."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from hookcb.core.arguments import hinted
+from hookcb.core.batch import shown
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks, listed
+from hookcb.core.console import warn
+from hookcb.core.loop import check_model
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.loops.optimizers import unwrapped
 from hookcb.loops.watcher import Watch
@@ -17,6 +21,7 @@ from hookcb.loops.watcher import Watch
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
+@hinted
 def watch(
     model: nn.Module,
     optimizer: "Optimizers | Callbacks" = None,
@@ -68,16 +73,16 @@ def watch(
     >>> len(w.activation_stats.stats), w.activation_stats.names
     (3, ['0', '2'])
     """
+    check_model(model, "watch(model, optimizer)")
     given, callbacks = listed(optimizer), flat(*more, cbs)
     if given and all(map(_is_callback, given)):
         given, callbacks = [], [*given, *callbacks]
-    optimizers = _checked_optimizers(optimizer, given)
-    has_other_optimizer = isinstance(model, nn.Module) and _share_no_parameter(optimizers, model)
+    optimizers = _checked_optimizers(given)
+    has_other_optimizer = _share_no_parameter(optimizers, model)
     if has_other_optimizer:
-        warnings.warn(
+        warn(
             f"the given optimizer has no parameter of {type(model).__name__}, so no step will be "
-            "seen; give the one that trains it, or None to find it",
-            stacklevel=2,
+            "seen; give the one that trains it, or None to find it"
         )
     w = Watch(model, optimizers, callbacks, scaler)
     w.facts.has_other_optimizer = has_other_optimizer
@@ -99,9 +104,12 @@ def _share_no_parameter(optimizers: list[Optimizer], model: nn.Module) -> bool:
     return bool(optimizers and params) and all(params.isdisjoint(params_of(opt)) for opt in optimizers)
 
 
-def _checked_optimizers(optimizer: Any, given: list[Any]) -> list[Optimizer]:
-    if not all(isinstance(opt, Optimizer) for opt in given):
+def _checked_optimizers(given: list[Any]) -> list[Optimizer]:
+    wrong = [opt for opt in given if not isinstance(opt, Optimizer)]
+    if wrong:
+        is_scheduler = isinstance(wrong[0], LRScheduler)
+        hint = "; give the optimizer that it schedules, scheduler.optimizer" if is_scheduler else ""
         raise TypeError(
-            f"optimizer must be a torch optimizer, several, or None to find them, got {optimizer!r:.80}"
+            f"optimizer must be a torch optimizer, several, or None to find them, got {shown(wrong[0])}{hint}"
         )
     return [unwrapped(opt) for opt in given]

@@ -75,6 +75,10 @@ class Watch(ExternalLoop):
         super().__init__(model, list(cbs), optimizers[0] if optimizers else None, scaler)
         self._closing = finalize(model, _close, ref(self))
 
+    def _held(self) -> dict[str, str]:
+        names = sorted(type(opt).__name__ for opt in self._optimizers)
+        return super()._held() | ({"opt": f"[{', '.join(names)}]"} if len(names) > 1 else {})
+
     def _listen(self) -> None:
         # before hooks of callbacks: those that read gradients at a step must know that it has begun
         model, hooks = self.model, self._hooks

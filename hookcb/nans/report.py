@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from hookcb.core.text import as_layer
 from hookcb.records.printing import Printed
 from hookcb.records.tables import Column, fitted
 
@@ -155,7 +156,7 @@ class NanReport(Printed):
         kind = f" ({self.type})" if self.type else ""
         by = f" by {self.op}" if self.op else ""
         at = f" at {self.line}" if self.line else ""
-        return f"made in the {self.direction} of {self.where}{kind}{by}{at}"
+        return f"made in the {self.direction} of {as_layer(self.where)}{kind}{by}{at}"
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         yield "noticed", f"{self.noticed} at {self.position}"

@@ -30,13 +30,14 @@ class TerminateOnNaN(Callback):
     True
     """
 
+    default_name = "terminate_on_nan"  # else …_on_na_n
     order = orders.NONFINITE
     may_cancel = frozenset({"fit", "batch"})
     run_valid = False
     run_lr_find = False  # lr_find raises the rate until it is too high, on purpose
 
     def __init__(self, *, name: str | None = None) -> None:
-        super().__init__(name="terminate_on_nan" if name is None else name)  # else …_on_na_n
+        super().__init__(name=name)
         self.reason: str | None = None
 
     def before_fit(self) -> None:
@@ -49,7 +50,7 @@ class TerminateOnNaN(Callback):
         self.reason = f"loss is {self.loss.item()} at {where}"
         ends = "the fit ends with the weights as they were before"
         warn(f"{self.reason}; {ends}", stacklevel=2, is_of_rank=True)
-        raise CancelFitException if self.learn.fitting else CancelBatchException
+        raise (CancelFitException if self.learn.fitting else CancelBatchException)(self.reason)
 
 
 TerminateOnNaNCallback = TerminateOnNaN  # fastai's name

@@ -87,6 +87,11 @@ class NanTrace(Callback):
         self._loss: Tensor | None = None  # a loss not checked yet
         self._overflowed = False  # the scaled gradients have, which the scaler handles
 
+    @property
+    def reason(self) -> str | None:
+        """Why the fit was ended, the report in one line; None if it was not."""
+        return None if self.report is None else self.report.summary
+
     def before_fit(self) -> None:
         if self.bundle is not None and self.bundle.is_dir():
             raise ValueError(
@@ -158,7 +163,7 @@ class NanTrace(Callback):
         self.report = report
         if self._ranks.is_main:
             warn(f"{report.summary}; see learn.{self.name}.report", stacklevel=2)
-        raise CancelFitException if self.learn.fitting else CancelBatchException
+        raise (CancelFitException if self.learn.fitting else CancelBatchException)(self.reason)
 
     def _search(self, start: BatchStart, ranks: Ranks, noticed: str, gradient: bool) -> NanReport:
         """The report of this rank if it is alone, else that of the rank that says most of the origin."""

@@ -1,6 +1,5 @@
 """LayerRecords: recorded numbers of layers, read by layer, by record, or as a table."""
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar, overload
 import torch
 from fastcore.foundation import L
 
+from hookcb.core.arguments import did_you_mean
 from hookcb.core.files import check_saved, read_saved, save_whole
 from hookcb.core.text import join_names
 from hookcb.records.frames import frame_of
@@ -196,8 +196,7 @@ class LayerRecords(ABC):
             return read(layer)
         if matching := [name for name in names if isinstance(layer, str) and fnmatchcase(name, layer)]:
             return L(map(read, matching))
-        close = difflib.get_close_matches(str(layer), names, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(str(layer), names)
         raise LookupError(f"no layer {layer!r} was recorded; {hint}there are: {join_names(names) or 'none'}")
 
     def names_of(self, layer: Layer | None) -> list[str]:

@@ -19,6 +19,10 @@ class Series:
         pairs = [(step, x) for step, x in zip(steps, values, strict=True) if not math.isnan(x)]
         return cls([step for step, _ in pairs], [x for _, x in pairs])
 
+    def __repr__(self) -> str:
+        shown = f", steps {self.steps[0]}–{self.steps[-1]}, last {self.values[-1]:.6g}" if self.values else ""
+        return f"Series({len(self)} values{shown})"
+
     def __len__(self) -> int:
         return len(self.values)
 

@@ -2,10 +2,9 @@
 
 import os
 import time
-from pathlib import Path
 
 from hookcb.core import orders
-from hookcb.core.arguments import check_number
+from hookcb.core.arguments import check_number, check_page
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.report.collect import collect
@@ -40,16 +39,15 @@ class Report(Callback):
     20
     """
 
+    default_name = "page"  # report is a method of a Learner
     order = orders.REPORT
     run_valid = run_lr_find = False
 
     def __init__(
-        self, path: str | os.PathLike[str] = "run.html", every: float = 30, *, name: str = "page"
+        self, path: str | os.PathLike[str] = "run.html", every: float = 30, *, name: str | None = None
     ) -> None:
         super().__init__(name=name)
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f'path must be the path of a file, such as "run.html", got {path!r:.80}')
-        self.path, self.every = Path(path), check_number("every", every, 0, hint=", in seconds")
+        self.path, self.every = check_page(path), check_number("every", every, 0, hint=", in seconds")
         self._next = 0.0
         self._has_warned = False
 

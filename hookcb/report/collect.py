@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from hookcb.activations.callback import ActivationStats
+from hookcb.core.arguments import check_page
 from hookcb.core.callback import Callback
 from hookcb.core.shards import plain_class
 from hookcb.diagnosis.attached import Attached
@@ -33,7 +34,7 @@ from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.stragglers import OWN
 from hookcb.profiling.steps.timer import StepTimer
-from hookcb.profiling.steps.times import STEP_PHASES
+from hookcb.profiling.steps.times import SHOWN_PHASES
 from hookcb.records.records import module_of
 from hookcb.report.data import (
     MAX_RECORDS,
@@ -61,8 +62,11 @@ def make_page(loop: Any, path: str | Path | None) -> Page:
     """A page of what was recorded in a loop, written to `path` if that is given.
 
     Raises:
+        ValueError: If the name of the file does not end in .html.
         OSError: If the file cannot be written.
     """
+    if path is not None:
+        check_page(path)  # before it takes time
     page = Page(collect(loop))
     if path is not None:
         page.save(path)
@@ -259,7 +263,7 @@ def _time(cbs: Iterable[Callback], evidence: Evidence) -> TimeSpent | None:
             }
     if timer is not None and (times := timer.times):
         steps = [t.step for t in times]
-        phases = {phase: Series(steps, [getattr(t, phase) for t in times]) for phase in STEP_PHASES}
+        phases = {phase: Series(steps, [getattr(t, phase) for t in times]) for phase in SHOWN_PHASES}
         found.phases = {phase: series for phase, series in phases.items() if any(series.values)}
         found.slow = [
             SlowStep(x.step, x.seconds, x.seconds / x.ratio, x.phase, "; ".join(x.notes))

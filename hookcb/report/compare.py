@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from hookcb.core.arguments import check_page
 from hookcb.core.whole import write_whole
 from hookcb.records.printing import Printed
 from hookcb.records.series import Series
@@ -200,8 +201,10 @@ class Comparison(Printed):
         """Writes the comparison as one HTML file.
 
         Raises:
+            ValueError: If the name of the file does not end in .html.
             OSError: If the file cannot be written.
         """
+        path = check_page(path)
         text = filled(COMPARISON, to_text(self._data()))
         return write_whole(path, lambda file: file.write(text.encode()))
 

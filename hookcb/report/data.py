@@ -178,6 +178,10 @@ class PageData:
     config: dict[str, list[list[str]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        recorded = f"{len(self.layers)} layers, {len(self.params)} parameters"
+        return f"PageData({self.title!r}, {self.headline!r}, {self.n_batches:,} batches, {recorded})"
+
     def to_json(self) -> str:
         """The data as JSON, see `to_text`."""
         return to_text(self, sum(len(own.stats) for own in (*self.layers.values(), *self.params.values())))

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hookcb.core.text import as_layer
 from hookcb.records.series import Series
 from hookcb.report.data import PageData, Recorded
 
@@ -40,7 +41,7 @@ class Departure:
         what = "std of the output" if self.stat == "std" else "norm of the gradient"
         since = "from the start" if self.is_from_start else f"from step {self.step}"
         times = "not finite in one of them" if math.isinf(self.ratio) else f"up to ×{self.ratio:.3g}"
-        return f"{self.name}: {what} differs {since}, {times}"
+        return f"{as_layer(self.name)}: {what} differs {since}, {times}"
 
 
 def departures(one: PageData, other: PageData) -> list[Departure]:

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from hookcb.core.arguments import check_page
 from hookcb.core.whole import write_whole
 from hookcb.report.data import PageData
 
@@ -69,9 +70,10 @@ class Page:
         """Writes the page to a file, whose folder is created if it is missing.
 
         Raises:
+            ValueError: If the name of the file does not end in .html.
             OSError: If the file cannot be written.
         """
-        path = Path(path)
+        path = check_page(path)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder; give the path of a file, as {path / 'run.html'}")
         self.data.title = self.data.title or path.stem

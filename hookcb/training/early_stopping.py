@@ -140,7 +140,7 @@ class EarlyStopping(Callback):
             self.reason = f"{self.monitor} is {value:.6g}, worse than {self.divergence_threshold:g}"
         else:
             return
-        raise CancelFitException
+        raise CancelFitException(self.reason)
 
     def _stop_if_due(self) -> None:
         if self.wait < self.patience:
@@ -149,7 +149,7 @@ class EarlyStopping(Callback):
         if self.best is not None:
             trend = f"has not been better than {self.best:.6g}, of epoch {self.best_epoch},"
         self.reason = f"{self.monitor} {trend} for {self.wait} epoch{'s' if self.wait > 1 else ''}"
-        raise CancelFitException
+        raise CancelFitException(self.reason)
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"best": self.best, "best_epoch": self.best_epoch, "wait": self.wait}

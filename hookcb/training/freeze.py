@@ -39,12 +39,13 @@ class Freeze(Callback):
     (True, True)
     """
 
+    default_name = "freezing"  # freeze is a method of a Learner
     order = orders.FREEZE
 
     def __init__(
         self, where: Where | Iterable[Where], until: int | None = None, *, name: str | None = None
     ) -> None:
-        super().__init__(name="freezing" if name is None else name)
+        super().__init__(name=name)
         if until is not None:
             check_count("until", until, "epochs", least=0, hint=", or None for the whole fit")
         self.where = list(where) if isinstance(where, Iterator) else where  # it is used in each fit

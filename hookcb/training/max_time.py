@@ -24,6 +24,7 @@ class MaxTime(Callback):
 
     Attributes:
         stopped_at: when the fit was ended, in seconds since it began; None if it was not.
+        reason: why the fit was ended, None if it was not.
 
     Raises:
         TypeError: If `seconds` is not a number or a timedelta.
@@ -48,9 +49,10 @@ class MaxTime(Callback):
             check_number("seconds", amount, hint=", or a datetime.timedelta")
         self.seconds = float(amount)
         self.stopped_at: float | None = None
+        self.reason: str | None = None
 
     def before_fit(self) -> None:
-        self.stopped_at, self._began = None, time.monotonic()
+        self.stopped_at, self.reason, self._began = None, None, time.monotonic()
 
     def after_batch(self) -> None:
         if self.learn.fitting:
@@ -64,4 +66,5 @@ class MaxTime(Callback):
         elapsed = time.monotonic() - self._began
         if elapsed > self.seconds:
             self.stopped_at = elapsed
-            raise CancelFitException
+            self.reason = f"{elapsed:.4g} s have passed, and the limit is {self.seconds:g} s"
+            raise CancelFitException(self.reason)

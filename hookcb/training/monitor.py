@@ -3,7 +3,7 @@
 import difflib
 import math
 
-from hookcb.core.arguments import check_count, check_number
+from hookcb.core.arguments import check_count, check_number, did_you_mean
 from hookcb.core.events import Event
 from hookcb.core.state import TrainingState
 from hookcb.training.metrics import Metrics
@@ -81,8 +81,7 @@ def monitored(learn: TrainingState, monitor: str) -> float | None:
         return float(learn.row[monitor])
     if ("valid_loss" if _has_valid(learn) else "train_loss") not in learn.row:
         return None  # cancelled: an epoch without a value does not count
-    close = difflib.get_close_matches(monitor, learn.row, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = did_you_mean(monitor, learn.row)
     raise LookupError(f"no column {monitor!r} in the epoch's row; {hint}it has: {', '.join(learn.row)}")
 
 

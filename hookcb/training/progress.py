@@ -15,7 +15,8 @@ class Progress(Callback):
     """Shows the progress of a fit: a bar with loss and remaining time, and a row per epoch.
 
     If the output is neither a terminal nor a notebook, there are only rows, printed as each epoch ends. A row
-    shows `learn.row`, so every number that a callback puts there gets a column.
+    shows `learn.row`, so every number that a callback puts there gets a column. If a callback ends the fit
+    early, a line says which one, where and why.
 
     Args:
         bar: False for rows only.
@@ -56,6 +57,9 @@ class Progress(Callback):
         doing = f"{epoch}  validating" if loss is None else f"{epoch}  loss {float(loss.detach()):.4f}"
         display, done, total = self._display, self.iter + 1, self.n_iter
         self._shown(lambda: display.advance(doing, done, total))
+
+    def after_cancel_fit(self) -> None:
+        self.tell(self.learn.ended_by)
 
     def after_epoch(self) -> None:
         if (display := self._display) is not None:

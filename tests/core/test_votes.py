@@ -68,6 +68,11 @@ def test_the_outermost_cancel_is_done():
     assert type(cancel) is CancelFitException
 
 
+def test_a_cancel_keeps_its_reason():
+    (cancel,) = Votes(OtherRanks()).vote([CancelFitException("it is enough")])
+    assert str(cancel) == "it is enough"
+
+
 def test_outside_of_batches_a_vote_decides_at_once_and_takes_along_what_was_asked_before():
     votes = Votes(OtherRanks())
     votes.decide(Event.AFTER_BATCH, [], [CancelEpochException()], True)

@@ -475,3 +475,28 @@ def test_a_small_regression_that_learns_is_not_sick(seed):
     learn = fit(Learner(batches, model, F.mse_loss, torch.optim.Adam, lr=3e-3), 3, cbs=Diagnose())
     check_verdict(learn.diagnose())
     assert learn.diagnose().status == "healthy"
+
+
+@pytest.mark.parametrize("name", ["0", "2.1", "0.0.3"])
+def test_a_layer_whose_name_reads_as_a_number_is_called_a_layer(name):
+    cause = Finding("unit.dead", "error", name, kind="Linear 8→8", step=0, message="…")
+    effect = Finding("act.collapse", "warning", name, consequence_of="unit.dead")
+    verdict = Verdict("sick", cause, (cause, effect), (), ())
+    assert cause.head == f"ERROR  unit.dead  layer {name} (Linear 8→8)  step 0"
+    assert verdict.headline == f"SICK  unit.dead in layer {name}"
+    assert f"Consequences: act.collapse layer {name}." in str(verdict)
+    assert verdict.to_dict()["primary"]["layer"] == name  # as get_submodule takes it
+    assert Finding("unit.dead", "error", "body.0").head == "ERROR  unit.dead  body.0"
+    assert Finding("unit.dead", "error", param=f"{name}.weight").head.endswith(f"  {name}.weight")
+
+
+def test_so_is_it_in_the_sentences_about_it():
+    model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[2].bias.fill_(-100.0)
+    learn = Learner(make_batches(40, bs=16), model, F.mse_loss, torch.optim.SGD, lr=0.01)
+    verdict = fit(learn, 1, cbs=Diagnose(show=False)).diagnose()
+    assert verdict.headline.startswith("SICK  unit.dead in layer 2 (")
+    assert verdict.primary.layer == "2"
+    assert verdict.primary.message.startswith("Layer 2: 100% of its units")
+    assert verdict.primary.next_steps[0] == "Look at the bias of layer 2, and at the inputs of the layer"

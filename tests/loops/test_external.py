@@ -152,19 +152,22 @@ def test_steps_told_by_hand_need_no_end_of_their_own():
 
 
 @pytest.mark.parametrize("heeds", [False, True])
-def test_a_stop_that_is_heeded_is_not_warned_of(heeds, monkeypatch):
+def test_a_stop_that_is_heeded_is_shown_and_not_warned_of(heeds, monkeypatch, capsys):
     monkeypatch.setattr(ExternalLoop, "honors_stop", heeds)
 
     def end(cb):
-        raise CancelFitException
+        raise CancelFitException("enough")
 
     followed = ExternalLoop(net(), Callback(name="ends", before_batch=end))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         followed.begin_batch(True, (X,))
+        followed.begin_batch(True, (X,))
     followed.close()
     assert followed.stop_requested
-    assert len(caught) == (not heeds)
+    assert followed.ended_by.startswith("fit ended by Callback('ends') at epoch 0, batch ")
+    assert capsys.readouterr().out == "fit ended by Callback('ends') at epoch 0, batch 0: enough\n" * heeds
+    assert [": enough; ignored" in str(warning.message) for warning in caught] == [True] * (not heeds)
 
 
 OPTS = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2)]

@@ -265,6 +265,32 @@ def test_a_batch_is_taken_as_torchs_own_loader_gives_it():
     assert hookcb.diagnose(model, list(loader), F.mse_loss).coverage
 
 
+class Batches:
+    """A loader of one's own, which draws random numbers in each pass."""
+
+    def __iter__(self):
+        order = torch.randperm(len(BATCH[0]))
+        return iter([tuple(part[order] for part in BATCH)])
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "generator", "own"])
+def test_of_a_loader_the_first_batch_is_taken_and_the_loader_stays_as_it_is(kind):
+    dataset, generator = torch.utils.data.TensorDataset(*BATCH), torch.Generator()
+    drawn = {"generator": generator} if kind == "generator" else {}
+    loader = torch.utils.data.DataLoader(dataset, 4, shuffle=True, **drawn) if kind != "own" else Batches()
+    model, seen = make_model(), []
+
+    def loss_func(pred, y):
+        seen.append(y)
+        return F.mse_loss(pred, y)
+
+    before = torch.get_rng_state(), generator.get_state()
+    assert changed_by(lambda: hookcb.diagnose(model, loader, loss_func), model, batch=None) == []
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], generator.get_state())
+    assert torch.equal(seen[0], next(iter(loader))[1])
+
+
 def test_several_batches_are_taken_in_turn():
     seen = []
 
@@ -320,8 +346,8 @@ def wrong():
         ("no batches", {"batch": []}, "batch"),
         ("an empty batch", {"batch": ()}, "batch"),
         (
-            "a loader as batch",
-            {"batch": torch.utils.data.DataLoader(list(zip(*BATCH, strict=True)))},
+            "a dataset as batch",
+            {"batch": torch.utils.data.TensorDataset(*BATCH)},
             "batch",
         ),
         ("an iterator as batch", {"batch": iter([BATCH])}, "batch"),

@@ -859,12 +859,12 @@ def test_it_ends_the_fit_before_the_weights_are_touched_and_warns_in_one_line():
     learn = make_learner(3, 1, model=third(Log()), cbs=NanTrace())
     before = weights(learn.model)
     with pytest.warns(
-        UserWarning, match="^loss is nan at epoch 0, batch 0: made in the forward of 2 "
+        UserWarning, match="^loss is nan at epoch 0, batch 0: made in the forward of layer 2 "
     ) as caught:
         fit(learn, 3)
     assert len(caught) == 1
     assert str(caught[0].message).startswith(
-        "loss is nan at epoch 0, batch 0: made in the forward of 2 (Log) by"
+        "loss is nan at epoch 0, batch 0: made in the forward of layer 2 (Log) by"
     )
     assert same(weights(learn.model), before)
     assert learn.epoch == 0

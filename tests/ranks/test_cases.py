@@ -184,7 +184,9 @@ def test_a_cancel_between_batches_acts_one_batch_later_on_all_ranks(two):
 
 
 def test_a_cancel_outside_of_batches_acts_at_once_on_all_ranks(ranks):
-    assert len(of_all(ranks, "cancel_outside_of_batches")["rows"]) == 2
+    ended = of_all(ranks, "cancel_outside_of_batches")
+    assert len(ended["rows"]) == 2
+    assert ended["ended_by"] == "fit ended by Ends at epoch 1: one rank has seen enough"
 
 
 # ---- data that differs

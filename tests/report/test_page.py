@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import Diagnose, Learner, load_report, synth_learner
+from hookcb import Diagnose, Learner, Report, compare, load_report, synth_learner, watch
+from hookcb.cli.parser import make_parser
 from hookcb.diagnosis.evidence import Series
 from hookcb.report.data import PageData, Recorded
 from hookcb.report.page import page_of
+from tests.support import make_learner
 
 PACKED = ' type="application/octet-stream" id="script"'
 
@@ -92,3 +94,26 @@ def test_a_page_that_cannot_be_read_says_why(fitted, tmp_path, change, said):
     path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
     with pytest.raises(ValueError, match=said):
         load_report(path)
+
+
+@pytest.mark.parametrize("name", ["x.pdf", "run", "run.html.gz"])
+def test_a_page_is_not_written_under_the_name_of_another_format(tmp_path, name, capsys):
+    """Neither by a learner, a watch, a callback or a comparison, nor by a command."""
+    learn, path = make_learner(), tmp_path / name
+    found = compare(learn, learn)
+    with watch(learn.model) as w:
+        pass
+    for write in (learn.report, w.report, learn.report().save, Report, found.save):
+        with pytest.raises(ValueError, match=r"a page is an HTML file; give a name in \.html, as .* got '"):
+            write(path)
+    for command in (
+        ["diagnose", "--html", str(path), __file__],
+        ["report", str(tmp_path), "-o", str(path)],
+        ["compare", "a.html", "b.html", "-o", str(path)],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            make_parser().parse_args(command)
+        assert ended.value.code == 2
+        assert "give a name in .html" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    learn.report(tmp_path / "RUN.HTM")

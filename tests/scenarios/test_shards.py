@@ -127,9 +127,9 @@ def test_all_ranks_end_with_the_report_of_the_rank_that_made_the_nan(two, name):
         assert [row[4] for row in rows] == [int(rank == 0)] * 3
         batch, forward, backward = (row[0] for row in rows)
         assert batch == "loss is nan at epoch 0, batch 2 on rank 1: it is in the batch"
-        assert "on rank 1: made in the forward of 3 (LogHere) by log at " in forward
+        assert "on rank 1: made in the forward of layer 3 (LogHere) by log at " in forward
         assert backward.startswith("gradient of 0.weight and ")
-        assert "on rank 1: made in the backward of 3 (RootHere) by SqrtBackward0 at " in backward
+        assert "on rank 1: made in the backward of layer 3 (RootHere) by SqrtBackward0 at " in backward
 
 
 def test_a_nan_on_one_rank_ends_all(two):

@@ -200,7 +200,7 @@ def test_step_timer_sees_the_fetches_of_a_loader(clock):
     assert any("of the time is spent waiting for data" in line for line in timer.report().lines)
     for step in timer.times:
         phases = (step.data, step.forward, step.loss, step.backward, step.optimizer, step.callbacks)
-        assert step.total == pytest.approx(sum(phases) + step.other)
+        assert step.total == pytest.approx(step.start + sum(phases) + step.other)
 
 
 def test_step_timer_of_a_learner_has_nothing_other(clock):

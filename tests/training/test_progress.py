@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from rich.console import Console
 from hookcb import (
     Callback,
     CancelFitException,
+    Diagnose,
+    EarlyStopping,
+    MaxTime,
+    NanTrace,
     Progress,
+    TerminateOnNaN,
 )
 from tests.support import (
     make_learner,
@@ -89,6 +95,56 @@ def test_progress_in_a_terminal_gives_the_terminal_back_however_the_fit_ends():
             learn.fit(2)
         assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h")
         learn.fit(1)
+
+
+def fail_soon(pred, y):
+    return F.mse_loss(pred, y) * torch.nan
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("cb", "said"),
+    [
+        (EarlyStopping(min_delta=1e9), r"at epoch 1: valid_loss has not been better than .*, for 1 epoch"),
+        (MaxTime(1e-9), r"at epoch 0, batch 0: .* s have passed, and the limit is 1e-09 s"),
+        (TerminateOnNaN(), r": loss is nan at epoch 0, batch 0"),
+        (NanTrace(), r": loss is nan at epoch 0, batch 0: made in the forward of the loss .*"),
+        (Diagnose("stop", show=False), r"at epoch 0, batch 0: nonfinite.first: The loss is nan .*"),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_who_ends_a_fit_says_so_once_with_its_reason(cb, said, capsys):
+    out = io.StringIO()
+    learn = make_learner(cbs=Progress(console=Console(file=out, width=40)))
+    learn.loss_func = F.mse_loss if isinstance(cb, EarlyStopping | MaxTime) else fail_soon
+    learn.fit(5, cbs=cb)
+    (line,) = (line for line in out.getvalue().splitlines() if "fit ended" in line)
+    assert re.fullmatch(f"fit ended by {type(cb).__name__} ?{said}", line)
+    assert line.endswith(cb.reason)
+    assert learn.ended_by == line
+    with learn.no_logging():
+        learn.fit(5, cbs=cb)
+    learn.loss_func = F.mse_loss
+    learn.fit(1)
+    assert out.getvalue().count("fit ended") == 1
+    assert (learn.ended_by, capsys.readouterr().out) == ("", "")
+
+
+def test_a_callback_of_a_user_says_why_it_ends_a_fit_if_it_gives_a_reason():
+    def ends(*reason):
+        def end(cb):
+            raise CancelFitException(*reason)
+
+        return end
+
+    learn, out = shown(cbs=Callback(name="mine", after_train=ends("it is good enough")))
+    assert "fit ended by Callback('mine') at epoch 0: it is good enough\n" in out.getvalue()
+    learn.fit(1, cbs=Callback(name="mine", before_fit=ends()))
+    assert out.getvalue().endswith("fit ended by Callback('mine')\n")
+    cb = Diagnose(lambda verdict: ends("seen enough")(None), show=False)
+    learn.loss_func = fail_soon
+    learn.fit(1, cbs=cb)
+    assert cb.reason == "seen enough"
 
 
 def test_the_training_loop_is_shown_with_who_acts_where(capsys):

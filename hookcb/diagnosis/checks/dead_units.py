@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from itertools import takewhile
 
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import lower_rate
 from hookcb.diagnosis.evidence import Evidence, Param, Series
@@ -103,7 +104,7 @@ def _silent_weights(evidence: Evidence) -> Span | None:
 def _all_silent(evidence: Evidence, span: Span, what: str) -> Finding:
     shares = {p.layer: (p, 1.0) for p in weights(evidence)}
     param = _first_silent(evidence, shares)
-    where = f", and all outputs from {param.layer} on are zero" if param else ""
+    where = f", and all outputs from {as_layer(param.layer)} on are zero" if param else ""
     return finding(
         "unit.dead",
         "error",
@@ -200,7 +201,7 @@ def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Findin
         f"{looks} (limit {MAX_DEAD:.0%}).{more}",
         causes=("a bias far below zero or weights that are too large", "a step that was too large"),
         next_steps=(
-            f"Look at the bias of {name}, and at the inputs of the layer",
+            f"Look at the bias of {as_layer(name)}, and at the inputs of the layer",
             *lower_rate(evidence),
             "Use LeakyReLU or GELU instead of ReLU",
         ),

@@ -33,15 +33,15 @@ def frozen_between(evidence: Evidence) -> Iterator[Result]:
     if not between:
         yield Passed("a frozen layer between trained ones")
         return
-    names = [layer.name for layer in between]
+    names, is_one = [layer.name for layer in between], len(between) == 1
     yield finding(
         "param.frozen_between",
         "info",
         at=between[0],
         value=float(len(between)),
         limit=0.0,
-        message=f"{join_names(names, 4)} {'is' if len(names) == 1 else 'are'} frozen (requires_grad is "
-        "False), while layers before and after are trained.",
+        message=f"{'Layer' if is_one else 'Layers'} {join_names(names, 4)} {'is' if is_one else 'are'} "
+        "frozen (requires_grad is False), while layers before and after are trained.",
         causes=("a layer frozen by mistake, or not unfrozen",),
         next_steps=(f"If it should be trained: model.get_submodule({names[0]!r}).requires_grad_(True)",),
     )

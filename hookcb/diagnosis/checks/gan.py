@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
@@ -70,7 +71,7 @@ def _has_fallen(loss: Series) -> bool:
 def _unbalanced(evidence: Evidence, loser: int, fall: float, norms: Series) -> Finding:
     params = [p for p in evidence.params.values() if p.optimizer == loser and p.stats]
     names = list(dict.fromkeys(p.name.partition(".")[0] for p in params))
-    limit = median(norms.values[:N_FIRST]) / MAX_FALL
+    own, limit = as_layer(names[0]), median(norms.values[:N_FIRST]) / MAX_FALL
     return finding(
         "gan.balance",
         "warning",
@@ -78,8 +79,8 @@ def _unbalanced(evidence: Evidence, loser: int, fall: float, norms: Series) -> F
         when=(next((step for step, x in norms if x < limit), None), norms.steps[-1]),
         value=fall,
         limit=MAX_FALL,
-        message=f"The gradients of {names[0]} have fallen by a factor of {format_factor(fall)} (limit "
-        f"{MAX_FALL:g}), and the loss of its opponent is below {WON}: the opponent has won, and {names[0]} "
+        message=f"The gradients of {own} have fallen by a factor of {format_factor(fall)} (limit "
+        f"{MAX_FALL:g}), and the loss of its opponent is below {WON}: the opponent has won, and {own} "
         "no longer learns.",
         causes=("a discriminator that learns much faster than its generator",),
         next_steps=("Lower the learning rate of the discriminator, or use the non-saturating loss",),

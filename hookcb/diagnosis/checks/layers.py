@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.checks.attenuated import attenuated_gradients
 from hookcb.diagnosis.checks.finding import finding, findings_of
 from hookcb.diagnosis.checks.updates import begins_large, init_advice, lower_rate
@@ -179,8 +180,9 @@ def _grown(
         when=(first, steps[-1]),
         value=most,
         limit=MAX_GROWTH,
-        message=f"The output of {worst.name} has {format_factor(most)} times the standard deviation of the "
-        f"input (limit {MAX_GROWTH:,.0f}). It grows most at {layer.name}, ×{format_factor(growth[at])}.",
+        message=f"The output of {as_layer(worst.name)} has {format_factor(most)} times the standard "
+        f"deviation of the input (limit {MAX_GROWTH:,.0f}). It grows most at {as_layer(layer.name)}, "
+        f"×{format_factor(growth[at])}.",
         causes=(
             *(("weights that are too large at initialization",) if chain else ()),
             "no normalization between the layers",
@@ -201,7 +203,7 @@ def _near_overflow(layer: Layer, most: float, span: Span) -> Finding:
         when=span,
         value=most / layer.largest,
         limit=MAX_SHARE_OF_DTYPE,
-        message=f"The output of {layer.name} reaches {most:.2g}, and the maximum of its dtype is "
+        message=f"The output of {as_layer(layer.name)} reaches {most:.2g}, and the maximum of its dtype is "
         f"{layer.largest:.2g} (limit {MAX_SHARE_OF_DTYPE:.0%} of it): it may soon overflow.",
         causes=("activations that grow from layer to layer", "float16, which has a maximum of 65,504"),
         next_steps=("Use bfloat16 instead of float16, or add a normalization layer before this layer",),
@@ -304,7 +306,7 @@ def _collapsed(
             "an input that does not reach this layer, or is constant",
         ),
         next_steps=(
-            f"Look at the input of {layer.name}, and at its bias and initialization",
+            f"Look at the input of {as_layer(layer.name)}, and at its bias and initialization",
             *slower,
         ),
     )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.core.text import join_names
+from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import EVERYTHING, passed_on
 from hookcb.diagnosis.evidence import Evidence, Series
@@ -106,8 +106,8 @@ def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
         when=(step, None),
         value=n,
         limit=0.0,
-        message=f"The gradient of the output of {layer.name} has {n:,.0f} NaN or infinite elements at step "
-        f"{step}, but the gradients of all parameters are finite.",
+        message=f"The gradient of the output of {as_layer(layer.name)} has {n:,.0f} NaN or infinite elements "
+        f"at step {step}, but the gradients of all parameters are finite.",
         causes=("an operation with an infinite gradient, followed by a mask or a selection of elements",),
         next_steps=("Mask the input of that operation rather than its output",),
     )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hookcb.core.text import join_names
+from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Observation
 from hookcb.diagnosis.falling import MIN_BATCHES, falls_slowly, is_trivial
@@ -44,7 +44,9 @@ def _finding(
     evidence: Evidence, first: Observation, others: Sequence[Observation], severity: Severity
 ) -> Finding:
     places = [
-        x.layer or x.param for x in others if (x.layer or x.param) not in ("", first.layer, first.param)
+        as_layer(x.layer) or x.param
+        for x in others
+        if (x.layer or x.param) not in ("", first.layer, first.param)
     ]
     more = f" The same is true of {join_names(list(dict.fromkeys(places)), 4)}." if places else ""
     steps = [x.step for x in (first, *others) if x.step is not None]

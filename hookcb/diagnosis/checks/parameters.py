@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from hookcb.core.text import join_names
+from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
 from hookcb.diagnosis.evidence import Evidence, Param, Series
@@ -50,7 +50,7 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
         return
     last = max(without, key=lambda p: evidence.layers[p.layer].place)  # nearest to where the graph was cut
     layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
-    more = f", nor did {join_names(layers, 3)}" if layers else ""
+    more = f", nor did {join_names(map(as_layer, layers), 3)}" if layers else ""
     yield finding(
         "param.unreachable",
         "error",
@@ -62,7 +62,7 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
         "is used in the forward.",
         causes=("a .detach(), .data, no_grad or NumPy operation after this layer cuts it off from the loss",),
         next_steps=(
-            f"Follow the output of {last.layer or 'the model'} to the loss, and find where it is cut",
+            f"Follow the output of {as_layer(last.layer) or 'the model'} to the loss; find where it is cut",
         ),
     )
 
@@ -84,7 +84,7 @@ def _without_gradient(params: Sequence[Param], steps: Series) -> Finding:
         limit=0.0,
         message=f"{subject} received no gradient in {looks}; the loss may not depend on {it}.",
         causes=("a layer that is not used in the forward, or an output that does not reach the loss",),
-        next_steps=(f"Check that the forward uses {first.layer or first.name}, or freeze it",),
+        next_steps=(f"Check that the forward uses {as_layer(first.layer) or first.name}, or freeze it",),
     )
 
 

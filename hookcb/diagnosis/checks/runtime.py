@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from hookcb.core.threads import n_cores
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
@@ -17,6 +18,7 @@ MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothi
 MIN_MEAN = 2e-3  # seconds, if most batches come at once and some are slow
 MIN_SLOW, MIN_SLOWDOWN = 3, 10.0  # slow batches, and multiple of the median from which one is slow
 MIN_EXCESS_DELAY = 2.0  # multiple of the delays that a busy machine would have caused
+MAX_WORKERS = 4  # that are advised
 N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches after these
 N_MEMORY_WARM_UP, MIN_MEMORY_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
 MAX_GROWTH, N_SIGMAS = 1e6, 1.96  # bytes per step; standard errors of a 95 % confidence interval
@@ -101,6 +103,8 @@ def _slow_fetches(evidence: Evidence) -> Result:
 
 
 def _data_bound(evidence: Evidence, share: float, text: str, more: str) -> Finding:
+    n = min(MAX_WORKERS, n_cores())  # with more workers than processors they wait for each other
+    why = f", as this process may use {n} processor{'s' * (n > 1)}" if n < MAX_WORKERS else ""
     return finding(
         "time.data_bound",
         "error" if share > MAX_WAITING_WARNING else "warning",
@@ -111,7 +115,7 @@ def _data_bound(evidence: Evidence, share: float, text: str, more: str) -> Findi
         f"(limit {MAX_WAITING:.0%}).{more}",
         causes=("samples that are slow to load or transform", "no worker processes, or too few"),
         next_steps=(
-            "Give the DataLoader num_workers=4 and persistent_workers=True",
+            f"Give the DataLoader persistent_workers=True and num_workers={n}{why}",
             "Transform or decode the data once, before training",
         ),
     )

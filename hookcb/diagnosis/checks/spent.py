@@ -148,7 +148,7 @@ def _is_large(seconds: float, whole: float) -> bool:
 
 
 def _part(name: str, seconds: float, whole: float) -> str:
-    which, share = name or "The model itself", ratio(seconds, whole)
+    which, share = f"Layer {name}" if name else "The model itself", ratio(seconds, whole)
     return f"{which} takes {share:.0%} of the forward, {1e3 * seconds:.1f} of {1e3 * whole:.1f} ms"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hookcb.core.text import join_names
+from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence, Param
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
@@ -27,7 +27,11 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
         yield Passed("unused layers")
         return
     first, *others = unused
-    more = f", nor {'were' if len(others) > 1 else 'was'} {join_names(others, 3)}" if others else ""
+    more = (
+        f", nor {'were' if len(others) > 1 else 'was'} {join_names(map(as_layer, others), 3)}"
+        if others
+        else ""
+    )
     # the forward may read the settings of a layer without parameters, which no hook sees
     may_be_read = not {p.layer for p in evidence.params.values()}.issuperset(unused)
     reads = ("a forward that reads only its settings, as in F.dropout(x, self.dropout.p)",)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -149,6 +150,6 @@ def init_advice(params: Sequence[Param]) -> str:
     if unusual is None:
         return ""
     return (
-        f"Initialize {unusual.layer or unusual.name} with torch.nn.init.kaiming_normal_, which has a std of "
-        f"1.4 / sqrt(fan in); it began with {format_factor(init_scale(unusual))} / sqrt(fan in)"
+        f"Initialize {as_layer(unusual.layer) or unusual.name} with torch.nn.init.kaiming_normal_, which has "
+        f"a std of 1.4 / sqrt(fan in); it began with {format_factor(init_scale(unusual))} / sqrt(fan in)"
     )

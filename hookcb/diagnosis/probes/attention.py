@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.text import as_layer
 from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.guard import Guard
@@ -149,8 +150,8 @@ def observe_attention(shares_by_layer: dict[str, list[tuple[int, Tensor]]]) -> I
                 layer,
                 step=known[0][0],
                 value=least,
-                text=f"At least {least:.0%} of the heads of {layer or 'the model'} attend to one place only: "
-                f"its entropy is below {LOW_ENTROPY:.0%} of the entropy of uniform attention.",
+                text=f"At least {least:.0%} of the heads of {as_layer(layer) or 'the model'} attend to one "
+                f"place only: its entropy is below {LOW_ENTROPY:.0%} of the entropy of uniform attention.",
                 causes=("scores before the softmax are far too large, or are not divided by √d",),
                 next_steps=("Divide the scores by √d, and check the size of the query and key weights",),
             )
@@ -164,8 +165,8 @@ def observe_blind(blind_by_layer: dict[str, list[tuple[int, Tensor]]]) -> Iterat
                 "mask.blind",
                 layer,
                 step=seen[0][0],
-                text=f"Each position of {layer or 'the model'} attends to at most one position, the same in "
-                "all samples and heads, so tokens do not see each other.",
+                text=f"Each position of {as_layer(layer) or 'the model'} attends to at most one position, "
+                "the same in all samples and heads, so tokens do not see each other.",
                 causes=("a mask that is inverted, or that excludes all positions but one",),
                 next_steps=(
                     "Print the mask: in scaled_dot_product_attention True means attend, in "

@@ -115,8 +115,8 @@ def observe_dropout_in_eval(layers: dict[str, int]) -> Iterator[Observation]:
             "mode.mismatch",
             layer,
             step=step,
-            text=f"{layer or 'The model'} applies dropout in eval mode, so a validation is noisier and worse "
-            "than the model is.",
+            text=f"{f'Layer {layer}' if layer else 'The model'} applies dropout in eval mode, so a "
+            "validation is noisier and worse than the model is.",
             causes=("F.dropout(x, p), or dropout_p of an attention, without training=self.training",),
             next_steps=(
                 "Pass training=self.training to F.dropout, and dropout_p=p if self.training else 0.0 to an "

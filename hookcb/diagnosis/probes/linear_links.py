@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_terms import is_opaque, node_name
 from hookcb.hooks.modules import named_modules
@@ -83,5 +84,5 @@ def linear_stack(first: str, second: str, n_in: int, n_out: int) -> Observation:
         text=f"Linear layers {first} and {second} follow one another without a nonlinearity, so one linear "
         f"layer {n_in}→{n_out} could compute the same.",
         causes=("a missing activation",),
-        next_steps=(f"Add an activation such as nn.ReLU() after {first}, or remove a layer",),
+        next_steps=(f"Add an activation such as nn.ReLU() after {as_layer(first)}, or remove a layer",),
     )

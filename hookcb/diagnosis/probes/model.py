@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from hookcb.core.text import as_layer
 from hookcb.core.torch_private import Convolution, Dropout, parameters_of
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.linear_links import linear_stack
@@ -59,8 +60,8 @@ def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Observation]:
                 name,
                 f"{name}.weight",
                 value=share,
-                text=f"{share:.0%} of the pairs of units of {name} begin with the same weights (limit "
-                f"{ALIKE:.0%}), so they get the same gradients and act as a single unit.",
+                text=f"{share:.0%} of the pairs of units of {as_layer(name)} begin with the same weights "
+                f"(limit {ALIKE:.0%}), so they get the same gradients and act as a single unit.",
                 causes=("weights were initialized to a constant",),
                 next_steps=(
                     "Initialize weights at random, as torch does by default; use constants for biases",

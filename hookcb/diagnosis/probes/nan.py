@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hookcb.core.batch import parts
 from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_modes
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.batch import nonfinite_input
 from hookcb.hooks.modules import named_modules
@@ -101,7 +102,7 @@ def _from_weights(layers: list[str], noticed: str, step: int, is_external: bool)
         step=step,
         value=float(len(layers)),
         text=f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
-        f"or infinite in an earlier step; {last} is the last of them before the loss.",
+        f"or infinite in an earlier step; {as_layer(last)} is the last of them before the loss.",
         causes=(FROM_WEIGHTS,),
         next_steps=(IN_A_WATCH if is_external else STOP_BEFORE,),
     )
@@ -119,7 +120,7 @@ def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) 
     line = f", at {report.line}: {report.code}" if report.line and report.code else ""
     if report.repeated and not (report.where == LOSS and is_external):
         kind = f" ({report.type})" if report.type else ""
-        origin = f"{by}the {report.direction} of {report.where}{kind}"
+        origin = f"{by}the {report.direction} of {as_layer(report.where)}{kind}"
         how = f"The first NaN or infinity comes from {origin}, with finite inputs{line}"
     elif is_external:
         how = "The model's output is finite, so it comes from the loss, or from code between the two"

@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary, ref
 
 from torch import Tensor, nn
 
+from hookcb.core.text import as_layer
 from hookcb.core.torch_private import BatchNorm, Dropout
 from hookcb.diagnosis.evidence import Observation
 from hookcb.hooks.modules import named_modules
@@ -67,8 +68,8 @@ class NormProbe:
                 "mode.mismatch",
                 name,
                 step=step,
-                text=f"Batch norm {name} is in eval mode while it is trained: it normalizes by old running "
-                "statistics, which are not updated.",
+                text=f"Batch norm {as_layer(name)} is in eval mode while it is trained: it normalizes by old "
+                "running statistics, which are not updated.",
                 causes=(".eval() was called on the model or on this layer, without .train() afterwards",),
                 next_steps=("Call model.train() before training; to freeze it, freeze its parameters too",),
             )
@@ -124,7 +125,7 @@ def _single(name: str, step: int, by: str, severity: str) -> Observation:
         name,
         step=step,
         value=1.0,
-        text=f"Batch norm {name} normalizes by {by}.",
+        text=f"Batch norm {as_layer(name)} normalizes by {by}.",
         causes=("a batch of one sample", "a last batch with the remaining sample"),
         next_steps=("Use larger batches, drop_last=True, or GroupNorm instead of batch norm",),
         severity=severity,

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookcb.core.batch import n_samples, parts
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.evidence import Observation
 
 MIN_BATCHES = 3
@@ -69,5 +70,7 @@ class SequenceAxis:
                     f"the {second} steps for samples: its input is {n}×{second}×…, but without batch_first "
                     "it expects (steps, samples, features).",
                     causes=("batch_first=True is missing",),
-                    next_steps=(f"Create {name} with batch_first=True, or transpose its input and output",),
+                    next_steps=(
+                        f"Create {as_layer(name)} with batch_first=True, or transpose its input and output",
+                    ),
                 )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hookcb.core.batch import parts
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.hooks.hook import Hook
@@ -215,8 +216,8 @@ class Tokens:
                     "embed.single_index",
                     layer,
                     value=float(low),
-                    text=f"Embedding {layer or 'of the model'} gets index {int(low)} at all positions of all "
-                    f"{len(ends)} inspected batches"
+                    text=f"Embedding {as_layer(layer) or 'of the model'} gets index {int(low)} at all "
+                    f"positions of all {len(ends)} inspected batches"
                     + (", so the model cannot tell positions apart." if is_position else "."),
                     causes=("positions or ids that are all 0, as torch.zeros gives them",),
                     next_steps=("For positions, pass torch.arange(T); it is fine for an id that all share",),
@@ -326,7 +327,7 @@ def _counted_padding(relation: Relation, share: float) -> Observation:
         relation.layer,
         value=share,
         text=f"{share:.0%} of the targets are padding that follows padding (index {relation.padding}, the "
-        f"padding_idx of {relation.layer or 'the embedding'}), and the loss counts them (limit "
+        f"padding_idx of {as_layer(relation.layer) or 'the embedding'}), and the loss counts them (limit "
         f"{MAX_PADDING:.0%}): it looks better than it is on real tokens.",
         causes=("a loss without ignore_index",),
         next_steps=(f"Pass ignore_index={relation.padding} to the loss",),

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
-from hookcb.core.text import format_bytes
+from hookcb.core.text import as_layer, format_bytes
 from hookcb.profiling.memory.ledger import LOSS
 
 MIN_LOOKS = 3  # a line through fewer points has no standard error
@@ -49,7 +49,7 @@ class Growth:
     def __str__(self) -> str:
         if self.n_looks < MIN_LOOKS:
             return f"memory growth is unknown: {self.n_looks} of {MIN_LOOKS} batches needed were watched"
-        stays = [f"{name} ({format_bytes(n)})" for name, n in list(self.layers.items())[:3]]
+        stays = [f"{as_layer(name)} ({format_bytes(n)})" for name, n in list(self.layers.items())[:3]]
         layers = f"; still alive from earlier batches: {', '.join(stays)}" if stays else ""
         hint = "; a loss is kept with its graph, keep loss.item() instead" if LOSS in self.layers else ""
         error = f"standard error {format_bytes(self.error)}"

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from hookcb.core.console import printable
-from hookcb.core.text import format_bytes, join_names
+from hookcb.core.text import as_layer, format_bytes, join_names
 from hookcb.core.torch_private import CHECKPOINT_HOOKS
 from hookcb.profiling.memory.growth import Growth, Look, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
@@ -287,7 +287,9 @@ class MemoryRecords:
         unknown = f"bytes kept for the backward are unknown: {forward.why_unknown}"
         lines = [unknown] if forward.why_unknown else []
         for hooks in dict.fromkeys(forward.other_hooks.values()):
-            names = join_names([name for name, other in forward.other_hooks.items() if other == hooks], 4)
+            names = join_names(
+                [as_layer(name) for name, other in forward.other_hooks.items() if other == hooks], 4
+            )
             what = (
                 "recomputed in the backward" if hooks == CHECKPOINT_HOOKS else f"not counted, kept by {hooks}"
             )
@@ -370,6 +372,7 @@ def _advice_lines(advice: Sequence[Advice]) -> list[str]:
         return ["to checkpoint: nothing that would free much"]
     lines = ["to checkpoint first:"]
     for x in advice:
-        which = f"{x.layers} ({x.n_calls} × {x.type})" if x.n_calls > 1 else f"{x.layers} ({x.type})"
+        n_calls = f"{x.n_calls} × " if x.n_calls > 1 else ""
+        which = f"{as_layer(x.layers)} ({n_calls}{x.type})"
         lines.append(f"  {which} frees {format_bytes(x.frees)}, lowers the peak by {format_bytes(x.lowers)}")
     return lines

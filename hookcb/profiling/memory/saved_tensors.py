@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hookcb.core.graph import nodes_behind
+from hookcb.core.text import as_layer
 from hookcb.core.torch_private import (
     KNOWS_TOP,
     disable_saved_hooks,
@@ -159,9 +160,9 @@ def unpack(saved: Saved) -> Tensor:
     if version is not None and version_of(x) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{x.dtype} {list(x.shape)}], saved in {layer}, is at version {version_of(x)}; expected version "
-            f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute "
-            "its gradient, with torch.autograd.set_detect_anomaly(True)."
+            f"[{x.dtype} {list(x.shape)}], saved in {as_layer(layer)}, is at version {version_of(x)}; "
+            f"expected version {version} instead. Hint: enable anomaly detection to find the operation that "
+            "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
         )
     return x
 

@@ -56,11 +56,15 @@ class StepClock:
         self._sums[self.phase] += now - self._since
         self.phase, self._since = phase, now
 
-    def start(self) -> None:
-        """Begins a training or validation, whose first batch includes the start of the loader."""
-        self._sums, self._notes = ZEROS.copy(), [FIRST_BATCH]
+    def start(self, fetched: float = 0.0) -> None:
+        """Begins a training or validation, whose first batch includes the start of the loader.
+
+        Args:
+            fetched: seconds that the loader has taken for it before.
+        """
+        self._sums, self._notes = ZEROS | {"data": fetched}, [FIRST_BATCH]
         self.phase, self._since = self._between, perf_counter()
-        self._began = self._since
+        self._began = self._since - fetched
 
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
         """Ends the step."""
@@ -122,12 +126,12 @@ class CudaStepClock(StepClock):
         self._mark(phase)
         super().begin(phase)
 
-    def start(self) -> None:
+    def start(self, fetched: float = 0.0) -> None:
         """Begins a training or validation."""
         self._stream = self._current(self._device)  # once, because asking at each phase costs time
         self._free += [event for _, event in self._marks]
         self._marks = []
-        super().start()
+        super().start(fetched)
 
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
         """Ends the step."""
@@ -183,6 +187,67 @@ class PhaseInside:
         if (clock := self._clock()) is not None and self._before:
             clock.begin(self._before)
             self._before = ""
+
+
+class LoaderWaits(PhaseInside):
+    """Counts the time in a DataLoader as "data": in its fetches, and in the start of its iterator.
+
+    Args:
+        clock: returns the clock that is running, or None between epochs.
+    """
+
+    def __init__(self, clock: Callable[[], StepClock | None]) -> None:
+        super().__init__("data", clock)
+        self._depth, self._seconds = 0, 0.0
+        self._is_between = True  # whether the fetch in progress is one between epochs
+
+    def begin(self) -> None:
+        """Begins a fetch; one inside another does not count, as of a dataset that reads from a loader."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._is_between = self._clock() is None
+        if self._is_between:
+            self._seconds -= perf_counter()
+        super().begin()
+
+    def end(self) -> None:
+        """Ends it."""
+        self._depth -= 1
+        if self._depth:
+            return
+        if self._is_between:
+            self._seconds += perf_counter()
+        super().end()
+
+    def take(self) -> float:
+        """Seconds between epochs since the iterator started, or since this was last called."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class LoaderStarts:
+    """Counts the start of an iterator by `LoaderWaits`, and notes that the next batch is its first.
+
+    Args:
+        waits: counts the time.
+        clock: returns the clock that is running, or None between epochs.
+    """
+
+    def __init__(self, waits: LoaderWaits, clock: Callable[[], StepClock | None]) -> None:
+        self._waits, self._clock = waits, clock
+
+    def begin(self) -> None:
+        """An iterator starts."""
+        if (clock := self._clock()) is None:
+            self._waits.take()  # another loader was read before, such as that of a validation
+        else:
+            clock.note(FIRST_BATCH)  # the loop does not report its epochs
+        self._waits.begin()
+
+    def end(self) -> None:
+        """It has started."""
+        self._waits.end()
 
 
 def device_seconds(marks: Marks) -> tuple[float, ...]:

@@ -6,9 +6,10 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_samples
 from hookcb.core.callback import Callback
+from hookcb.core.fetches import follow_starts, leave_starts
 from hookcb.hooks.modules import device_of
 from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
-from hookcb.profiling.steps.clock import CudaStepClock, PhaseInside, StepClock
+from hookcb.profiling.steps.clock import CudaStepClock, LoaderStarts, LoaderWaits, StepClock
 from hookcb.profiling.steps.incidents import Incidents
 from hookcb.profiling.steps.readings import StepRecords
 from hookcb.profiling.steps.stragglers import RankGather
@@ -20,11 +21,11 @@ class StepTimer(Callback):
 
     Use it for a whole training, to see how much of it waits for data, and which steps took long and why. A
     step lasts from the end of the previous one to its own `after_batch`, including the fetch of its batch and
-    the move to the device; the first of an epoch includes the start of the loader. Time between epochs is not
-    counted. Cancelled batches are included, with a note, unless the training ended in them. Nothing waits for
-    a GPU; its times come from CUDA events.
+    the move to the device; in the first of an epoch that is the start of the loader. Time between epochs is
+    not counted. Cancelled batches are included, with a note, unless the training ended in them. Nothing waits
+    for a GPU; its times come from CUDA events.
 
-    In a loop that is not a Learner's, under `watch` or an adapter, `data` is the time in fetches of a
+    In a loop that is not a Learner's, under `watch` or an adapter, `start` and `data` are the time in a
     DataLoader in the training thread; the rest of the time between two batches is `other`.
 
     On several ranks these are the times of this rank. Ranks wait for each other in the backward, in which
@@ -39,9 +40,9 @@ class StepTimer(Callback):
         name: attribute of the learner.
 
     Attributes:
-        times: a `StepTime` for each step: `epoch`, `step`, seconds of `data`, `forward`, `loss`, `backward`,
-            `optimizer`, `callbacks`, `other` and `total`, `n_samples`, and `notes`: "first batch of an
-            epoch", "cancelled", "validation" (in the middle of the batch), "checkpoint written",
+        times: a `StepTime` for each step: `epoch`, `step`, seconds of `start`, `data`, `forward`, `loss`,
+            `backward`, `optimizer`, `callbacks`, `other` and `total`, `n_samples`, and `notes`: "first batch
+            of an epoch", "cancelled", "validation" (in the middle of the batch), "checkpoint written",
             "compilation", "garbage collection of 12 ms". On CUDA also `device_forward` …. A resumed fit
             has only its own steps.
 
@@ -79,7 +80,8 @@ class StepTimer(Callback):
         self._clock: StepClock | None = None  # for the training or validation in progress
         self._markers: list[PhaseMarker] = []
         self._incidents: Incidents | None = None  # while a fit runs
-        self._fetches: PhaseInside | None = None  # during a fit in an external loop
+        self._fetches: LoaderWaits | None = None  # during a fit in an external loop
+        self._starts: LoaderStarts | None = None
         self._gather: RankGather | None = None  # during a fit of several ranks
 
     def before_fit(self) -> None:
@@ -101,8 +103,10 @@ class StepTimer(Callback):
             self.records.ranks = self._gather.times
             self.records.clocks["train"].listener = self._gather.add
         if self.learn.between_batches != "data":
-            self._fetches = PhaseInside("data", lambda: self._clock)
+            self._fetches = LoaderWaits(lambda: self._clock)
+            self._starts = LoaderStarts(self._fetches, lambda: self._clock)
             self.learn.follow_fetches(self._fetches)
+            follow_starts(self._starts)
 
     def before_train(self) -> None:
         self._begin("train")
@@ -117,7 +121,7 @@ class StepTimer(Callback):
         self._clock = self.records.clocks.get(part) if self._incidents is not None else None
         if self._incidents is not None and self._clock is not None:
             self._incidents.follow(self.learn.cbs)
-            self._clock.start()
+            self._clock.start(0.0 if self._fetches is None else self._fetches.take())
 
     def after_cancel_batch(self) -> None:
         if self.training or not self.learn.is_nested:
@@ -136,13 +140,20 @@ class StepTimer(Callback):
     def after_train(self) -> None:
         if self._gather is not None and not self.learn.is_nested:
             self._gather.end_training()
+        if self._fetches is not None:
+            self._clock = None  # what the loader does now is for the next epoch
 
     after_cancel_epoch = after_cancel_fit = after_train  # then there is no `after_train`
 
-    def after_fit(self) -> None:
+    def after_validate(self) -> None:
         if self._fetches is not None:
+            self._clock = None
+
+    def after_fit(self) -> None:
+        if self._fetches is not None and self._starts is not None:
             self.learn.leave_fetches(self._fetches)
-            self._fetches = None
+            leave_starts(self._starts)
+            self._fetches = self._starts = None
         untrack_phases(self.learn, self._markers)
         if self._gather is not None:
             self._gather.close()
@@ -157,5 +168,5 @@ class StepTimer(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         of_a_fit: dict[str, Any] = {"_clock": None, "_markers": [], "_incidents": None, "_fetches": None}
-        of_a_fit["_gather"] = None
+        of_a_fit |= {"_gather": None, "_starts": None}
         return super().__getstate__() | of_a_fit

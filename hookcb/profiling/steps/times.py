@@ -17,9 +17,13 @@ from hookcb.records.tables import Column, fitted
 
 FIRST_BATCH = "first batch of an epoch"
 STEP_PHASES = (*PHASES, "other")
-DEVICE_PHASES = tuple(f"device_{phase}" for phase in STEP_PHASES)
+START = "start"  # of the loader: what would be "data" in the first batch of an epoch
+LABELS = {START: "start of the loader"}
+SHOWN_PHASES = (START, *STEP_PHASES)
+DEVICE_PHASES = tuple(f"device_{phase}" for phase in SHOWN_PHASES)
 DEVICE_TOTAL = "device_total"
 N_SHOWN = 5  # outliers in the report
+MIN_SHARE = 0.005  # of the time, from which the start of the loader is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +36,28 @@ class StepTime:
     Attributes:
         epoch: epoch of this fit, from 0.
         step: number of training batches before this one; in validation, of validation batches.
-        data: fetch of the batch, from the end of the previous step to `before_batch`.
+        start: start of the loader and of its workers, and fetch of the first batch of an epoch; 0 for others.
+        data: fetch of the batch, from the end of the previous step to `before_batch`; 0 for those first ones.
         forward: forward pass of the model.
         loss: loss function.
         backward: backward pass.
         optimizer: step of the optimizer, and `zero_grad`.
         callbacks: callbacks, at all events.
         other: time between the batches of a loop that is not a Learner's; in a Learner the time in which
-            hookcb waits for other ranks, 0 if there are none. In a loop that is not a Learner's, `data` is
-            the time in fetches of a DataLoader, and 0 if batches come from elsewhere.
+            hookcb waits for other ranks, 0 if there are none. In a loop that is not a Learner's, `start` and
+            `data` are the time in a DataLoader, and 0 if batches come from elsewhere.
         total: sum of the phases.
         n_samples: number of samples in the batch; None if it has no tensor.
         notes: incidents of the step: "first batch of an epoch", "cancelled", "validation", "compilation" …
-        device_data, device_forward, device_loss, device_backward, device_optimizer, device_callbacks,
-            device_other: seconds of the same phases on the device; None without CUDA, or until the device has
-            finished the step.
+        device_start, device_data, device_forward, device_loss, device_backward, device_optimizer,
+            device_callbacks, device_other: seconds of the same phases on the device; None without CUDA, or
+            until the device has finished the step.
         device_total: sum of these.
     """
 
     epoch: int
     step: int
+    start: float
     data: float
     forward: float
     loss: float
@@ -62,6 +68,7 @@ class StepTime:
     total: float
     n_samples: int | None = None
     notes: tuple[str, ...] = ()
+    device_start: float | None = None
     device_data: float | None = None
     device_forward: float | None = None
     device_loss: float | None = None
@@ -114,9 +121,10 @@ class Outlier:
     def __str__(self) -> str:
         happened = f"; {', '.join(self.notes)}" if self.notes else ""
         ratio = f"{self.ratio:,.0f}" if self.ratio >= 100 else f"{self.ratio:.3g}"
+        phase = LABELS.get(self.phase, self.phase)
         return printable(
             f"step {self.step}, epoch {self.epoch}: {duration(self.seconds)}, {ratio} times the "
-            f"median; {self.phase} took {duration(self.extra)} more than usual{happened}"
+            f"median; {phase} took {duration(self.extra)} more than usual{happened}"
         )
 
 
@@ -133,20 +141,29 @@ def step_time(row: Row, notes: Sequence[str] = (), on_device: Sequence[float] = 
         on_device: seconds of each phase on the device, if known.
     """
     total, seconds, epoch, step, n_samples = row
-    named: dict[str, Any] = dict(zip(STEP_PHASES, seconds, strict=True))
+    named: dict[str, Any] = dict(zip(SHOWN_PHASES, _with_start(seconds, notes), strict=True))
     if on_device:
-        named |= zip((*DEVICE_PHASES, DEVICE_TOTAL), (*on_device, sum(on_device)), strict=True)
+        shown = (*_with_start(on_device, notes), sum(on_device))
+        named |= zip((*DEVICE_PHASES, DEVICE_TOTAL), shown, strict=True)
     return StepTime(epoch, step, **named, total=total, n_samples=n_samples, notes=tuple(notes))
+
+
+def _with_start(seconds: Sequence[float], notes: Sequence[str]) -> tuple[float, ...]:
+    """Seconds of each of SHOWN_PHASES, from those of STEP_PHASES, the first of which is "data"."""
+    data, *others = seconds
+    return (data, 0.0, *others) if FIRST_BATCH in notes else (0.0, data, *others)
 
 
 def percentiles(steps: Sequence[StepTime], slowest: Sequence[StepTime] = ()) -> dict[str, Percentiles]:
     """Percentiles by phase, with "total"; with device times also "device_forward" ….
 
+    Those of "start" are over the first steps of epochs.
+
     Args:
         steps: one or more steps.
         slowest: more steps, which only count for the maximum.
     """
-    on_host = _percentiles(steps, slowest, (*STEP_PHASES, "total"))
+    on_host = _percentiles(steps, slowest, (*SHOWN_PHASES, "total"))
     timed, slow = ([x for x in group if x.device_total is not None] for group in (steps, slowest))
     return on_host | (_percentiles(timed, slow, (*DEVICE_PHASES, DEVICE_TOTAL)) if timed else {})
 
@@ -159,6 +176,8 @@ def _percentiles(
     by_name = {}
     for name in names:
         seconds = sorted(getattr(step, name) for step in steps)
+        if name.endswith(START):  # most steps have none
+            seconds = [x for x in seconds if x] or [0.0]
         p50, p90, p99 = (quantile(seconds, q) for q in (0.5, 0.9, 0.99))
         longest = max(seconds[-1], *(getattr(step, name) for step in slowest), 0.0)
         mean, share = math.fsum(seconds) / len(seconds), math.fsum(seconds) / whole if whole else math.nan
@@ -195,12 +214,12 @@ def outliers(steps: Sequence[StepTime], factor: float, usual: Sequence[StepTime]
         usual: steps whose medians to compare with, by default `steps`.
     """
     usual = usual or steps
-    medians = {name: statistics.median(getattr(x, name) for x in usual) for name in (*STEP_PHASES, "total")}
+    medians = {name: statistics.median(getattr(x, name) for x in usual) for name in (*SHOWN_PHASES, "total")}
     return [_outlier(step, medians) for step in steps if step.total > factor * medians["total"]]
 
 
 def _outlier(step: StepTime, medians: Mapping[str, float]) -> Outlier:
-    extra = {phase: getattr(step, phase) - medians[phase] for phase in STEP_PHASES}
+    extra = {phase: getattr(step, phase) - medians[phase] for phase in SHOWN_PHASES}
     phase = max(extra, key=lambda phase: extra[phase])
     ratio = step.total / medians["total"] if medians["total"] else math.inf
     return Outlier(step.epoch, step.step, step.total, ratio, phase, extra[phase], step.notes)
@@ -233,9 +252,10 @@ class StepReport(Printed):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # validation has no backward, for example
-        shown = [name for name in STEP_PHASES if self.phases[name].max]
+        shown = [name for name in SHOWN_PHASES if self.phases[name].max]
         names = [*shown, "total"]
-        table = fitted(names, names, self._columns(), options, title=self.title, head="phase")
+        labels = [LABELS.get(name, name) for name in names]
+        table = fitted(names, labels, self._columns(), options, title=self.title, head="phase")
         if shown:
             table.rows[-2].end_section = True
         yield table
@@ -267,8 +287,11 @@ def findings(phases: Mapping[str, Percentiles], slow: Sequence[Outlier], factor:
         slow: the outliers.
         factor: multiple of the median from which a step is an outlier.
     """
-    share = phases.get("device_data", phases["data"]).share  # idle time, on a device
-    lines = [f"{share:.0%} of the time is spent waiting for data"] if share else []  # 0: no fetch was seen
+    prefix = "device_" if DEVICE_TOTAL in phases else ""  # idle time, on a device
+    share, start = phases[f"{prefix}data"].share, phases[f"{prefix}{START}"].share
+    until = f", {start:.0%} for the loader to start" if start > MIN_SHARE else ""
+    # 0: no fetch was seen
+    lines = [f"{share:.0%} of the time is spent waiting for data{until}"] if share or until else []
     if not slow:
         return [*lines, f"no step took more than {factor:g} times the median"]
     first = sum(FIRST_BATCH in outlier.notes for outlier in slow)

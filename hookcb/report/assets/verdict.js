@@ -10,6 +10,8 @@ function seriesOf(page, shown) {
 }
 
 const placeOf = (finding) => finding.layer || finding.param;
+/** A name that reads as a number gets the word before it: "layer 0.1". */
+const asLayer = (name) => (/^\d+(\.\d+)*$/.test(name) ? `layer ${name}` : name);
 
 function whenOf({ step, last_step: last }) {
   if (step === null) return "";
@@ -24,7 +26,7 @@ function findingBox(page, finding, index, isMain) {
   const series = seriesOf(page, finding.shown_by);
   const place = placeOf(finding);
   const where =
-    place && make("button.link", { type: "button", click: () => layers.choose(place, true) }, place);
+    place && make("button.link", { type: "button", click: () => layers.choose(place, true) }, asLayer(place));
   const kind = finding.kind ? `(${finding.kind})` : "";
   const facts = [where, kind, whenOf(finding), onRanks(finding)]
     .filter(Boolean)

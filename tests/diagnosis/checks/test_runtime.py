@@ -1,10 +1,12 @@
 """Waiting for data or a rank, and growing memory, made up; and that no check raises, whatever it is given."""
 
 import math
+import os
 import random
 
 import pytest
 
+from hookcb.core.threads import n_cores
 from hookcb.diagnosis.checks import attenuated as checks_attenuated
 from hookcb.diagnosis.checks import dead_units as checks_dead_units
 from hookcb.diagnosis.checks import exploding as checks_exploding
@@ -57,6 +59,32 @@ def test_waiting_for_data_is_told(wait, severity):
     assert (found.code, found.severity) == ("time.data_bound", severity)
     assert found.value == pytest.approx(10 * wait)
     assert "ms" in found.message
+
+
+@pytest.mark.parametrize(
+    ("n", "advised"),
+    [
+        (1, "num_workers=1, as this process may use 1 processor"),
+        (2, "num_workers=2, as this process may use 2 processors"),
+        (4, "num_workers=4"),
+        (64, "num_workers=4"),
+    ],
+)
+def test_no_more_workers_are_advised_than_the_process_may_use_processors(monkeypatch, n, advised):
+    monkeypatch.setattr(os, "process_cpu_count", lambda: n, raising=False)
+    found = only(waiting_for_data, timed(0.08, 0.1))
+    assert found.next_steps[0] == f"Give the DataLoader persistent_workers=True and {advised}"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes have no affinity here")
+def test_processors_count_that_the_process_may_use():
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert n_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert n_cores() == len(before)
 
 
 @pytest.mark.parametrize(("wait", "batch"), [(0.02, 0.1), (0.002, 0.003), (1e-9, 1e-9)])

@@ -120,14 +120,14 @@ def test_the_steps_of_a_recurrent_layer_follow_each_other(kind, found):
     evidence.layers["b"] = Layer("b", kind, f"{kind} 8→8", 1)
     assert codes(slow_layer, evidence) == ["b"] * found
     assert found or only(slow_layer, evidence) == Skipped(
-        "b takes 95% of the forward, 20.0 of 21.0 ms, but its steps follow each other"
+        "Layer b takes 95% of the forward, 20.0 of 21.0 ms, but its steps follow each other"
     )
 
 
 def test_a_layer_of_unknown_work_is_not_ruled_out():
     evidence = layers({"a": 0.001, "b": 0.02}, {"a": 1e6, "b": math.inf})
     assert only(slow_layer, evidence) == Skipped(
-        "b takes 95% of the forward, 20.0 of 21.0 ms, but the work of an operation is unknown"
+        "Layer b takes 95% of the forward, 20.0 of 21.0 ms, but the work of an operation is unknown"
     )
     evidence.layer_seconds["c"] = 0.04  # it is slow beside the first one
     assert codes(slow_layer, evidence) == ["c"]

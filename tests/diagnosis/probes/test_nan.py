@@ -33,7 +33,7 @@ def net(*middle):
 def test_the_layer_that_makes_it_is_named_with_its_operation():
     finding = found(net(Log()))
     assert (finding.code, finding.layer, finding.step) == ("nonfinite.first", "1", 0)
-    assert "comes from log in the forward of 1 (Log)" in finding.message
+    assert "comes from log in the forward of layer 1 (Log)" in finding.message
 
 
 def test_an_input_that_is_not_finite_is_told_as_that():

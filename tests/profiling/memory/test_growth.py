@@ -58,7 +58,9 @@ def test_a_list_of_predictions_is_found_with_the_layer_that_made_them(what):
     growth = watch(mlp(), batches_for(N), [Keeps(what)]).growth()
     assert growth.slope == pytest.approx(BS * 3 * FLOAT)
     assert list(growth.layers) == ["2"]
-    assert "96 bytes per step (standard error 0 bytes); still alive from earlier batches: 2 " in str(growth)
+    assert "96 bytes per step (standard error 0 bytes); still alive from earlier batches: layer 2 " in str(
+        growth
+    )
 
 
 def test_a_loss_that_keeps_the_whole_graph_is_found_with_all_its_layers():

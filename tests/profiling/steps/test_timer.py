@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import pickle
+import re
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from hookcb import (
     Callback,
@@ -24,11 +26,12 @@ from hookcb import (
     Compile,
     GradientAccumulation,
     Learner,
+    watch,
 )
 from hookcb.profiling.phases import PHASES, PhaseMarker
 from hookcb.profiling.steps import clock as step_clock
 from hookcb.profiling.steps.timer import StepTimer
-from hookcb.profiling.steps.times import FIRST_BATCH, STEP_PHASES
+from hookcb.profiling.steps.times import FIRST_BATCH, SHOWN_PHASES
 from tests.support import (
     CANCELS,
     EVENTS,
@@ -67,7 +70,7 @@ def timed(learn, n_epoch=1, cbs=(), **kwargs):
 
 def slept(step):
     """The phases that a planted sleep shows in, by how many sleeps."""
-    found = {phase: round(getattr(step, phase) / SLEEP) for phase in PHASES}
+    found = {phase: round(getattr(step, phase) / SLEEP) for phase in SHOWN_PHASES}
     return {phase: n for phase, n in found.items() if n}
 
 
@@ -150,7 +153,8 @@ def test_what_takes_long_shows_in_its_phase(clock, where, phase, bare):
         learn.fit(1, cbs=(timer := StepTimer()))
     else:
         timer = timed(learn)
-    assert [slept(step) for step in timer.times] == [{phase: 1}] * 3
+    first = {"start" if phase == "data" else phase: 1}
+    assert [slept(step) for step in timer.times] == [first, {phase: 1}, {phase: 1}]
 
 
 @pytest.mark.parametrize(
@@ -187,8 +191,68 @@ def test_the_start_of_a_loader_is_in_the_first_step_of_an_epoch(clock):
     learn = make_learner()
     learn.dls = type(learn.dls)(SlowToStart(learn.dls.train, clock), None)
     timer = timed(learn, 2)
-    assert [slept(step) for step in timer.times] == [{"data": 1}, {}, {}] * 2
+    assert [slept(step) for step in timer.times] == [{"start": 1}, {}, {}] * 2
+    found = timer.percentiles()["start"]
+    assert (found.p50, found.max) == pytest.approx((SLEEP, SLEEP), rel=0.01)
+    text = " ".join(str(timer.report()).split())
+    assert re.search(r"start of the loader.*100%", text)
+    assert "0% of the time is spent waiting for data, 100% for the loader to start" in text
+    assert "start of the loader took" in text
     assert [step.notes for step in timer.times] == [(FIRST_BATCH,), (), ()] * 2
+
+
+class Samples(Dataset):
+    """Samples of which each takes a sleep to read."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        self.clock.sleep()
+        return torch.ones(2), torch.ones(1)
+
+
+class StartingLoader(DataLoader):
+    """Takes two sleeps to start, as one with workers does."""
+
+    def _get_iterator(self):
+        self.dataset.clock.sleep()
+        self.dataset.clock.sleep()
+        return super()._get_iterator()
+
+
+@pytest.mark.parametrize("tells_epochs", [True, False])
+def test_in_a_watch_the_start_of_a_loader_is_in_the_first_step_of_an_epoch_too(clock, tells_epochs):
+    model, loader, other = make_model(), StartingLoader(Samples(clock)), StartingLoader(Samples(clock))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, StepTimer()) as w:
+        next(iter(other))  # a look at a batch before the training
+        for _ in range(2):
+            for x, y in loader:
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+            if tells_epochs:
+                w.end_epoch()
+                list(other)  # of a validation
+    assert [slept(step) for step in w.step_timer.times] == [{"start": 3}, {"data": 1}] * 2
+    assert w.step_timer.times[0].total == pytest.approx(3 * SLEEP, rel=0.1)
+    assert [step.notes for step in w.step_timer.times] == [(FIRST_BATCH,), ()] * 2
+
+
+def test_in_a_watch_one_iterator_for_all_epochs_starts_once(clock):
+    model, batches = make_model(), iter(StartingLoader(Samples(clock), sampler=[0, 1] * 4))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, StepTimer()) as w:
+        for _ in range(2):
+            for _ in range(3):
+                x, y = next(batches)
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+            w.end_epoch()
+    assert [slept(step) for step in w.step_timer.times] == [{"start": 1}, {"data": 1}, {"data": 1}] * 2
 
 
 def test_a_look_for_a_batch_that_does_not_come_is_in_no_step(clock):
@@ -208,11 +272,13 @@ def test_the_phases_add_up_and_the_fields_say_which_step_it_is():
     timer = timed(learn, 2)
     assert [(step.epoch, step.step) for step in timer.times] == [(i // 4, i) for i in range(8)]
     for step in timer.times:
-        assert all(getattr(step, phase) > 0 for phase in PHASES)
-        assert step.total == pytest.approx(sum(getattr(step, phase) for phase in PHASES))
+        waited = ("data", "start") if FIRST_BATCH in step.notes else ("start", "data")
+        assert [getattr(step, phase) > 0 for phase in waited] == [False, True]
+        assert all(getattr(step, phase) > 0 for phase in PHASES if phase != "data")
+        assert step.total == pytest.approx(sum(getattr(step, phase) for phase in SHOWN_PHASES))
         assert step.device_total is None
     assert timer.samples_per_second > 0
-    assert set(timer.percentiles()) == {*STEP_PHASES, "total"}
+    assert set(timer.percentiles()) == {*SHOWN_PHASES, "total"}
 
 
 def test_by_the_real_clock_a_slow_loader_shows_in_data():
@@ -225,7 +291,8 @@ def test_by_the_real_clock_a_slow_loader_shows_in_data():
     learn = make_learner(2)
     learn.dls = type(learn.dls)(Slow(learn.dls.train, None), None)
     timer = timed(learn)
-    assert all(step.data >= 0.05 for step in timer.times)
+    assert [step.start >= 0.05 for step in timer.times] == [True, False]
+    assert timer.times[1].data >= 0.05
     assert timer.percentiles()["data"].share > timer.percentiles()["forward"].share
 
 
@@ -390,7 +457,7 @@ def test_steps_of_validation_are_timed_where_asked(clock):
         (1, 0, 4),
         (1, 1, 4),
     ]
-    assert [slept(step) for step in timer.valid_times] == [{"data": 1}] * 4
+    assert [slept(step) for step in timer.valid_times] == [{"start": 1}, {"data": 1}] * 2
     assert all(step.backward == step.optimizer == 0.0 for step in timer.valid_times)
     assert [step.notes for step in timer.valid_times] == [(FIRST_BATCH,), ()] * 2
     assert len(timer.times) == 6
@@ -451,7 +518,7 @@ def test_a_batch_that_dies_is_out_and_what_was_before_can_be_read(clock):
     with pytest.raises(SaysSo):
         fit(make_learner(), cbs=[timer, spy([], "a", {("after_loss", 2): SaysSo(1, 2)})])
     assert [step.step for step in timer.times] == [0, 1]
-    assert len(timer.report().phases) == len(STEP_PHASES) + 1
+    assert len(timer.report().phases) == len(SHOWN_PHASES) + 1
 
 
 def test_a_fit_forgets_the_one_before():
