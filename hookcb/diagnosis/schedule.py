@@ -51,6 +51,4 @@ class Schedule:
         """Rule by which the budget has reduced the choice so far; "" if it has not."""
         if self.n_batches <= N_FREE:
             return ""
-        return (
-            f"from batch {N_FREE} on, {100 * self.budget:g}% of them, or one each time their number doubles"
-        )
+        return f"from batch {N_FREE} on about {100 * self.budget:g}% of them"

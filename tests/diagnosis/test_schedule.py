@@ -63,7 +63,7 @@ def test_the_rule_is_told_once_it_has_thinned_looks():
     schedule = Schedule(0.02)
     rules = [schedule.rule for _ in range(40) if schedule.is_due() or True]
     assert set(rules[:20]) == {""}
-    assert set(rules[20:]) == {"from batch 20 on, 2% of them, or one each time their number doubles"}
+    assert set(rules[20:]) == {"from batch 20 on about 2% of them"}
 
 
 # ---- in a training
@@ -124,7 +124,7 @@ def test_the_verdict_is_the_same_whatever_the_clock_says(monkeypatch, accumulate
 def test_the_verdict_says_by_which_rule_later_batches_were_looked_at():
     learn = make_learner(30, 0, lr=0.01)
     verdict = fit(learn, 1, cbs=Diagnose(show=False, budget=0.5)).diagnose()
-    rule = "from batch 20 on, 50% of them, or one each time their number doubles"
+    rule = "from batch 20 on about 50% of them"
     assert verdict.coverage[0] == f"30 batches, 11 of them closely ({rule})"
     short = fit(make_learner(12, 0, lr=0.01), 1, cbs=Diagnose(show=False)).diagnose()
     assert short.coverage[0] == "12 batches, 8 of them closely"
