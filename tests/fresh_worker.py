@@ -1,5 +1,6 @@
 """Runs a script in a process started by `tests.support.start`."""
 
+import multiprocessing
 import os
 import runpy
 import sys
@@ -10,6 +11,8 @@ def run(argv, log):
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # or a worker of a DataLoader would be forked from a process that first imports torch
+    multiprocessing.set_start_method(None, force=True)
     how, *sys.argv = argv if argv[0] in ("-c", "-m") else ("", *argv)
     if how == "-c":
         exec(compile(sys.argv[0], "<string>", "exec"), {"__name__": "__main__"})
