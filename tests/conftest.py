@@ -15,6 +15,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 N_MODULES = pytest.StashKey[int]()  # that were loaded when garbage collection last exempted them
 
 
+def pytest_configure(config):
+    """Keep bytecode, in pytest's cache, where Python has been told not to keep it beside sources.
+
+    Otherwise each process that tests start compiles the modules of torch again, for seconds.
+    """
+    if sys.dont_write_bytecode and hasattr(config, "cache"):
+        folder = str(config.cache.mkdir("bytecode"))
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.dont_write_bytecode = False
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Exempt imported objects, which live to the end, from garbage collection now and in all tests."""
