@@ -110,7 +110,7 @@ class Operators(TorchDispatchMode):
 
 
 def work_of_a_batch(n_layers, *cbs, at=520):
-    """Calls of torch's operators and of hookcb's modules in a batch, after those in which steps are checked."""
+    """Calls of torch's operators and hookcb's modules in a batch, after those whose steps are checked."""
     operators, calls = Operators(), Counter()
 
     def count(frame, event, arg):
