@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import sys
 import traceback
@@ -100,6 +101,15 @@ def fresh_dynamo():
     _dynamo.reset()
     yield
     _dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """Begin each test with the same random numbers, whatever ran before it in this process."""
+    import torch
+
+    torch.default_generator.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)

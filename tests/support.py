@@ -371,6 +371,11 @@ def covering(*lists, of=2):
     ]
 
 
+def each(nth, values):
+    """Parameters of which each `nth` is quick to know from; the others are slow."""
+    return [pytest.param(x, marks=() if i % nth == 0 else pytest.mark.slow) for i, x in enumerate(values)]
+
+
 def start(*argv, log):
     """Start a process that acts like `python *argv`, with its output in the file `log`.
 
