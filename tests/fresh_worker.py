@@ -5,9 +5,12 @@ import os
 import runpy
 import sys
 
+import torch
+
 
 def run(argv, log):
-    """Act like `python *argv`, with the output in the file `log`."""
+    """Act like `python *argv`, with the output in the file `log`, and one thread for tensors."""
+    torch.set_num_threads(1)  # a variable of the environment comes too late
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -373,7 +373,10 @@ def covering(*lists, of=2):
 
 def each(nth, values):
     """Parameters of which each `nth` is quick to know from; the others are slow."""
-    return [pytest.param(x, marks=() if i % nth == 0 else pytest.mark.slow) for i, x in enumerate(values)]
+    return [
+        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=() if i % nth == 0 else pytest.mark.slow)
+        for i, x in enumerate(values)
+    ]
 
 
 def start(*argv, log):

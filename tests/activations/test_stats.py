@@ -35,7 +35,7 @@ from tests.activations.support import (
     watch_all,
 )
 from tests.hooks import support as zoo
-from tests.support import PACKED, fit
+from tests.support import PACKED, covering, fit
 
 
 def stats_of(x, **options):
@@ -665,9 +665,14 @@ def test_moments_that_are_merged_later_are_in_float64(n, dtype):
         )
 
 
-@pytest.mark.parametrize("ratio", [0, 2, 5, 8, 15, 40, 1e4])
-@pytest.mark.parametrize("n", [1_000, 8_192, 8_193, 65_536, 131_072, 1_000_000])
-@pytest.mark.parametrize("kind", ["two values", "tiles", "normal"])
+@pytest.mark.parametrize(
+    ("ratio", "n", "kind"),
+    covering(
+        [0, 2, 5, 8, 15, 40, 1e4],
+        [1_000, 8_192, 8_193, 65_536, 131_072, 1_000_000],
+        ["two values", "tiles", "normal"],
+    ),
+)
 def test_the_std_of_few_distinct_values_is_exact_too(kind, n, ratio):
     """Their squares are rounded alike, so that errors add up rather than cancel."""
     generator = torch.Generator().manual_seed(0)
