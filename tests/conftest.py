@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 import sys
 import traceback
@@ -26,9 +27,18 @@ N_MODULES = pytest.StashKey[int]()  # that were loaded when garbage collection l
 
 
 def pytest_configure(config):
-    """Hide GPUs from tests that are not about them, so that these are the same on every machine."""
+    """Hide GPUs from tests that are not about them, and keep bytecode in pytest's cache.
+
+    So tests are the same on every machine. Where Python has been told not to keep bytecode beside sources,
+    each process that tests start would compile the modules of torch again, for seconds.
+    """
     if "cuda" not in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if sys.dont_write_bytecode and hasattr(config, "cache"):
+        folder = str(config.cache.mkdir("bytecode"))
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = folder
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(wrapper=True)
@@ -116,6 +126,15 @@ def fresh_dynamo():
     _dynamo.reset()
     yield
     _dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """Begin each test with the same random numbers, whatever ran before it in this process."""
+    import torch
+
+    torch.default_generator.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,21 @@
 """Runs a script in a process started by `tests.support.start`."""
 
+import multiprocessing
 import os
 import runpy
 import sys
 
+import torch
+
 
 def run(argv, log):
-    """Act like `python *argv`, with the output in the file `log`."""
+    """Act like `python *argv`, with the output in the file `log`, and one thread for tensors."""
+    torch.set_num_threads(1)  # a variable of the environment comes too late
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # or a worker of a DataLoader would be forked from a process that first imports torch
+    multiprocessing.set_start_method(None, force=True)
     how, *sys.argv = argv if argv[0] in ("-c", "-m") else ("", *argv)
     if how == "-c":
         exec(compile(sys.argv[0], "<string>", "exec"), {"__name__": "__main__"})

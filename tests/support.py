@@ -3,6 +3,8 @@
 import collections
 import gc
 import io
+import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -360,6 +362,39 @@ def in_terminal(summary, width=200):
 def attention(b, q, k, d, dv=None):
     """Multiply-adds of `b` × `q` queries of width `d` on `k` keys, with values of width `dv`."""
     return b * q * k * (d + (d if dv is None else dv))
+
+
+def covering(*lists, of=2):
+    """Parameters from the product of `lists` in which any `of` values occur together; the rest is slow."""
+    lists = [list(values) for values in lists]
+    sizes, seen, taken = list(map(len, lists)), set(), set()
+    longest = sizes.index(max(sizes))
+
+    def offsets(row):  # from a diagonal, along which all values change at once
+        return [(row[longest] - i) % n for i, n in zip(row, sizes, strict=True)]
+
+    rows = sorted(itertools.product(*map(range, sizes)), key=offsets)
+    groups = {row: set(itertools.combinations(enumerate(row), of)) for row in rows}
+    for n_new in range(math.comb(len(lists), of), 0, -1):  # those first that bring most at once
+        for row, group in groups.items():
+            if len(group - seen) == n_new:
+                taken.add(row)
+                seen |= group
+    return [
+        pytest.param(
+            *(values[i] for values, i in zip(lists, row, strict=True)),
+            marks=() if row in taken else pytest.mark.slow,
+        )
+        for row in sorted(rows)
+    ]
+
+
+def each(nth, values):
+    """Parameters of which each `nth` is quick to know from; the others are slow."""
+    return [
+        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=() if i % nth == 0 else pytest.mark.slow)
+        for i, x in enumerate(values)
+    ]
 
 
 def start(*argv, log):

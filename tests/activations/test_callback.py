@@ -48,6 +48,7 @@ from tests.support import (
     Pair,
     X,
     Y,
+    covering,
     fit,
     make_batches,
     make_learner,
@@ -371,9 +372,7 @@ def test_a_forward_that_fails_after_the_layer_leaves_no_record_of_its_batch(erro
     assert ids(stats.stats) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("on_valid", [False, True])
-@pytest.mark.parametrize("event", BATCH)
+@pytest.mark.parametrize(("event", "on_valid", "order"), covering(BATCH, [False, True], ORDERS))
 def test_a_validation_in_the_middle_of_a_batch_leaves_records_as_they_are(event, on_valid, order):
     def run(*cbs):
         stats = tags(on_valid=on_valid, every=2)
@@ -453,8 +452,7 @@ def test_an_appending_fit_keeps_no_more_than_asked_for_and_goes_on_after_an_inte
     assert stats.stats[-1]["tag"]["mean"] == 8
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("keep", [2, 3, 4, 5, 8, 13])
+@pytest.mark.parametrize(("keep", "every"), covering([2, 3, 4, 5, 8, 13], [1, 3], of=1))
 def test_kept_records_are_spread_evenly_over_the_run_and_the_newest_is_the_last(keep, every):
     seen = []
     stats, unread = tags(keep=keep, every=every), tags(keep=keep, every=every, name="unread")

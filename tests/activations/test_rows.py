@@ -10,7 +10,7 @@ from torch import nn
 from hookcb import ActivationRecords, ActivationStats, Callback, CancelBatchException
 from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS, Rows
 from tests.activations.support import INF, NAN
-from tests.support import fit, make_learner
+from tests.support import covering, fit, make_learner
 
 
 def randn(*shape, seed=0):
@@ -62,9 +62,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("of", ODD.values(), ids=ODD.keys())
-@pytest.mark.parametrize("phases", [("train",), ("train", "train", "valid")], ids=["train", "both"])
-def test_rows_change_no_record(of, phases):
+@pytest.mark.parametrize(("name", "phases"), covering(ODD, [("train",), ("train", "train", "valid")], of=1))
+def test_rows_change_no_record(name, phases):
+    of = ODD[name]
     batches = [[(f"layer{k}", of(step, k)) for k in range(4)] for step in range(2 * MAX_BATCHES + 10)]
     assert same(recorded(batches, True, phases=phases), recorded(batches, False, phases=phases))
 

@@ -1,9 +1,6 @@
 """No callback waits for a GPU during a batch, except those that say so."""
 
 import json
-import os
-import subprocess
-import sys
 import traceback
 import warnings
 
@@ -12,7 +9,7 @@ import torch
 from torch.utils import backend_registration
 
 from tests.contract import pretend_worker, support
-from tests.support import notice_waits
+from tests.support import notice_waits, start
 
 WAIT = {"DetectAnomaly", "Log", "NanTrace", "TerminateOnNaN"}  # as their docstrings say, or autograd's
 OPTIONS_THAT_WAIT = {
@@ -29,12 +26,12 @@ WARNINGS = warnings.__file__
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="needs a newer PyTorch",
 )
-def test_no_callback_waits_for_a_device_that_is_not_there(tmp_path):
-    found = tmp_path / "found.json"
-    command = [sys.executable, pretend_worker.__file__, found]
-    env = os.environ | {"PYTHONPATH": str(pretend_worker.ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_no_callback_waits_for_a_device_that_is_not_there(tmp_path, monkeypatch):
+    found, log = tmp_path / "found.json", tmp_path / "log"
+    monkeypatch.chdir(tmp_path)
+    process = start(pretend_worker.__file__, found, log=log)
+    process.join(90)
+    assert process.exitcode == 0, log.read_text()[-2000:]
     waited = json.loads(found.read_text())
     assert set(waited) == {*EACH, *PLANTED}
     for name in [name for name in waited if name.startswith("MixedPrecision")]:

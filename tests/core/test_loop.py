@@ -33,6 +33,7 @@ from tests.support import (
     EVENTS,
     VALID,
     SaysSo,
+    covering,
     events,
     fit,
     make_batches,
@@ -152,16 +153,18 @@ RAISED = [*CANCELS.values(), ValueError, KeyboardInterrupt]
 
 
 def moments():
-    """Every event with those of its first and fourth occurrence that there are."""
+    """Each event with each error, at its first or at its fourth occurrence; at the other one it is slow."""
     for event in EVENTS:
         hand = HandLoop(2, make_batches(2), make_batches(2), make_model(), primary_plan(event))
         hand.fit()
-        yield from ((event, nth) for nth in (0, 3) if nth < hand.counts[event])
+        occurrences = [nth for nth in (0, 3) if nth < hand.counts[event]]
+        for k, (raised, nth) in enumerate(itertools.product(RAISED, occurrences)):
+            is_slow = nth != occurrences[k // len(occurrences) % len(occurrences)]
+            yield pytest.param(event, nth, raised, marks=pytest.mark.slow if is_slow else ())
 
 
-@pytest.mark.parametrize("raised", RAISED)
-@pytest.mark.parametrize(("event", "nth"), list(moments()))
-def test_what_fires_and_what_is_trained_agrees_with_a_loop_written_by_hand(event, raised, nth):
+@pytest.mark.parametrize(("event", "nth", "raised"), list(moments()))
+def test_what_fires_and_what_is_trained_agrees_with_a_loop_written_by_hand(event, nth, raised):
     plan = {**primary_plan(event), (event, nth): raised("why")}
     train, valid = make_batches(2), make_batches(2, seed=1)
     hand = HandLoop(2, train, valid, make_model(), plan)
@@ -693,8 +696,7 @@ def without(kind, cbs):
     return learn
 
 
-@pytest.mark.parametrize("kind", OURS)
-@pytest.mark.parametrize("event", MOMENTS)
+@pytest.mark.parametrize(("event", "kind"), covering(MOMENTS, OURS, of=1))
 def test_ours_can_be_added_at_any_event_of_a_fit_and_removed_at_any(kind, event):
     cb = OURS[kind]()
     calls = itertools.count()
@@ -715,8 +717,7 @@ def test_ours_can_be_added_at_any_event_of_a_fit_and_removed_at_any(kind, event)
     assert count_hooks(learn.model) == 0
 
 
-@pytest.mark.parametrize("kind", OURS)
-@pytest.mark.parametrize("event", MOMENTS)
+@pytest.mark.parametrize(("event", "kind"), covering(MOMENTS, OURS, of=1))
 def test_ours_can_be_switched_on_and_off_at_any_event_of_a_fit(kind, event):
     cb = OURS[kind]()
     cb.run = False
@@ -752,9 +753,12 @@ NESTED = [(e, "train") for e in ("before_fit", "before_epoch", "before_train", *
 NESTED += [(e, "valid") for e in (*VALID, "after_epoch", "after_fit")]
 
 
-@pytest.mark.parametrize(("event", "phase"), NESTED)
-@pytest.mark.parametrize(("what", "order"), [("validate", -1), ("get_preds", 99), ("failing", 99)])
-def test_validating_inside_a_fit_leaves_the_loop_and_its_records_as_they_were(event, phase, what, order):
+@pytest.mark.parametrize(
+    ("place", "act"), covering(NESTED, [("validate", -1), ("get_preds", 99), ("failing", 99)], of=1)
+)
+def test_validating_inside_a_fit_leaves_the_loop_and_its_records_as_they_were(place, act):
+    (event, phase), (what, order) = place, act
+
     class Total:
         """A metric object, whose state a nested validation would wipe."""
 

@@ -20,6 +20,7 @@ from hookcb import (
 from hookcb.core.events import BATCH_EVENTS
 from hookcb.diagnosis import recorder
 from hookcb.diagnosis.attached import AttachedNotes
+from tests.support import each
 
 N = 200
 
@@ -101,7 +102,7 @@ IN_BATCH = "before_batch", "after_pred", "after_loss", "before_backward", "after
 @pytest.mark.parametrize(
     ("event", "kind"),
     [
-        *((event, CancelBatchException) for event in IN_BATCH),
+        *each(3, [(event, CancelBatchException) for event in IN_BATCH]),
         ("before_backward", CancelBackwardException),
         ("before_step", CancelStepException),
     ],
@@ -113,7 +114,7 @@ def test_batches_that_are_cut_short_in_its_sleep_are_counted_as_when_it_is_awake
     assert facts(asleep) == facts(awake)
 
 
-@pytest.mark.parametrize("event", [*IN_BATCH, "after_step", "after_batch"])
+@pytest.mark.parametrize("event", each(3, [*IN_BATCH, "after_step", "after_batch"]))
 def test_a_fit_that_ends_in_its_sleep_is_known_up_to_the_batch_before(monkeypatch, event):
     def end(cb):
         if cb.learn.train_iter == 140:

@@ -25,7 +25,17 @@ from tests.profiling.support import (
     tree,
     whole,
 )
-from tests.support import Net, fit, in_terminal, make_batches, make_learner, make_model, same, weights
+from tests.support import (
+    Net,
+    covering,
+    fit,
+    in_terminal,
+    make_batches,
+    make_learner,
+    make_model,
+    same,
+    weights,
+)
 
 WINDOW = {"wait": 1, "warmup": 1, "active": 2}
 NET = [
@@ -661,8 +671,9 @@ silence = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor tha
 
 
 @silence
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("way", ["torch.compile", "model.compile"])
+@pytest.mark.parametrize(
+    ("way", "called_before"), covering(["torch.compile", "model.compile"], [False, True], of=1)
+)
 def test_a_compiled_model_is_compiled_once_and_is_one_row(way, called_before, fresh_dynamo, tmp_path):
     plain = compiled(way)
     fit(learner(plain, 6))

@@ -37,6 +37,8 @@ from tests.support import (
     CANCELS,
     EVENTS,
     SaysSo,
+    covering,
+    each,
     fit,
     make_batches,
     make_learner,
@@ -295,7 +297,8 @@ FIRST, LAST = -2000, 2000  # before and behind all callbacks of the package
 
 
 @pytest.mark.parametrize(
-    ("level", "event", "order"), [(*what, (FIRST, LAST)[k % 2]) for k, what in enumerate(CANCELLED)]
+    ("level", "event", "order"),
+    each(2, [(*what, (FIRST, LAST)[k // 2 % 2]) for k, what in enumerate(CANCELLED)]),
 )
 def test_a_cancelled_batch_is_a_step_and_its_ranges_are_closed(level, event, order, tmp_path):
     log = []
@@ -317,9 +320,14 @@ def test_a_cancelled_batch_is_a_step_and_its_ranges_are_closed(level, event, ord
     profiler.layers(), profiler.report()
 
 
-@pytest.mark.parametrize("event", ["before_batch", "after_loss"])
-@pytest.mark.parametrize("cancel", [CancelValidException, CancelBatchException, CancelEpochException])
-@pytest.mark.parametrize("on", ["valid", "all", "train"])
+@pytest.mark.parametrize(
+    ("cancel", "on", "event"),
+    covering(
+        [CancelValidException, CancelBatchException, CancelEpochException],
+        ["valid", "all", "train"],
+        ["before_batch", "after_loss"],
+    ),
+)
 def test_cancels_in_a_validation_leave_a_whole_trace(cancel, event, on, tmp_path):
     plan = {(event, 4): cancel()}  # three batches of training come first
     with warnings.catch_warnings(action="ignore"):
@@ -338,7 +346,7 @@ def enders():
     return [(event, *how) for event, how in product(EVENTS, raised)]
 
 
-@pytest.mark.parametrize(("event", "make", "order"), enders())
+@pytest.mark.parametrize(("event", "make", "order"), each(2, enders()))
 def test_whatever_ends_a_fit_inside_the_window_leaves_a_trace_and_nothing_else(event, make, order, tmp_path):
     error = make()
     k = 0 if event.endswith(("fit", "train", "validate", "epoch")) and not event.startswith("before") else 1
@@ -428,9 +436,13 @@ def breaking(where, error):
 
 
 @pytest.mark.parametrize(
-    "error", [SaysSo(1, 2), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__
+    ("where", "error"),
+    covering(
+        ["data", "forward", "loss", "backward", "optimizer"],
+        [SaysSo(1, 2), KeyboardInterrupt(), SystemExit(3)],
+        of=1,
+    ),
 )
-@pytest.mark.parametrize("where", ["data", "forward", "loss", "backward", "optimizer"])
 def test_an_error_in_any_part_of_a_step_closes_all_ranges(where, error, tmp_path):
     learn = breaking(where, error)
     profiler = ProfilerCallback(**ALL, active=4, trace=tmp_path)
@@ -691,10 +703,13 @@ def test_a_copy_made_inside_the_window_runs_on_its_own():
 
 @pytest.mark.parametrize(
     ("event", "order"),
-    [
-        (event, (FIRST, LAST)[k % 2])
-        for k, event in enumerate([*WITHIN_BATCH, "before_validate", "after_epoch"])
-    ],
+    each(
+        2,
+        [
+            (event, (FIRST, LAST)[k // 2 % 2])
+            for k, event in enumerate([*WITHIN_BATCH, "before_validate", "after_epoch"])
+        ],
+    ),
 )
 def test_taken_off_inside_the_window_it_gives_back_all_and_keeps_what_it_has(event, order, tmp_path):
     def remove(cb):
@@ -774,9 +789,13 @@ def test_before_any_fit_the_other_uses_work_as_without():
 
 
 @pytest.mark.parametrize(
-    "event", ["before_batch", "after_pred", "after_backward", "after_step", "after_batch"]
+    ("event", "on"),
+    covering(
+        ["before_batch", "after_pred", "after_backward", "after_step", "after_batch"],
+        ["train", "valid", "all"],
+        of=1,
+    ),
 )
-@pytest.mark.parametrize("on", ["train", "valid", "all"])
 def test_a_validation_in_the_middle_of_a_batch_does_no_harm(event, on, tmp_path):
     def look(cb):
         if cb.training and cb.train_iter in (1, 2):

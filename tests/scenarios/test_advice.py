@@ -22,6 +22,7 @@ from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.registry import Passed
 from hookcb.diagnosis.verdict import Finding
+from tests.support import covering
 
 N = 60  # batches
 STAYS = [1.0] * N
@@ -91,9 +92,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.filterwarnings("ignore:(ERROR|WARNING)  ")
-@pytest.mark.parametrize("times", [10, 100, 1000])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_learning_rate_divided_as_advised_trains(name, times):
+@pytest.mark.parametrize(("times", "name"), covering([100, 1000, 10], OPTIMIZERS, of=1))
+def test_a_learning_rate_divided_as_advised_trains(times, name):
     make_opt, lr = OPTIMIZERS[name]
     verdict, after = train(make_opt, times * lr)
     said = " ".join(verdict.primary.next_steps) if verdict.primary else ""

@@ -88,10 +88,10 @@ def add_optimizer(loop, i):
     [
         ({}, ()),
         ({"report": True}, ()),
-        ({"begin": scale_rate}, ()),
-        ({"act": validate}, ()),
+        pytest.param({"begin": scale_rate}, (), marks=pytest.mark.slow),
+        pytest.param({"act": validate}, (), marks=pytest.mark.slow),
         ({"act": skip_some}, ("looks",)),  # one batch earlier, as a step that is missing is noticed late
-        ({"act": add_optimizer}, ()),
+        pytest.param({"act": add_optimizer}, (), marks=pytest.mark.slow),
         ({"ends": 140}, ("waits",)),  # of the batch that is not over
     ],
     ids=["plain", "reported", "rates", "validation", "skipped steps", "another optimizer", "interrupted"],

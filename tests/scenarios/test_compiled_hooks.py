@@ -11,6 +11,7 @@ from hookcb.hooks.hook import Hooks, hook_outputs
 from hookcb.testing import assert_no_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import batches, fit, learner, numbers, three_layers
+from tests.support import covering
 
 WAYS = ["torch.compile", "model.compile"]
 WAYS_AND_BACKENDS = [("torch.compile", "eager"), ("model.compile", "aot_eager")]
@@ -47,14 +48,14 @@ def weights(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("way", "backend"), WAYS_AND_BACKENDS)
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("make_cb", [means, gradients])
-def test_a_compiled_model_is_watched_as_the_same_model_without_compile(way, backend, called_before, make_cb):
+@pytest.mark.parametrize(
+    ("how", "called_before", "make_cb"), covering(WAYS_AND_BACKENDS, [False, True], [means, gradients], of=1)
+)
+def test_a_compiled_model_is_watched_as_the_same_model_without_compile(how, called_before, make_cb):
     model, plain = three_layers(), three_layers()
     n_valid = 0 if called_before else 2  # in either way it runs in eval mode too
     fit(plain, expected := make_cb(), n_epoch=2, n_valid=n_valid)
-    model = compiled(model, way, backend)
+    model = compiled(model, *how)
     if called_before:
         x, y = batches(1)[0]
         F.mse_loss(model(x), y).backward()
@@ -77,7 +78,7 @@ def count_frames(way, *cbs, **kwargs):
     return counter.frame_count
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)])
 def test_attaching_before_the_first_call_leaves_the_number_of_frames_as_it_is(way):
     size = {"n_epoch": 3, "n_train": 4, "n_valid": 2}
     plain = count_frames(way, **size)
@@ -86,6 +87,7 @@ def test_attaching_before_the_first_call_leaves_the_number_of_frames_as_it_is(wa
     assert count_frames(way, means(), means(name="two", detach=False, cpu=False), **size) == plain
 
 
+@pytest.mark.slow
 def test_looking_at_every_second_batch_adds_one_frame_however_long_the_fit_is():
     way = "model.compile"
     plain = count_frames(way, n_epoch=1, n_valid=0)
@@ -103,7 +105,7 @@ def test_a_pre_hook_leaves_the_number_of_frames_as_it_is():
     assert counts == [counts[0]] * 2
 
 
-@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("every", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_a_forward_callback_breaks_no_graph(every):
     model, plain = three_layers(), three_layers()
     fit(plain, expected := means(every=every), n_epoch=2)
@@ -201,11 +203,12 @@ def gradients_by_hand(model, x):
     return [g[0] for g in grads.stored], outputs, inputs[1:]
 
 
-@pytest.mark.parametrize("look", [outputs_by_hand, gradients_by_hand])
-@pytest.mark.parametrize(("way", "backend"), WAYS_AND_BACKENDS)
-def test_hooks_by_hand_attached_before_the_first_call_see_what_they_see_without_compile(way, backend, look):
+@pytest.mark.parametrize(
+    ("how", "look"), covering(WAYS_AND_BACKENDS, [outputs_by_hand, gradients_by_hand], of=1)
+)
+def test_hooks_by_hand_attached_before_the_first_call_see_what_they_see_without_compile(how, look):
     x = torch.randn(4, 4)
-    plain, watched = look(three_layers(), x), look(compiled(three_layers(), way, backend), x)
+    plain, watched = look(three_layers(), x), look(compiled(three_layers(), *how), x)
     for expected, got in zip(plain, watched, strict=True):
         assert len(expected) == len(got) > 0
         assert all(map(torch.allclose, expected, got))

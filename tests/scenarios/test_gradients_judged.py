@@ -22,7 +22,7 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
 from tests.gradients.support import HEALTHY, INF, NAN, OTHER_HEALTHY, at, batches, learner, mlp, seeded, sgd
-from tests.support import fit, make_learner, make_model
+from tests.support import covering, fit, make_learner, make_model
 
 ADAM = torch.optim.Adam
 
@@ -41,10 +41,9 @@ def more_seeds(*seeds):
 # ---- healthy
 
 
-@pytest.mark.parametrize("opt", ["Adam", "SGD"])
 @pytest.mark.parametrize("seed", [0, *more_seeds(1, 2, 3)])
-@pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_training_gives_no_alarm(name, seed, opt):
+@pytest.mark.parametrize(("name", "opt"), covering(HEALTHY, ["Adam", "SGD"], of=1))
+def test_a_healthy_training_gives_no_alarm(name, opt, seed):
     make, data, loss, rates = HEALTHY[name]
     kind = partial(torch.optim.SGD, momentum=0.9) if opt == "SGD" else torch.optim.Adam
     cb = GradientHealth()
@@ -333,8 +332,7 @@ STACKED = {
 }
 
 
-@pytest.mark.parametrize("opt", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__)
-@pytest.mark.parametrize("kind", STACKED)
+@pytest.mark.parametrize(("kind", "opt"), covering(STACKED, [torch.optim.SGD, torch.optim.AdamW], of=1))
 def test_a_healthy_stack_gives_no_alarm(kind, opt):
     lr = 0.05 if opt is torch.optim.SGD else 3e-3
     learn = Learner(xor(40, seed=0), STACKED[kind](0), F.mse_loss, opt, lr=lr)
@@ -344,6 +342,7 @@ def test_a_healthy_stack_gives_no_alarm(kind, opt):
     assert found <= slow, str(learn.diagnose())
 
 
+@pytest.mark.slow
 def test_a_transformer_with_warm_up_gives_no_alarm():
     class Net(nn.Module):
         def __init__(self):

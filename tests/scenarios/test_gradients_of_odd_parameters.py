@@ -207,7 +207,7 @@ def test_a_layer_made_in_the_first_forward_and_one_put_in_later_are_read():
             return self.head(x)
 
     model = seeded(Late)
-    opt, health, new = sgd(model.parameters(), 0.1), GradientHealth(), nn.Linear(5, 1)
+    opt, health, new = sgd(model.parameters(), 0.01), GradientHealth(), nn.Linear(5, 1)
 
     def replace(learn):
         if learn.train_iter == 6:

@@ -29,6 +29,7 @@ from hookcb import (
 from tests.gradients.support import (
     INF,
     NAN,
+    OPTIONS,
     Encoder,
     Lstm,
     adam,
@@ -45,7 +46,7 @@ from tests.gradients.support import (
     tokens,
 )
 from tests.hooks import support as zoo
-from tests.support import everything, fit, same, weights
+from tests.support import covering, everything, fit, same, weights
 from tests.training.support import equal
 
 MODELS = {"mlp": (mlp, lambda: batches(5), F.mse_loss)}
@@ -76,8 +77,7 @@ def trained(name, *cbs, opt=torch.optim.AdamW):
     return {"seen": seen, "losses": list(learn.recorder.losses), **left, **state}
 
 
-@each_option
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "options"), covering(MODELS, OPTIONS.values(), of=1))
 def test_a_training_is_to_the_bit_what_it_is_without(name, options):
     plain, health = trained(name), GradientHealth(**options)
     watched = trained(name, health)

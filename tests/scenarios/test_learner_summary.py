@@ -25,6 +25,7 @@ from tests.support import (
     Pair,
     SaysSo,
     changes_in,
+    each,
     fit,
     in_terminal,
     make_batches,
@@ -143,7 +144,7 @@ EVENTS_OF_A_FIT = [
 ]
 
 
-@pytest.mark.parametrize("event", EVENTS_OF_A_FIT)
+@pytest.mark.parametrize("event", each(2, EVENTS_OF_A_FIT))
 def test_a_summary_in_the_middle_of_a_fit_changes_nothing(event):
     def run(look):
         torch.manual_seed(0)

@@ -14,7 +14,6 @@ from hookcb.diagnosis.probes.loss_graph import read_loss
 from tests.support import fit
 
 HEAD = "an activation before the loss"
-BACKENDS = ("aot_eager",)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ERROR  :UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # by Dynamo itself
@@ -72,7 +71,9 @@ def compiled_head(model):
 HOW = {"outside": compiled_outside, "in place": compiled_in_place, "a layer": compiled_head}
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    "how", ["in place", *(pytest.param(x, marks=pytest.mark.slow) for x in ("outside", "a layer"))]
+)
 def test_a_softmax_before_cross_entropy_is_found_in_a_compiled_model_as_in_a_plain_one(how):
     plain = verdict_on(net(nn.Softmax(dim=1)))
     compiled = verdict_on(HOW[how](net(nn.Softmax(dim=1))))

@@ -16,6 +16,7 @@ from hookcb import EMA, Callback, GradientAccumulation, GradientClip, Learner, M
 from tests.support import (
     CANCELS,
     EVENTS,
+    covering,
     events,
     fit,
     make_batches,
@@ -26,6 +27,7 @@ from tests.support import (
     weights,
 )
 from tests.training.support import (
+    DEVIL,
     NESTED_AT,
     TakesDict,
     TwoInputs,
@@ -266,10 +268,10 @@ def test_a_cancel_at_the_step_after_the_training_ends_nothing_else():
         assert len(learn.recorder.rows) == 2
 
 
-@pytest.mark.parametrize("order", [-1000, 1000])
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, *CANCELS.values()])
-def test_nothing_is_left_however_the_fit_ends(order, error):
-    for event in EVENTS:
+@pytest.mark.parametrize(("shift", "error"), list(enumerate([*DEVIL, *CANCELS.values()])))
+def test_nothing_is_left_however_the_fit_ends(shift, error):
+    for i, event in enumerate(EVENTS):
+        order = (-1000, 1000)[(i + shift) % 2]
         plan = primary_plan(event) | {(event, 0): error("planted")}
         accumulation = GradientAccumulation(2)
         learn = learner(make_batches(3), [accumulation, spy([], "devil", plan, order=order)], make_batches(1))
@@ -279,8 +281,7 @@ def test_nothing_is_left_however_the_fit_ends(order, error):
         assert accumulation.state_dict() == GradientAccumulation(2).state_dict()
 
 
-@pytest.mark.parametrize("event", [event for event in EVENTS if not event.startswith("after_cancel")])
-@pytest.mark.parametrize("order", [-1000, 1000])
+@pytest.mark.parametrize(("event", "order"), covering(NESTED_AT, [-1000, 1000], of=1))
 def test_a_validation_inside_changes_nothing(event, order):
     inside, train = [], make_batches(3)
 

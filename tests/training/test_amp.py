@@ -16,6 +16,7 @@ from hookcb import Callback, CancelStepException, Learner, MixedPrecision
 from tests.support import (
     CANCELS,
     EVENTS,
+    covering,
     fit,
     make_batches,
     make_learner,
@@ -199,11 +200,10 @@ def test_a_step_without_any_gradient_is_cancelled():
     assert [event for _, event in log].count("after_cancel_step") == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("shift", "error"), list(enumerate([*DEVIL, *CANCELS.values()])))
-def test_nothing_stays_on_however_the_fit_ends(dtype, shift, error):
+def test_nothing_stays_on_however_the_fit_ends(shift, error):
     for i, event in enumerate(EVENTS):
-        order = (-1000, 1000)[(i + shift) % 2]
+        order, dtype = (-1000, 1000)[(i + shift) % 2], DTYPES[(i + shift) // 2 % 2]
         plan = primary_plan(event) | {(event, 0): error("planted")}
         learn = learner([precision(dtype), spy([], "devil", plan, order=order)])
         with suppress(ValueError, KeyboardInterrupt, RuntimeError):
@@ -229,10 +229,8 @@ def test_an_error_outside_a_fit_leaves_autocast_off(use, event):
     assert_nothing_left(learn)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("event", NESTED_AT)
-@pytest.mark.parametrize("order", [-1000, 1000])
-def test_a_validation_inside_changes_nothing(dtype, event, order):
+@pytest.mark.parametrize(("event", "dtype", "order"), covering(NESTED_AT, DTYPES, [-1000, 1000]))
+def test_a_validation_inside_changes_nothing(event, dtype, order):
     inside = []
 
     def validate(cb):
@@ -353,9 +351,12 @@ def test_a_mapping_and_a_loss_of_the_models_own_are_computed_in_half_precision()
     assert learn.model.seen is torch.bfloat16
 
 
-@pytest.mark.parametrize("given", [torch.bfloat16, "bf16", torch.float16, "fp16"])
-@pytest.mark.parametrize("opt_func", [momentum, torch.optim.AdamW, FUSED])
-@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize(
+    ("given", "opt_func", "sized"),
+    covering(
+        [torch.bfloat16, "bf16", torch.float16, "fp16"], [momentum, torch.optim.AdamW, FUSED], [True, False]
+    ),
+)
 def test_weights_and_losses_are_those_of_torchs_own_loop(given, opt_func, sized):
     train, valid = batches_of(RAGGED), batches_of([3, 2], seed=1)
     of_half = given in (fp16, "fp16")
@@ -417,8 +418,7 @@ def test_autocast_is_on_for_prediction_and_loss_and_off_elsewhere():
 
 
 @pytest.mark.parametrize("make", [MixedPrecision, partial(precision, fp16)])
-@pytest.mark.parametrize("order", [-1000, 0, 1000])
-def test_a_validation_inside_a_batch_neither_breaks_autocast_nor_hides_gradients(make, order):
+def test_a_validation_inside_a_batch_neither_breaks_autocast_nor_hides_gradients(make):
     def run(*cbs):
         seeded()
         learn = quiet(batches_of(RAGGED), batches_of([3, 2]), Wide(), momentum)
@@ -427,16 +427,18 @@ def test_a_validation_inside_a_batch_neither_breaks_autocast_nor_hides_gradients
         return weights(learn.model), rows
 
     plain, expected = run()
-    for event in NESTED_AT:
+    for event, order in zip(NESTED_AT, itertools.cycle([-1000, 0, 1000]), strict=False):
         with flags_kept():
             trained, rows = run(validating(event, order))
         assert same(trained, plain), event
         assert rows == expected, event
 
 
-@pytest.mark.parametrize("raised", [*ENDS, *(CANCELS[level] for level in ("train", "backward"))])
-def test_however_a_batch_ends_autocast_is_off_and_the_next_fit_is_right(raised):
-    for event, order in zip(EVENTS, itertools.cycle([-1000, 1000]), strict=False):
+@pytest.mark.parametrize(
+    ("shift", "raised"), list(enumerate([*ENDS, *(CANCELS[level] for level in ("train", "backward"))]))
+)
+def test_however_a_batch_ends_autocast_is_off_and_the_next_fit_is_right(shift, raised):
+    for event, order in zip(EVENTS[shift % 3 :: 3], itertools.cycle([-1000, 1000]), strict=False):
         learn = quiet(batches_of(RAGGED), batches_of([2]))
         with flags_kept():
             try:
@@ -466,12 +468,16 @@ def test_an_error_of_the_model_or_of_the_loss_leaves_autocast_off():
                 use(1, cbs=MixedPrecision())
 
 
-@pytest.mark.parametrize("order", [-1000, -25, 0, 1000])
-@pytest.mark.parametrize("nth", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("event", "level"), [("before_step", "step"), ("before_step", "batch"), ("after_backward", "batch")]
+    ("order", "nth", "where"),
+    covering(
+        [-1000, -25, 0, 1000],
+        [0, 1, 2],
+        [("before_step", "step"), ("before_step", "batch"), ("after_backward", "batch")],
+    ),
 )
-def test_gradients_of_a_cancelled_step_add_to_the_next_as_they_do_without_a_scaler(event, level, nth, order):
+def test_gradients_of_a_cancelled_step_add_to_the_next_as_they_do_without_a_scaler(order, nth, where):
+    event, level = where
     train = batches_of(RAGGED)
     seeded()
     model = Wide()

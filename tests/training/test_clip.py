@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from hookcb import Callback, GradientClip, Learner, MixedPrecision
-from tests.support import CANCELS, fit, make_batches, make_learner, make_model, same, spy, weights
+from tests.support import CANCELS, covering, fit, make_batches, make_learner, make_model, same, spy, weights
 from tests.training.support import OPTS, Wide, batches_of, momentum, quiet, sgd
 
 RAGGED = [4, 4, 2]
@@ -142,9 +142,9 @@ def test_other_arguments_are_refused():
         GradientClip(max_norm=1.0, value=0.5)
 
 
-@pytest.mark.parametrize("opt_func", OPTS)
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.3, 1e6])
+@pytest.mark.parametrize(
+    ("opt_func", "norm_type", "max_norm"), covering(OPTS, [2.0, 1.0, math.inf], [0.3, 1e6])
+)
 def test_the_norm_is_clipped_as_torch_clips_it(opt_func, norm_type, max_norm):
     expected, norms, _ = by_hand(
         lambda params: clip_grad_norm_(params, max_norm, norm_type), norm_type, batches_of(RAGGED), opt_func

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hookcb import EMA, Callback, CancelEpochException, Checkpoint, EarlyStopping
-from tests.support import fit, make_batches, make_learner, make_model, spy, train_by_hand
+from tests.support import covering, fit, make_batches, make_learner, make_model, spy, train_by_hand
 from tests.training.support import CURVES, batches_of, quiet, scripted
 
 VALUES = [
@@ -34,12 +34,21 @@ def stopped_by_rule(values, mode, patience, min_delta):
     return epoch + 1, best_epoch
 
 
-@pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize(
-    ("column", "given", "mode"),
-    [("score", "min", "min"), ("score", "max", "max"), ("score", None, "max"), ("valid_loss", None, "min")],
+    ("values", "rule"),
+    covering(
+        VALUES,
+        [
+            ("score", "min", "min"),
+            ("score", "max", "max"),
+            ("score", None, "max"),
+            ("valid_loss", None, "min"),
+        ],
+        of=1,
+    ),
 )
-def test_it_stops_where_the_rule_says(values, column, given, mode):
+def test_it_stops_where_the_rule_says(values, rule):
+    column, given, mode = rule
     learn = quiet(batches_of([2]), batches_of([2]))
     for patience, min_delta in [(1, 0.0), (2, 0.06), (3, 0.0), (2, 0.15), (3, 1.0)]:
         cb = EarlyStopping(column, given, min_delta, patience)

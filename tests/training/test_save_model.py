@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hookcb import EMA, Callback, CancelEpochException, SaveModelCallback
-from tests.support import make_learner
+from tests.support import covering, make_learner
 from tests.training.support import CURVES, batches_of, quiet, scripted
 
 
@@ -36,11 +36,11 @@ def best_by_rule(values, mode, min_delta):
     return index
 
 
-@pytest.mark.parametrize("values", CURVES)
 @pytest.mark.parametrize(
-    ("column", "comp", "mode"), [("score", less, "min"), ("score", greater, "max"), ("score", None, "max")]
+    ("values", "rule"), covering(CURVES, [(less, "min"), (greater, "max"), (None, "max")], of=1)
 )
-def test_the_model_is_that_of_the_best_epoch(values, column, comp, mode, tmp_path):
+def test_the_model_is_that_of_the_best_epoch(values, rule, tmp_path):
+    column, (comp, mode) = "score", rule
     for min_delta in (0.0, 0.15):
         learn, kept = quiet(batches_of([2]), batches_of([2])), []
         learn.add_cb(Callback(after_epoch=lambda cb, kept=kept: kept.append(weights(cb.learn)), name="spy"))

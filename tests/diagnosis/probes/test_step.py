@@ -17,6 +17,7 @@ from hookcb.diagnosis.probes.step import (
     StaleGradients,
     observe_accumulation,
 )
+from tests.support import covering
 
 
 def net(seed=0, n_out=2):
@@ -285,10 +286,10 @@ def test_a_weight_that_moves_in_one_step_of_five_is_not_told():
 # ---- accumulated losses
 
 
-@pytest.mark.parametrize("divide", [True, False])
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("reports", [True, False])
-@pytest.mark.parametrize("opt_class", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize(
+    ("n", "divide", "reports", "opt_class"),
+    covering([4, 1], [False, True], [True, False], [torch.optim.SGD, torch.optim.Adam]),
+)
 def test_losses_that_are_summed_over_batches_get_a_note_if_their_scale_matters(n, divide, reports, opt_class):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     opt = opt_class(model.parameters(), 0.01)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hookcb import Diagnose, Learner, diagnose, watch
 from hookcb.diagnosis.probes.tokens import MIN_BATCHES, UNKNOWN, Tokens, _targets_like
+from tests.support import covering, each
 
 N, T, V, D = 8, 12, 16, 16
 ORDER = (
@@ -94,6 +95,7 @@ def watched(model, batches, loss_func=cross_entropy):
     return w.diagnose()
 
 
+LOOPS = [trained, watched]
 OF_TOKENS = {"mask.future", "mask.blind", "label.copies_input", "label.padding", "embed.single_index"}
 
 
@@ -109,17 +111,16 @@ def gaps(verdict):
 # ---- what is trained
 
 
-@pytest.mark.parametrize("train", [trained, watched])
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("mask", ["none", "inverted", "late"])
-def test_a_mask_that_shows_the_next_token_is_named(train, mask, fused):
+@pytest.mark.parametrize(
+    ("mask", "train", "fused"), covering(["none", "inverted", "late"], LOOPS, [True, False], of=1)
+)
+def test_a_mask_that_shows_the_next_token_is_named(mask, train, fused):
     verdict = train(Gpt(mask, fused), data())
     assert seen(verdict) == {"mask.future": "error"}
     assert verdict.primary.code == "mask.future"
 
 
-@pytest.mark.parametrize("train", [trained, watched])
-@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize(("mask", "train"), covering(["causal", "window"], LOOPS, of=1))
 def test_a_mask_that_hides_it_is_fine(train, mask):
     verdict = train(Gpt(mask), data())
     assert seen(verdict) == {}
@@ -150,7 +151,7 @@ def test_masked_tokens_may_be_predicted_from_both_sides():
     assert seen(trained(Gpt("none"), data(of=masked))) == {}
 
 
-@pytest.mark.parametrize("train", [trained, watched])
+@pytest.mark.parametrize("train", each(2, LOOPS))
 def test_targets_that_are_not_shifted_are_named_once_the_loss_tells(train):
     assert seen(train(Gpt(), data(120, of=same))) == {"label.copies_input": "warning"}
     assert seen(train(Gpt(), data(6, of=same))) == {"label.copies_input": "info"}
@@ -196,8 +197,7 @@ def test_an_autoencoder_may_see_all_of_the_text_that_it_decodes():
     assert seen(trained(Encoded(), data(of=same), loss_func)) == {}
 
 
-@pytest.mark.parametrize("train", [trained, watched])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("fused", "train"), covering([True, False], LOOPS, of=1))
 def test_a_mask_that_hides_all_other_tokens_is_named(train, fused):
     verdict = train(Gpt("self", fused), data())
     assert seen(verdict) == {"mask.blind": "warning"}
@@ -225,9 +225,11 @@ def _selected(p, y):
 
 
 @pytest.mark.parametrize(
-    "loss_func", [lambda p, y: cross_entropy(p, y, ignore_index=0), _weighted, _multiplied, _selected]
+    ("loss_func", "train"),
+    covering(
+        [lambda p, y: cross_entropy(p, y, ignore_index=0), _weighted, _multiplied, _selected], LOOPS, of=1
+    ),
 )
-@pytest.mark.parametrize("train", [trained, watched])
 def test_padding_that_does_not_count_is_fine_however_it_is_left_out(train, loss_func):
     assert seen(train(Gpt(padding=0), data(of=padded), loss_func)) == {}
 

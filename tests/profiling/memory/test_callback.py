@@ -372,7 +372,7 @@ def by_blocks(model, backend):
 
 
 @dynamo_warns
-@pytest.mark.parametrize("compiled", [wrapped, in_place, by_blocks])
+@pytest.mark.parametrize("compiled", [pytest.param(wrapped, marks=pytest.mark.slow), in_place, by_blocks])
 def test_a_compiled_graph_counts_as_one_layer_and_is_compiled_once(compiled):
     torch.compiler.reset()
     counters.clear()

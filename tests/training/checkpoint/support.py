@@ -148,18 +148,18 @@ def differing(a, b):
     return [what for what in {**a, **b} if not alike(a.get(what), b.get(what))]
 
 
-def check_resumes(make, folder, n_epoch=2, files=(0, 4, 5, 7)):
+def check_resumes(make, folder, n_epoch=2, every=4, files=slice(0, -1)):
     """A fit that goes on from some batch, or the end of an epoch, ends as if it had never stopped.
 
-    `files` are the numbers of its checkpoints, of which it has one after each batch and each epoch; of five
-    batches, these are of the first and of the last, of an epoch, and of a batch inside the next.
+    It goes on from `files` of its checkpoints, one after `every` batches and one after each epoch: of five
+    batches, from inside the first epoch, from its end, and from inside the next.
     """
     whole = outcome(train(make, n_epoch))
-    saving = Checkpoint(folder, every=1, keep=10_000)
+    saving = Checkpoint(folder, every=every, keep=10_000)
     changed = differing(whole, outcome(train(make, n_epoch, saving)))
     assert changed == [], f"writing has changed {changed}"
-    assert len(saving.files) == whole["batches"] + n_epoch
-    for file in [file for i, file in enumerate(saving.files) if i in files]:
+    assert len(saving.files) == whole["batches"] // every + n_epoch
+    for file in saving.files[files]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "nothing left to train")  # the last file is of a complete fit
             changed = differing(whole, outcome(go_on(make, n_epoch, resume=file)))

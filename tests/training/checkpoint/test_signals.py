@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hookcb import EMA, Callback, CancelFitException
 from hookcb.training.checkpoint.callback import Checkpoint
 from tests.core.support import names
-from tests.support import make_batches
+from tests.support import covering, make_batches
 from tests.training.checkpoint.support import (
     Stop,
     acting,
@@ -85,8 +85,7 @@ def check_goes_on(folder, make=plain, n_epoch=2):
     assert differing(uninterrupted(make, n_epoch), outcome(resumed)) == []
 
 
-@pytest.mark.parametrize("which", SIGNALS)
-@pytest.mark.parametrize("event", IN_TRAINING)
+@pytest.mark.parametrize(("event", "which"), covering(IN_TRAINING, SIGNALS, of=1))
 def test_the_batch_is_finished_and_a_file_of_it_written(tmp_path, event, which):
     sender = acting(event, sending(SIGNALS[which][0]), k=1)
     ended = stopped(tmp_path, which, sender)
@@ -106,9 +105,7 @@ def test_a_signal_in_validation_loses_nothing_of_the_training(tmp_path, which):
         check_goes_on(tmp_path / str(k), make=shuffling)
 
 
-@pytest.mark.parametrize("which", SIGNALS)
-@pytest.mark.parametrize("order", [0, 1000])
-@pytest.mark.parametrize("event", BETWEEN)
+@pytest.mark.parametrize(("event", "order", "which"), covering(BETWEEN, [0, 1000], SIGNALS))
 def test_a_signal_between_batches_ends_the_fit(tmp_path, event, order, which):
     ended = stopped(tmp_path, which, acting(event, sending(SIGNALS[which][0]), order=order))
     assert len([n for training, n in ended if training]) <= 4

@@ -56,7 +56,7 @@ class Lazy(Net):
 
 
 def test_a_buffer_that_is_made_on_the_way_is_resumed(tmp_path):
-    check_resumes(lambda: learner(model=Lazy()), tmp_path, files=(3, 5, 8))
+    check_resumes(lambda: learner(model=Lazy()), tmp_path)
 
 
 class Center(nn.Module):
@@ -433,7 +433,7 @@ def test_random_changes_in_workers_go_on_as_they_were(tmp_path, own):
         augmented = Augmented(all_of_them)
         return learner(DataLoader(augmented, 4, shuffle=True, num_workers=2, **options))
 
-    check_resumes(make, tmp_path, files=(1, 5))
+    check_resumes(make, tmp_path, files=slice(0, 2))
 
 
 # ---- loaders with a state of their own
