@@ -102,6 +102,24 @@ def alike(text):
     return [NUMBER.sub("#", line) for line in text.splitlines() if line.strip()]
 
 
+FOLDER = re.compile(r"""Checkpoint\(["']([^"']+)["']""")
+
+
+def test_no_two_pages_write_checkpoints_to_the_same_folder():
+    """Else one page resumes what a reader has trained with another."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    of_pages = {page.name: set(FOLDER.findall(page.read_text("utf-8"))) for page in pages}
+    del of_pages["index.md"]  # of porting, which shows the message of an error
+    folders = [folder for found in of_pages.values() for folder in found]
+    assert len(folders) > 2
+    assert sorted(folders) == sorted(set(folders))
+
+
+def test_the_site_leaves_out_python_and_its_cache():
+    excluded = re.search(r"^exclude_docs: \|\n((?:  .+\n)+)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
+    assert {"*.py", "__pycache__/"} <= set(excluded[1].split())
+
+
 def test_the_version_is_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]

@@ -70,8 +70,8 @@ class GradientHealth(Callback):
             is finite), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this step) and
             `drift` (the same since the fit began). The last two use 1,024 elements at most. Gradient
             statistics use all elements; weight statistics use all up to 65,536, and 1,024 of larger weights,
-            whose norm is then usually within 3 %. So does `weight_std` of more than 1,024 if it is below 6 % of the mean,
-            as in a layer norm.
+            whose norm is then usually within 3 %. So does `weight_std` of more than 1,024 if it is below 6 %
+            of the mean, as in a layer norm.
 
     Raises:
         FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.
