@@ -66,13 +66,6 @@ def test_the_python_of_a_page_runs_and_prints_what_the_page_shows(page):
         assert is_alike(shown, said), f"run python docs/blocks.py {page}, which prints:\n{said}"
 
 
-def test_no_two_pages_write_their_checkpoints_to_one_folder():
-    folders = [
-        folder for page in PAGES for folder in set(re.findall(r'Checkpoint\("(.+?)"', str(blocks(page))))
-    ]
-    assert len(folders) == len({*folders}), folders
-
-
 SCRIPTS = [block.text for page in PAGES for block in blocks(page) if block.text.startswith(SCRIPT)]
 
 
@@ -151,6 +144,24 @@ def test_the_picture_of_a_page_shows_the_verdict_of_today():
 )
 def test_a_text_is_compared_but_for_numbers_borders_and_what_is_left_out(shown, said, expected):
     assert is_alike(shown, said) == expected
+
+
+FOLDER = re.compile(r"""Checkpoint\(["']([^"']+)["']""")
+
+
+def test_no_two_pages_write_checkpoints_to_the_same_folder():
+    """Else one page resumes what a reader has trained with another."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    of_pages = {page.name: set(FOLDER.findall(page.read_text("utf-8"))) for page in pages}
+    del of_pages["index.md"]  # of porting, which shows the message of an error
+    folders = [folder for found in of_pages.values() for folder in found]
+    assert len(folders) > 2
+    assert sorted(folders) == sorted(set(folders))
+
+
+def test_the_site_leaves_out_python_and_its_cache():
+    excluded = re.search(r"^exclude_docs: \|\n((?:  .+\n)+)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M)
+    assert {"*.py", "__pycache__/"} <= set(excluded[1].split())
 
 
 def test_the_version_is_the_same_everywhere():

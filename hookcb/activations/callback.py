@@ -66,8 +66,8 @@ class ActivationStats(HookCallback):
     Attributes:
         records: the recorded statistics, an `ActivationRecords`; this callback has its methods too.
         stats: `stats[record][layer]` is a dict of `mean`, `std` (unbiased), `min`, `max`, `abs_max` (of
-            finite elements), `near_zero`, `zeros` (shares, 0..1) and `nonfinite` (number); NaN if a layer
-            was not called.
+            finite elements), `near_zero`, `zeros` (shares, 0..1; NaN if no element is finite) and `nonfinite`
+            (number); NaN if a layer was not called.
         names: layer names, in the order of their first record. Tensors inside an output are named by their
             path, `lstm[0]`; calls of a layer called several times in a batch by number, `fc#0`, `fc#1`.
 

@@ -152,6 +152,6 @@ def _merge(parts: tl.tensor, out: tl.tensor, n: tl.tensor, programs: tl.tensor, 
     tl.store(out + 2, low + nan)
     tl.store(out + 3, high + nan)
     tl.store(out + 4, tl.maximum(-low, high) + nan)
-    tl.store(out + 5, near / count)
-    tl.store(out + 6, zeros / count)
+    tl.store(out + 5, near / count + nan)
+    tl.store(out + 6, zeros / count + nan)
     tl.store(out + 7, count - finites)

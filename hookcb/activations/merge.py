@@ -286,7 +286,8 @@ def _known_range(buffer: OutputBuffer, phase: str, name: str) -> tuple[float, fl
 
 def _sums(values: Tensor, sizes: Tensor, pivots: Tensor) -> Tensor:
     """The sums that a rank adds, `(n, N_SUMS)`, from `LAYER_STATS` of its outputs."""
-    mean, std, _, _, _, near_zero, zeros, nonfinite = values.unbind(1)
+    mean, std, _, _, _, *shares, nonfinite = values.unbind(1)
+    near_zero, zeros = (share.nan_to_num() for share in shares)  # unknown if no element is finite
     n, n_measured, n_counted, copies = sizes.unbind(1)
     d = mean - pivots
     squares = torch.where(n_measured > 1, std.square() * (n_measured - 1) * (n / n_measured), 0.0)
@@ -308,7 +309,8 @@ def _values(sums: Tensor, maxs: Tensor, pivots: Tensor) -> Tensor:
     shift = d / n
     variance = (squares - n * shift.square()).clamp(min=0) / n * (n_measured / (n_measured - 1))
     high, low = _or_nan(maxs[:, 0]), -_or_nan(maxs[:, 1])
-    values = [pivots + shift, variance.sqrt(), low, high, torch.maximum(high, -low), near_zero / n, zeros / n]
+    values = [pivots + shift, variance.sqrt(), low, high, torch.maximum(high, -low)]
+    values += [(share / n).where(low <= high, math.nan) for share in (near_zero, zeros)]
     values.append(nonfinite.where(n_calls > 0, math.nan))
     counts = sums[:, N_SUMS:] * (n_counted / n)[:, None]
     return torch.cat([torch.stack(values, 1), counts.round()], 1)

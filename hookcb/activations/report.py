@@ -34,8 +34,10 @@ class ActivationRow(Ranked):
         return f"{nonfinite:,.0f} NaN or inf" if nonfinite else ""
 
     def text(self, stat: str, form: str = ".3g") -> str:
-        """A number of the last record; "" if the layer was not called."""
-        return "" if math.isnan(self.last["nonfinite"]) else format(self.last[stat], form)
+        """A number of the last record; "" if the layer was not called, or a share is unknown."""
+        value, is_share = self.last[stat], form.endswith("%")
+        is_unknown = math.isnan(self.last["nonfinite"]) or (is_share and math.isnan(value))
+        return "" if is_unknown else format(value, form)
 
 
 # columns of every report on layers' outputs or their gradients

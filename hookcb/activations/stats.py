@@ -67,7 +67,7 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
         A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased standard
         deviation; minimum, maximum and largest magnitude of the finite elements, all in the unit of `x`;
         shares of |x| ≤ eps and of exact zeros, 0..1; number of NaN and infinite elements. NaN if there
-        are too few elements.
+        are too few elements, and if none is finite.
 
     fastai counts each negative value as near zero; here the magnitude counts.
     """
@@ -120,8 +120,9 @@ def take(
 def summarize(rows: Tensor, known: Sequence[Known], eps: float, wide: bool = False) -> Tensor:
     """`LAYER_STATS` of rows of elements, `(R, n)`, as `(R, 8)`; `known` are their moments, or nothing."""
     *first, nonfinite = together(known, rows.dtype).unbind(1) if known else moments(rows, wide)
-    near_zero, zeros = shares(rows, eps, wide)
-    return torch.stack([*first, near_zero.to(nonfinite.dtype), zeros.to(nonfinite.dtype), nonfinite], 1)
+    unknown = first[2].isnan()  # the minimum: no element is finite
+    both = (x.to(nonfinite.dtype).masked_fill(unknown, float("nan")) for x in shares(rows, eps, wide))
+    return torch.stack([*first, *both, nonfinite], 1)
 
 
 def moments(rows: Tensor, wide: bool = False) -> tuple[Tensor, ...]:

@@ -192,6 +192,7 @@ class ShardReader:
         for i, n_flags in enumerate(self._n_rows):
             if n_flags:
                 zeros[i] = 1 - next(left).mean()
+        zeros = zeros.masked_fill(abs_max.isnan() & (nonfinite > 0), math.nan)  # no element is finite
         variance = (around - n * off.square()).clamp(min=0) / (n - 1)
         of_weights = around + pivots * (2 * total + n * pivots)
         ratios = [_ratio(change, before), _ratio(drift, start)]

@@ -189,7 +189,7 @@ class GradColumns(NamedTuple):
     norm: Tensor  # L2
     abs_max: Tensor  # of finite elements
     nonfinite: Tensor  # number
-    zero_rows: Tensor  # share, 0..1; NaN with fewer than two dimensions
+    zero_rows: Tensor  # share, 0..1; NaN with fewer than two dimensions, or if no row is finite
     mean_abs: Tensor
 
 
@@ -207,7 +207,7 @@ def reduce_small(x: Tensor, shape: torch.Size) -> GradColumns:
         others = size.isfinite().logical_not_()
         x, size, nonfinite, norm_of = x.to(wide), size.to(wide), others.sum(2).to(wide), scaled_norm
         abs_max = size.masked_fill(others, 0).amax(2).masked_fill(others.all(2), math.nan)
-    zero_rows = (of_rows == 0).mean(2, dtype=wide) if len(shape) > 1 else nothing
+    zero_rows = _zero_rows(of_rows, wide) if len(shape) > 1 else nothing
     norm, total = norm_of(x, dim=2).to(wide), torch.linalg.vector_norm(x, 1, dim=2).to(wide)
     return GradColumns(norm, abs_max.to(wide), nonfinite, zero_rows, total / n)
 
@@ -223,8 +223,13 @@ def reduce_large(rows: Tensor, nonfinite: Tensor, details: Tensor, n_dims: int) 
     """
     low, high, mean_abs = details.unbind(2)
     norm = wide_norm(rows, dim=2)
-    zero_rows = (rows == 0).mean(2, dtype=norm.dtype) if n_dims > 1 else torch.full_like(norm, math.nan)
+    zero_rows = _zero_rows(rows, norm.dtype) if n_dims > 1 else torch.full_like(norm, math.nan)
     return GradColumns(norm, torch.maximum(high, -low), nonfinite, zero_rows, mean_abs)
+
+
+def _zero_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Share of zeros among sizes of rows, `(R, k, n_rows)`; NaN if none is finite."""
+    return (rows == 0).mean(2, dtype=dtype).masked_fill(rows.isfinite().logical_not_().all(2), math.nan)
 
 
 def sketch_stride(n: int) -> int:

@@ -106,4 +106,5 @@ def measured(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Module
         if finite.numel():
             low, high = min(low, finite.min().item()), max(high, finite.max().item())
     ends = (low, high) if low <= high else (math.nan, math.nan)
-    return ModuleCall("", plain_class(module).__name__, *ends, zeros / n if n else math.nan, nans, infs)
+    share = zeros / n if n > nans + infs else math.nan
+    return ModuleCall("", plain_class(module).__name__, *ends, share, nans, infs)

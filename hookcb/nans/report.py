@@ -1,5 +1,6 @@
 """NanReport: the origin of the first nonfinite number, as text and table."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class ModuleCall:
         name: name of the module, `fc#1` for the second of several calls; with the path in a nested output.
         type: class of the module.
         low, high: smallest and largest finite element; NaN if there is none.
-        zeros: share of exact zeros, 0..1; NaN for an empty output.
+        zeros: share of exact zeros, 0..1; NaN if no element is finite.
         nans, infs: number of NaN and of infinite elements.
     """
 
@@ -87,7 +88,7 @@ COLUMNS: tuple[Column[Any], ...] = (
     Column("type", lambda call: call.type, 4, is_text=True),
     Column("min", lambda call: f"{call.low:.3g}", 2),
     Column("max", lambda call: f"{call.high:.3g}", 1),
-    Column("zeros", lambda call: f"{call.zeros:.0%}", 3),
+    Column("zeros", lambda call: "" if math.isnan(call.zeros) else f"{call.zeros:.0%}", 3),
     Column("nonfinite", lambda call: call.nonfinite, is_text=True, style="red"),
 )
 

@@ -96,12 +96,13 @@ def oracle(t, eps=0.05):
         return dict.fromkeys(STATS, NAN) | {"nonfinite": 0}
     mean = x.sum() / n
     extremes = (finite.min(), finite.max(), finite.abs().max()) if len(finite) else (NAN, NAN, NAN)
+    near_zero, zeros = (is_so.double().mean().item() for is_so in (x.abs() <= eps, x == 0))
     return {
         "mean": mean.item(),
         "std": ((x - mean).square().sum() / (n - 1)).sqrt().item() if n > 1 else NAN,
         **{name: float(value) for name, value in zip(("min", "max", "abs_max"), extremes, strict=True)},
-        "near_zero": sum(x.abs() <= eps).item() / n if n < 100 else (x.abs() <= eps).double().mean().item(),
-        "zeros": (x == 0).double().mean().item(),
+        "near_zero": near_zero if len(finite) else NAN,
+        "zeros": zeros if len(finite) else NAN,
         "nonfinite": n - len(finite),
     }
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 import pickle
 from functools import partial
 
@@ -24,6 +25,7 @@ from hookcb import (
     assert_no_hooks,
     count_hooks,
 )
+from hookcb.activations.stats import layer_stats
 from tests.activations.support import (
     INF,
     NAN,
@@ -214,7 +216,18 @@ def test_nan_and_inf_are_data():
     assert stats.stats[0][0]["mean"] != stats.stats[0][0]["mean"]
     stats = watch(torch.full_like(X, INF))
     assert stats.stats[0][0]["mean"] == float("inf")
-    assert stats.stats[0][0]["near_zero"] == 0
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_shares_of_an_output_without_a_finite_element_are_unknown(value):
+    stats = watch(torch.full_like(X, value))
+    record = stats.stats[0][0]
+    assert math.isnan(record["near_zero"])
+    assert math.isnan(record["zeros"])
+    assert record["nonfinite"] == X.numel()
+    assert "nan%" not in str(stats.report())
+    large = layer_stats(torch.full((70_000,), value))  # of more than are read at a time
+    assert large[5:7].isnan().all()
 
 
 def test_what_has_no_statistics_is_listed_as_left_out():

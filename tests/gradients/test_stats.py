@@ -10,6 +10,7 @@ from hookcb.gradients.stats import (
     RUN,
     SKETCH,
     plain_gradient,
+    reduce_large,
     reduce_small,
     row_norms,
     sketch,
@@ -150,6 +151,19 @@ def test_small_gradients_are_reduced_as_in_float64(scale):
     torch.testing.assert_close(found.mean_abs, wide.abs().mean(2), rtol=1e-5, atol=0)
     assert (found.zero_rows == 0.2).all()
     assert (found.nonfinite == 0).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_share_of_zero_rows_is_unknown_without_a_finite_row(value):
+    shape, x = torch.Size([5, 3]), torch.zeros(2, 3, 15)
+    x[0, 1] = value  # all of a gradient
+    x[1, 1, :7] = value  # only a part of it
+    found = reduce_small(x, shape)
+    assert found.zero_rows.isnan().nonzero().tolist() == [[0, 1]]
+    rows = torch.linalg.vector_norm(x.view(2, 3, 5, 3), dim=3)
+    n_bad = x.isfinite().all(2).logical_not().double()  # 1 stands for any, as on a GPU
+    large = reduce_large(rows, n_bad, torch.full((2, 3, 3), math.nan), len(shape))
+    torch.testing.assert_close(large.zero_rows, found.zero_rows, equal_nan=True)
 
 
 def test_odd_gradients_become_plain_ones():

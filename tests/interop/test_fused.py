@@ -47,7 +47,8 @@ def oracle(x, eps=EPS):
     std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else NAN
     low, high = (min(finite), max(finite)) if finite else (NAN, NAN)
     near, zeros = sum(abs(v) <= limit for v in values), sum(v == 0 for v in values)
-    return [mean, std, low, high, max(abs(low), abs(high)), near / n, zeros / n, n - len(finite)]
+    shares = (near / n, zeros / n) if finite else (math.nan, math.nan)
+    return [mean, std, low, high, max(abs(low), abs(high)), *shares, n - len(finite)]
 
 
 def check(x, eps=EPS):

@@ -176,12 +176,14 @@ def observe_blind(blind_by_layer: dict[str, list[tuple[int, Tensor]]]) -> Iterat
 
 
 def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
-    """Share of the outputs of a Tanh or Sigmoid near its limits; None for other modules."""
+    """Share of the outputs of a Tanh or Sigmoid near its limits, NaN if all are; None for other modules."""
     if isinstance(m, nn.Tanh):
-        return (x.abs() > TANH).float().mean()
-    if isinstance(m, nn.Sigmoid):
-        return ((x < SIGMOID) | (x > 1 - SIGMOID)).float().mean()
-    return None
+        share = (x.abs() > TANH).float().mean()
+    elif isinstance(m, nn.Sigmoid):
+        share = ((x < SIGMOID) | (x > 1 - SIGMOID)).float().mean()
+    else:
+        return None
+    return share.masked_fill(x.isnan().all(), math.nan)
 
 
 class OpHooks:

@@ -334,6 +334,12 @@ def test_half_of_the_heads_or_two_batches_are_no_finding(shares):
     assert observations(*shares) == []
 
 
+@pytest.mark.parametrize("kind", [nn.Tanh, nn.Sigmoid])
+def test_the_saturated_share_of_nan_is_unknown(kind):
+    assert saturated_share(kind(), torch.full((4, 5), math.nan)).isnan()
+    assert saturated_share(kind(), torch.tensor([math.nan, 1.0])) == 0.5
+
+
 def test_saturated_shares_are_counts_of_elements():
     x = numbers(50, 7) * 3
     t, s = x.tanh(), x.sigmoid()
