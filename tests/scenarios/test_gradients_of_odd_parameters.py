@@ -183,7 +183,7 @@ def test_optimizers_for_graphs_of_a_gpu_are_read_without_a_wait(options):
     def strict(on):
         return lambda cb: notice_waits("error" if on else "default")
 
-    health = GradientHealth()
+    health = GradientHealth(detail_every=1)
     guards = [
         at(e, strict(order < 0), order, f"{e}_{order < 0}")
         for e in ("before_step", "after_step")
