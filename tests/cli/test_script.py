@@ -428,7 +428,7 @@ def test_a_model_that_is_trained_in_eval_mode_is_seen(run):
         """
     )
     assert code == 1
-    assert "SICK mode.mismatch in 1" in out
+    assert "SICK mode.mismatch in layer 1" in out
 
 
 def test_a_model_with_keyword_arguments_only_is_seen_from_its_first_batch(run):
