@@ -53,6 +53,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/hooks.py
+	$(BIN)/python benchmarks/commands.py
 	$(BIN)/python benchmarks/costs.py --write
 	$(BIN)/python benchmarks/costs.py --take --write
 	$(BIN)/python benchmarks/costs.py --diagnose --write
