@@ -1,10 +1,10 @@
 """Fetches of batches: the time for which a training waits for data."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any, Protocol, Self, TypeVar
 
+from hookcb.core.threads import locked, this_thread
 from hookcb.core.torch_private import DataLoaderIter
 
 T = TypeVar("T")
@@ -52,11 +52,11 @@ class _Follower:
 
     def __init__(self, listener: FetchListener) -> None:
         self.listener = listener
-        self._thread, self._depth = threading.get_ident(), 0
+        self._thread, self._depth = this_thread(), 0
 
     def in_loop_thread(self) -> bool:
         """Whether the current thread is the one that is followed."""
-        return threading.get_ident() == self._thread
+        return this_thread() == self._thread
 
     def begin(self) -> None:
         self._depth += 1
@@ -69,7 +69,6 @@ class _Follower:
             self.listener.end()
 
 
-_lock = threading.Lock()
 _followers: tuple[_Follower, ...] = ()  # replaced as a whole, as fetches in other threads read it
 _wrapper: Callable[[Any], Any] | None = None  # takes the place of torch's method while there are followers
 
@@ -81,7 +80,7 @@ def follow_loaders(listener: FetchListener) -> None:
     afterwards it is torch's own again.
     """
     global _followers, _wrapper
-    with _lock:
+    with locked():
         _followers = (*_followers, _Follower(listener))
         if _wrapper is None:
             _wrapper = _notifying(DataLoaderIter.__next__)
@@ -91,7 +90,7 @@ def follow_loaders(listener: FetchListener) -> None:
 def leave_loaders(listener: FetchListener) -> None:
     """Undoes `follow_loaders`; a second call does nothing."""
     global _followers, _wrapper
-    with _lock:
+    with locked():
         _followers = tuple(x for x in _followers if x.listener is not listener)
         # if other code has wrapped it since, ours is called by theirs and cannot be removed
         if not _followers and _wrapper is not None and DataLoaderIter.__next__ is _wrapper:
